@@ -1,0 +1,37 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Both set up .venv by themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test bench lint clean
+
+demo: .venv/installed
+	$(BIN)/python tools/demo.py demo
+
+test: .venv/installed-dev
+	$(BIN)/pytest -m "not slow"
+
+bench: .venv/installed-dev
+	$(BIN)/pytest benchmarks
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv demo build dist *.egg-info
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# torch first and pinned: a range would let another package pull a larger build.
+.venv/installed: pyproject.toml | .venv/bin/python
+	@echo "Installing into .venv (a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@

@@ -1,0 +1,28 @@
+"""SA-1B for training: indexed shards, masks as runs, exact streaming.
+
+Public names load on first use, so `import sa1b` and `--help` stay light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sa1b.shards.dataset import Dataset, Sample
+    from sa1b.shards.dataset import open_dataset as open
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "open": ("sa1b.shards.dataset", "open_dataset"),
+    "Dataset": ("sa1b.shards.dataset", "Dataset"),
+    "Sample": ("sa1b.shards.dataset", "Sample"),
+}
+
+__all__ = ["Dataset", "Sample", "__version__", "open"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'sa1b' has no attribute {name!r}")
+    module, attribute = _PUBLIC[name]
+    return getattr(import_module(module), attribute)

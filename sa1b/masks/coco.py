@@ -1,0 +1,201 @@
+"""COCO's compressed mask strings, a whole image's masks at once.
+
+A string is a sequence of numbers, the run lengths of a mask down the columns of the image, background first.
+From index 3 on a number is the difference to the run two before it. A number is written in characters of
+five bits, lowest first: 48 + bits, + 32 if more follow; bit 4 of the last one is the sign
+(https://github.com/cocodataset/cocoapi, maskApi.c).
+
+Input that does not decode raises MaskError with the index of the first mask that fails and one of these
+reasons:
+
+    wrong_type        neither str nor bytes
+    bad_character     a character outside 48..111
+    cut_number        the string ends inside a number
+    number_too_long   a number of more than 12 characters
+    negative_run      a run below zero
+    run_overflow      a run that goes beyond the last pixel of the image
+    sum_mismatch      the runs end before the last pixel; also the empty string
+
+Within a mask the first reason from left to right counts. Runs of length zero are legal. An impossible image
+size raises SizeError (bad_size). Memory is taken by the length of the strings, never by a number in them or
+by the size of the image.
+
+One thread, 100 masks of 2250x1500 (32,000 runs, 38 kB): `pytest benchmarks/test_masks.py -k strings`.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.masks import strings_numpy
+from sa1b.masks.compiled import COMPILED, strings
+from sa1b.masks.runs import MaskError, Runs, check_size
+
+REASONS = (
+    "valid",
+    "bad_character",
+    "cut_number",
+    "number_too_long",
+    "negative_run",
+    "run_overflow",
+    "sum_mismatch",
+    "wrong_type",
+)
+WRONG_TYPE = REASONS.index("wrong_type")
+
+MESSAGES = (
+    "",
+    "a character of its string lies outside 48..111",
+    "its string ends inside a number",
+    f"a number of its string has more than {strings.MAX_CHARACTERS} characters",
+    "a run is negative",
+    "a run goes beyond the last of {height} x {width} pixels",
+    "its runs end before the last of {height} x {width} pixels",
+    "its string is neither str nor bytes",
+)
+
+Text = npt.NDArray[np.uint8]
+
+
+def decode(strings: Sequence[str | bytes], height: int, width: int) -> Runs:
+    """The runs of all masks of one image.
+
+    Args:
+        strings: COCO's compressed string of each mask (`segmentation["counts"]`).
+        height, width: pixels of the image.
+
+    Raises:
+        MaskError: the first mask that does not decode, with its reason.
+        SizeError: height or width.
+    """
+    height, width = check_size(height, width)
+    text, lengths, wrong = join(strings)
+    runs, verdicts = parse(text, lengths, height, width)
+    raise_first(verdicts, height, width)
+    if wrong is not None:
+        raise MaskError(wrong, REASONS[WRONG_TYPE], MESSAGES[WRONG_TYPE])
+    return runs
+
+
+def decode_joined(
+    buffer: bytes | bytearray | memoryview | Text, lengths: npt.NDArray[np.integer], height: int, width: int
+) -> Runs:
+    """Like `decode`, from the strings of all masks one behind the other; the buffer is not copied.
+
+    Args:
+        buffer: the bytes of the strings.
+        lengths: integers [N], bytes of each mask's string; together the length of the buffer.
+        height, width: pixels of the image.
+
+    Raises:
+        MaskError: the first mask that does not decode, with its reason.
+        SizeError: height or width.
+        ValueError: buffer or lengths of another type or shape, or lengths that do not fit the buffer.
+    """
+    height, width = check_size(height, width)
+    if isinstance(buffer, np.ndarray):
+        if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+            raise ValueError(
+                f"buffer must be contiguous uint8 [bytes], got {buffer.dtype} {list(buffer.shape)}"
+            )
+        text = buffer
+    else:
+        text = np.frombuffer(buffer, np.uint8)
+    sizes = np.asarray(lengths)
+    if sizes.ndim != 1 or (sizes.size and not np.issubdtype(sizes.dtype, np.integer)):
+        raise ValueError(f"lengths must be integers [N], got {sizes.dtype} {list(sizes.shape)}")
+    if sizes.size and (sizes.min() < 0 or sizes.max() > len(text)):
+        raise ValueError(f"lengths must lie between 0 and the {len(text)} bytes of the buffer")
+    sizes = sizes.astype(np.int64)
+    if sizes.sum() != len(text):
+        raise ValueError(f"lengths add up to {sizes.sum()} bytes, the buffer has {len(text)}")
+    runs, verdicts = parse(text, sizes, height, width)
+    raise_first(verdicts, height, width)
+    return runs
+
+
+def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str]:
+    """The verdict of every mask of one image: "valid" or the reason why it does not decode.
+
+    Arguments and SizeError as for `decode`.
+    """
+    height, width = check_size(height, width)
+    text, lengths, wrong = join(strings)
+    verdicts = [REASONS[code] for code in parse(text, lengths, height, width)[1]]
+    if wrong is not None:
+        verdicts.append(REASONS[WRONG_TYPE])
+        verdicts.extend(reasons(strings[wrong + 1 :], height, width))
+    return verdicts
+
+
+def encode(runs: Runs) -> list[bytes]:
+    """The compressed string of every mask: the bytes that pycocotools writes for the same runs."""
+    text, lengths = encode_joined(runs)
+    joined = text.tobytes()
+    stops = np.cumsum(lengths).tolist()
+    return [joined[start:stop] for start, stop in zip([0, *stops[:-1]], stops, strict=True)] if stops else []
+
+
+def encode_joined(runs: Runs) -> tuple[Text, npt.NDArray[np.int64]]:
+    """Like `encode`, one behind the other.
+
+    Returns:
+        uint8 [bytes] and int64 [N], the bytes of each mask's string: what `decode_joined` takes.
+    """
+    if not COMPILED:
+        return strings_numpy.write(runs.runs, runs.offsets)
+    lengths = np.empty(len(runs), np.int64)
+    strings.count_characters(runs.runs, runs.offsets, lengths)
+    text = np.empty(int(lengths.sum()), np.uint8)
+    strings.write(runs.runs, runs.offsets, text)
+    return text, lengths
+
+
+def join(strings: Sequence[str | bytes]) -> tuple[Text, npt.NDArray[np.int64], int | None]:
+    """All strings up to the first of a wrong type: their bytes, their lengths, the index of that one."""
+    kinds = set(map(type, strings))
+    wrong = None
+    parts: Sequence[bytes]
+    if kinds <= {str} and (text := "".join(cast("Sequence[str]", strings))).isascii():
+        lengths = np.fromiter(map(len, strings), np.int64, len(strings))
+        return np.frombuffer(text.encode("ascii"), np.uint8), lengths, None
+    if kinds <= {bytes}:
+        parts = cast("Sequence[bytes]", strings)
+    else:
+        parts = []
+        for index, string in enumerate(strings):
+            if isinstance(string, str):
+                parts.append(bytes(min(ord(character), 255) for character in string))
+            elif isinstance(string, bytes):
+                parts.append(string)
+            else:
+                wrong = index
+                break
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    return np.frombuffer(b"".join(parts), np.uint8), lengths, wrong
+
+
+def parse(
+    text: Text, lengths: npt.NDArray[np.int64], height: int, width: int
+) -> tuple[Runs, npt.NDArray[np.uint8]]:
+    """Runs of the masks that decode, none for the others, and the verdict of each."""
+    offsets = np.empty(len(lengths) + 1, np.int64)
+    verdicts = np.empty(len(lengths), np.uint8)
+    if not COMPILED:
+        parsed = strings_numpy.parse(text, lengths, height * width)
+        if parsed is not None:
+            verdicts[:] = strings.VALID
+            return Runs(*parsed, height, width), verdicts
+    runs = np.empty(strings.count_numbers(text), np.uint32)
+    strings.parse(text, lengths, height * width, runs, offsets, verdicts)
+    return Runs(runs[: offsets[-1]], offsets, height, width), verdicts
+
+
+def raise_first(verdicts: npt.NDArray[np.uint8], height: int, width: int) -> None:
+    """MaskError for the first mask that is not valid."""
+    if verdicts.any():
+        mask = int(np.flatnonzero(verdicts)[0])
+        code = int(verdicts[mask])
+        raise MaskError(mask, REASONS[code], MESSAGES[code].format(height=height, width=width))

@@ -1,0 +1,86 @@
+"""Runs to pixels."""
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.masks.compiled import kernel
+
+
+@kernel
+def rasterize(
+    runs: npt.NDArray[np.uint32],
+    offsets: npt.NDArray[np.int64],
+    masks: npt.NDArray[np.int64],
+    row_firsts: npt.NDArray[np.int64],
+    column_firsts: npt.NDArray[np.int64],
+    out: npt.NDArray[np.uint8],
+) -> None:
+    """Write chosen masks into out [K, H, W], 0 or 1.
+
+    A pixel differs from the one above it where a run begins or ends between them. So first only these
+    changes are set, two bytes for a run inside a column however long it is, then each row of the mask's box
+    takes over the row above it, exclusive or: whole rows at a time, which compiles to vector instructions.
+
+    Args:
+        masks: int64 [K].
+        row_firsts: int64 [source height + 1], the first target row at or behind each source row.
+        column_firsts: int64 [source width + 1], likewise for columns.
+    """
+    height = len(row_firsts) - 1
+    width = len(column_firsts) - 1
+    limit = row_firsts[height]  # rows from here on are outside the image
+    for slot in range(len(masks)):
+        picture = out[slot]
+        picture[:, :] = 0
+        start, stop = offsets[masks[slot]], offsets[masks[slot] + 1]
+        left, right = np.int64(picture.shape[1]), np.int64(-1)
+        top, bottom = np.int64(picture.shape[0]), np.int64(-1)
+        column, row = np.int64(0), np.int64(0)  # of the source, where the run begins
+        for index in range(start, stop):
+            end_row = row + np.int64(runs[index])
+            end_column = column
+            if end_row >= height:
+                end_row -= height
+                end_column += 1
+                if end_row >= height:
+                    end_column += end_row // height
+                    end_row %= height
+            if end_column > width:
+                break  # not a mask of this size; keeps every write inside the picture
+            if (index - start) & 1:
+                if end_column == column:
+                    first, last = column_firsts[column], column_firsts[column + 1]
+                    begin, end = row_firsts[row], row_firsts[end_row]
+                    if first < last and begin < end:
+                        for x in range(first, last):
+                            picture[begin, x] ^= 1
+                        if end < limit:
+                            for x in range(first, last):
+                                picture[end, x] ^= 1
+                        left, right = min(left, first), max(right, last)
+                        top, bottom = min(top, begin), max(bottom, end)
+                else:
+                    # From this row to the bottom, whole columns, and down to the end's row in its column.
+                    first, last = column_firsts[column], column_firsts[column + 1]
+                    begin = row_firsts[row]
+                    if begin < limit:
+                        for x in range(first, last):
+                            picture[begin, x] ^= 1
+                    stop_column = end_column
+                    if end_row > 0:
+                        stop_column += 1
+                        first, last = column_firsts[end_column], column_firsts[stop_column]
+                        end = row_firsts[end_row]
+                        if end < limit:
+                            for x in range(first, last):
+                                picture[end, x] ^= 1
+                    first, last = column_firsts[column + 1], column_firsts[stop_column]
+                    for x in range(first, last):
+                        picture[0, x] ^= 1
+                    first = column_firsts[column]
+                    if first < last:
+                        left, right = min(left, first), max(right, last)
+                        top, bottom = np.int64(0), limit
+            row, column = end_row, end_column
+        for y in range(top + 1, min(bottom + 1, limit)):
+            picture[y, left:right] ^= picture[y - 1, left:right]

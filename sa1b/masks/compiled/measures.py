@@ -1,0 +1,50 @@
+"""What can be read off the runs: area and bounding box."""
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.masks.compiled import kernel
+
+
+@kernel
+def area(runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], out: npt.NDArray[np.int64]) -> None:
+    """Write the foreground pixels of each mask into out [N]."""
+    for mask in range(len(out)):
+        total = np.int64(0)
+        for index in range(offsets[mask] + 1, offsets[mask + 1], 2):
+            total += np.int64(runs[index])
+        out[mask] = total
+
+
+@kernel
+def bbox(
+    runs: npt.NDArray[np.uint32],
+    offsets: npt.NDArray[np.int64],
+    height: int,
+    width: int,
+    out: npt.NDArray[np.int64],
+) -> None:
+    """Write first column and row, last column and row of each mask into out [N, 4]; empty: 0, 0, -1, -1."""
+    for mask in range(len(out)):
+        left, top = np.int64(width), np.int64(height)
+        right, bottom = np.int64(-1), np.int64(-1)
+        position = np.int64(0)
+        for index in range(offsets[mask], offsets[mask + 1]):
+            run = np.int64(runs[index])
+            if (index - offsets[mask]) & 1 and run > 0:
+                start_column = position // height
+                stop_column = (position + run - 1) // height
+                left = min(left, start_column)
+                right = max(right, stop_column)
+                if stop_column > start_column:  # on to the bottom of one column, from the top of the next
+                    top, bottom = np.int64(0), np.int64(height - 1)
+                else:
+                    top = min(top, position - start_column * height)
+                    bottom = max(bottom, position + run - 1 - start_column * height)
+            position += run
+        if right < 0:
+            left, top = np.int64(0), np.int64(0)
+        out[mask, 0] = left
+        out[mask, 1] = top
+        out[mask, 2] = right
+        out[mask, 3] = bottom

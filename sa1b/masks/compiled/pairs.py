@@ -1,0 +1,81 @@
+"""Every mask of one list against every mask of another."""
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.masks.compiled import kernel
+
+
+@kernel
+def cumulate(
+    runs: npt.NDArray[np.uint32],
+    offsets: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    spans: npt.NDArray[np.int64],
+) -> None:
+    """Write the end of each run, ends [R], and begin and end of each mask's foreground, spans [N, 2]."""
+    for mask in range(len(spans)):
+        start, stop = np.int64(-1), np.int64(-1)
+        position = np.int64(0)
+        for index in range(offsets[mask], offsets[mask + 1]):
+            run = np.int64(runs[index])
+            if (index - offsets[mask]) & 1 and run > 0:
+                if start < 0:
+                    start = position
+                stop = position + run
+            position += run
+            ends[index] = position
+        spans[mask, 0] = start
+        spans[mask, 1] = stop
+
+
+@kernel
+def run_at(ends: npt.NDArray[np.int64], low: int, high: int, position: int) -> int:
+    """The run of ends[low:high] that holds the pixel at this position."""
+    while low < high:
+        middle = (low + high) // 2
+        if ends[middle] > position:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@kernel
+def intersection(
+    ends_a: npt.NDArray[np.int64],
+    offsets_a: npt.NDArray[np.int64],
+    spans_a: npt.NDArray[np.int64],
+    boxes_a: npt.NDArray[np.int64],
+    ends_b: npt.NDArray[np.int64],
+    offsets_b: npt.NDArray[np.int64],
+    spans_b: npt.NDArray[np.int64],
+    boxes_b: npt.NDArray[np.int64],
+    out: npt.NDArray[np.int64],
+) -> None:
+    """Write the common foreground pixels of every pair into out [Na, Nb].
+
+    Boxes are first column and row, last column and row; an empty mask's last lie before its first.
+    """
+    for a in range(len(spans_a)):
+        for b in range(len(spans_b)):
+            common = np.int64(0)
+            if max(boxes_a[a, 0], boxes_b[b, 0]) <= min(boxes_a[a, 2], boxes_b[b, 2]) and max(
+                boxes_a[a, 1], boxes_b[b, 1]
+            ) <= min(boxes_a[a, 3], boxes_b[b, 3]):
+                position = max(spans_a[a, 0], spans_b[b, 0])
+                stop = min(spans_a[a, 1], spans_b[b, 1])
+                first_a, first_b = offsets_a[a], offsets_b[b]
+                index_a = run_at(ends_a, first_a, offsets_a[a + 1], position)
+                index_b = run_at(ends_b, first_b, offsets_b[b + 1], position)
+                while position < stop:
+                    end_a, end_b = ends_a[index_a], ends_b[index_b]
+                    end = min(end_a, end_b)
+                    if (index_a - first_a) & (index_b - first_b) & 1 and end > position:
+                        common += min(end, stop) - position
+                        position = end
+                    else:
+                        position = max(position, end)
+                    index_a += end_a == end
+                    index_b += end_b == end
+            out[a, b] = common

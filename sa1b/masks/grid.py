@@ -1,0 +1,94 @@
+"""Which source pixel a target pixel reads, along one axis: the one rule of every back end.
+
+Target pixel d reads source pixel ((2 * d + 1) * numerator) // denominator: the pixel under its centre, in
+integers, so that every back end takes the same one. Beyond the last source pixel there is background.
+
+Resizing an axis of n pixels to m: numerator n, denominator 2 * m. The frame is a square of S = image_size
+pixels (L the longer side of the image) that holds the image, resized, at its top left:
+
+    len_S = max(1, (2 * len * S + L) // (2 * L))            pixels that an axis of len takes of the S
+    src   = ((2 * dst + 1) * S * len) // (2 * size * len_S)  for a raster of the frame at `size`
+
+so that a mask at 256 lies exactly where the image lies at 1024. Boxes and points scale by len_S / len.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.masks.runs import check_size
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """How one axis of `source` pixels is read for `target` pixels.
+
+    Attributes:
+        source, target: pixels.
+        numerator, denominator: of the rule above, without a common divisor.
+    """
+
+    source: int
+    target: int
+    numerator: int
+    denominator: int
+
+    def sources(self) -> npt.NDArray[np.int64]:
+        """The source pixel that each target pixel reads, int64 [target]; -1 for background."""
+        centres = 2 * np.arange(self.target, dtype=np.int64) + 1
+        sources = centres * self.numerator // self.denominator
+        return np.where(sources < self.source, sources, -1)
+
+    def firsts(self) -> npt.NDArray[np.int64]:
+        """The number of target pixels that read a source pixel before each one, int64 [source + 1].
+
+        Source pixel s is read by the target pixels firsts[s] up to, not including, firsts[s + 1]. Read-only.
+        """
+        return firsts(self)
+
+
+@lru_cache(maxsize=128)
+def firsts(axis: Axis) -> npt.NDArray[np.int64]:
+    sources = np.arange(axis.source + 1, dtype=np.int64)
+    table = -(-sources * axis.denominator // axis.numerator) // 2
+    table.flags.writeable = False
+    return table
+
+
+def axis(source: int, target: int, numerator: int, denominator: int) -> Axis:
+    """The rule in lowest terms; ValueError where its products would leave int64."""
+    divisor = gcd(numerator, denominator)
+    numerator, denominator = numerator // divisor, denominator // divisor
+    if max((2 * target + 1) * numerator, (source + 1) * denominator) >= 2**63:
+        raise ValueError(f"cannot map {source} pixels to {target}: the sizes are too large")
+    return Axis(source, target, numerator, denominator)
+
+
+def resized(source: tuple[int, int], target: tuple[int, int]) -> tuple[Axis, Axis]:
+    """The rows and the columns of an image of source (height, width) resized to target (height, width)."""
+    source, target = check_size(*source), check_size(*target)
+    rows, columns = (axis(s, t, s, 2 * t) for s, t in zip(source, target, strict=True))
+    return rows, columns
+
+
+def framed_size(height: int, width: int, image_size: int) -> tuple[int, int]:
+    """Rows and columns that an image takes of the padded square of image_size pixels."""
+    height, width = check_size(height, width)
+    image_size, _ = check_size(image_size, image_size)
+    longer = max(height, width)
+    rows, columns = (max(1, (2 * n * image_size + longer) // (2 * longer)) for n in (height, width))
+    return rows, columns
+
+
+def framed(source: tuple[int, int], image_size: int, size: int) -> tuple[Axis, Axis]:
+    """The rows and the columns of the padded square of image_size pixels, rastered at size x size."""
+    size, _ = check_size(size, size)
+    taken = framed_size(*source, image_size)
+    rows, columns = (
+        axis(int(n), size, int(image_size) * int(n), 2 * size * n_taken)
+        for n, n_taken in zip(source, taken, strict=True)
+    )
+    return rows, columns

@@ -1,0 +1,85 @@
+"""Points and masks: is a point inside, and which points lie inside. On runs, without pixels.
+
+A point is (x, y): column and row of a pixel, from the top left of the image. One point for each mask.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.masks import geometry
+from sa1b.masks.compiled import places
+from sa1b.masks.runs import Runs
+
+
+def contains(runs: Runs, points: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+    """Whether pixel (x, y) = points[i] is foreground of mask i; False outside the image.
+
+    Args:
+        points: integers [N, 2].
+
+    Returns:
+        bool [N].
+
+    Raises:
+        ValueError: points of another type or shape.
+    """
+    points = integers("points", points, (len(runs), 2))
+    x, y = points[:, 0], points[:, 1]
+    inside = (x >= 0) & (x < runs.width) & (y >= 0) & (y < runs.height)
+    out = np.empty(len(runs), np.bool_)
+    places.contains(runs.runs, runs.offsets, np.where(inside, x * runs.height + y, -1), out)
+    return out
+
+
+def nth_foreground(runs: Runs, n: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """The foreground pixel number n[i] of mask i, counted from 0 down the columns from the left.
+
+    Args:
+        n: integers [N].
+
+    Returns:
+        int64 [N, 2], (x, y); (-1, -1) where the mask has no such pixel.
+
+    Raises:
+        ValueError: n of another type or shape.
+    """
+    out = np.empty(len(runs), np.int64)
+    places.nth_foreground(runs.runs, runs.offsets, integers("n", n, (len(runs),)), out)
+    points = np.stack((out // runs.height, out % runs.height), axis=1)
+    points[out < 0] = -1
+    return points
+
+
+def uniform_point(runs: Runs, draws: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """A foreground pixel of each mask, every one as likely as the others.
+
+    Foreground pixel number floor(draw * area / 2**64): over all draws the probability of a pixel is
+    1 / area to within 2**-64. The draws come from a counter-based generator, so that a point is a formula.
+
+    Args:
+        draws: uint64 [N], uniform over all 64 bits.
+
+    Returns:
+        int64 [N, 2], (x, y); (-1, -1) for an empty mask.
+
+    Raises:
+        ValueError: draws of another type or shape.
+    """
+    draws = np.asarray(draws)
+    if draws.dtype != np.uint64 or draws.shape != (len(runs),):
+        raise ValueError(f"draws must be uint64 [{len(runs)}], got {draws.dtype} {list(draws.shape)}")
+    areas = geometry.area(runs).astype(np.uint64)  # below 2**32: no product below leaves 64 bits
+    half = np.uint64(32)
+    low = (draws & np.uint64(0xFFFFFFFF)) * areas >> half
+    ranks = (draws >> half) * areas + low >> half
+    return nth_foreground(runs, ranks.astype(np.int64))
+
+
+def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """The values as int64 of this shape, contiguous."""
+    array = np.asarray(values)
+    if array.shape != shape or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(f"{name} must be integers {list(shape)}, got {array.dtype} {list(array.shape)}")
+    if array.dtype == np.uint64:  # too large for int64 is outside every image
+        array = np.minimum(array, np.uint64(2**62))
+    return np.ascontiguousarray(array, np.int64)

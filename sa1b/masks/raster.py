@@ -1,0 +1,92 @@
+"""Masks as pixels, from their runs straight to the size that is asked for.
+
+Every raster equals "decode with pycocotools, then take the source pixels of sa1b.masks.grid by integer
+indexing", bit for bit. The source is never decoded at its own size.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.masks import grid
+from sa1b.masks.compiled import fill
+from sa1b.masks.runs import Runs
+
+Raster = npt.NDArray[np.uint8] | npt.NDArray[np.bool_]
+
+
+def rasterize(
+    runs: Runs,
+    height: int | None = None,
+    width: int | None = None,
+    *,
+    select: npt.ArrayLike | None = None,
+    out: Raster | None = None,
+    dtype: npt.DTypeLike = np.uint8,
+) -> Raster:
+    """Masks resized to height x width, as `sa1b.masks.geometry.resize`.
+
+    Args:
+        runs: masks of one image, N of them.
+        height, width: pixels of the raster; by default those of the image.
+        select: which masks, as for `Runs.select`; by default all.
+        out: buffer to write, uint8 or bool [K, height, width], C-contiguous. Nothing else is allocated that
+            grows with it.
+        dtype: uint8 or bool, of a new buffer.
+
+    Returns:
+        `out`, or a new [K, height, width]: 1 is foreground, 0 background.
+
+    Raises:
+        SizeError: height or width.
+        ValueError: an `out` of another shape, type or layout; another dtype.
+        IndexError: select.
+    """
+    source = (runs.height, runs.width)
+    target = (runs.height if height is None else height, runs.width if width is None else width)
+    return fill_axes(runs, grid.resized(source, target), select, out, dtype)
+
+
+def rasterize_frame(
+    runs: Runs,
+    image_size: int,
+    size: int,
+    *,
+    select: npt.ArrayLike | None = None,
+    out: Raster | None = None,
+    dtype: npt.DTypeLike = np.uint8,
+) -> Raster:
+    """Masks in the padded square of image_size pixels, seen at size x size, as `sa1b.masks.geometry.frame`.
+
+    Args:
+        image_size: pixels of the square that holds the resized image at its top left.
+        size: pixels of the raster.
+        Others as for `rasterize`; K masks give [K, size, size].
+
+    Raises:
+        As for `rasterize`.
+    """
+    return fill_axes(runs, grid.framed((runs.height, runs.width), image_size, size), select, out, dtype)
+
+
+def fill_axes(
+    runs: Runs,
+    axes: tuple[grid.Axis, grid.Axis],
+    select: npt.ArrayLike | None,
+    out: Raster | None,
+    dtype: npt.DTypeLike,
+) -> Raster:
+    rows, columns = axes
+    masks = np.arange(len(runs), dtype=np.int64) if select is None else runs.indices(select)
+    shape = (len(masks), rows.target, columns.target)
+    if out is None:
+        if np.dtype(dtype) not in (np.dtype(np.uint8), np.dtype(np.bool_)):
+            raise ValueError(f"dtype must be uint8 or bool, got {np.dtype(dtype)}")
+        out = np.empty(shape, dtype)
+    elif out.shape != shape:
+        raise ValueError(f"out must have shape {list(shape)}, got {list(out.shape)}")
+    elif out.dtype not in (np.dtype(np.uint8), np.dtype(np.bool_)):
+        raise ValueError(f"out must be uint8 or bool, got {out.dtype}")
+    elif not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError("out must be C-contiguous and writeable")
+    fill.rasterize(runs.runs, runs.offsets, masks, rows.firsts(), columns.firsts(), out.view(np.uint8))
+    return out

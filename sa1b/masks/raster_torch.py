@@ -1,0 +1,203 @@
+"""Masks as pixels on any device, in plain torch: the bits of sa1b.masks.raster.
+
+The masks may belong to images of different sizes, so that one call fills a whole batch. No loop over masks or
+runs; beside the output the memory is a few int64 for each run and for each column of each mask.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sa1b.masks.runs import check_size
+
+Size = int | Tensor
+
+
+def rasterize(
+    runs: Tensor,
+    offsets: Tensor,
+    source_height: Size,
+    source_width: Size,
+    height: int,
+    width: int,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.uint8,
+) -> Tensor:
+    """Masks resized to height x width, as `sa1b.masks.geometry.resize`.
+
+    Args:
+        runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`; decides the device.
+        offsets: int64 [N + 1], on the same device.
+        source_height, source_width: pixels of the image: of all masks, or integers [N] of each. Values of
+            runs must fit: those of a mask add up to its source_height * source_width.
+        height, width: pixels of the raster.
+        out: buffer to write, uint8 or bool [N, height, width], contiguous, on the same device.
+        dtype: torch.uint8 or torch.bool, of a new buffer.
+
+    Returns:
+        `out`, or a new [N, height, width]: 1 is foreground, 0 background. On a CUDA device nothing waits for
+        the result as long as the source sizes are ints or lie on the CPU.
+
+    Raises:
+        SizeError: height or width.
+        ValueError: arguments of another shape, type, layout or device.
+    """
+    height, width = check_size(height, width)
+    source = sources(offsets, source_height, source_width)
+    rows = Axis(source[0], height, source[0], torch.full_like(source[0], 2 * height))
+    columns = Axis(source[1], width, source[1], torch.full_like(source[1], 2 * width))
+    return fill_axes(runs, offsets, rows, columns, out, dtype)
+
+
+def rasterize_frame(
+    runs: Tensor,
+    offsets: Tensor,
+    source_height: Size,
+    source_width: Size,
+    image_size: int,
+    size: int,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.uint8,
+) -> Tensor:
+    """Masks in the padded square of image_size pixels, seen at size x size, as `sa1b.masks.geometry.frame`.
+
+    Args:
+        image_size: pixels of the square that holds the resized image at its top left.
+        size: pixels of the raster.
+        Others as for `rasterize`; N masks give [N, size, size].
+
+    Raises:
+        As for `rasterize`.
+    """
+    image_size, size = check_size(image_size, size)
+    source = sources(offsets, source_height, source_width)
+    longer = source.amax(dim=0)
+    taken = ((2 * source * image_size + longer) // (2 * longer)).clamp(min=1)
+    rows, columns = (Axis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2))
+    return fill_axes(runs, offsets, rows, columns, out, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The rule of sa1b.masks.grid for each mask: source, numerator and denominator are int64 [N], on the CPU."""
+
+    source: Tensor
+    target: int
+    numerator: Tensor
+    denominator: Tensor
+
+    def repeats(self) -> int:
+        """How many target pixels read the same source pixel at most."""
+        return int((self.denominator / (2 * self.numerator)).ceil().amax())
+
+    def to(self, device: torch.device) -> "Axis":
+        tensors = (self.source, self.numerator, self.denominator)
+        if device.type != "cpu":
+            tensors = torch.stack(tensors).to(device, non_blocking=True).unbind()
+        return Axis(tensors[0], self.target, tensors[1], tensors[2])
+
+    def firsts(self, pixels: Tensor, masks: Tensor) -> Tensor:
+        """The first target pixel at or behind a source pixel of a mask."""
+        numerator = self.numerator[masks]
+        return (pixels * self.denominator[masks] + numerator - 1) // numerator // 2
+
+
+def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
+    """Height and width of every mask's image, int64 [2, N], on the CPU."""
+    count = offsets.numel() - 1
+    sizes = []
+    for name, value in (("source_height", height), ("source_width", width)):
+        if isinstance(value, Tensor):
+            if value.shape != (count,) or value.is_floating_point():
+                raise ValueError(f"{name} must be an integer or integers [{count}], got {list(value.shape)}")
+            sizes.append(value.to("cpu", torch.int64))
+        else:
+            sizes.append(torch.full((count,), value, dtype=torch.int64))
+    both = torch.stack(sizes)
+    if count:
+        check_size(int(both.amin()), 1)
+        check_size(int((both[0] * both[1]).amax()), 1)
+    return both
+
+
+def fill_axes(
+    runs: Tensor, offsets: Tensor, rows: Axis, columns: Axis, out: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """As in the compiled loop: set where a pixel differs from the one above it, then sum down the columns."""
+    device = runs.device
+    if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
+        raise ValueError("runs must be integers [R] and offsets int64 [N + 1], on the same device")
+    count, height, width = offsets.numel() - 1, rows.target, columns.target
+    out = buffer((count, height, width), out, dtype, device)
+    picture = out.view(torch.uint8).zero_()
+    if count == 0:
+        return out
+    repeats = columns.repeats()
+    padded = bool((rows.firsts(rows.source, torch.arange(count)) < height).any())
+    rows, columns = rows.to(device), columns.to(device)
+
+    lengths = runs.to(torch.int64)
+    ends = lengths.cumsum(0)
+    masks = torch.arange(count, device=device)
+    mask_of = masks.repeat_interleave(offsets.diff(), output_size=len(runs))
+    pixels = rows.source * columns.source
+    before = pixels.cumsum(0) - pixels  # pixels of all masks before this one: `ends` runs on over masks
+
+    # Inside a column: at the row where a run begins, in every target column that reads this column.
+    begins = ends - lengths - before[mask_of]
+    source_column = begins // rows.source[mask_of]
+    source_row = begins - source_column * rows.source[mask_of]
+    first = columns.firsts(source_column, mask_of)
+    stop = columns.firsts(source_column + 1, mask_of)
+    row = rows.firsts(source_row, mask_of)
+    column = first[:, None] + torch.arange(repeats, device=device)
+    inside = (source_row > 0) & (source_column < columns.source[mask_of]) & (row < height)
+    toggle(picture, mask_of[:, None], row[:, None], column, inside[:, None] & (column < stop[:, None]))
+
+    # At the top of a column: whether its first pixel is foreground; where the image ends, whether its last is.
+    column = torch.arange(width, device=device)
+    read = (2 * column + 1) * columns.numerator[:, None] // columns.denominator[:, None]
+    seen = read < columns.source[:, None]
+    top = before[:, None] + read * rows.source[:, None]
+    toggle(picture, masks[:, None], torch.zeros_like(top), column, seen & foreground(ends, offsets, top))
+    if padded:
+        bottom = rows.firsts(rows.source, masks)[:, None]
+        last = foreground(ends, offsets, top + rows.source[:, None] - 1)
+        toggle(picture, masks[:, None], bottom, column, seen & last & (bottom < height))
+
+    torch.cumsum(picture, 1, dtype=torch.uint8, out=picture)  # wraps around; only the lowest bit counts
+    picture.bitwise_and_(1)
+    return out
+
+
+def toggle(picture: Tensor, mask: Tensor, row: Tensor, column: Tensor, where: Tensor) -> None:
+    """Add 1 to the pixels [mask, row, column], as often as they are named, where `where` holds."""
+    _, height, width = picture.shape
+    pixel = torch.where(where, (mask * height + row) * width + column, 0)
+    picture.view(-1).index_add_(0, pixel.view(-1), where.expand_as(pixel).reshape(-1).to(torch.uint8))
+
+
+def foreground(ends: Tensor, offsets: Tensor, positions: Tensor) -> Tensor:
+    """Whether the pixels of each mask at these positions [N, P], counted over all masks, are foreground."""
+    run = torch.searchsorted(ends, positions, right=True)
+    return (run - offsets[:-1, None]) % 2 == 1
+
+
+def buffer(
+    shape: tuple[int, int, int], out: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """`out` if it fits, or a new tensor."""
+    if out is None:
+        if dtype not in (torch.uint8, torch.bool):
+            raise ValueError(f"dtype must be torch.uint8 or torch.bool, got {dtype}")
+        return torch.empty(shape, dtype=dtype, device=device)
+    if out.shape != shape:
+        raise ValueError(f"out must have shape {list(shape)}, got {list(out.shape)}")
+    if out.dtype not in (torch.uint8, torch.bool):
+        raise ValueError(f"out must be uint8 or bool, got {out.dtype}")
+    if out.device != device or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous and on {device}")
+    return out

@@ -1,0 +1,131 @@
+"""The ragged pair that carries all masks of an image: runs and offsets."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_PIXELS = 2**32 - 1  # a run must fit uint32
+
+
+class MaskError(ValueError):
+    """A mask that cannot be decoded.
+
+    Attributes:
+        mask: index of the mask in the list that was given.
+        reason: short snake_case word, one of the reasons that sa1b.masks.coco documents.
+    """
+
+    def __init__(self, mask: int, reason: str, message: str) -> None:
+        super().__init__(f"mask {mask}: {message}")
+        self.mask = mask
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["MaskError"], tuple[int, str, str]]:
+        message = str(self.args[0]).removeprefix(f"mask {self.mask}: ")
+        return type(self), (self.mask, self.reason, message)
+
+
+class SizeError(ValueError):
+    """An image size that no mask can have: not two integers >= 1, or more than MAX_PIXELS together.
+
+    Attributes:
+        reason: always "bad_size".
+    """
+
+    reason = "bad_size"
+
+
+def check_size(height: object, width: object) -> tuple[int, int]:
+    """Height and width in pixels as plain ints; SizeError names what is wrong with them."""
+    for name, value in (("height", height), ("width", width)):
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+            raise SizeError(f"{name} must be an integer, got {type(value).__name__}")
+        if value < 1:
+            raise SizeError(f"{name} must be at least 1, got {value}")
+    assert isinstance(height, int | np.integer)
+    assert isinstance(width, int | np.integer)
+    height, width = int(height), int(width)
+    if height * width > MAX_PIXELS:
+        raise SizeError(f"{height} x {width} pixels are more than {MAX_PIXELS}")
+    return height, width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """N masks of one image as run lengths.
+
+    Runs go down the columns of the image (column-major), background first, and those of one mask add up
+    to height * width exactly. Mask i is runs[offsets[i]:offsets[i + 1]]. Runs of length zero are allowed
+    anywhere. The class trusts its arrays: call `check` on arrays that come from outside.
+
+    Attributes:
+        runs: uint32 [R], pixels.
+        offsets: int64 [N + 1], ascending from 0 to R.
+        height, width: pixels of the image the masks belong to.
+    """
+
+    runs: npt.NDArray[np.uint32]
+    offsets: npt.NDArray[np.int64]
+    height: int
+    width: int
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[npt.NDArray[np.uint32]]:
+        for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True):
+            yield self.runs[start:stop]
+
+    def select(self, indices: npt.ArrayLike) -> "Runs":
+        """The masks of these indices, in this order, copied.
+
+        Args:
+            indices: integers [K], -N <= index < N, repeats allowed; or bool [N], the masks to keep.
+
+        Raises:
+            IndexError: an index outside the masks, or a bool array of another length.
+        """
+        chosen = self.indices(indices)
+        counts = np.diff(self.offsets)[chosen]
+        offsets = np.zeros(len(chosen) + 1, np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        rows = np.arange(offsets[-1], dtype=np.int64) + np.repeat(self.offsets[chosen] - offsets[:-1], counts)
+        return Runs(self.runs[rows], offsets, self.height, self.width)
+
+    def indices(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The masks that `select` would take as int64 [K], each 0 <= index < N."""
+        chosen = np.asarray(indices)
+        if chosen.size == 0 and chosen.dtype != np.bool_:
+            chosen = chosen.astype(np.int64)
+        rows: npt.NDArray[np.int64] = np.arange(len(self), dtype=np.int64)[chosen.reshape(-1)]
+        return rows
+
+    def check(self) -> "Runs":
+        """Itself, after checking all that the class promises.
+
+        Raises:
+            SizeError: height or width.
+            ValueError: types, shapes or offsets of the arrays.
+            MaskError: sum_mismatch, for the first mask whose runs do not add up to height * width.
+        """
+        height, width = check_size(self.height, self.width)
+        if self.runs.dtype != np.uint32 or self.runs.ndim != 1:
+            raise ValueError(f"runs must be uint32 [R], got {self.runs.dtype} {list(self.runs.shape)}")
+        if self.offsets.dtype != np.int64 or self.offsets.ndim != 1 or len(self.offsets) == 0:
+            raise ValueError(
+                f"offsets must be int64 [N + 1], got {self.offsets.dtype} {list(self.offsets.shape)}"
+            )
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.runs) or (np.diff(self.offsets) < 0).any():
+            raise ValueError(f"offsets must ascend from 0 to {len(self.runs)}")
+        ends = np.zeros(len(self.runs) + 1, np.uint64)
+        np.cumsum(self.runs, dtype=np.uint64, out=ends[1:])
+        sums = np.diff(ends[self.offsets])
+        wrong = np.flatnonzero(sums != height * width)
+        if len(wrong):
+            mask = int(wrong[0])
+            raise MaskError(
+                mask, "sum_mismatch", f"runs add up to {sums[mask]} pixels instead of {height} x {width}"
+            )
+        return self

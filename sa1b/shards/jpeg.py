@@ -1,0 +1,156 @@
+"""JPEG files: what their markers say, read before any decoder sees them; decoding; scaling down.
+
+Markers are those of ITU-T T.81, annex B. A decoder trusts the frame header: a file of 2 MB that claims
+65500 x 65500 pixels costs it 12 GB. So sizes are checked here first.
+"""
+
+import re
+import struct
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+
+from sa1b.shards.annotation import MAX_IMAGE_PIXELS, BadSample
+
+MAX_JPEG_BYTES = 128 << 20  # real files: 1 MB on average
+
+_SOI, _EOI, _SOS = 0xD8, 0xD9, 0xDA
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # C4, C8, CC are no frame headers
+_DECODABLE = {0xC0, 0xC1, 0xC2}  # baseline, extended, progressive; Huffman coded
+# In coded data, ff is followed by 00, a restart marker or a fill byte; anything else ends the scan.
+_MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_ALONE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without a length
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What the frame header says: pixels, and how many bytes follow the end of the image."""
+
+    height: int
+    width: int
+    components: int
+    trailing_bytes: int
+
+
+def frame(data: bytes) -> Frame:
+    """Walk the markers of a whole JPEG file, without decoding.
+
+    Finds truncation at any point: the end-of-image marker must follow the coded data. What it cannot find
+    is a changed byte inside the coded data; only a checksum does. 0.3 ms for a file of 1 MB.
+
+    Raises:
+        BadSample: not a JPEG, cut off, without or with several frame headers, or of an absurd size.
+    """
+    if len(data) > MAX_JPEG_BYTES:
+        raise BadSample("jpeg_too_large", f"JPEG of {len(data):,} bytes, cap {MAX_JPEG_BYTES:,}")
+    if data[:2] != b"\xff\xd8":
+        raise BadSample("not_a_jpeg", f"image begins with {data[:4].hex(' ') or 'nothing'}, not with ff d8")
+    found: tuple[int, int, int] | None = None
+    position = 2
+    while True:
+        # A marker may be preceded by any number of fill bytes ff.
+        while data[position : position + 2] == b"\xff\xff":
+            position += 1
+        marker = data[position + 1] if position + 1 < len(data) else None
+        if marker is None:
+            raise BadSample(
+                "jpeg_truncated", f"JPEG of {len(data):,} bytes ends without an end-of-image marker"
+            )
+        if data[position] != 0xFF or marker in (0x00, _SOI):
+            raise BadSample("jpeg_broken", f"no JPEG marker at byte {position} of {len(data):,}")
+        if marker == _EOI:
+            break
+        if marker in _ALONE:
+            position += 2
+            continue
+        if position + 4 > len(data):
+            raise BadSample("jpeg_truncated", f"JPEG ends inside a segment at byte {position}")
+        (length,) = struct.unpack_from(">H", data, position + 2)
+        end = position + 2 + length
+        if length < 2:
+            raise BadSample("jpeg_broken", f"segment of {length} bytes at byte {position}")
+        if end > len(data):
+            raise BadSample(
+                "jpeg_truncated", f"JPEG of {len(data):,} bytes ends inside a segment that needs {end:,}"
+            )
+        if marker in _FRAMES:
+            if found is not None:
+                raise BadSample("jpeg_broken", "JPEG has several frame headers")
+            found = _frame_header(data, position, marker, length)
+        if marker == _SOS:
+            if found is None:
+                raise BadSample("jpeg_broken", "JPEG has coded data before its frame header")
+            end = _end_of_scan(data, end)
+        position = end
+    if found is None:
+        raise BadSample("jpeg_broken", "JPEG has no frame header")
+    height, width, components = found
+    return Frame(height, width, components, len(data) - position - 2)
+
+
+def _frame_header(data: bytes, position: int, marker: int, length: int) -> tuple[int, int, int]:
+    if length < 8:
+        raise BadSample("jpeg_broken", f"frame header of {length} bytes")
+    bits, height, width, components = struct.unpack_from(">BHHB", data, position + 4)
+    if marker not in _DECODABLE or bits != 8 or components not in (1, 3):
+        raise BadSample(
+            "jpeg_unsupported",
+            f"JPEG of kind {marker:#x}, {bits} bits, {components} components; "
+            "baseline or progressive with 8 bits and 1 or 3 components can be decoded",
+        )
+    if not (height > 0 and width > 0 and height * width <= MAX_IMAGE_PIXELS):
+        raise BadSample(
+            "absurd_size", f"JPEG says {width} x {height} pixels, cap {MAX_IMAGE_PIXELS:,} in all"
+        )
+    return height, width, components
+
+
+def _end_of_scan(data: bytes, position: int) -> int:
+    """Offset of the first marker behind coded data that is not a restart marker."""
+    found = _MARKER_IN_SCAN.search(data, position)
+    if found is None:
+        raise BadSample("jpeg_truncated", f"JPEG of {len(data):,} bytes ends inside its coded data")
+    return found.start()
+
+
+def decode(data: bytes | memoryview) -> npt.NDArray[np.uint8]:
+    """RGB pixels, uint8 [height, width, 3].
+
+    Raises:
+        BadSample: a decoder error or warning: data cut off or corrupt.
+    """
+    try:
+        image: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", strict=True)
+    except ValueError as error:
+        raise BadSample("jpeg_broken", f"JPEG does not decode: {error}") from None
+    return image
+
+
+def scaled_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
+    """Height and width of an image scaled so that the longer side is `longer_side`, rounded."""
+    longest = max(height, width)
+
+    def scaled(side: int) -> int:
+        return max(1, (2 * side * longer_side + longest) // (2 * longest))
+
+    return scaled(height), scaled(width)
+
+
+def scale_down(data: bytes, longer_side: int, quality: int) -> tuple[bytes, int, int]:
+    """Re-encode so that the longer side has at most `longer_side` pixels: bytes, height, width.
+
+    An image that is not larger comes back untouched. Pixels are averaged over their area, which does not
+    alias; 4:2:0, as SA-1B's own files are.
+
+    Raises:
+        BadSample: the JPEG does not decode.
+    """
+    found = frame(data)
+    if max(found.height, found.width) <= longer_side:
+        return data, found.height, found.width
+    height, width = scaled_size(found.height, found.width, longer_side)
+    image = cv2.resize(decode(data), (width, height), interpolation=cv2.INTER_AREA)
+    return simplejpeg.encode_jpeg(image, quality, "RGB", "420", fastdct=False), height, width

@@ -1,0 +1,221 @@
+"""What is in a root: one task file per finished source, and dataset.json over all of them.
+
+A task file is written last: while it is missing, nothing of its source counts. dataset.json and samples.bin
+are made from the task files and the indexes, and can be made again from them at any time.
+"""
+
+import importlib.metadata
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sa1b.shards import table
+from sa1b.shards.archive import SourceError
+from sa1b.shards.shard import ShardInfo
+from sa1b.storage.publish import write_whole
+
+FORMAT = "sa1b-shards-1"
+DATASET, SAMPLES, TASKS, QUARANTINE, PARTIAL = (
+    "dataset.json",
+    "samples.bin",
+    "tasks",
+    "quarantine",
+    ".partial",
+)
+_LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstandard")
+
+
+class ManifestError(Exception):
+    """dataset.json or a task file is missing or unreadable; the message names it and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What decides the bytes of the shards.
+
+    Attributes:
+        images_per_shard: images in a shard; the last shard of a source may hold fewer.
+        image_size: longer side of stored images in pixels, None: the original bytes.
+        quality: JPEG quality of re-encoded images, None where image_size is.
+        keep_json: the annotation files lie verbatim in the shards too.
+        index_runs: the index holds the decoded masks.
+    """
+
+    images_per_shard: int = 1024
+    image_size: int | None = None
+    quality: int | None = None
+    keep_json: bool = False
+    index_runs: bool = True
+
+    def flags(self) -> dict[str, str]:
+        """Field -> the flag that sets it so, as typed on reshard's command line."""
+        return {
+            "images_per_shard": f"--images-per-shard {self.images_per_shard}",
+            "image_size": f"--image-size {self.image_size}" if self.image_size else "no --image-size",
+            "quality": f"--quality {self.quality}" if self.quality else "no --quality",
+            "keep_json": "--keep-json" if self.keep_json else "no --keep-json",
+            "index_runs": "no --no-index-runs" if self.index_runs else "--no-index-runs",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A finished source.
+
+    Attributes:
+        source: name, kind, size in bytes, mtime_ns and sha256 of what went in.
+        options: see Options.
+        versions: of the package and of the libraries that shape the bytes.
+        shards: in order.
+        counts: members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs; accepted reasons.
+        damage: stretches of the source that could not be read.
+        largest: per image: masks, runs, and bytes of jpg, masks and decoded record.
+    """
+
+    source: dict[str, Any]
+    options: Options
+    versions: dict[str, str]
+    shards: list[ShardInfo]
+    counts: dict[str, Any]
+    damage: list[dict[str, Any]]
+    largest: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        return str(self.source["name"])
+
+
+def versions() -> dict[str, str]:
+    """Versions of what shapes the bytes of a root."""
+    return {name: importlib.metadata.version(name) for name in ("sa1b", *_LIBRARIES)}
+
+
+def task_path(root: Path, source_name: str) -> Path:
+    return root / TASKS / f"{source_name}.json"
+
+
+def write_task(root: Path, task: Task) -> None:
+    """Write a task file; from now on its source counts as finished."""
+    write_whole(task_path(root, task.name), _json({"format": FORMAT, **asdict(task)}))
+
+
+def read_tasks(root: Path) -> dict[str, Task]:
+    """All finished sources of a root, by name.
+
+    Raises:
+        ManifestError: a task file of another format, or damaged.
+    """
+    tasks = {}
+    for path in sorted((root / TASKS).glob("*.json")):
+        document = _read(path)
+        try:
+            tasks[path.stem] = Task(
+                source=document["source"],
+                options=Options(**document["options"]),
+                versions=document["versions"],
+                shards=[ShardInfo(**shard) for shard in document["shards"]],
+                counts=document["counts"],
+                damage=document["damage"],
+                largest=document["largest"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ManifestError(
+                f"{path}: {error!r}; remove it and run reshard again for that source"
+            ) from None
+    return tasks
+
+
+def read_dataset(root: Path) -> dict[str, Any]:
+    """dataset.json.
+
+    Raises:
+        ManifestError: missing, damaged or of another format.
+    """
+    path = root / DATASET
+    if not path.exists():
+        finished = len(list((root / TASKS).glob("*.json")))
+        hint = (
+            f"{finished} sources are finished; run reshard again to finish the rest"
+            if finished
+            else "is this the --out folder of tools/reshard.py?"
+        )
+        raise ManifestError(f"{path}: not there; {hint}")
+    return _read(path)
+
+
+def write_dataset(root: Path, tasks: dict[str, Task]) -> None:
+    """Write samples.bin and dataset.json over all finished sources: the root is complete.
+
+    Raises:
+        SourceError: an image stands in two sources.
+    """
+    shards = sorted((shard for task in tasks.values() for shard in task.shards), key=lambda shard: shard.name)
+    samples = _sample_columns(root, shards, tasks)
+    write_whole(root / SAMPLES, samples)
+    write_whole(root / DATASET, dataset_document(shards, tasks, samples))
+
+
+def dataset_document(shards: list[ShardInfo], tasks: dict[str, Task], samples: bytes) -> bytes:
+    """The bytes of dataset.json."""
+    options = next(iter(tasks.values())).options
+    names = sorted(tasks[next(iter(tasks))].largest)
+    counts = [task.counts for task in tasks.values()]
+    return _json(
+        {
+            "format": FORMAT,
+            "versions": next(iter(tasks.values())).versions,
+            "options": asdict(options),
+            "sources": sorted(tasks),
+            "totals": {
+                "images": sum(shard.images for shard in shards),
+                "masks": sum(shard.masks for shard in shards),
+                "shard_bytes": sum(shard.bytes for shard in shards),
+                "index_bytes": sum(shard.index_bytes for shard in shards),
+                "refused": sum(sum(count["refused"].values()) for count in counts),
+                "doubtful": sum(sum(count["doubtful"].values()) for count in counts),
+            },
+            "largest": {name: max(task.largest[name] for task in tasks.values()) for name in names},
+            "samples": {"name": SAMPLES, "bytes": len(samples), **table.digests(samples)},
+            "shards": [asdict(shard) for shard in shards],
+        }
+    )
+
+
+def _sample_columns(root: Path, shards: list[ShardInfo], tasks: dict[str, Task]) -> bytes:
+    names = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
+    read = [pq.read_table(root / shard.name.replace(".tar", ".parquet"), columns=names) for shard in shards]
+    rows = pa.concat_tables(read)
+    columns = {name: rows[name].to_numpy() for name in names}
+    columns["offset"] = columns.pop("jpg_offset")
+    columns["shard"] = np.repeat(np.arange(len(shards)), [len(part) for part in read])
+    ids = columns["image_id"]
+    unique, first = np.unique(ids, return_index=True)
+    if len(unique) != len(ids):
+        again = int(np.setdiff1d(np.arange(len(ids)), first)[0])
+        pair = [shards[columns["shard"][i]].name for i in np.flatnonzero(ids == ids[again])[:2]]
+        owners = [name for name, task in tasks.items() for shard in task.shards if shard.name in pair]
+        raise SourceError(
+            f"image {ids[again]} stands in two sources: {' and '.join(owners)}; to drop one of them, remove "
+            f"{task_path(root, owners[-1])} and that source's {root}/sa1b-*.tar and .parquet, and leave it out"
+        )
+    return table.encode(columns)
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+        found = document["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ManifestError(f"{path}: damaged ({error!r})") from None
+    if found != FORMAT:
+        raise ManifestError(f"{path}: format {found!r}; this package reads {FORMAT!r}")
+    return dict(document)

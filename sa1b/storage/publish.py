@@ -1,0 +1,59 @@
+"""Files that appear whole or not at all: written aside, flushed to the disk, then named.
+
+An object store's counterpart is a small object written last; it belongs here, behind the same functions.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class LockedError(Exception):
+    """Another process holds the lock."""
+
+
+def flush(path: Path) -> None:
+    """Have the operating system write a file's bytes, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(aside: Path, final: Path) -> None:
+    """Give a flushed file or folder its final name, on the same file system; a file there is replaced."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    aside.replace(final)
+    flush(final.parent)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file so that a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(aside, path)
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a folder; it ends with the process, however that ends.
+
+    Raises:
+        LockedError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(f"{folder} is in use by another process; wait for it or stop it") from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""Turn SA-1B tars as downloaded into indexed shards.
+
+Example: python tools/reshard.py sa_000020.tar sa_000021.tar --out shards --workers 4
+
+Run the same command again after any interruption: finished sources are recognised and only what is missing
+is done. Exit code 0: everything is in; 3: everything but what is in quarantine; 1: a source is missing;
+2: nothing was done; 130: interrupted.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional, UseAppendAction
+
+from sa1b.shards.console import run
+from sa1b.shards.ingest import Policy
+from sa1b.shards.manifest import Options
+from sa1b.shards.reshard import UsageError, reshard
+
+
+def main(
+    source: Annotated[Positional[tuple[Path, ...]], tyro.conf.arg(metavar="SOURCE...")],
+    /,
+    out: Path,
+    images_per_shard: int = 1024,
+    image_size: int | None = None,
+    quality: int | None = None,
+    keep_json: bool = False,
+    index_runs: bool = True,
+    workers: int = 1,
+    spill: Path | None = None,
+    md5: Path | None = None,
+    on_error: Literal["quarantine", "stop"] = "quarantine",
+    accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
+    recheck: bool = False,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Turn SA-1B tars as downloaded into indexed shards.
+
+    Args:
+        source: Tars (gzip or plain, told apart by content), folders of tars, or folders of extracted pairs
+            (flat, images/ beside annotations/, or sa_000020/).
+        out: Folder for the shards, made if need be. Run again with more sources to add them.
+        images_per_shard: Images in a shard; 1024 make about 1 GB.
+        image_size: Re-encode images so that the longer side has this many pixels; masks stay at source
+            resolution. Without it the original bytes are kept.
+        quality: JPEG quality of re-encoded images, 1 to 100 (95 if not given). Only with --image-size.
+        keep_json: Store the annotation files verbatim too. Not needed to get them back exactly.
+        index_runs: Store the decoded masks in the index too (about 26 kB an image): the index files alone
+            are then the annotations of the dataset.
+        workers: Sources worked on at a time, each by a process of its own with up to 600 MB of memory.
+        spill: Folder for images that wait for their annotation, about a third of a tar per worker.
+            Inside --out if not given.
+        md5: List of expected digests, `<md5>  <file name>` a line. A source that differs is not taken.
+        on_error: What to do with a pair that cannot be used: put it aside with the reason, or stop.
+        accept: A reason that may be frequent. Without it, one reason for more than 1 % of a source's pairs
+            (and more than 20) stops the run. May be given several times.
+        recheck: Recognise finished sources by the digest of their content instead of size and time.
+        json_output: Print the summary as JSON, without progress.
+    """
+    if not source:
+        raise UsageError("no SOURCE given; see --help")
+    if images_per_shard < 1 or workers < 1:
+        raise UsageError("--images-per-shard and --workers must be at least 1")
+    if quality is not None and (image_size is None or not 1 <= quality <= 100):
+        raise UsageError("--quality is from 1 to 100 and goes with --image-size")
+    if image_size is not None:
+        if not 16 <= image_size <= 65500:
+            raise UsageError("--image-size is from 16 to 65500 pixels")
+        quality = quality or 95
+    summary = reshard(
+        source,
+        out,
+        Options(images_per_shard, image_size, quality, keep_json, index_runs),
+        Policy(on_error == "stop", frozenset(accept), None, spill),
+        workers=workers,
+        checklist=md5,
+        recheck=recheck,
+        quiet=json_output,
+    )
+    print(json.dumps(summary.document(), indent=1) if json_output else summary.table(out))
+    return summary.exit_code()
+
+
+if __name__ == "__main__":
+    run(main, __doc__)
