@@ -11,21 +11,25 @@ by content. One pass, front to back, with digests of the file as stored.
 import hashlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from isal import isal_zlib
 
 BLOCK = 512
-MAX_MEMBER_BYTES = 128 << 20
-MAX_KEPT_BYTES = 64 << 20  # of a damaged region, for quarantine; the source stays the copy of the rest
-_CHUNK = 1 << 16  # an error in a deflate stream loses at most what one chunk inflates to
+MAX_MEMBER_BYTES = 32 << 20  # real files: 1 MB on average
+MAX_EXTENDED_BYTES = 1 << 20  # of a pax or long-name header
+MAX_KEPT_BYTES = 32 << 20  # of a damaged region, for quarantine; the source stays the copy of the rest
+_CHUNK = 1 << 16  # an error in a deflate stream loses at most what one chunk inflates to,
+_MAX_INFLATED = 1 << 20  # or this much: a chunk of zeros could become 64 MB
+_WINDOW = 1 << 20
 _TRAILER = 8
 # The library's stub types this exception class as an instance.
 _INFLATE_ERROR: type[Exception] = vars(isal_zlib)["error"]
 _ZEROS = bytes(BLOCK)
-_NAMED = re.compile(rb"ustar[\0 ]")
+_MAGIC = 257  # where a header says "ustar"
+_PAX_RECORD = re.compile(rb"([1-9][0-9]{0,6}) ([^=\n]+)=")
 _FILE_TYPES = b"0\x007"
 _KINDS = {
     b"1": "hard link",
@@ -98,6 +102,7 @@ class Stream:
         self._stored = 0  # bytes read from the file
         self._buffer = bytearray()
         self._ended = False
+        self._inflating = False  # the last call of the decompressor stopped at its limit
         head = self._read_stored()
         self._gzip: Any = isal_zlib.decompressobj(31) if head[:2] == b"\x1f\x8b" else None
         self._waiting = head
@@ -127,6 +132,11 @@ class Stream:
         self._fill(length)
         return bytes(memoryview(self._buffer)[:length])
 
+    def window(self, length: int) -> bytearray:
+        """At least the next `length` bytes if there are so many, not copied and not to be changed."""
+        self._fill(length)
+        return self._buffer
+
     def _fill(self, length: int) -> None:
         while len(self._buffer) < length and not self._ended:
             self._buffer += self._next()
@@ -134,7 +144,10 @@ class Stream:
     def _read_stored(self) -> bytes:
         # The last 8 bytes come alone: they are gzip's checksum, and an error there must not cost data.
         left = self._size - self._stored
-        data = self._file.read(min(_CHUNK, left - _TRAILER) if left > _TRAILER else _CHUNK)
+        try:
+            data = self._file.read(min(_CHUNK, left - _TRAILER) if left > _TRAILER else _CHUNK)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._stored += len(data)
         self._sha256.update(data)
         if self._md5 is not None:
@@ -144,16 +157,18 @@ class Stream:
         return data
 
     def _next(self) -> bytes:
-        stored = self._waiting or self._read_stored()
+        stored = self._waiting
+        if not stored and not self._inflating:
+            stored = self._read_stored()
         self._waiting = b""
         if self._gzip is None:
             self._ended = not stored
             return stored
-        if not stored:
+        if not stored and not self._inflating:
             self._end("gzip_truncated", "gzip stream ends in the middle: the file is cut off")
             return b""
         try:
-            data: bytes = self._gzip.decompress(stored)
+            data: bytes = self._gzip.decompress(stored, _MAX_INFLATED)
         except _INFLATE_ERROR as error:
             checksum = "checksum" in str(error).lower()
             self._end(
@@ -163,18 +178,19 @@ class Stream:
                 else f"gzip stream is corrupt ({error}); nothing behind can be read",
             )
             return b""
+        self._waiting = self._gzip.unconsumed_tail
+        self._inflating = len(data) == _MAX_INFLATED and not self._gzip.eof
         if self._gzip.eof:
             self._next_gzip_member()
         return data
 
     def _next_gzip_member(self) -> None:
         rest = self._gzip.unused_data.lstrip(b"\0")
-        while not rest:
-            stored = self._read_stored()
-            if not stored:
-                self._ended = True
-                return
-            rest = stored.lstrip(b"\0")
+        while len(rest) < 2 and (stored := self._read_stored()):
+            rest = (rest + stored).lstrip(b"\0")
+        if not rest:
+            self._ended = True
+            return
         if rest[:2] != b"\x1f\x8b":
             self._end("gzip_trailing_bytes", "bytes behind the end of the gzip stream")
             return
@@ -184,7 +200,7 @@ class Stream:
     def _end(self, reason: str, message: str) -> None:
         self._ended = True
         where = f"{message} (near byte {self._stored:,} of the file)"
-        self.damage = Damage(reason, where, self.position + len(self._buffer))
+        self.damage = Damage(reason, where, self.position)
 
 
 def members(stream: Stream) -> Iterator[Member | Damage]:
@@ -193,57 +209,68 @@ def members(stream: Stream) -> Iterator[Member | Damage]:
     Never raises for the content of the archive. Pax and GNU long-name headers are applied, not yielded.
     """
     extended: dict[str, str] = {}
+    damaged = False
     while True:
         offset = stream.position
         header = stream.peek(BLOCK)
         if len(header) < BLOCK:
-            yield from _end_of_stream(stream, offset, header)
+            yield from _end_of_stream(stream, offset, header, damaged)
             return
+        found: Member | Damage | dict[str, str] | None
         if header == _ZEROS:
-            damage = _skip_zeros(stream, offset)
-            if damage is None:
+            found = _skip_zeros(stream, offset)
+            if found is None:
                 yield from _stream_damage(stream)
                 return
-            yield damage
+        else:
+            found = _next_item(stream, offset, header, extended)
+        if isinstance(found, dict):
+            extended |= found
+            damaged = False
             continue
-        parsed = _parse(header, strict=False)
-        size = parsed.size if parsed else 0
-        if parsed and "size" in extended:
-            size = int(extended["size"][:20]) if extended["size"].isdecimal() else -1
-        if parsed is None or not 0 <= size <= MAX_MEMBER_BYTES:
-            why = f"header of {parsed.name!r} claims {size:,} bytes" if parsed else "no valid member header"
-            yield _resync(stream, offset, "bad_size" if parsed else "bad_header", why)
-            if not stream.peek(1):
-                yield from _stream_damage(stream)
-                return
-            extended = {}
-            continue
-        stream.read(BLOCK)
-        data = stream.read(size if parsed.has_data else 0)
-        if len(data) < size and parsed.has_data:
-            yield Damage(
-                "member_truncated",
-                f"the archive ends inside {parsed.name!r}, after {len(data):,} of {size:,} bytes",
-                offset,
-                BLOCK + len(data),
-                data,
-            )
-            yield from _stream_damage(stream)
-            return
-        if parsed.has_data:
-            stream.read(-size % BLOCK)
-        if parsed.type in b"xLKg":
-            if parsed.type != b"g":
-                extended |= _extended(parsed.type, data)
-            continue
-        name = extended.get("path", parsed.name)
         extended = {}
-        kind = (
-            "file"
-            if parsed.type in _FILE_TYPES
-            else _KINDS.get(parsed.type, f"member of type {parsed.type!r}")
-        )
-        yield Member(name, kind, offset, data)
+        damaged = isinstance(found, Damage)
+        yield found
+
+
+def _next_item(
+    stream: Stream, offset: int, header: bytes, extended: dict[str, str]
+) -> Member | Damage | dict[str, str]:
+    """The member that begins here, the damage that does, or what an extended header says of the next one."""
+    parsed = _parse(header)
+    if parsed is None:
+        return _resync(stream, offset, "bad_header", "no valid member header")
+    size, limit = parsed.size, MAX_MEMBER_BYTES
+    if parsed.describes_next:
+        limit = MAX_EXTENDED_BYTES
+    elif "size" in extended:
+        size = int(extended["size"])
+    if not 0 <= size <= limit:
+        why = f"header of {parsed.name!r} claims {size:,} bytes"
+        return _resync(stream, offset, "bad_size", why)
+    if not parsed.has_data:
+        size = 0
+    # A header inside the content: this one's size is wrong, or bytes of the content are lost.
+    padded = BLOCK + size + -size % BLOCK
+    inner = _next_header(stream.window(padded + BLOCK), 1, padded - 1 + BLOCK) if size else None
+    if inner is not None:
+        why = f"{parsed.name!r} claims {size:,} bytes, but the next member begins {inner - BLOCK:,} bytes on"
+        return _resync(stream, offset, "bad_size", why)
+    stream.read(BLOCK)
+    data = stream.read(size)
+    if len(data) < size:
+        why = f"the archive ends inside {parsed.name!r}, after {len(data):,} of {size:,} bytes"
+        return Damage("member_truncated", why, offset, BLOCK + len(data), header + data)
+    stream.read(-size % BLOCK)
+    if parsed.describes_next:
+        said = _extended(parsed.type, data)
+        why = f"malformed extended header {parsed.name!r}"
+        length = stream.position - offset
+        return Damage("bad_extended_header", why, offset, length, header + data) if said is None else said
+    kind = (
+        "file" if parsed.type in _FILE_TYPES else _KINDS.get(parsed.type, f"member of type {parsed.type!r}")
+    )
+    return Member(extended.get("path", parsed.name), kind, offset, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,12 +283,13 @@ class _Header:
     def has_data(self) -> bool:
         return self.type not in b"123456"
 
+    @property
+    def describes_next(self) -> bool:
+        return self.type in b"xgLK"
 
-def _parse(header: bytes, *, strict: bool) -> _Header | None:
-    """The header block, or None if it is none. Strict: with ustar's magic, for the search behind damage."""
-    named = header[257:262] == b"ustar"
-    if strict and not named:
-        return None
+
+def _parse(header: bytes) -> _Header | None:
+    """The header block, or None if it is none."""
     stored = _number(header[148:156])
     unsigned = sum(header) - sum(header[148:156]) + 8 * 0x20
     if stored != unsigned:
@@ -290,46 +318,51 @@ def _number(data: bytes) -> int | None:
         return None
 
 
-def _extended(kind: bytes, data: bytes) -> dict[str, str]:
-    """What a GNU long-name (L, K) or pax (x) header says about the next member: path and size."""
-    if kind in b"LK":
-        return {"path": data.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")} if kind == b"L" else {}
-    found = {}
-    while data:
-        length, _, _ = data.partition(b" ")
-        if not length.isdigit() or not 0 < int(length[:9]) <= len(data):
-            break
-        record, data = data[: int(length)], data[int(length) :]
-        key, _, value = record[len(length) + 1 :].rstrip(b"\n").partition(b"=")
-        if key in (b"path", b"size"):
-            found[key.decode()] = value.decode("utf-8", "backslashreplace")
-    return found
+def _extended(kind: bytes, data: bytes) -> dict[str, str] | None:
+    """What a GNU long-name (L, K) or pax (x, g) header says of the next member; None if it is malformed."""
+    if kind == b"L":
+        return {"path": data.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")}
+    found: dict[str, str] = {}
+    position = 0
+    while kind == b"x" and position < len(data):
+        match = _PAX_RECORD.match(data, position)
+        end = position + int(match[1]) if match else 0
+        if match is None or not match.end() < end <= len(data) or data[end - 1 : end] != b"\n":
+            return None
+        if match[2] in (b"path", b"size"):
+            found[match[2].decode()] = data[match.end() : end - 1].decode("utf-8", "backslashreplace")
+        position = end
+    return found if re.fullmatch(r"[0-9]{1,20}", found.get("size", "0")) else None
 
 
 def _resync(stream: Stream, offset: int, reason: str, why: str) -> Damage:
     """Skip to the next valid header, wherever it begins, or to the end of the stream."""
-    kept = bytearray(stream.read(BLOCK))
-    while True:
-        # A header that begins in this window ends in it too, or is seen again in the next one.
-        window = stream.peek(1 << 20)
-        start = _next_header(window)
-        keep = (
-            start if start is not None else (len(window) - BLOCK if len(window) == 1 << 20 else len(window))
-        )
-        skipped = stream.read(keep)
+    kept = bytearray(stream.read(1))  # the header that begins here is the one that is no good
+    start = None
+    while start is None:
+        available = min(len(stream.window(_WINDOW)), _WINDOW)
+        start = _next_header(stream.window(_WINDOW), 0, available)
+        # A header that is cut by the end of this window is seen whole in the next one.
+        last = available < _WINDOW
+        skipped = stream.read(start if start is not None else available - (0 if last else BLOCK - 1))
         kept += skipped[: max(0, MAX_KEPT_BYTES - len(kept))]
-        if start is not None or len(window) < 1 << 20:
+        if last:
             break
     length = stream.position - offset
     return Damage(reason, f"{why}; {length:,} bytes skipped", offset, length, bytes(kept))
 
 
-def _next_header(window: bytes) -> int | None:
-    for match in _NAMED.finditer(window):
-        start = match.start() - 257
-        header = window[start : start + BLOCK] if start >= 0 else b""
-        if len(header) == BLOCK and _parse(header, strict=True):
-            return start
+def _next_header(buffer: bytes | bytearray, start: int, stop: int) -> int | None:
+    """Where the first valid header with ustar's magic begins, all of it between start and stop."""
+    magic = start + _MAGIC
+    while (magic := buffer.find(b"ustar", magic, stop)) >= 0:
+        begin = magic - _MAGIC
+        header = bytes(buffer[begin : min(begin + BLOCK, stop)])
+        if len(header) < BLOCK:
+            return None
+        if _parse(header):
+            return begin
+        magic += 1
     return None
 
 
@@ -346,12 +379,15 @@ def _skip_zeros(stream: Stream, offset: int) -> Damage | None:
         stream.read(BLOCK)
 
 
-def _end_of_stream(stream: Stream, offset: int, rest: bytes) -> Iterator[Damage]:
-    """The stream ended where a header belongs: no zero blocks, so something may be missing."""
+def _end_of_stream(stream: Stream, offset: int, rest: bytes, damaged: bool) -> Iterator[Damage]:
+    """The stream ended where a header belongs: no zero blocks, so something may be missing.
+
+    Unless it was damaged up to here: then the end marker lies in what was skipped.
+    """
     stream.read(len(rest))
     if rest:
         yield Damage("header_truncated", "the archive ends inside a member header", offset, len(rest), rest)
-    elif stream.damage is None:
+    elif stream.damage is None and not damaged:
         yield Damage(
             "no_end_marker",
             "the archive ends without the zero blocks that close a tar: it was cut between two members",
@@ -365,13 +401,14 @@ def _stream_damage(stream: Stream) -> Iterator[Damage]:
     while stream.read(1 << 20):
         pass
     if stream.damage is not None:
-        yield stream.damage
+        yield replace(stream.damage, offset=stream.position)
 
 
 def is_tar(path: Path) -> bool:
-    """By content: a gzip file, or a plain tar."""
+    """By content: a gzip file, or a plain tar, whose first headers may be damaged."""
     with path.open("rb") as file:
-        head = file.read(BLOCK)
+        head = file.read(_WINDOW)
     if head[:2] == b"\x1f\x8b":
         return True
-    return len(head) == BLOCK and (_parse(head, strict=False) is not None or head[257:262] == b"ustar")
+    whole = len(head) >= BLOCK
+    return whole and (_parse(head[:BLOCK]) is not None or _next_header(head, 0, len(head)) is not None)

@@ -114,6 +114,10 @@ class IndexWriter:
             self._write()
         self._writer.close()
 
+    def abandon(self) -> None:
+        """Let go of a file that cannot be completed, without another attempt to write to it."""
+        self._writer.is_open = False  # or its destructor writes the footer, and complains when it cannot
+
     def _write(self) -> None:
         rows, self._rows = self._rows, []
         arrays = {name: pa.array([_plain(row, name) for row in rows], kind) for name, kind in _PLAIN.items()}

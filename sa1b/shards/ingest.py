@@ -113,6 +113,10 @@ def ingest(
         with ThreadPoolExecutor(1) as sealer:
             task = _Ingest(source, aside, spill, options, policy, report, sealer).run()
         _publish(task, aside, root)
+    except OSError as error:
+        if error.filename is None:  # a failed read names its file; a failed write or flush does not
+            raise OSError(error.errno, f"{error.strerror or error}, writing below", str(root)) from error
+        raise
     finally:
         for folder in (aside, spill):
             shutil.rmtree(folder, ignore_errors=True)
@@ -161,10 +165,14 @@ class _Ingest:
                     self._member(item)
             self._unpaired()
             digests = reader.digests()
-        finally:
-            reader.close()
             if self.shard is not None:
                 self._close_shard()
+        except BaseException:
+            if self.shard is not None:
+                self.shard.abandon()
+            raise
+        finally:
+            reader.close()
         shards = [future.result() for future in self.sealed]
         if self.policy.md5 is not None and digests["md5"] != self.policy.md5:
             raise SourceError(
@@ -276,9 +284,10 @@ class _Ingest:
             self._close_shard()
 
     def _close_shard(self) -> None:
-        shard, self.shard = self.shard, None
+        shard = self.shard
         assert shard is not None
         shard.close()
+        self.shard = None
         # Reading back and flushing overlap with the next shard; one at a time bounds the dirty pages.
         self.sealed.append(self.sealer.submit(seal, shard.path))
 

@@ -110,24 +110,28 @@ def read_tasks(root: Path) -> dict[str, Task]:
     Raises:
         ManifestError: a task file of another format, or damaged.
     """
-    tasks = {}
-    for path in sorted((root / TASKS).glob("*.json")):
-        document = _read(path)
-        try:
-            tasks[path.stem] = Task(
-                source=document["source"],
-                options=Options(**document["options"]),
-                versions=document["versions"],
-                shards=[ShardInfo(**shard) for shard in document["shards"]],
-                counts=document["counts"],
-                damage=document["damage"],
-                largest=document["largest"],
-            )
-        except (KeyError, TypeError) as error:
-            raise ManifestError(
-                f"{path}: {error!r}; remove it and run reshard again for that source"
-            ) from None
-    return tasks
+    return {path.stem: read_task(path) for path in sorted((root / TASKS).glob("*.json"))}
+
+
+def read_task(path: Path) -> Task:
+    """One task file.
+
+    Raises:
+        ManifestError: of another format, or damaged.
+    """
+    document = _read(path)
+    try:
+        return Task(
+            source=document["source"],
+            options=Options(**document["options"]),
+            versions=document["versions"],
+            shards=[ShardInfo(**shard) for shard in document["shards"]],
+            counts=document["counts"],
+            damage=document["damage"],
+            largest=document["largest"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ManifestError(f"{path}: {error!r}; remove it and run reshard again for that source") from None
 
 
 def read_dataset(root: Path) -> dict[str, Any]:
@@ -194,13 +198,13 @@ def _sample_columns(root: Path, shards: list[ShardInfo], tasks: dict[str, Task])
     columns["offset"] = columns.pop("jpg_offset")
     columns["shard"] = np.repeat(np.arange(len(shards)), [len(part) for part in read])
     ids = columns["image_id"]
-    unique, first = np.unique(ids, return_index=True)
+    unique, times = np.unique(ids, return_counts=True)
     if len(unique) != len(ids):
-        again = int(np.setdiff1d(np.arange(len(ids)), first)[0])
-        pair = [shards[columns["shard"][i]].name for i in np.flatnonzero(ids == ids[again])[:2]]
+        twice = int(unique[times > 1][0])
+        pair = [shards[columns["shard"][i]].name for i in np.flatnonzero(ids == twice)[:2]]
         owners = [name for name, task in tasks.items() for shard in task.shards if shard.name in pair]
         raise SourceError(
-            f"image {ids[again]} stands in two sources: {' and '.join(owners)}; to drop one of them, remove "
+            f"image {twice} stands in two sources: {' and '.join(owners)}; to drop one of them, remove "
             f"{task_path(root, owners[-1])} and that source's {root}/sa1b-*.tar and .parquet, and leave it out"
         )
     return table.encode(columns)

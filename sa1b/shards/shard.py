@@ -5,6 +5,7 @@ asked for, `sa_<id>.json`. One read from the jpg's content to the end of the mas
 Everything that could differ between two runs (times, owners) is fixed.
 """
 
+import contextlib
 import hashlib
 import io
 import mmap
@@ -103,6 +104,12 @@ class ShardWriter:
         """End the tar and the index; they are not yet on the disk (`seal`)."""
         self._tar.close()
         self._index.close()
+
+    def abandon(self) -> None:
+        """Let go of a shard that will not be used."""
+        self._index.abandon()
+        with contextlib.suppress(OSError):
+            self._tar.fileobj.close()
 
     def _member(self, name: str, data: bytes) -> int:
         """Write one member; the offset of its content."""

@@ -1,0 +1,27 @@
+"""Faults of the operating system, injected below everything: see faults.c.
+
+`python -m tests.faults all SOURCE.tar` runs the full counts; the suite runs a seeded part of them.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("faults.c")
+
+
+def build(folder: Path) -> Path | None:
+    """The compiled library, or None where there is no C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    library = folder / "faults.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(SOURCE), "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def environment(library: Path) -> dict[str, str]:
+    """The environment of a process with the faults loaded."""
+    return {**os.environ, "LD_PRELOAD": str(library), "SA1B_TEST_FAULTS": str(library)}

@@ -1,0 +1,174 @@
+"""Runs inside a process with faults.so preloaded: ingest again and again in forked children, with faults.
+
+One line of JSON on stdout says what happened. Started by the tests; see `__init__.py`.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from sa1b.shards import manifest
+from sa1b.shards.ingest import Policy, ingest
+from sa1b.shards.manifest import Options
+from sa1b.shards.source import discover
+
+OPTIONS = Options(images_per_shard=6)
+
+
+def make(source: Path, root: Path) -> None:
+    """What a run does to a root, in this process."""
+    root.mkdir(parents=True, exist_ok=True)
+    tasks = manifest.read_tasks(root)
+    for one in discover([source]):
+        if one.name not in tasks:
+            ingest(one, root, OPTIONS, Policy())
+    shutil.rmtree(root / manifest.PARTIAL, ignore_errors=True)
+    if not (root / manifest.DATASET).exists():
+        manifest.write_dataset(root, manifest.read_tasks(root))
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file below a root."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
+    }
+
+
+class Faults:
+    """The preloaded library."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(os.environ["SA1B_TEST_FAULTS"])
+        self._library.fault_calls.restype = ctypes.c_long
+        self._library.fault_arm.argtypes = [
+            ctypes.c_char_p,
+            ctypes.c_long,
+            ctypes.c_long,
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+        ]
+
+    def arm(
+        self, root: Path, *, kill_at: int = -1, disk_bytes: int = -1, seed: int = 0, one_in: int = 0
+    ) -> None:
+        self._library.fault_arm(os.fsencode(root), kill_at, disk_bytes, seed, one_in)
+
+    def calls(self) -> int:
+        return int(self._library.fault_calls())
+
+
+def forked(source: Path, root: Path, faults: Faults, **fault: int) -> tuple[int, str]:
+    """Run `make` in a child with a fault: its wait status and the error it printed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        faults.arm(root, **fault)
+        code = 0
+        try:
+            make(source, root)
+        except BaseException as error:
+            shown = (
+                f"{type(error).__name__}: {error}" if isinstance(error, OSError) else traceback.format_exc()
+            )
+            os.write(writer, shown.encode()[-4000:])
+            code = 1
+        os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        message = file.read().decode()
+    return os.waitpid(child, 0)[1], message
+
+
+def crash(source: Path, work: Path, points: list[int] | None, faults: Faults) -> dict[str, object]:
+    """Kill the process at its k-th step, run again, compare; all k until a run survives, or those given."""
+    clean = work / "clean"
+    make(source, clean)
+    expected = contents(clean)
+    killed, different = 0, []
+    k = 0
+    while points is None or k < len(points):
+        at = k + 1 if points is None else points[k]
+        root = work / "crashed"
+        shutil.rmtree(root, ignore_errors=True)
+        status, message = forked(source, root, faults, kill_at=at)
+        if not os.WIFSIGNALED(status):
+            if status:
+                different.append([at, message])
+            if points is None:
+                break
+        else:
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            killed += 1
+        status, message = forked(source, root, faults)
+        if status or contents(root) != expected:
+            different.append([at, message])
+        k += 1
+    return {"killed": killed, "different": different}
+
+
+def disk(source: Path, work: Path, cases: list[dict[str, int]], faults: Faults) -> dict[str, object]:
+    """A disk that is full after so many bytes, or fails at random: the run must say so, or be right."""
+    clean = work / "clean"
+    make(source, clean)
+    expected = contents(clean)
+    failed, corrupt, unnamed = 0, [], []
+    for case in cases:
+        root = work / "full"
+        shutil.rmtree(root, ignore_errors=True)
+        status, message = forked(source, root, faults, **case)
+        if status:
+            failed += 1
+            if str(root) not in message:
+                unnamed.append([case, message])
+            # What a task file or the manifest claims must be right even now.
+            claimed = {name: data for name, data in contents(root).items() if name in expected}
+            if (root / manifest.DATASET).exists() and claimed != expected:
+                corrupt.append([case, "claims what is not there"])
+        elif contents(root) != expected:
+            corrupt.append([case, "succeeded with other bytes"])
+        status, message = forked(source, root, faults)
+        if status or contents(root) != expected:
+            corrupt.append([case, f"not repaired by the next run: {message}"])
+    return {"failed": failed, "corrupt": corrupt, "unnamed": unnamed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["crash", "full", "eio"])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--count", type=int, default=0, help="crash: points to try, 0: all; eio: seeds")
+    parser.add_argument("--step", type=int, default=65536, help="full: bytes between two sizes of the disk")
+    arguments = parser.parse_args()
+    faults = Faults()
+    work = arguments.work.resolve()
+    if arguments.what == "crash":
+        points = None
+        if arguments.count:
+            child = work / "counted"
+            faults.arm(child)
+            make(arguments.source, child)
+            total = faults.calls()
+            points = sorted(random.Random(0).sample(range(1, total + 1), min(arguments.count, total)))
+        result = crash(arguments.source, work, points, faults)
+    elif arguments.what == "full":
+        make(arguments.source, work / "sized")
+        total = sum(map(len, contents(work / "sized").values()))
+        cases = [{"disk_bytes": size} for size in range(0, total + total // 4, arguments.step)]
+        result = disk(arguments.source, work, cases, faults)
+    else:
+        cases = [{"seed": seed, "one_in": 60} for seed in range(arguments.count or 100)]
+        result = disk(arguments.source, work, cases, faults)
+    json.dump(result, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
