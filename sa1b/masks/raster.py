@@ -2,6 +2,10 @@
 
 Every raster equals "decode with pycocotools, then take the source pixels of sa1b.masks.grid by integer
 indexing", bit for bit. The source is never decoded at its own size.
+
+64 masks of 2250x1500 into a used buffer, one thread: 1.3 ms at 1024x1024, of which clearing the buffer takes
+0.7, and 0.11 ms at 256x256; pycocotools and cv2.resize take 206 and 175 ms
+(`pytest benchmarks/test_masks.py -k raster`).
 """
 
 import numpy as np

@@ -6,7 +6,7 @@ has ended and every shard has been read back do the files get their names, the t
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +26,10 @@ from sa1b.shards.manifest import (
     versions,
     write_task,
 )
+from sa1b.shards.pairing import MemberPair, Refusal, pair_up
 from sa1b.shards.quarantine import Quarantine
 from sa1b.shards.shard import SHARD_PREFIX, Pair, ShardInfo, ShardWriter, index_path, seal
-from sa1b.shards.source import Source, SourceReader, split_name
+from sa1b.shards.source import Source, SourceReader
 from sa1b.shards.spill import Spill
 from sa1b.storage.publish import flush, publish
 
@@ -53,12 +54,14 @@ class Policy:
         accept: reasons that may be frequent.
         md5: the expected md5 of the source as stored, or None.
         spill: folder for members that wait, None: inside the root.
+        spill_memory: bytes of them kept in memory instead.
     """
 
     stop: bool = False
     accept: frozenset[str] = frozenset()
     md5: str | None = None
     spill: Path | None = None
+    spill_memory: int = 128 << 20
 
 
 @dataclass(slots=True)
@@ -147,9 +150,7 @@ class _Ingest:
         self.jpg_bytes = 0
         self.largest = _Largest()
         self.quarantine = Quarantine(aside / QUARANTINE)
-        self.spill = Spill(spill)
-        self.waiting: dict[int, Member] = {}  # without their bytes, which the spill holds
-        self.done: set[int] = set()
+        self.spill = Spill(spill, policy.spill_memory)
         self.sealer = sealer
         self.shard: ShardWriter | None = None
         self.sealed: list[Future[ShardInfo]] = []
@@ -157,13 +158,13 @@ class _Ingest:
     def run(self) -> Task:
         reader = SourceReader(self.source, md5=self.policy.md5 is not None, progress=self._read_bytes)
         try:
-            for item in reader.items():
-                if isinstance(item, Damage):
-                    self._damage(item)
+            for item in pair_up(self._counted(reader.items()), self.spill):
+                if isinstance(item, MemberPair):
+                    self._pair(item)
+                elif isinstance(item, Refusal):
+                    self._refuse(item.reason, item.message, item.member)
                 else:
-                    self.counts.members += 1
-                    self._member(item)
-            self._unpaired()
+                    self._damage(item)
             digests = reader.digests()
             if self.shard is not None:
                 self._close_shard()
@@ -215,37 +216,14 @@ class _Ingest:
         self.counts.stored_bytes += count
         self.report(self.counts)
 
-    def _member(self, member: Member) -> None:
-        if member.kind != "file":
-            if member.kind == "folder":
-                self.counts.members -= 1  # holds nothing of its own
-            else:
-                self._refuse("not_a_file", f"{member.kind}; only plain files belong in the archive", member)
-            return
-        named = split_name(member.name)
-        if named is None:
-            self._refuse("unexpected_name", "not of the form sa_<id>.jpg or sa_<id>.json", member)
-            return
-        image_id, ending = named
-        first = self.waiting.get(image_id)
-        if image_id in self.done or (first is not None and first.name.endswith(ending)):
-            self._refuse("duplicate", f"a second .{ending} of image {image_id}", member)
-            return
-        if first is None:
-            self.waiting[image_id] = Member(member.name, member.kind, member.offset, b"")
-            self.spill.put(f"{image_id}.{ending}", member.data)
-            return
-        self.done.add(image_id)
-        pair = [self._take(image_id), member]
-        self._pair(image_id, *sorted(pair, key=lambda one: not one.name.endswith("jpg")))
+    def _counted(self, items: Iterable[Member | Damage]) -> Iterator[Member | Damage]:
+        for item in items:
+            if isinstance(item, Member) and item.kind != "folder":
+                self.counts.members += 1
+            yield item
 
-    def _take(self, image_id: int) -> Member:
-        waiting = self.waiting.pop(image_id)
-        data = self.spill.take(f"{image_id}.{waiting.name.rsplit('.', 1)[1]}")
-        assert data is not None
-        return Member(waiting.name, waiting.kind, waiting.offset, data)
-
-    def _pair(self, image_id: int, image: Member, text: Member) -> None:
+    def _pair(self, pair: MemberPair) -> None:
+        image_id, image, text = pair.image_id, pair.image, pair.text
         try:
             parsed = annotation.parse(text.data, image_id)
             frame = jpeg.frame(image.data)
@@ -290,16 +268,6 @@ class _Ingest:
         self.shard = None
         # Reading back and flushing overlap with the next shard; one at a time bounds the dirty pages.
         self.sealed.append(self.sealer.submit(seal, shard.path))
-
-    def _unpaired(self) -> None:
-        """What never met its partner. If part of the source is lost, that is where the partner was."""
-        lost = "_partner_lost" if self.quarantine.damages else "_unpaired"
-        for image_id in sorted(self.waiting):
-            member = self._take(image_id)
-            ending, other = ("jpg", "json") if member.name.endswith("jpg") else ("json", "jpg")
-            self._refuse(
-                f"{ending}{lost}", f"no .{other} of image {image_id} in {self.source.path.name}", member
-            )
 
     def _refuse(self, reason: str, message: str, *members: Member) -> None:
         if self.policy.stop:

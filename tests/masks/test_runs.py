@@ -1,0 +1,57 @@
+"""The ragged pair itself."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sa1b.masks.runs import MaskError, Runs, SizeError
+from tests.masks.samples import assert_same, examples, masks_and_runs, pixel_masks, to_pixels, to_runs
+
+
+def pair(runs, offsets, height=2, width=3):
+    return Runs(np.array(runs, np.uint32), np.array(offsets, np.int64), height, width)
+
+
+@examples
+@given(masks_and_runs, st.data())
+def test_select_takes_masks_in_the_order_asked_for(drawn, data):
+    masks, runs = drawn
+    if len(masks):
+        indices = data.draw(st.lists(st.integers(-len(masks), len(masks) - 1)))
+        np.testing.assert_array_equal(to_pixels(runs.select(indices)), masks[np.array(indices, np.int64)])
+    keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(masks), max_size=len(masks))), np.bool_)
+    chosen = runs.select(keep)
+    np.testing.assert_array_equal(to_pixels(chosen), masks[keep])
+    chosen.runs[:] = 7  # a copy
+    runs.check()
+
+
+def test_select_refuses_what_is_not_there():
+    runs = to_runs(np.zeros((2, 3, 4), np.bool_))
+    for wrong in ([2], [-3], np.array([True])):
+        with pytest.raises(IndexError):
+            runs.select(wrong)
+
+
+@examples
+@given(pixel_masks())
+def test_iteration_gives_each_mask(masks):
+    runs = to_runs(masks)
+    assert len(list(runs)) == len(runs) == len(masks)
+    assert_same(runs.check(), runs)
+
+
+def test_check_refuses_what_the_class_does_not_promise():
+    pair([6, 1, 5], [0, 1, 3]).check()
+    with pytest.raises(MaskError, match="mask 1: runs add up to 5 pixels instead of 2 x 3"):
+        pair([6, 1, 4], [0, 1, 3]).check()
+    for offsets in ([0, 2], [1, 3], [0, 3, 1, 3], []):
+        with pytest.raises(ValueError, match="offsets"):
+            pair([6, 1, 5], offsets).check()
+    with pytest.raises(ValueError, match="runs must be uint32"):
+        Runs(np.array([6], np.int64), np.array([0, 1]), 2, 3).check()
+    with pytest.raises(SizeError):
+        pair([0], [0, 1], 0, 3).check()
+    with pytest.raises(MaskError):  # would be 6 if sums wrapped at 32 bits
+        pair([2**32 - 1, 7], [0, 2]).check()

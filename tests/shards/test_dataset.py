@@ -1,0 +1,201 @@
+"""Reading back: `sa1b.open`, and the same shards through other people's tools."""
+
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import simplejpeg
+import webdataset
+
+import sa1b
+from sa1b.masks import coco
+from sa1b.shards import record, synthetic
+from sa1b.shards.ingest import Policy, ingest
+from sa1b.shards.manifest import ManifestError, Options, read_tasks, write_dataset
+from sa1b.shards.shard import ShardError
+from sa1b.shards.source import discover
+
+IMAGES = 14
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
+    """Image id -> ending -> bytes, as they stand in the source."""
+    path = tmp_path_factory.mktemp("source") / "sa_000003.tar"
+    synthetic.write_tar(path, images=IMAGES, first_id=100, long_side=160)
+    found: dict[int, dict[str, bytes]] = {}
+    with tarfile.open(path) as tar:
+        for member in tar:
+            if member.isfile():
+                stem, ending = member.name.removeprefix("./sa_").split(".")
+                file = tar.extractfile(member)
+                assert file is not None
+                found.setdefault(int(stem), {})[ending] = file.read()
+    found[-1] = {"path": str(path).encode()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(originals: dict[int, dict[str, bytes]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("root")
+    (source,) = discover([Path(originals.pop(-1)["path"].decode())])
+    ingest(source, path, Options(images_per_shard=5, keep_json=True), Policy())
+    write_dataset(path, read_tasks(path))
+    return path
+
+
+def test_every_sample_reads_back_exactly(root: Path, originals: dict[int, dict[str, bytes]]) -> None:
+    ds = sa1b.open(root)
+    assert len(ds) == IMAGES
+    assert [sample.image_id for sample in ds] == sorted(originals)
+    for i, sample in enumerate(ds):
+        original = originals[sample.image_id]
+        assert sample.jpeg == original["jpg"]
+        assert (sample.image == simplejpeg.decode_jpeg(original["jpg"])).all()
+        found = ds.annotations(i)
+        # As text: equal values, types and key order.
+        assert json.dumps(found) == json.dumps(json.loads(original["json"]))
+        strings = [mask["segmentation"]["counts"].encode() for mask in found["annotations"]]
+        assert coco.encode(sample.runs) == strings
+
+
+def test_by_id_and_negative_rows(root: Path) -> None:
+    ds = sa1b.open(root)
+    assert ds.by_id(103).image_id == 103
+    assert ds[-1].image_id == ds[IMAGES - 1].image_id
+    with pytest.raises(KeyError, match="image 99 is not in"):
+        ds.by_id(99)
+    with pytest.raises(IndexError):
+        ds[IMAGES]
+
+
+def test_chosen_masks_alone(root: Path) -> None:
+    annotations = sa1b.open(root)[0].annotations
+    every, some = list(annotations.runs()), list(annotations.runs(np.array([3, 1])))
+    assert [runs.tolist() for runs in some] == [every[3].tolist(), every[1].tolist()]
+
+
+def test_opening_reads_only_the_manifest_and_the_table(root: Path, tmp_path: Path) -> None:
+    for name in ("dataset.json", "samples.bin"):
+        shutil.copy(root / name, tmp_path)
+    assert len(sa1b.open(tmp_path)) == IMAGES
+
+
+def test_a_folder_that_is_no_root_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"dataset\.json: not there; is this the --out folder"):
+        sa1b.open(tmp_path)
+
+
+def test_files_that_do_not_belong_together_are_refused(root: Path, tmp_path: Path) -> None:
+    for name in ("dataset.json", "samples.bin"):
+        shutil.copy(root / name, tmp_path)
+    data = bytearray((tmp_path / "samples.bin").read_bytes())
+    data[60] ^= 1  # in the digest
+    (tmp_path / "samples.bin").write_bytes(data)
+    with pytest.raises(ManifestError, match=r"is not the one dataset\.json was written with"):
+        sa1b.open(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["jpg", "masks"])
+def test_a_flipped_byte_is_named_with_shard_offset_and_image(root: Path, tmp_path: Path, what: str) -> None:
+    shutil.copytree(root, tmp_path / "root")
+    ds = sa1b.open(tmp_path / "root")
+    offset = int(ds.table.offset[4]) if what == "jpg" else ds.table.masks_offset(4)
+    shard = tmp_path / "root" / ds.shards[int(ds.table.shard[4])]
+    with shard.open("r+b") as file:
+        file.seek(offset + 10)
+        byte = file.read(1)[0]
+        file.seek(offset + 10)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(
+        ShardError, match=f"{shard.name}: sa_{ds.table.image_id[4]}.{what} at offset {offset:,}"
+    ):
+        ds[4]
+    assert ds[5].image_id  # the others are not touched
+
+
+def test_a_cut_shard_is_named(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root, tmp_path / "root")
+    ds = sa1b.open(tmp_path / "root")
+    last = int(np.argmax(ds.table.shard * 10.0**9 + ds.table.offset))
+    shard = tmp_path / "root" / ds.shards[int(ds.table.shard[last])]
+    with shard.open("r+b") as file:
+        file.truncate(int(ds.table.offset[last]) + 100)
+    with pytest.raises(ShardError, match=rf"{shard.name}: 100 bytes at offset .* cut off"):
+        ds[last]
+
+
+def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
+    """The decoder for `.masks` that the README shows."""
+    sample["masks"] = record.decode(sample["masks"])
+    return sample
+
+
+def test_plain_webdataset_reads_the_shards(root: Path) -> None:
+    shards = [str(path) for path in sorted(root.glob("sa1b-*.tar"))]
+    dataset = webdataset.WebDataset(shards, shardshuffle=False, empty_check=False).map(decode_sample)
+    ds = sa1b.open(root)
+    seen = set()
+    for sample in dataset:
+        image_id = int(sample["__key__"].removeprefix("sa_"))
+        own = ds.by_id(image_id)
+        assert sample["jpg"] == own.jpeg
+        assert sample["masks"].to_json() == json.loads(sample["json"]) == own.annotations.to_json()
+        seen.add(image_id)
+    assert len(seen) == IMAGES
+
+
+def test_pyarrow_reads_the_index(root: Path) -> None:
+    ds = sa1b.open(root)
+    for path in sorted(root.glob("sa1b-*.parquet")):
+        table = pq.read_table(path)
+        with tarfile.open(path.with_suffix(".tar")) as tar:
+            offsets = {member.name: member.offset_data for member in tar}
+        for row in table.to_pylist():
+            sample = ds.by_id(row["image_id"])
+            assert offsets[f"sa_{row['image_id']}.jpg"] == row["jpg_offset"] == sample.offset
+            assert offsets[f"sa_{row['image_id']}.masks"] == row["masks_offset"]
+            assert row["jpg_bytes"] == len(sample.jpeg)
+            assert row["runs"] == [runs.tolist() for runs in sample.runs]
+            assert row["runs_count"] == list(map(len, row["runs"]))
+            for name in (
+                "mask_id",
+                "area",
+                "bbox",
+                "predicted_iou",
+                "stability_score",
+                "point_coords",
+                "crop_box",
+            ):
+                assert row[name] == getattr(sample.annotations, name).tolist()
+
+
+def test_the_index_alone_answers_questions_in_sql(root: Path) -> None:
+    query = f"""
+        SELECT count(*) FROM (
+            SELECT unnest(stability_score) AS score, unnest(area) / (width * height) AS fraction
+            FROM '{root}/sa1b-*.parquet')
+        WHERE score >= 0.97 AND fraction < 0.01"""
+    expected = 0
+    for sample in sa1b.open(root):
+        annotations = sample.annotations
+        fraction = annotations.area / (annotations.width * annotations.height)
+        expected += int(((annotations.stability_score >= 0.97) & (fraction < 0.01)).sum())
+    assert expected > 0
+    assert duckdb.sql(query).fetchall() == [(expected,)]
+
+
+def test_a_shard_is_a_plain_ustar_with_nothing_that_varies(root: Path) -> None:
+    for path in root.glob("sa1b-*.tar"):
+        data = path.read_bytes()
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            for member in tar:
+                assert (member.mtime, member.uid, member.gid, member.mode) == (0, 0, 0, 0o644)
+                assert data[member.offset + 257 : member.offset + 265] == b"ustar\x0000"

@@ -1,0 +1,120 @@
+"""The mask record: exact, self-describing, refused when damaged."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sa1b.shards import annotation, record
+from sa1b.shards.annotation import Annotations
+from sa1b.shards.synthetic import scene
+
+FIELDS = [name for name in Annotations.__dataclass_fields__ if name != "text"]
+
+
+def synthetic(image_id: int = 5) -> Annotations:
+    return annotation.parse(json.dumps(scene(image_id, long_side=128)[1]).encode(), image_id).annotations
+
+
+def equal(a: Annotations, b: Annotations) -> bool:
+    def bits(value: object) -> object:
+        return (value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+
+    return all(bits(getattr(a, name)) == bits(getattr(b, name)) for name in (*FIELDS, "text"))
+
+
+def test_round_trip_gives_the_same_bits_and_types() -> None:
+    annotations = synthetic()
+    data = record.encode(annotations)
+    assert equal(record.decode(data), annotations)
+    assert record.encode(record.decode(data)) == data
+
+
+doubles = st.floats(width=64, allow_nan=True) | st.just(-0.0) | st.integers(-5, 70000).map(float)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(0, 6))
+def test_round_trip_of_any_numbers(data: st.DataObject, count: int) -> None:
+    def column(width: int) -> np.ndarray:
+        values = data.draw(st.lists(doubles, min_size=count * width, max_size=count * width))
+        return np.array(values, np.float64).reshape((count, width) if width > 1 else count)
+
+    lengths = data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    annotations = Annotations(
+        image_id=data.draw(st.integers(0, 2**63 - 1)),
+        width=7,
+        height=9,
+        mask_id=np.array(
+            data.draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=count, max_size=count)), np.int64
+        ),
+        area=np.array(data.draw(st.lists(st.integers(-1, 2**40), min_size=count, max_size=count)), np.int64),
+        bbox=column(4),
+        predicted_iou=column(1),
+        stability_score=column(1),
+        point_coords=column(2),
+        crop_box=column(4),
+        number_types=np.zeros(count, np.uint8),
+        rle=np.frombuffer(data.draw(st.binary(min_size=sum(lengths), max_size=sum(lengths))), np.uint8),
+        rle_bytes=np.array(lengths, np.uint32),
+        runs_count=np.array(lengths, np.uint32),
+        text=data.draw(st.none() | st.binary()),
+    )
+    assert equal(record.decode(record.encode(annotations)), annotations)
+
+
+def test_the_content_is_a_safetensors_file_as_documented() -> None:
+    annotations = synthetic()
+    content = zstandard.decompress(record.encode(annotations))
+    (length,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + length])
+    assert header.pop("__metadata__") == {
+        "format": "sa1b-masks-1",
+        "image_id": "5",
+        "width": str(annotations.width),
+        "height": str(annotations.height),
+    }
+    spans = sorted(entry["data_offsets"] for entry in header.values())
+    # No holes and nothing left over, as safetensors demands.
+    assert [start for start, _ in spans] == [0] + [stop for _, stop in spans[:-1]]
+    assert spans[-1][1] == len(content) - 8 - length
+    start, stop = header["area"]["data_offsets"]
+    assert header["area"]["dtype"] == "U32"
+    area = np.frombuffer(content[8 + length :][start:stop], "<u4")
+    assert (area == annotations.area).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damage_is_an_error_or_harmless_and_never_a_crash(data: st.DataObject) -> None:
+    content = bytearray(zstandard.decompress(_RECORD))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, min(1500, len(content) - 1)))] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))]
+    try:
+        found = record.decode(zstandard.compress(bytes(content)))
+    except record.RecordError:
+        return
+    assert len(found.rle_bytes) == len(found)
+
+
+_RECORD = record.encode(synthetic())
+
+
+def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
+    bomb = zstandard.ZstdCompressor(write_content_size=True).compress(bytes(record.MAX_CONTENT_BYTES + 1))
+    with pytest.raises(record.RecordError, match=r"says it holds 67,108,865 bytes, cap 67,108,864"):
+        record.decode(bomb)
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(b"x")
+    with pytest.raises(record.RecordError, match="does not say its content size"):
+        record.decode(unsized)
+
+
+def test_another_format_is_named() -> None:
+    header = json.dumps({"__metadata__": {"format": "sa1b-masks-9"}}).encode()
+    with pytest.raises(record.RecordError, match=r"'sa1b-masks-9'; this version reads 'sa1b-masks-1'"):
+        record.decode(zstandard.compress(struct.pack("<Q", len(header)) + header))

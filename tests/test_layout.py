@@ -1,0 +1,70 @@
+"""Rules that hold for every file: names, lightness of imports, tools that teach."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+MODULES = sorted(path for folder in ("sa1b", "tools") for path in (REPOSITORY / folder).rglob("*.py"))
+TOOLS = sorted(path.name for path in (REPOSITORY / "tools").glob("*.py") if path.stem != "__init__")
+
+
+def test_no_module_shares_a_name_with_the_standard_library() -> None:
+    names = {path.stem for path in MODULES} | {
+        path.name for path in (REPOSITORY / "sa1b").iterdir() if path.is_dir()
+    }
+    assert not (names - {"__init__"}) & set(sys.stdlib_module_names)
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    assert not {path.stem for path in MODULES} & {"utils", "util", "helpers", "helper", "common", "misc"}
+
+
+def test_modules_are_one_noun_long() -> None:
+    assert {
+        path.name: length for path in MODULES if (length := len(path.read_text().splitlines())) > 330
+    } == {}
+
+
+def imported(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after running `code`."""
+    script = f"{code}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_masks_import_no_torch() -> None:
+    assert not imported("import sa1b.masks") & {"torch", "pyarrow", "s3fs", "webdataset", "pycocotools"}
+
+
+def test_the_package_imports_lightly_and_loads_public_names_on_use() -> None:
+    assert not imported("import sa1b") & {"torch", "numpy", "pyarrow", "s3fs", "webdataset", "pycocotools"}
+    assert not imported("import sa1b; sa1b.open; sa1b.Dataset") & {
+        "torch",
+        "s3fs",
+        "webdataset",
+        "pycocotools",
+    }
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    import sa1b
+
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = sa1b.nonsense
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_teaches_and_imports_no_torch(tool: str) -> None:
+    command = [sys.executable, "-X", "importtime", f"tools/{tool}", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert "usage" in done.stdout
+    options = re.findall(r"^│ (--[a-z0-9-]+)", done.stdout, re.MULTILINE)
+    assert len(options) == len(set(options))
+    assert "import time" in done.stderr
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
