@@ -1,8 +1,8 @@
 """Ingest beside `gzip -dc` of the same tar, one core each, in one run.
 
-`pytest benchmarks/test_reshard.py -s` prints megabytes of unpacked tar a second and their ratio. The tar holds
-full-size synthetic pictures in random order; so little may wait in memory that most of what waits goes
-through spill files, as in a tar of 11 GB.
+`pytest benchmarks/test_reshard.py -s` prints megabytes of unpacked tar a second and their ratio. The tar
+holds full-size synthetic pictures in random order; so little may wait in memory that most of what waits
+goes through spill files, as in a tar of 11 GB.
 """
 
 import gzip

@@ -1,23 +1,25 @@
-"""Makes synthetic SA-1B source tars: the download's form and statistics, with drawn pictures.
+"""Make synthetic SA-1B source tars: the download's form and statistics, with drawn pictures.
 
-Example: two tars of 100 small pictures each, in seconds:
-
-    python tools/synthesize.py /tmp/source --long-side 640
+Example: python tools/synthesize.py source --long-side 640
 """
 
-import json as json_module
+import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from tqdm import tqdm
+from tyro.conf import Positional
+
+from sa1b.shards.console import run
+from sa1b.shards.reshard import UsageError
+from sa1b.shards.synthetic import IDS_PER_TAR, write_tars
 
 
-def synthesize(
-    out: Annotated[Path, tyro.conf.arg(metavar="OUT")],
+def main(
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")],
     /,
-    *,
     tars: int = 2,
     images_per_tar: int = 100,
     long_side: int | None = None,
@@ -26,11 +28,9 @@ def synthesize(
     plain: bool = False,
     workers: int | None = None,
     overwrite: bool = False,
-    json: bool = False,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Make synthetic SA-1B source tars: the download's form and statistics, with drawn pictures.
-
-    Example: python tools/synthesize.py /tmp/source --long-side 640
 
     The tars are gzip with ./sa_<id>.jpg and ./sa_<id>.json in random order, as downloaded. The same options
     give the same bytes, whatever the workers. A full-size picture takes about 0.4 s and 1 MB, one of 640
@@ -46,35 +46,26 @@ def synthesize(
         plain: Plain tars instead of gzip.
         workers: Processes, each with one tar at a time; by default one per core.
         overwrite: Replace tars that exist already.
-        json: Print the summary as JSON.
+        json_output: Print the summary as JSON.
     """
-    try:
-        from tqdm import tqdm
-
-        from sa1b.shards.synthetic import write_tars
-
-        with tqdm(total=tars * images_per_tar, unit="image", disable=None) as bar:
-            summary = write_tars(
-                out,
-                tars=tars,
-                images_per_tar=images_per_tar,
-                first_tar=first_tar,
-                seed=seed,
-                long_side=long_side,
-                compress=not plain,
-                workers=workers or os.cpu_count() or 1,
-                overwrite=overwrite,
-                progress=bar.update,
-            )
-    except KeyboardInterrupt:
-        print("interrupted; finished tars stay, the unfinished ones are gone", file=sys.stderr)
-        return 130
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(json_module.dumps(summary.as_dict()) if json else summary.table())
+    if tars < 1 or not 0 < images_per_tar <= IDS_PER_TAR or (long_side is not None and long_side < 32):
+        raise UsageError(f"--tars from 1, --images-per-tar from 1 to {IDS_PER_TAR}, --long-side from 32")
+    with tqdm(total=tars * images_per_tar, unit="image", disable=json_output or None) as bar:
+        summary = write_tars(
+            out,
+            tars=tars,
+            images_per_tar=images_per_tar,
+            first_tar=first_tar,
+            seed=seed,
+            long_side=long_side,
+            compress=not plain,
+            workers=workers or os.cpu_count() or 1,
+            overwrite=overwrite,
+            progress=bar.update,
+        )
+    print(json.dumps(summary.as_dict()) if json_output else summary.table())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(synthesize, config=(tyro.conf.FlagCreatePairsOff,)))
+    run(main, __doc__)

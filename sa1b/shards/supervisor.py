@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -54,7 +54,7 @@ class _Running:
 
 def supervise(
     function: Callable[..., Any], tasks: list[tuple[Any, ...]], *, workers: int, retries: int = 2
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """Run function(*task, report) for every task in its own process, at most `workers` at a time.
 
     `function` and the arguments must be importable and picklable; `report(value)` sends progress. Closing

@@ -13,16 +13,11 @@ One core draws 3 pictures a second at full size, 30 at 640 pixels.
 import gzip
 import io
 import json
-import multiprocessing
-import signal
 import tarfile
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
-from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +25,7 @@ import cv2
 import numpy as np
 import simplejpeg
 
+from sa1b.shards.supervisor import Failure, supervise
 from sa1b.shards.synthetic_annotation import AnnotationFile, annotate
 from sa1b.shards.synthetic_scene import draw, plan
 
@@ -198,7 +194,8 @@ def write_tars(
 
     Raises:
         FileExistsError: one of the tars exists; nothing was written.
-        RuntimeError: a worker failed; its tar is named.
+        ChildProcessError: a worker failed; its tar is named.
+        ValueError: sizes out of range.
     """
     if not 0 < images_per_tar <= IDS_PER_TAR:
         raise ValueError(f"images per tar must lie in 1..{IDS_PER_TAR}, not {images_per_tar}")
@@ -210,55 +207,42 @@ def write_tars(
         raise FileExistsError(
             f"{present[0]} exists already ({len(present)} of {tars} do); --overwrite replaces"
         )
-    write = partial(write_tar, images=images_per_tar, seed=seed, long_side=long_side, compress=compress)
+    tasks = [(path, images_per_tar, first_id, seed, long_side, compress) for path, first_id in jobs]
     total = Summary()
-    if workers <= 1 or tars == 1:
-        for path, first_id in jobs:
-            total.add(write(path, first_id=first_id, progress=progress))
-        return total
-    context = multiprocessing.get_context("spawn")
-    waiting = jobs[::-1]
-    running: dict[Connection, tuple[SpawnProcess, Path]] = {}
+    events = supervise(_work, tasks, workers=workers)
     try:
-        while waiting or running:
-            while waiting and len(running) < workers:
-                path, first_id = waiting.pop()
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(sender, write, path, first_id), daemon=True)
-                process.start()
-                sender.close()  # so that a worker that dies reads as the end of its pipe
-                running[receiver] = (process, path)
-            for ready in wait(list(running)):
-                assert isinstance(ready, Connection)
-                try:
-                    message: Summary | str | None = ready.recv()
-                except EOFError:
-                    process, path = running[ready]
-                    process.join()
-                    message = f"its worker died with exit code {process.exitcode}"
-                if message is None:
-                    if progress is not None:
-                        progress(1)
-                    continue
-                process, path = running.pop(ready)
-                process.join()
-                if isinstance(message, str):
-                    _aside(path).unlink(missing_ok=True)
-                    raise RuntimeError(f"{path}: {message}")
-                total.add(message)
+        for event in events:
+            if event.kind == "progress" and progress is not None:
+                progress(event.value)
+            elif event.kind == "done":
+                total.add(event.value)
+            elif event.kind in ("failed", "lost"):
+                why = event.value.message if isinstance(event.value, Failure) else event.value
+                raise ChildProcessError(f"{jobs[event.task][0]}: {why}")
     finally:
-        for process, path in running.values():
-            process.terminate()
-            process.join()
+        events.close()
+        for path, _ in jobs:
             _aside(path).unlink(missing_ok=True)
     return total
 
 
-def _work(sender: Connection, write: Callable[..., Summary], path: Path, first_id: int) -> None:
-    """Writes one tar in its own process: sends None for each picture, then the summary or what failed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+def _work(
+    path: Path,
+    images: int,
+    first_id: int,
+    seed: int,
+    long_side: int | None,
+    compress: bool,
+    report: Callable[[int], None],
+) -> Summary:
+    """Writes one tar in a process of its own."""
     cv2.setNumThreads(1)
-    try:
-        sender.send(write(path, first_id=first_id, progress=lambda _: sender.send(None)))
-    except Exception as error:
-        sender.send(f"{type(error).__name__}: {error}")
+    return write_tar(
+        path,
+        images=images,
+        first_id=first_id,
+        seed=seed,
+        long_side=long_side,
+        compress=compress,
+        progress=report,
+    )

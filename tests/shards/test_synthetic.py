@@ -109,7 +109,7 @@ def test_existing_tars_are_refused_before_anything_is_drawn(tmp_path):
 
 def test_failed_worker_is_named_and_leaves_nothing(tmp_path):
     (tmp_path / "sa_000001.tar").mkdir()  # a file cannot replace a folder
-    with pytest.raises(RuntimeError, match=r"sa_000001\.tar"):
+    with pytest.raises(ChildProcessError, match=r"sa_000001\.tar"):
         write_tars(tmp_path, tars=2, images_per_tar=1, long_side=160, workers=2, overwrite=True)
     assert not list(tmp_path.glob("*.partial"))
 
@@ -300,7 +300,7 @@ def test_tool_writes_tars_and_says_what(tmp_path):
     assert (summary["images"], summary["tars"]) == (3, 1)
     assert not (tmp_path / "sa_000007.tar").read_bytes().startswith(b"\x1f\x8b")
     again = run_tool(tmp_path, *options)
-    assert again.returncode == 1
+    assert again.returncode == 2
     assert "--overwrite" in again.stderr
     assert "runs" in run_tool(tmp_path, *options, "--overwrite").stdout
 
