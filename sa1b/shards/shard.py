@@ -8,7 +8,6 @@ Everything that could differ between two runs (times, owners) is fixed.
 import contextlib
 import hashlib
 import io
-import mmap
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,11 @@ from sa1b.storage.publish import flush
 
 SHARD_PREFIX = "sa1b-"
 _COPY_BYTES = 256 << 20  # larger than any member: tarfile then writes each in one piece
+
+_PLACE = {  # member -> its columns in the index
+    "jpg": ("jpg_offset", "jpg_bytes", "jpg_crc32c"),
+    "masks": ("masks_offset", "masks_bytes", "masks_crc32c"),
+}
 
 
 class ShardError(Exception):
@@ -69,9 +73,7 @@ class ShardWriter:
         self.path = folder / name
         self.images = 0
         self.masks = 0
-        self._tar = tarfile.TarFile(
-            self.path, "w", format=tarfile.USTAR_FORMAT, copybufsize=_COPY_BYTES
-        )
+        self._tar = tarfile.TarFile(self.path, "w", format=tarfile.USTAR_FORMAT, copybufsize=_COPY_BYTES)
         self._index = IndexWriter(index_path(self.path), with_runs=with_runs)
 
     def add(self, pair: Pair) -> Row:
@@ -131,43 +133,39 @@ def seal(shard: Path) -> ShardInfo:
     Raises:
         ShardError: the tar does not hold what the index says.
     """
-    columns = [
-        "image_id",
-        "jpg_offset",
-        "jpg_bytes",
-        "jpg_crc32c",
-        "masks_offset",
-        "masks_bytes",
-        "masks_crc32c",
-    ]
     index = index_path(shard)
     reader = pq.ParquetFile(index)
-    rows = reader.read(columns).to_pydict()
+    places = reader.read(["image_id", *_PLACE["jpg"], *_PLACE["masks"]]).to_pydict()
     masks = reader.read(["runs_count"])["runs_count"]
-    with shard.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        for row in zip(*(rows[name] for name in columns), strict=True):
-            _check_members(shard, view, row)
-        sha256 = hashlib.sha256(view).hexdigest()
-        size = len(view)
+    digest = hashlib.sha256()
+    with shard.open("rb", buffering=0) as file:
+
+        def read(length: int) -> bytes:
+            data = file.read(length)
+            digest.update(data)
+            return data
+
+        for i, image_id in enumerate(places["image_id"]):
+            for kind, columns in _PLACE.items():
+                offset, size, crc = (places[column][i] for column in columns)
+                read(offset - file.tell())
+                if google_crc32c.value(read(size)) != crc:
+                    raise ShardError(
+                        f"{shard}: sa_{image_id}.{kind} at offset {offset:,} does not read back as written"
+                    )
+        while read(1 << 20):
+            pass
+        size = file.tell()
     for path in (shard, index):
         flush(path)
-    with index.open("rb") as file:
-        index_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    with index.open("rb") as stored:
+        index_sha256 = hashlib.file_digest(stored, "sha256").hexdigest()
     return ShardInfo(
         name=shard.name,
-        images=len(rows["image_id"]),
+        images=len(places["image_id"]),
         masks=sum(len(chunk.flatten()) for chunk in masks.chunks),
         bytes=size,
-        sha256=sha256,
+        sha256=digest.hexdigest(),
         index_bytes=index.stat().st_size,
         index_sha256=index_sha256,
     )
-
-
-def _check_members(shard: Path, view: mmap.mmap, row: tuple[int, ...]) -> None:
-    image_id, *places = row
-    for kind, (offset, size, crc) in (("jpg", places[:3]), ("masks", places[3:])):
-        if google_crc32c.value(view[offset : offset + size]) != crc:
-            raise ShardError(
-                f"{shard}: sa_{image_id}.{kind} at offset {offset:,} does not read back as written"
-            )
