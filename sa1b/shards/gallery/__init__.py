@@ -1,0 +1,1 @@
+"""A gallery: any input as one HTML page that shows its masks and their distributions."""
