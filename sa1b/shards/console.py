@@ -8,9 +8,9 @@ import tyro
 
 from sa1b.shards.archive import SourceError
 from sa1b.shards.manifest import ManifestError
-from sa1b.shards.reshard import UsageError
 from sa1b.shards.shard import ShardError
 from sa1b.shards.table import TableError
+from sa1b.shards.usage import UsageError
 from sa1b.storage.publish import LockedError
 
 _EXPECTED = (SourceError, ManifestError, UsageError, ShardError, TableError, LockedError, OSError)

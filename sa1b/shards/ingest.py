@@ -5,6 +5,7 @@ arrives the pair is checked and stored. Everything is written into `.partial/<so
 has ended and every shard has been read back do the files get their names, the task file last.
 """
 
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -316,8 +317,8 @@ def _publish(task: Task, aside: Path, root: Path) -> None:
     flush(root)
     stem = task.name.removeprefix("sa_")
     names = {shard.name for shard in task.shards}
-    for old in root.glob(f"{SHARD_PREFIX}{stem}-[0-9][0-9][0-9][0-9].tar"):
-        if old.name not in names:
+    for old in root.glob(f"{SHARD_PREFIX}{stem}-*.tar"):
+        if old.name not in names and re.fullmatch(rf"{SHARD_PREFIX}{re.escape(stem)}-\d+\.tar", old.name):
             old.unlink()
             index_path(old).unlink(missing_ok=True)
     refused = root / QUARANTINE / task.name

@@ -4,6 +4,7 @@ A task file is written last: while it is missing, nothing of its source counts. 
 are made from the task files and the indexes, and can be made again from them at any time.
 """
 
+import hashlib
 import importlib.metadata
 import json
 from dataclasses import asdict, dataclass
@@ -27,6 +28,10 @@ DATASET, SAMPLES, TASKS, QUARANTINE, PARTIAL = (
     "quarantine",
     ".partial",
 )
+_TASK_KEYS = {
+    "source": {"name", "kind", "size", "mtime_ns", "sha256"},
+    "counts": {"members", "images", "masks", "jpg_bytes", "refused_members", "refused", "doubtful"},
+}
 _LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstandard")
 
 
@@ -59,7 +64,7 @@ class Options:
             "image_size": f"--image-size {self.image_size}" if self.image_size else "no --image-size",
             "quality": f"--quality {self.quality}" if self.quality else "no --quality",
             "keep_json": "--keep-json" if self.keep_json else "no --keep-json",
-            "index_runs": "no --no-index-runs" if self.index_runs else "--no-index-runs",
+            "index_runs": "masks in the index (no --no-index-runs)" if self.index_runs else "--no-index-runs",
         }
 
 
@@ -72,7 +77,7 @@ class Task:
         options: see Options.
         versions: of the package and of the libraries that shape the bytes.
         shards: in order.
-        counts: members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs; accepted reasons.
+        counts: members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs.
         damage: stretches of the source that could not be read.
         largest: per image: masks, runs, and bytes of jpg, masks and decoded record.
     """
@@ -121,6 +126,9 @@ def read_task(path: Path) -> Task:
     """
     document = _read(path)
     try:
+        for part, keys in _TASK_KEYS.items():
+            if set(document[part]) != keys:
+                raise KeyError(f"{part} has {', '.join(document[part])}; expected {', '.join(sorted(keys))}")
         return Task(
             source=document["source"],
             options=Options(**document["options"]),
@@ -164,6 +172,13 @@ def write_dataset(root: Path, tasks: dict[str, Task]) -> None:
     write_whole(root / DATASET, dataset_document(shards, tasks, samples))
 
 
+def task_digest(task: Task) -> str:
+    """sha256 of what a task file says, but for the source's time: copying a source changes nothing."""
+    document = asdict(task)
+    document["source"] = {name: value for name, value in task.source.items() if name != "mtime_ns"}
+    return hashlib.sha256(_json(document)).hexdigest()
+
+
 def dataset_document(shards: list[ShardInfo], tasks: dict[str, Task], samples: bytes) -> bytes:
     """The bytes of dataset.json."""
     options = next(iter(tasks.values())).options
@@ -174,7 +189,7 @@ def dataset_document(shards: list[ShardInfo], tasks: dict[str, Task], samples: b
             "format": FORMAT,
             "versions": next(iter(tasks.values())).versions,
             "options": asdict(options),
-            "sources": sorted(tasks),
+            "sources": {name: task_digest(task) for name, task in sorted(tasks.items())},
             "totals": {
                 "images": sum(shard.images for shard in shards),
                 "masks": sum(shard.masks for shard in shards),
@@ -205,7 +220,7 @@ def _sample_columns(root: Path, shards: list[ShardInfo], tasks: dict[str, Task])
         owners = [name for name, task in tasks.items() for shard in task.shards if shard.name in pair]
         raise SourceError(
             f"image {twice} stands in two sources: {' and '.join(owners)}; to drop one of them, remove "
-            f"{task_path(root, owners[-1])} and that source's {root}/sa1b-*.tar and .parquet, and leave it out"
+            f"{task_path(root, owners[-1])} and that source's shards in {root}, and leave it out"
         )
     return table.encode(columns)
 

@@ -15,16 +15,13 @@ from sa1b.shards.manifest import DATASET, PARTIAL, Options, Task
 from sa1b.shards.source import Source, digest_of_source, discover, read_checklist
 from sa1b.shards.summary import Summary
 from sa1b.shards.supervisor import Failure, supervise
+from sa1b.shards.usage import UsageError
 from sa1b.storage.publish import lock
 
 _REPORT_SECONDS = 0.2
 _STOP = {"SystematicError", "RefusedError"}  # these end the run: every other source would go the same way
 _EXPECTED = _STOP | {"SourceError", "OSError", "ShardError"}
 _OUT_FACTOR, _SPILL_FACTOR = 1.1, 0.3  # of a source's size: its shards; what waits when the order is random
-
-
-class UsageError(Exception):
-    """What was asked for cannot be done as asked; the message names the flag and the way out."""
 
 
 def reshard(
@@ -54,6 +51,7 @@ def reshard(
     with lock(root):
         summary = Summary(tasks=manifest.read_tasks(root))
         _check_options(root, summary.tasks, options)
+        _check_names(root, summary.tasks, sources)
         shutil.rmtree(root / PARTIAL, ignore_errors=True)
         waiting = []
         for source in sources:
@@ -92,7 +90,7 @@ def _run(
 ) -> None:
     tasks = []
     for source in sources:
-        own = replace(policy, md5=md5.get(source.path.name))
+        own = replace(policy, md5=md5.get(source.path.name) if source.kind == "tar" else None)
         tasks.append((source, root, options, own))
     seen = [Counts() for _ in sources]
     bar = tqdm(
@@ -168,6 +166,17 @@ def _check_options(root: Path, tasks: dict[str, Task], options: Options) -> None
                     f"{root} was made with {recorded[name]}, this run says {asked[name]}; "
                     "all shards of a root are alike: use the same flags or another --out"
                 )
+
+
+def _check_names(root: Path, tasks: dict[str, Task], sources: list[Source]) -> None:
+    taken = {name.removeprefix("sa_"): name for name in tasks}
+    for source in sources:
+        other = taken.get(source.name.removeprefix("sa_"), source.name)
+        if other != source.name:
+            raise UsageError(
+                f"{source.path}: {root} holds a source named {other!r} already, and the shards of both would "
+                "have the same names; rename it or use another --out"
+            )
 
 
 def _is_finished(task: Task, source: Source, recheck: bool, root: Path, quiet: bool) -> bool:

@@ -77,10 +77,11 @@ def encode(columns: dict[str, npt.NDArray[Any]]) -> bytes:
     twice = ids[1:] == ids[:-1]
     if twice.any():
         raise ValueError(f"image id {int(ids[1:][twice][0])} stands twice")
-    body = b""
+    pieces = []
     for name, dtype in COLUMNS.items():
         data = columns[name][order].astype(dtype).tobytes()
-        body += data + bytes(-len(data) % 8)
+        pieces.append(data + bytes(-len(data) % 8))
+    body = b"".join(pieces)
     ids_sha256 = hashlib.sha256(ids.astype("<u8").tobytes()).digest()
     header = _HEADER.pack(
         _MAGIC, _VERSION, _HEADER_BYTES, len(ids), ids_sha256, hashlib.sha256(body).digest()

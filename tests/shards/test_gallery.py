@@ -29,8 +29,8 @@ from sa1b.shards.gallery.page import Summary, write_gallery
 from sa1b.shards.gallery.picture import SORTS
 from sa1b.shards.gallery.survey import MAX_BARS, Distribution, Survey
 from sa1b.shards.manifest import read_tasks, write_dataset
-from sa1b.shards.reshard import UsageError
 from sa1b.shards.shard import ShardError
+from sa1b.shards.usage import UsageError
 from tests.shards.tiny import (
     SIZE,
     document,

@@ -107,7 +107,9 @@ _RECORD = record.encode(synthetic())
 
 def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
     bomb = zstandard.ZstdCompressor(write_content_size=True).compress(bytes(record.MAX_CONTENT_BYTES + 1))
-    with pytest.raises(record.RecordError, match=r"says it holds 67,108,865 bytes, cap 67,108,864"):
+    with pytest.raises(
+        record.RecordError, match=f"says it holds {record.MAX_CONTENT_BYTES + 1:,} bytes, cap"
+    ):
         record.decode(bomb)
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(b"x")
     with pytest.raises(record.RecordError, match="does not say its content size"):

@@ -20,7 +20,8 @@ from sa1b.shards import jpeg, synthetic
 from sa1b.shards.archive import SourceError
 from sa1b.shards.ingest import Policy
 from sa1b.shards.manifest import ManifestError, Options
-from sa1b.shards.reshard import UsageError, reshard
+from sa1b.shards.reshard import reshard
+from sa1b.shards.usage import UsageError
 from sa1b.storage.publish import LockedError, lock
 
 REPOSITORY = Path(__file__).parents[2]

@@ -163,17 +163,17 @@ def twice(tar, index, rows):
 
 def truncated(tar, index, rows):
     tar.write_bytes(tar.read_bytes()[: rows["jpg_offset"][1] + 100])
-    return {"member_truncated": 1, "tar_bytes": None, "jpg_missing": [1, 2], "masks_missing": [1, 2]}
+    return {"member_truncated": 1, "tar_bytes": None, "pair_missing": [1, 2]}
 
 
 def cut_between(tar, index, rows):
     tar.write_bytes(tar.read_bytes()[: rows["jpg_offset"][2] - 512])
-    return {"no_end_marker": 2, "tar_bytes": None, "jpg_missing": 2, "masks_missing": 2}
+    return {"no_end_marker": 2, "tar_bytes": None, "pair_missing": 2}
 
 
 def empty(tar, index, rows):
     tar.write_bytes(b"")
-    return {"no_end_marker": 0, "tar_bytes": None, "jpg_missing": [0, 1, 2], "masks_missing": [0, 1, 2]}
+    return {"no_end_marker": 0, "tar_bytes": None, "pair_missing": [0, 1, 2]}
 
 
 def removed(tar, index, rows):
@@ -260,7 +260,7 @@ def index_image_size(tar, index, rows):
 
 def index_other_image(tar, index, rows):
     edit(index, image_id=lambda column: column.__setitem__(1, 7))
-    return {"index_bytes": None, "index_row_missing": 1, "jpg_missing": 7, "masks_missing": 7}
+    return {"index_bytes": None, "index_row_missing": 1, "index_row_extra": 7}
 
 
 DAMAGES = [
@@ -305,7 +305,9 @@ def test_damage_is_found_and_named(damaged, number):
             assert finding.offset is not None or finding.image_id is None
 
 
-@pytest.mark.parametrize("damage", [in_jpg, in_record, in_padding, stamped, index_number, index_runs, index_place])
+@pytest.mark.parametrize(
+    "damage", [in_jpg, in_record, in_padding, stamped, index_number, index_runs, index_place]
+)
 def test_nothing_else_is_named(damaged, damage):
     report, expected = damaged
     shard, _, said = expected[DAMAGES.index(damage)]
@@ -394,7 +396,8 @@ def test_a_byte_of_the_sample_table(root, name, also):
     found = check(root).findings
     assert "table_digest" in [finding.kind for finding in found]
     assert (also, 103) in [(finding.kind, finding.image_id) for finding in found]
-    assert all(finding.file == "samples.bin" for finding in found)
+    assert {finding.file for finding in found} == {"samples.bin"}
+    assert all("tools/index.py" in finding.remedy for finding in found)
 
 
 def test_an_image_id_of_the_sample_table(root):
@@ -402,6 +405,11 @@ def test_an_image_id_of_the_sample_table(root):
     found = check(root).findings
     assert {"table_digest", "table_ids_digest", "table_order", "table_row_missing"} <= kinds(check(root))
     assert 103 in [finding.image_id for finding in found]
+
+
+def test_a_byte_of_the_table_header_that_is_not_used(root):
+    flip(root / "samples.bin", 100)
+    assert kinds(check(root)) == {"table_header"}
 
 
 @pytest.mark.parametrize("content", [b"", b"SA1BTBL1", b"\0" * 1000])
@@ -459,6 +467,25 @@ def test_a_task_file_that_cannot_be_read(root, content):
     assert report.images == 19  # dataset.json tells what is there
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"kind": "tar"', '"kind":  "tar"'),
+        ('"members"', '"membres"'),
+        ('"mtime_ns"', '"mtime"'),
+        ('"name": "sa_000002"', '"name": "sa_000003"'),
+        ('"pyarrow"', '"pyrow"'),
+        ('"sha256": "', '"sha256": "x'),
+    ],
+)
+def test_a_task_file_that_is_not_as_it_is_written(root, old, new):
+    path = root / "tasks" / "sa_000002.json"
+    path.write_text(path.read_text().replace(old, new, 1))
+    found = check(root).findings
+    kinds = {finding.kind for finding in found if finding.file == "tasks/sa_000002.json"}
+    assert kinds & {"task_damaged", "task_unreadable"}
+
+
 def test_a_missing_task_file(root):
     (root / "tasks" / "sa_000002.json").unlink()
     assert "dataset_differs" in kinds(check(root))
@@ -473,8 +500,17 @@ def test_a_count_in_a_task_file(root):
     task = manifest.read_tasks(root)["sa_000001"]
     task.counts["jpg_bytes"] += 1
     manifest.write_task(root, task)
+    found = {(finding.kind, finding.file) for finding in check(root).findings}
+    assert found == {("task_counts", "tasks/sa_000001.json"), ("dataset_differs", "dataset.json")}
+
+
+def test_any_value_in_a_task_file_is_vouched_for_by_the_manifest(root):
+    path = root / "tasks" / "sa_000002.json"
+    sha256 = manifest.read_task(path).source["sha256"]
+    path.write_text(path.read_text().replace(sha256, sha256[::-1]))
     (finding,) = check(root).findings
-    assert (finding.kind, finding.file) == ("task_counts", "tasks/sa_000001.json")
+    assert (finding.kind, finding.file) == ("dataset_differs", "dataset.json")
+    assert "sources.sa_000002" in finding.message
 
 
 def test_a_name_that_leaves_the_root_is_not_opened(root):

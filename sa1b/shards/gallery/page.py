@@ -19,7 +19,7 @@ from sa1b.shards.gallery.chart import charts
 from sa1b.shards.gallery.choice import Choice, Gathered
 from sa1b.shards.gallery.inputs import gather, total_bytes
 from sa1b.shards.gallery.picture import SORTS, Picture, figure, prepare, sort_key
-from sa1b.shards.reshard import UsageError
+from sa1b.shards.usage import UsageError
 from sa1b.storage.publish import write_whole
 
 MAX_PAGE_BYTES = 19_990_000

@@ -1,0 +1,112 @@
+"""A shard index read back, one row group in memory at a time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sa1b.shards.index import schema
+
+UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError)
+
+
+class IndexFormatError(ValueError):
+    """A parquet file that is no shard index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member's content lies, and its checksum. Bytes."""
+
+    offset: int
+    bytes: int
+    crc32c: int
+
+
+class IndexReader:
+    """The rows of an index file.
+
+    Attributes:
+        with_runs: the index holds the decoded masks.
+        columns: the columns with one value per image, each [rows].
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = pq.ParquetFile(path)
+        found = self._file.schema_arrow
+        self.with_runs = "runs" in found.names
+        if not found.equals(schema(with_runs=self.with_runs)):
+            raise IndexFormatError("its columns are not those of a shard index")
+        groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
+        self._starts = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
+        names = [field.name for field in found if not pa.types.is_list(field.type)]
+        plain = self._file.read(names)
+        self.columns = {name: plain[name].to_numpy() for name in names}
+        self._per_mask = [
+            field.name for field in found if pa.types.is_list(field.type) and field.name != "runs"
+        ]
+        self._group: tuple[int, pa.Table] | None = None
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def place(self, row: int, ending: str) -> Place:
+        """Where the jpg or the masks of a row lie."""
+        values = (self.columns[f"{ending}_{what}"][row] for what in ("offset", "bytes", "crc32c"))
+        return Place(*map(int, values))
+
+    def numbers(self, row: int) -> dict[str, npt.NDArray[Any]]:
+        """The columns with one entry per mask: [N] or, for boxes and points, [N, width].
+
+        Raises:
+            one of UNREADABLE: the row group is damaged.
+        """
+        table, i = self._row(row)
+        return {name: _entry(table[name], i) for name in self._per_mask}
+
+    def runs(self, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """All masks of a row as runs and offsets, see sa1b.masks.runs.
+
+        Raises:
+            one of UNREADABLE: the row group is damaged.
+        """
+        table, i = self._row(row)
+        masks = _single(table["runs"])
+        first, last = masks.offsets[i].as_py(), masks.offsets[i + 1].as_py()
+        offsets = masks.values.offsets.to_numpy()[first : last + 1].astype(np.int64)
+        return masks.values.values.to_numpy()[offsets[0] : offsets[-1]], offsets - offsets[0]
+
+    def _row(self, row: int) -> tuple[pa.Table, int]:
+        group = int(np.searchsorted(self._starts, row, side="right")) - 1
+        if self._group is None or self._group[0] != group:
+            self._group = None  # the old one leaves memory first
+            self._group = (group, self._file.read_row_group(group))
+        return self._group[1], row - int(self._starts[group])
+
+
+def _single(column: pa.ChunkedArray) -> pa.ListArray:
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+
+def _entry(column: pa.ChunkedArray, i: int) -> npt.NDArray[Any]:
+    lists = _single(column)
+    first, last = lists.offsets[i].as_py(), lists.offsets[i + 1].as_py()
+    values = lists.values
+    if not pa.types.is_list(values.type):
+        plain: npt.NDArray[Any] = values.to_numpy()[first:last]
+        return plain
+    offsets = values.offsets.to_numpy()[first : last + 1]
+    if len(offsets) < 2:
+        return np.empty((0, 0))
+    widths = np.diff(offsets)
+    if (widths != widths[0]).any():
+        raise IndexFormatError("masks of one image have boxes or points of different lengths")
+    nested: npt.NDArray[Any] = values.values.to_numpy()[offsets[0] : offsets[-1]]
+    return nested.reshape(-1, int(widths[0]))

@@ -1,0 +1,44 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
+
+TOOL = Path(__file__).parents[2] / "tools" / "export.py"
+
+
+def run(*arguments):
+    command = [sys.executable, TOOL, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def root(tmp_path):
+    source = write_source(tmp_path / "sa_000001.tar", pairs(range(8)))
+    return make_root(tmp_path / "root", [source], ROOTS["plain"])
+
+
+def test_export(root, tmp_path):
+    done = run(root, "--to", "sa1b", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert f"Complete: {tmp_path / 'out'}" in done.stdout
+    again = run(root, "--to", "sa1b", "--out", tmp_path / "out", "--overwrite", "--json")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert json.loads(again.stdout)["tars"] == ["sa_000001.tar"]
+
+
+def test_what_cannot_be_done(root, tmp_path):
+    out = ("--out", tmp_path / "out")
+    for arguments in (
+        (root, "--to", "coco", *out),
+        (tmp_path, "--to", "sa1b", *out),
+        (root, "--to", "sa1b", *out, "--images-per-tar", 0),
+    ):
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
