@@ -4,6 +4,7 @@ Every step is one of the command lines you would use on real tars; each is print
 run again: finished steps are recognised.
 """
 
+import os
 import shlex
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from tyro.conf import Positional
 
 from sa1b.shards.console import run
 
-TOOLS = Path(__file__).parent
+TOOLS = Path(os.path.relpath(Path(__file__).parent))
+PYTHON = os.path.relpath(sys.executable)
 
 
 def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
@@ -42,14 +44,14 @@ Done in {time.monotonic() - began:.0f} s.
 
 Next:
   open {gallery} in a browser
-  python -c "import sa1b; print(sa1b.open('{shards}')[0].runs)"
-  python tools/reshard.py sa_000020.tar --out shards    # with a tar of your own""")
+  {PYTHON} -c "import sa1b; print(sa1b.open('{shards}')[0].runs)"
+  {PYTHON} {TOOLS}/reshard.py sa_000020.tar --out shards    # with a tar of your own""")
     return 0
 
 
 def _step(what: str, tool: str, *arguments: object) -> None:
     words = [str(TOOLS / tool), *map(str, arguments)]
-    shown = shlex.join(["python", *words])
+    shown = shlex.join([PYTHON, *words])
     print(f"\n== {what}\n$ {shown}", flush=True)
     code = subprocess.run([sys.executable, *words], check=False).returncode
     if code:
