@@ -9,6 +9,7 @@ odd. Doubts are reported and kept.
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,9 @@ import numpy.typing as npt
 from sa1b.masks import coco, geometry
 from sa1b.masks.runs import MaskError, Runs
 
-MAX_JSON_BYTES = 16 << 20  # real files: 63 kB on average
-MAX_IMAGE_PIXELS = 1 << 26
+MAX_JSON_BYTES = 4 << 20  # real files: 63 kB on average; lists of nothing take 25 times their text in memory
+MAX_JSON_DEPTH = 100  # real files: 5; a reader deep in its stack must be able to parse it again
+MAX_IMAGE_PIXELS = 1 << 24  # real files: 2250 x 1500; decoding a progressive JPEG takes 9 bytes a pixel
 
 IMAGE_KEYS = ("image_id", "width", "height", "file_name")
 MASK_KEYS = (
@@ -33,6 +35,7 @@ MASK_KEYS = (
     "stability_score",
 )
 BBOX_IS_INT, CROP_BOX_IS_INT = 1, 2
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _EXACT_INT = 2**53  # integers up to here survive a float64
 
 
@@ -155,6 +158,8 @@ def parse(text: bytes, image_id: int) -> Parsed:
     """
     if len(text) > MAX_JSON_BYTES:
         raise BadSample("json_too_large", f"annotation file of {len(text):,} bytes, cap {MAX_JSON_BYTES:,}")
+    if b"\0" in text:
+        raise BadSample("invalid_json", f"annotation file is not UTF-8: zero byte at {text.index(0):,}")
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -165,6 +170,8 @@ def parse(text: bytes, image_id: int) -> Parsed:
     columns = _usual_columns(masks, height, width) if usual else None
     # A usual file has a fixed number of quotes; more means keys that json.loads merged.
     exact = columns is not None and text.count(b'"') == 14 + 22 * len(masks)
+    if not exact and (depth := _depth(text)) > MAX_JSON_DEPTH:
+        raise BadSample("nested_too_deep", f"annotation file nested {depth:,} deep, cap {MAX_JSON_DEPTH}")
     if columns is None:
         columns = _unusual_columns(masks, height, width, doubts)
     elif not exact:
@@ -190,6 +197,14 @@ def parse(text: bytes, image_id: int) -> Parsed:
     )
     _compare(annotations, runs, doubts)
     return Parsed(annotations, runs, doubts)
+
+
+def _depth(text: bytes) -> int:
+    """Levels of brackets in a JSON text, 1 ms for one of the usual size."""
+    plain = np.frombuffer(_STRING.sub(b"", text), np.uint8)
+    opened = (plain == ord("[")) | (plain == ord("{"))
+    closed = (plain == ord("]")) | (plain == ord("}"))
+    return int(np.cumsum(opened.astype(np.int32) - closed, dtype=np.int32).max(initial=0))
 
 
 def _read_image(document: Any, image_id: int, doubts: dict[str, str]) -> tuple[int, int, bool]:
@@ -219,7 +234,8 @@ def _read_image(document: Any, image_id: int, doubts: dict[str, str]) -> tuple[i
         raise BadSample("missing_key", "annotation file has no list 'annotations'")
     file_name = image.get("file_name")
     if file_name != f"sa_{image_id}.jpg":
-        doubts["file_name"] = f"image.file_name is {file_name!r}, expected 'sa_{image_id}.jpg'"
+        found = repr(file_name) if isinstance(file_name, str) else _name(file_name)
+        doubts["file_name"] = f"image.file_name is {found}, expected 'sa_{image_id}.jpg'"
     usual = tuple(document) == ("image", "annotations") and tuple(image) == IMAGE_KEYS
     if not usual:
         doubts["keys"] = f"keys {list(document)} and {list(image)}"
@@ -249,7 +265,7 @@ def _usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] 
                 mask_id,
                 segmentation["counts"],
             )
-            kind = signatures.get((len(bbox), *map(type, (*segmentation["size"], *row))))
+            kind = signatures.get((len(bbox), len(crop_box), *map(type, (*segmentation["size"], *row))))
             if kind is None:
                 return None
             rows.append(row)
@@ -275,12 +291,12 @@ def _usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] 
 
 
 def _signatures() -> dict[tuple[object, ...], int]:
-    """Types of a flattened annotation -> number_types. bbox's length tells bbox and crop_box apart."""
+    """Types of a flattened annotation -> number_types. The lengths tell bbox, crop_box and point apart."""
     signatures: dict[tuple[object, ...], int] = {}
     for kind in range(4):
         bbox = (int if kind & BBOX_IS_INT else float,) * 4
         crop_box = (int if kind & CROP_BOX_IS_INT else float,) * 4
-        signatures[(4, int, int, *bbox, *crop_box, *(float,) * 4, int, int, str)] = kind
+        signatures[(4, 4, int, int, *bbox, *crop_box, *(float,) * 4, int, int, str)] = kind
     return signatures
 
 
@@ -358,7 +374,10 @@ def _compare(annotations: Annotations, runs: Runs, doubts: dict[str, str]) -> No
     """Hold the numbers against the masks and the image."""
 
     def doubt(
-        reason: str, wrong: npt.NDArray[np.bool_] | np.bool_, values: npt.NDArray[Any], expected: object = None
+        reason: str,
+        wrong: npt.NDArray[np.bool_] | np.bool_,
+        values: npt.NDArray[Any],
+        expected: object = None,
     ) -> None:
         if wrong.any():
             i = int(np.flatnonzero(wrong)[0])

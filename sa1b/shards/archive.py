@@ -21,14 +21,17 @@ BLOCK = 512
 MAX_MEMBER_BYTES = 32 << 20  # real files: 1 MB on average
 MAX_EXTENDED_BYTES = 1 << 20  # of a pax or long-name header
 MAX_KEPT_BYTES = 32 << 20  # of a damaged region, for quarantine; the source stays the copy of the rest
+MAX_END_BYTES = 1 << 16  # of the zeros that end an archive: two blocks, padded to a record of 10 KB or more
 _CHUNK = 1 << 16  # an error in a deflate stream loses at most what one chunk inflates to,
 _MAX_INFLATED = 1 << 20  # or this much: a chunk of zeros could become 64 MB
 _WINDOW = 1 << 20
+_GZIP = b"\x1f\x8b"
 _TRAILER = 8
 # The library's stub types this exception class as an instance.
 _INFLATE_ERROR: type[Exception] = vars(isal_zlib)["error"]
 _ZEROS = bytes(BLOCK)
 _MAGIC = 257  # where a header says "ustar"
+_PAIR_NAME = re.compile(rb"sa_[0-9]+\.[a-z]+")
 _PAX_RECORD = re.compile(rb"([1-9][0-9]{0,6}) ([^=\n]+)=")
 _FILE_TYPES = b"0\x007"
 _KINDS = {
@@ -104,7 +107,9 @@ class Stream:
         self._ended = False
         self._inflating = False  # the last call of the decompressor stopped at its limit
         head = self._read_stored()
-        self._gzip: Any = isal_zlib.decompressobj(31) if head[:2] == b"\x1f\x8b" else None
+        # A plain tar's first name may begin with any bytes, gzip's among them.
+        gzip = head[:2] == _GZIP and _parse(head[:BLOCK].ljust(BLOCK, b"\0")) is None
+        self._gzip: Any = isal_zlib.decompressobj(31) if gzip else None
         self._waiting = head
 
     def close(self) -> None:
@@ -165,7 +170,7 @@ class Stream:
             self._ended = not stored
             return stored
         if not stored and not self._inflating:
-            self._end("gzip_truncated", "gzip stream ends in the middle: the file is cut off")
+            self._end("gzip_truncated", "gzip stream ends in the middle: the file is cut off, get it again")
             return b""
         try:
             data: bytes = self._gzip.decompress(stored, _MAX_INFLATED)
@@ -175,7 +180,7 @@ class Stream:
                 "gzip_checksum" if checksum else "gzip_corrupt",
                 "the checksum at the end of the gzip stream does not fit its content: some member is wrong"
                 if checksum
-                else f"gzip stream is corrupt ({error}); nothing behind can be read",
+                else f"gzip stream is corrupt ({error}); nothing behind can be read, get the file again",
             )
             return b""
         self._waiting = self._gzip.unconsumed_tail
@@ -191,7 +196,7 @@ class Stream:
         if not rest:
             self._ended = True
             return
-        if rest[:2] != b"\x1f\x8b":
+        if rest[:2] != _GZIP:
             self._end("gzip_trailing_bytes", "bytes behind the end of the gzip stream")
             return
         self._gzip = isal_zlib.decompressobj(31)
@@ -239,7 +244,9 @@ def _next_item(
     """The member that begins here, the damage that does, or what an extended header says of the next one."""
     parsed = _parse(header)
     if parsed is None:
-        return _resync(stream, offset, "bad_header", "no valid member header")
+        named = _PAIR_NAME.search(header, 0, 100)
+        why = f"damaged header, perhaps of {named[0].decode()}" if named else "no valid member header"
+        return _resync(stream, offset, "bad_header", why)
     size, limit = parsed.size, MAX_MEMBER_BYTES
     if parsed.describes_next:
         limit = MAX_EXTENDED_BYTES
@@ -251,8 +258,7 @@ def _next_item(
     if not parsed.has_data:
         size = 0
     # A header inside the content: this one's size is wrong, or bytes of the content are lost.
-    padded = BLOCK + size + -size % BLOCK
-    inner = _next_header(stream.window(padded + BLOCK), 1, padded - 1 + BLOCK) if size else None
+    inner = _inner_header(stream.window(2 * BLOCK + size + -size % BLOCK), size) if size else None
     if inner is not None:
         why = f"{parsed.name!r} claims {size:,} bytes, but the next member begins {inner - BLOCK:,} bytes on"
         return _resync(stream, offset, "bad_size", why)
@@ -366,8 +372,25 @@ def _next_header(buffer: bytes | bytearray, start: int, stop: int) -> int | None
     return None
 
 
+def _inner_header(window: bytes | bytearray, size: int) -> int | None:
+    """Where a header begins inside a member of this size; the window holds its header and the next one."""
+    padded = BLOCK + size + -size % BLOCK
+    # Swallowed whole, other members begin at multiples of a block.
+    blocks = window[BLOCK + _MAGIC : padded : BLOCK]
+    at = -1
+    while (at := blocks.find(b"u", at + 1)) >= 0:
+        begin = (at + 1) * BLOCK
+        if _next_header(window, begin, begin + BLOCK) == begin:
+            return begin
+    # With bytes lost or added they begin anywhere, and no header follows this member.
+    following = bytes(window[padded : padded + BLOCK])
+    if len(following) == BLOCK and _parse(following):
+        return None
+    return _next_header(window, 1, padded - 1 + BLOCK)
+
+
 def _skip_zeros(stream: Stream, offset: int) -> Damage | None:
-    """Pass zero blocks. None at the end of the archive, else the damage they are."""
+    """Pass zero blocks. None for the end marker of the archive, else the damage they are."""
     while True:
         block = stream.peek(BLOCK)
         if block.strip(b"\0"):
@@ -375,7 +398,11 @@ def _skip_zeros(stream: Stream, offset: int) -> Damage | None:
             return Damage("zero_blocks", f"{length:,} zero bytes inside the archive", offset, length)
         if len(block) < BLOCK:
             stream.read(BLOCK)
-            return None
+            length = stream.position - offset
+            if length <= MAX_END_BYTES:
+                return None
+            why = f"{length:,} zero bytes at the end, more than an end marker has: is the file complete?"
+            return Damage("zero_tail", why, offset, length)
         stream.read(BLOCK)
 
 
@@ -390,7 +417,8 @@ def _end_of_stream(stream: Stream, offset: int, rest: bytes, damaged: bool) -> I
     elif stream.damage is None and not damaged:
         yield Damage(
             "no_end_marker",
-            "the archive ends without the zero blocks that close a tar: it was cut between two members",
+            "the archive ends without the zero blocks that close a tar: it was cut between two members, "
+            "get it again",
             offset,
         )
     yield from _stream_damage(stream)
@@ -408,7 +436,7 @@ def is_tar(path: Path) -> bool:
     """By content: a gzip file, or a plain tar, whose first headers may be damaged."""
     with path.open("rb") as file:
         head = file.read(_WINDOW)
-    if head[:2] == b"\x1f\x8b":
+    if head[:2] == _GZIP:
         return True
     whole = len(head) >= BLOCK
     return whole and (_parse(head[:BLOCK]) is not None or _next_header(head, 0, len(head)) is not None)

@@ -15,13 +15,15 @@ import simplejpeg
 
 from sa1b.shards.annotation import MAX_IMAGE_PIXELS, BadSample
 
-MAX_JPEG_BYTES = 128 << 20  # real files: 1 MB on average
+MAX_JPEG_BYTES = 32 << 20  # real files: 1 MB on average
+MAX_SEGMENTS = 1000  # real files: 10; each scan of a progressive file costs a decoder a pass over the image
 
 _SOI, _EOI, _SOS = 0xD8, 0xD9, 0xDA
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # C4, C8, CC are no frame headers
 _DECODABLE = {0xC0, 0xC1, 0xC2}  # baseline, extended, progressive; Huffman coded
 # In coded data, ff is followed by 00, a restart marker or a fill byte; anything else ends the scan.
 _MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_FILL = re.compile(rb"\xff*(?=\xff)")  # a marker may be preceded by any number of fill bytes ff
 _ALONE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without a length
 
 
@@ -49,11 +51,11 @@ def frame(data: bytes) -> Frame:
     if data[:2] != b"\xff\xd8":
         raise BadSample("not_a_jpeg", f"image begins with {data[:4].hex(' ') or 'nothing'}, not with ff d8")
     found: tuple[int, int, int] | None = None
+    coded = False
     position = 2
-    while True:
-        # A marker may be preceded by any number of fill bytes ff.
-        while data[position : position + 2] == b"\xff\xff":
-            position += 1
+    for _ in range(MAX_SEGMENTS):
+        if fill := _FILL.match(data, position):
+            position = fill.end()
         marker = data[position + 1] if position + 1 < len(data) else None
         if marker is None:
             raise BadSample(
@@ -84,9 +86,12 @@ def frame(data: bytes) -> Frame:
             if found is None:
                 raise BadSample("jpeg_broken", "JPEG has coded data before its frame header")
             end = _end_of_scan(data, end)
+            coded = True
         position = end
-    if found is None:
-        raise BadSample("jpeg_broken", "JPEG has no frame header")
+    else:
+        raise BadSample("jpeg_broken", f"JPEG has more than {MAX_SEGMENTS:,} segments")
+    if found is None or not coded:
+        raise BadSample("jpeg_broken", f"JPEG has no {'coded data' if found else 'frame header'}")
     height, width, components = found
     return Frame(height, width, components, len(data) - position - 2)
 
@@ -95,6 +100,8 @@ def _frame_header(data: bytes, position: int, marker: int, length: int) -> tuple
     if length < 8:
         raise BadSample("jpeg_broken", f"frame header of {length} bytes")
     bits, height, width, components = struct.unpack_from(">BHHB", data, position + 4)
+    if length != 8 + 3 * components:
+        raise BadSample("jpeg_broken", f"frame header of {length} bytes for {components} components")
     if marker not in _DECODABLE or bits != 8 or components not in (1, 3):
         raise BadSample(
             "jpeg_unsupported",

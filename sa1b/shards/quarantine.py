@@ -1,7 +1,7 @@
 """What was refused, with its bytes and the reason, so that nothing is lost and everything is accounted for.
 
 quarantine/<source>/refused.jsonl    a line per refused member or damaged stretch: reason, message, name,
-                                     image id, offset in the tar, bytes, and the file that holds the bytes
+                                     offset in the tar, bytes, and the file that holds the bytes
 quarantine/<source>/doubtful.jsonl   a line per image and reason that was kept although it is odd
 quarantine/<source>/000001-sa_5.jpg  the bytes
 """
@@ -15,6 +15,7 @@ from typing import Any
 from sa1b.shards.archive import Damage, Member
 
 EXAMPLES = 3
+_MESSAGE = 500  # characters; names and values in it come from outside
 
 
 class Quarantine:
@@ -38,7 +39,8 @@ class Quarantine:
     def refuse(self, reason: str, message: str, members: list[Member]) -> None:
         """Keep the members of one pair, or a single one, that cannot be used."""
         self.refused[reason] += 1
-        self._example(reason, f"{' + '.join(member.name for member in members)}: {message}")
+        where = " + ".join(f"{member.name[-200:]} at offset {member.offset:,}" for member in members)
+        self._example(reason, f"{where}: {message}")
         for member in members:
             self.members += 1
             self._line(
@@ -85,7 +87,7 @@ class Quarantine:
     def _example(self, reason: str, message: str) -> None:
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:
-            examples.append(message)
+            examples.append(_printable(message))
 
     def _keep(self, name: str, data: bytes) -> str:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +98,13 @@ class Quarantine:
         (self._folder / file).write_bytes(data)
         return file
 
-    def _line(self, report: str, **fields: Any) -> None:
+    def _line(self, report: str, *, reason: str, message: str, **fields: Any) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / report).open("a", encoding="utf-8") as out:
-            out.write(json.dumps(fields) + "\n")
+            out.write(json.dumps({"reason": reason, "message": _printable(message), **fields}) + "\n")
+
+
+def _printable(message: str) -> str:
+    """Fit for one line of a terminal, whatever the source put into it."""
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message[:_MESSAGE])
+    return shown if len(message) <= _MESSAGE else f"{shown} …"

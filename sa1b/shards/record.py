@@ -31,10 +31,11 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from sa1b.shards.annotation import Annotations
+from sa1b.shards.annotation import MAX_JSON_BYTES, Annotations
 
 FORMAT = "sa1b-masks-1"
-MAX_CONTENT_BYTES = 64 << 20  # a real record holds 45 kB
+MAX_CONTENT_BYTES = 32 << 20  # a real record holds 45 kB, the largest annotation file makes 20 MB
+MAX_HEADER_BYTES = 1 << 16  # twelve tensors take 1.5 kB; JSON takes 25 times its text in memory
 _LEVEL = 3
 
 _FIELDS = {  # name -> types that may hold it, narrowest first
@@ -106,8 +107,8 @@ def decode(data: bytes | memoryview) -> Annotations:
     content = _decompress(data)
     try:
         (length,) = struct.unpack_from("<Q", content)
-        if length > len(content) - 8:
-            raise RecordError("header is longer than the record")
+        if length > min(len(content) - 8, MAX_HEADER_BYTES):
+            raise RecordError(f"header of {length:,} bytes in a record of {len(content):,}")
         header = json.loads(content[8 : 8 + length])
         metadata = header["__metadata__"]
         if metadata["format"] != FORMAT:
@@ -115,6 +116,8 @@ def decode(data: bytes | memoryview) -> Annotations:
         body = memoryview(content)[8 + length :]
         arrays = {name: _array(body, header[name]) for name in _FIELDS}
         text = bytes(_array(body, header["json"])) if "json" in header else None
+        if text is not None and len(text) > MAX_JSON_BYTES:
+            raise RecordError(f"annotation file of {len(text):,} bytes, cap {MAX_JSON_BYTES:,}")
         annotations = Annotations(
             image_id=int(metadata["image_id"]),
             width=int(metadata["width"]),

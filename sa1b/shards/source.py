@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sa1b.shards.archive import Damage, Member, SourceError, Stream, is_tar, members
 
-_PAIR = re.compile(r"sa_(0|[1-9]\d{0,18})\.(jpg|json)")
+_PAIR = re.compile(r"sa_(0|[1-9][0-9]{0,18})\.(jpg|json)")
 _TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 _CHUNK = 1 << 20  # bytes
 
@@ -61,6 +61,12 @@ class SourceReader:
 
     def _folder_items(self) -> Iterator[Member | Damage]:
         for path in _pair_files(self.source.path):
+            if not path.is_file():
+                kind = (
+                    "folder" if path.is_dir() else "link to nothing" if path.is_symlink() else "special file"
+                )
+                yield Member(path.name, kind, 0, b"")
+                continue
             data = path.read_bytes()
             self._sha256.update(f"{path.name} {len(data)}\n".encode())
             self._sha256.update(data)
@@ -89,14 +95,15 @@ def discover(paths: Sequence[Path]) -> list[Source]:
         if not path.exists():
             raise SourceError(f"{path}: no such file or folder")
         for source in _sources(path):
-            other = found.get(source.name)
+            stem = source.name.removeprefix("sa_")
+            other = found.get(stem)
             if other is not None and other.path.resolve() != source.path.resolve():
                 raise SourceError(
-                    f"two sources are named {source.name!r}: {other.path} and {source.path}; "
+                    f"two sources are named {stem!r}: {other.path} and {source.path}; "
                     "the name goes into the shards, so leave one out or rename it"
                 )
-            found[source.name] = source
-    return [found[name] for name in sorted(found)]
+            found[stem] = source
+    return sorted(found.values(), key=lambda source: source.name)
 
 
 def _sources(path: Path) -> list[Source]:
@@ -105,6 +112,10 @@ def _sources(path: Path) -> list[Source]:
             raise SourceError(f"{path}: neither a gzip file nor a tar; is the download complete?")
         return [_tar_source(path)]
     if _is_pair_folder(path):
+        if tar := next((child for child in path.iterdir() if child.name.endswith(_TAR_ENDINGS)), None):
+            raise SourceError(
+                f"{path}: holds extracted pairs and {tar.name} too; name one of them, or move one away"
+            )
         return [_folder_source(path)]
     below = []
     for child in sorted(path.iterdir()):
@@ -126,7 +137,7 @@ def _tar_source(path: Path) -> Source:
 
 
 def _folder_source(path: Path) -> Source:
-    stats = [file.stat() for file in _pair_files(path)]
+    stats = [file.stat() if file.exists() else file.lstat() for file in _pair_files(path)]
     size = sum(stat.st_size for stat in stats)
     return Source(_plain(path.resolve().name, path), path, "folder", size, max(s.st_mtime_ns for s in stats))
 
@@ -181,7 +192,7 @@ def read_checklist(path: Path) -> dict[str, str]:
         SourceError: a line of another form; the message names it.
     """
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip():
             continue
         match = re.fullmatch(r"([0-9a-fA-F]{32})[ \t]+\*?(\S+)\s*", line)

@@ -812,6 +812,16 @@ def count_bad(tmp_path):
     return count_bad
 
 
+def test_examples_of_refused_pairs_say_where_they_stand(tmp_path):
+    members = [member for image_id in range(1000, 1030) for member in pair_members(image_id, jpeg=b"")]
+    path = tiny.write_tar(tmp_path / "sa_000020.tar", members, gzip=False)
+    with pytest.raises(SystematicError) as error:
+        tiny.ingest_tar(path, tmp_path / "root")
+    assert "\n  ./sa_1000.jpg at offset 0 + ./sa_1000.json at offset 512: image begins with" in str(
+        error.value
+    )
+
+
 def test_twenty_pairs_bad_for_one_reason_are_chance(count_bad):
     assert count_bad(20, 30).counts["doubtful"] == {"area": 20}
 

@@ -6,6 +6,9 @@ import os
 import pytest
 
 from sa1b.shards.archive import SourceError
+from sa1b.shards.ingest import Policy
+from sa1b.shards.manifest import Options
+from sa1b.shards.reshard import reshard
 from sa1b.shards.source import (
     SourceReader,
     digest_of_source,
@@ -13,6 +16,7 @@ from sa1b.shards.source import (
     read_checklist,
     split_name,
 )
+from sa1b.shards.usage import UsageError
 from tests.shards import tiny
 from tests.shards.tiny import make_tar, pair, pair_members, pairs, write_tar
 
@@ -212,6 +216,30 @@ def test_two_sources_whose_shards_would_share_a_name_are_refused(tmp_path, first
         make_tar(tmp_path / name, IDS)
     with pytest.raises(SourceError, match=r"two sources are named '000020'.*leave one out or rename it"):
         discover([tmp_path / first, tmp_path / second])
+
+
+def test_a_source_whose_shards_would_replace_those_of_another_run_is_refused(tmp_path):
+    make_tar(tmp_path / "sa_000020.tar", IDS)
+    make_tar(tmp_path / "000020.tar", IDS)
+    tiny.ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "root")
+    with pytest.raises(
+        UsageError, match=r"000020.tar: .* holds a source named 'sa_000020' already.*rename it"
+    ):
+        reshard([tmp_path / "000020.tar"], tmp_path / "root", Options(), Policy(), quiet=True)
+
+
+def test_a_checklist_says_nothing_of_a_folder(tmp_path):
+    extract(pairs(IDS), images=tmp_path / "sa_000020")
+    (tmp_path / "md5.txt").write_text(f"{'0' * 32}  sa_000020\n")
+    summary = reshard(
+        [tmp_path / "sa_000020"],
+        tmp_path / "root",
+        Options(),
+        Policy(),
+        checklist=tmp_path / "md5.txt",
+        quiet=True,
+    )
+    assert summary.failed == {}
 
 
 def test_a_source_named_twice_counts_once(tmp_path, monkeypatch):

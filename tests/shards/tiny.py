@@ -1,7 +1,6 @@
 """Tiny sources for tests: pairs in the exact form of the download, tars around them, ingest in process."""
 
 import gzip as gzip_file
-import io
 import json
 import random
 import tarfile
@@ -182,9 +181,3 @@ def lines(root: Path, source: str, file: str = "refused.jsonl") -> list[dict[str
 def quarantined(root: Path, source: str, line: dict[str, Any]) -> bytes:
     """The bytes that a line of refused.jsonl points to."""
     return (root / "quarantine" / source / line["file"]).read_bytes()
-
-
-def read_tar(data: bytes) -> dict[str, bytes]:
-    """Files of a tar by name, as tarfile sees them."""
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        return {info.name: tar.extractfile(info).read() for info in tar if info.isfile()}
