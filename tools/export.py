@@ -13,8 +13,8 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.shards.console import run
+from sa1b.shards.errors import UsageError
 from sa1b.shards.export import export_sa1b
-from sa1b.shards.usage import UsageError
 
 
 def main(

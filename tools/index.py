@@ -15,8 +15,8 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.shards.console import run
+from sa1b.shards.errors import UsageError
 from sa1b.shards.rebuild import rebuild_root, rebuild_shards
-from sa1b.shards.usage import UsageError
 
 
 def main(

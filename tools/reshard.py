@@ -15,10 +15,10 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.shards.console import run
+from sa1b.shards.errors import UsageError
 from sa1b.shards.ingest import Policy
 from sa1b.shards.manifest import Options
 from sa1b.shards.reshard import reshard
-from sa1b.shards.usage import UsageError
 
 
 def main(

@@ -13,8 +13,8 @@ from tqdm import tqdm
 from tyro.conf import Positional
 
 from sa1b.shards.console import run
+from sa1b.shards.errors import UsageError
 from sa1b.shards.synthetic import IDS_PER_TAR, write_tars
-from sa1b.shards.usage import UsageError
 
 
 def main(

@@ -14,7 +14,7 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.shards.console import run
-from sa1b.shards.usage import UsageError
+from sa1b.shards.errors import UsageError
 from sa1b.shards.verify import verify
 
 

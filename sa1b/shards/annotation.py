@@ -18,33 +18,22 @@ import numpy.typing as npt
 
 from sa1b.masks import coco, geometry
 from sa1b.masks.runs import MaskError, Runs
+from sa1b.shards.annotation_columns import (
+    BBOX_IS_INT,
+    CROP_BOX_IS_INT,
+    MASK_KEYS,
+    name_of,
+    unusual_columns,
+    usual_columns,
+)
+from sa1b.shards.errors import BadSample
 
 MAX_JSON_BYTES = 4 << 20  # real files: 63 kB on average; lists of nothing take 25 times their text in memory
 MAX_JSON_DEPTH = 100  # real files: 5; a reader deep in its stack must be able to parse it again
 MAX_IMAGE_PIXELS = 1 << 24  # real files: 2250 x 1500; decoding a progressive JPEG takes 9 bytes a pixel
 
 IMAGE_KEYS = ("image_id", "width", "height", "file_name")
-MASK_KEYS = (
-    "bbox",
-    "area",
-    "segmentation",
-    "predicted_iou",
-    "point_coords",
-    "crop_box",
-    "id",
-    "stability_score",
-)
-BBOX_IS_INT, CROP_BOX_IS_INT = 1, 2
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
-_EXACT_INT = 2**53  # integers up to here survive a float64
-
-
-class BadSample(ValueError):
-    """A pair that cannot be used: `reason` is a short snake_case word, the message says what is wrong."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,13 +156,13 @@ def parse(text: bytes, image_id: int) -> Parsed:
     doubts: dict[str, str] = {}
     height, width, usual = _read_image(document, image_id, doubts)
     masks = document["annotations"]
-    columns = _usual_columns(masks, height, width) if usual else None
+    columns = usual_columns(masks, height, width) if usual else None
     # A usual file has a fixed number of quotes; more means keys that json.loads merged.
     exact = columns is not None and text.count(b'"') == 14 + 22 * len(masks)
     if not exact and (depth := _depth(text)) > MAX_JSON_DEPTH:
         raise BadSample("nested_too_deep", f"annotation file nested {depth:,} deep, cap {MAX_JSON_DEPTH}")
     if columns is None:
-        columns = _unusual_columns(masks, height, width, doubts)
+        columns = unusual_columns(masks, height, width, doubts)
     elif not exact:
         doubts["duplicate_key"] = "a key stands more than once"
     strings = columns.pop("strings")
@@ -210,7 +199,7 @@ def _depth(text: bytes) -> int:
 def _read_image(document: Any, image_id: int, doubts: dict[str, str]) -> tuple[int, int, bool]:
     """Height, width, and whether everything outside the list of masks has the usual form."""
     if not isinstance(document, dict):
-        raise BadSample("wrong_type", f"annotation file holds {_name(document)} where an object belongs")
+        raise BadSample("wrong_type", f"annotation file holds {name_of(document)} where an object belongs")
     image = document.get("image")
     if not isinstance(image, dict):
         raise BadSample("missing_key", "annotation file has no object 'image'")
@@ -218,7 +207,7 @@ def _read_image(document: Any, image_id: int, doubts: dict[str, str]) -> tuple[i
         if key not in image:
             raise BadSample("missing_key", f"'image' has no {key!r}")
         if type(image[key]) is not int:
-            raise BadSample("wrong_type", f"image.{key} is {_name(image[key])}, not an integer")
+            raise BadSample("wrong_type", f"image.{key} is {name_of(image[key])}, not an integer")
     if image["image_id"] != image_id:
         raise BadSample(
             "image_id_mismatch", f"image.image_id is {image['image_id']}, the name says {image_id}"
@@ -234,140 +223,12 @@ def _read_image(document: Any, image_id: int, doubts: dict[str, str]) -> tuple[i
         raise BadSample("missing_key", "annotation file has no list 'annotations'")
     file_name = image.get("file_name")
     if file_name != f"sa_{image_id}.jpg":
-        found = repr(file_name) if isinstance(file_name, str) else _name(file_name)
+        found = repr(file_name) if isinstance(file_name, str) else name_of(file_name)
         doubts["file_name"] = f"image.file_name is {found}, expected 'sa_{image_id}.jpg'"
     usual = tuple(document) == ("image", "annotations") and tuple(image) == IMAGE_KEYS
     if not usual:
         doubts["keys"] = f"keys {list(document)} and {list(image)}"
     return height, width, usual and "file_name" not in doubts
-
-
-def _usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] | None:
-    """Columns of a list in which every annotation has the usual keys and types; None if one has not."""
-    signatures = _SIGNATURES
-    size = [height, width]
-    rows = []
-    kinds = []
-    try:
-        for mask in masks:
-            if tuple(mask) != MASK_KEYS:
-                return None
-            bbox, area, segmentation, predicted_iou, points, crop_box, mask_id, stability = mask.values()
-            if len(points) != 1 or tuple(segmentation) != ("size", "counts") or segmentation["size"] != size:
-                return None
-            row = (
-                *bbox,
-                *crop_box,
-                *points[0],
-                predicted_iou,
-                stability,
-                area,
-                mask_id,
-                segmentation["counts"],
-            )
-            kind = signatures.get((len(bbox), len(crop_box), *map(type, (*segmentation["size"], *row))))
-            if kind is None:
-                return None
-            rows.append(row)
-            kinds.append(kind)
-        numbers = np.array([row[:12] for row in rows], np.float64).reshape(-1, 12)
-        area_and_id = np.array([row[12:14] for row in rows], np.int64).reshape(-1, 2)
-    except (TypeError, ValueError, OverflowError, AttributeError, KeyError):
-        return None
-    number_types = np.array(kinds, np.uint8)
-    if number_types.any() and np.abs(numbers[number_types > 0, :8]).max() > _EXACT_INT:
-        return None
-    return {
-        "bbox": numbers[:, :4].copy(),
-        "crop_box": numbers[:, 4:8].copy(),
-        "point_coords": numbers[:, 8:10].copy(),
-        "predicted_iou": numbers[:, 10].copy(),
-        "stability_score": numbers[:, 11].copy(),
-        "area": area_and_id[:, 0].copy(),
-        "mask_id": area_and_id[:, 1].copy(),
-        "number_types": number_types,
-        "strings": [row[14] for row in rows],
-    }
-
-
-def _signatures() -> dict[tuple[object, ...], int]:
-    """Types of a flattened annotation -> number_types. The lengths tell bbox, crop_box and point apart."""
-    signatures: dict[tuple[object, ...], int] = {}
-    for kind in range(4):
-        bbox = (int if kind & BBOX_IS_INT else float,) * 4
-        crop_box = (int if kind & CROP_BOX_IS_INT else float,) * 4
-        signatures[(4, 4, int, int, *bbox, *crop_box, *(float,) * 4, int, int, str)] = kind
-    return signatures
-
-
-_SIGNATURES = _signatures()
-
-
-def _unusual_columns(masks: list[Any], height: int, width: int, doubts: dict[str, str]) -> dict[str, Any]:
-    """Columns of a list that has something odd in it: what can be read is, the rest becomes NaN or -1."""
-    count = len(masks)
-    columns: dict[str, Any] = {
-        "bbox": np.full((count, 4), np.nan),
-        "crop_box": np.full((count, 4), np.nan),
-        "point_coords": np.full((count, 2), np.nan),
-        "predicted_iou": np.full(count, np.nan),
-        "stability_score": np.full(count, np.nan),
-        "area": np.full(count, -1, np.int64),
-        "mask_id": np.full(count, -1, np.int64),
-        "number_types": np.zeros(count, np.uint8),
-        "strings": [],
-    }
-    for i, mask in enumerate(masks):
-        columns["strings"].append(_counts(mask, i, height, width))
-        if tuple(mask) != MASK_KEYS:
-            doubts.setdefault("keys", f"mask {i}: keys {list(mask)}")
-        for key in MASK_KEYS:
-            if key == "segmentation":
-                continue
-            if key not in mask:
-                doubts.setdefault("keys", f"mask {i}: no {key!r}")
-                continue
-            name = "mask_id" if key == "id" else key
-            try:
-                value = _number(mask[key], columns[name][i])
-            except (TypeError, ValueError, OverflowError):
-                doubts.setdefault(f"type_{key}", f"mask {i}: {key} is {str(mask[key])[:80]}")
-            else:
-                columns[name][i] = value
-    return columns
-
-
-def _counts(mask: Any, i: int, height: int, width: int) -> str:
-    """The COCO string of one annotation, its size checked."""
-    if not isinstance(mask, dict):
-        raise BadSample("wrong_type", f"mask {i} is {_name(mask)}, not an object")
-    segmentation = mask.get("segmentation")
-    if not isinstance(segmentation, dict) or "size" not in segmentation or "counts" not in segmentation:
-        raise BadSample("missing_key", f"mask {i} has no segmentation with size and counts")
-    size, counts = segmentation["size"], segmentation["counts"]
-    if not isinstance(counts, str):
-        raise BadSample("wrong_type", f"mask {i}: segmentation counts is {_name(counts)}, not a string")
-    if not isinstance(size, list) or [type(v) for v in size] != [int, int] or size != [height, width]:
-        raise BadSample(
-            "mask_size", f"mask {i}: segmentation size is {size}, the image has {[height, width]}"
-        )
-    return counts
-
-
-def _number(value: Any, like: Any) -> Any:
-    """`value` as the scalar or row `like`; point_coords' extra brackets are taken off."""
-    row = isinstance(like, np.ndarray)
-    if row and len(like) == 2:
-        (value,) = value
-    items = value if row else [value]
-    if not isinstance(items, list) or any(type(v) not in (int, float) for v in items):
-        raise TypeError
-    if isinstance(like, np.integer) and type(value) is not int:
-        raise TypeError
-    array = np.array(items, like.dtype)
-    if row and array.shape != like.shape:
-        raise ValueError
-    return array if row else array[0]
 
 
 def _compare(annotations: Annotations, runs: Runs, doubts: dict[str, str]) -> None:
@@ -398,8 +259,3 @@ def _compare(annotations: Annotations, runs: Runs, doubts: dict[str, str]) -> No
     doubt("crop_box", ~inside.all(axis=1), box)
     point = annotations.point_coords
     doubt("point_coords", ~((point >= 0) & (point <= limits)).all(axis=1), point)
-
-
-def _name(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

@@ -8,7 +8,8 @@ import numpy.typing as npt
 from sa1b.masks import geometry
 from sa1b.masks.runs import MaskError, SizeError
 from sa1b.shards import jpeg, record
-from sa1b.shards.annotation import Annotations, BadSample
+from sa1b.shards.annotation import Annotations
+from sa1b.shards.errors import BadSample
 from sa1b.shards.finding import Find, ShardResult, short
 from sa1b.shards.index_reader import UNREADABLE, IndexReader
 from sa1b.shards.record import RecordError

@@ -22,9 +22,9 @@ from isal import igzip
 from tqdm import tqdm
 
 from sa1b.shards.dataset import Dataset, Sample, open_dataset
+from sa1b.shards.errors import UsageError
 from sa1b.shards.manifest import DATASET, ManifestError
 from sa1b.shards.shard import SHARD_PREFIX
-from sa1b.shards.usage import UsageError
 from sa1b.storage.publish import flush, lock, publish
 
 _GZIP_LEVEL = 2  # of isal's 0 to 3; JPEGs hardly shrink at any

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sa1b.shards import annotation, jpeg
-from sa1b.shards.annotation import BadSample
-from sa1b.shards.archive import Damage, Member, SourceError
+from sa1b.shards.errors import BadSample, RefusedError, SourceError, SystematicError
 from sa1b.shards.index import Row
 from sa1b.shards.manifest import (
     DATASET,
@@ -27,6 +26,7 @@ from sa1b.shards.manifest import (
     versions,
     write_task,
 )
+from sa1b.shards.member import Damage, Member
 from sa1b.shards.pairing import MemberPair, Refusal, pair_up
 from sa1b.shards.quarantine import Quarantine
 from sa1b.shards.shard import SHARD_PREFIX, Pair, ShardInfo, ShardWriter, index_path, seal
@@ -36,14 +36,6 @@ from sa1b.storage.publish import flush, publish
 
 MIN_SYSTEMATIC = 20  # so many bad pairs for one reason, and
 SYSTEMATIC_FRACTION = 0.01  # this part of a source, look like a misunderstanding rather than damage
-
-
-class SystematicError(Exception):
-    """So many pairs of a source are bad for one reason that the run must stop and ask."""
-
-
-class RefusedError(Exception):
-    """With --on-error stop: the first pair that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)

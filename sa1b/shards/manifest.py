@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.shards import table
-from sa1b.shards.archive import SourceError
+from sa1b.shards.errors import SourceError
 from sa1b.shards.shard import ShardInfo
 from sa1b.storage.publish import write_whole
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sa1b.shards.archive import Damage, Member
+from sa1b.shards.member import Damage, Member
 from sa1b.shards.source import split_name
 from sa1b.shards.spill import Spill
 

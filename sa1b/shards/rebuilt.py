@@ -10,11 +10,14 @@ import google_crc32c
 
 from sa1b.masks.runs import MaskError
 from sa1b.shards import jpeg, record
-from sa1b.shards.annotation import BadSample
-from sa1b.shards.archive import BLOCK, Damage, Member, Stream, members
+from sa1b.shards.archive import members
+from sa1b.shards.errors import BadSample
 from sa1b.shards.index import IndexWriter, Row
+from sa1b.shards.member import Damage, Member
 from sa1b.shards.record import RecordError
 from sa1b.shards.shard import ShardError, ShardInfo
+from sa1b.shards.stored_stream import StoredStream
+from sa1b.shards.tar_header import BLOCK
 from sa1b.storage.publish import flush
 
 _JPG_NAME = re.compile(r"sa_(0|[1-9]\d{0,18})\.jpg")
@@ -70,7 +73,7 @@ def rebuild_index(
         ShardError: the tar is damaged; nothing can be vouched for then, and `aside` is gone.
     """
     writer = IndexWriter(aside, with_runs=with_runs)
-    stream = Stream(shard, progress=progress)
+    stream = StoredStream(shard, progress=progress)
     facts = Rebuilt()
     try:
         for pair in _pairs(shard, stream):
@@ -99,7 +102,7 @@ def rebuild_index(
     return facts
 
 
-def _pairs(shard: Path, stream: Stream) -> Iterator[list[Member]]:
+def _pairs(shard: Path, stream: StoredStream) -> Iterator[list[Member]]:
     """The members of each image: jpg, masks and, if kept, json."""
     pair: list[Member] = []
     for item in members(stream):

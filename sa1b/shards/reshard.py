@@ -10,12 +10,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from sa1b.shards import manifest
+from sa1b.shards.errors import SourceError, UsageError
 from sa1b.shards.ingest import Counts, Policy, ingest
 from sa1b.shards.manifest import DATASET, PARTIAL, Options, Task
 from sa1b.shards.source import Source, digest_of_source, discover, read_checklist
 from sa1b.shards.summary import Summary
 from sa1b.shards.supervisor import Failure, supervise
-from sa1b.shards.usage import UsageError
 from sa1b.storage.publish import lock
 
 _REPORT_SECONDS = 0.2
@@ -152,9 +152,13 @@ def _why(failure: Failure) -> str:
 
 def _finish(root: Path, summary: Summary) -> None:
     """Write dataset.json and samples.bin unless they are there and nothing changed."""
-    if summary.done or not (root / DATASET).exists():
-        manifest.write_dataset(root, summary.tasks)
-    summary.complete = True
+    try:
+        if summary.done or not (root / DATASET).exists():
+            manifest.write_dataset(root, summary.tasks)
+    except SourceError as error:
+        summary.failed[DATASET] = str(error)
+    else:
+        summary.complete = True
 
 
 def _check_options(root: Path, tasks: dict[str, Task], options: Options) -> None:

@@ -12,13 +12,16 @@ from pathlib import Path
 
 import google_crc32c
 
-from sa1b.shards.archive import BLOCK, Damage, Member, Stream, members
+from sa1b.shards.archive import members
 from sa1b.shards.content_check import ContentCheck
 from sa1b.shards.finding import Finding, ShardResult, remake, short
 from sa1b.shards.index_reader import Place
 from sa1b.shards.manifest import SAMPLES, TASKS
+from sa1b.shards.member import Damage, Member
 from sa1b.shards.places import Claim, Places
 from sa1b.shards.shard import index_path
+from sa1b.shards.stored_stream import StoredStream
+from sa1b.shards.tar_header import BLOCK
 
 _NAME = re.compile(r"sa_(0|[1-9]\d{0,18})\.(jpg|masks|json)")
 _HEADER_FIELDS = {  # POSIX.1-1988 ustar: where each field begins
@@ -97,7 +100,7 @@ class _ShardCheck:
 
     def _walk(self) -> None:
         info = self.info
-        stream = Stream(self.tar, progress=self.progress)
+        stream = StoredStream(self.tar, progress=self.progress)
         try:
             with self.tar.open("rb", buffering=0) as raw:
                 size = os.fstat(raw.fileno()).st_size

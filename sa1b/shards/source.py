@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sa1b.shards.archive import Damage, Member, SourceError, Stream, is_tar, members
+from sa1b.shards.archive import is_tar, members
+from sa1b.shards.errors import SourceError
+from sa1b.shards.member import Damage, Member
+from sa1b.shards.stored_stream import StoredStream
 
 _PAIR = re.compile(r"sa_(0|[1-9][0-9]{0,18})\.(jpg|json)")
 _TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
@@ -45,7 +48,7 @@ class SourceReader:
         self.source = source
         self._progress = progress
         self._sha256 = hashlib.sha256()
-        self._stream = Stream(source.path, md5=md5, progress=progress) if source.kind == "tar" else None
+        self._stream = StoredStream(source.path, md5=md5, progress=progress) if source.kind == "tar" else None
 
     def items(self) -> Iterator[Member | Damage]:
         """Members and damage in the order of the source; a folder in the order of image ids."""

@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 from sa1b.shards import annotation, record
+from sa1b.shards.errors import BadSample
 from tests.masks import oracle
 from tests.shards import tiny
 
@@ -132,7 +133,7 @@ def check(text: bytes) -> str:
     good = expected(text)
     try:
         parsed = annotation.parse(text, IMAGE_ID)
-    except annotation.BadSample as error:
+    except BadSample as error:
         refused = error.reason
     else:
         refused = None

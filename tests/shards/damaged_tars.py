@@ -28,7 +28,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from sa1b.shards.archive import SourceError
+from sa1b.shards.errors import SourceError
 from tests.shards import tiny
 from tests.shards.tiny import checksummed, member, pair, pair_members, pairs
 

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sa1b.shards.archive import BLOCK, MAX_KEPT_BYTES, MAX_MEMBER_BYTES, Damage, Member, Stream, members
+from sa1b.shards.archive import MAX_MEMBER_BYTES, members
+from sa1b.shards.member import MAX_KEPT_BYTES, Damage, Member
+from sa1b.shards.stored_stream import StoredStream
+from sa1b.shards.tar_header import BLOCK
 from tests.shards.tiny import checksummed, gzip_bytes, header, member, tar_bytes
 
 FILES = [(f"./sa_{i}.jpg", random.Random(i).randbytes(300 + 400 * i)) for i in range(6)]
@@ -23,7 +26,7 @@ def read(tmp_path):
     def read(data):
         path = tmp_path / "source.tar"
         path.write_bytes(data)
-        stream = Stream(path)
+        stream = StoredStream(path)
         try:
             return list(members(stream))
         finally:

@@ -19,8 +19,7 @@ import pytest
 import simplejpeg
 
 from sa1b.shards.annotation import MAX_JSON_BYTES, MAX_JSON_DEPTH
-from sa1b.shards.archive import SourceError
-from sa1b.shards.ingest import RefusedError, SystematicError
+from sa1b.shards.errors import RefusedError, SourceError, SystematicError
 from sa1b.shards.spill import Spill
 from tests.shards import tiny
 from tests.shards.tiny import SIZE, counts_from, document, encode, pair, pair_members, pairs

@@ -16,7 +16,8 @@ import pytest
 import zstandard
 
 from sa1b.shards import annotation, record
-from sa1b.shards.archive import MAX_MEMBER_BYTES, SourceError
+from sa1b.shards.archive import MAX_MEMBER_BYTES
+from sa1b.shards.errors import SourceError
 from tests.shards import tiny
 from tests.shards.tiny import counts_from, document, encode, pair, pair_members, pairs
 

@@ -17,11 +17,10 @@ import pytest
 
 import sa1b
 from sa1b.shards import jpeg, synthetic
-from sa1b.shards.archive import SourceError
+from sa1b.shards.errors import UsageError
 from sa1b.shards.ingest import Policy
 from sa1b.shards.manifest import ManifestError, Options
 from sa1b.shards.reshard import reshard
-from sa1b.shards.usage import UsageError
 from sa1b.storage.publish import LockedError, lock
 
 REPOSITORY = Path(__file__).parents[2]
@@ -204,8 +203,11 @@ def test_a_missing_shard_is_made_again(sources: Path, tmp_path: Path) -> None:
 
 def test_an_image_in_two_sources_is_refused_with_both_named(sources: Path, tmp_path: Path) -> None:
     shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000009.tar")
-    with pytest.raises(SourceError, match="image 1 stands in two sources: sa_000000 and sa_000009"):
-        reshard([sources, tmp_path / "sa_000009.tar"], tmp_path / "root", Options(), Policy(), quiet=True)
+    summary = reshard(
+        [sources, tmp_path / "sa_000009.tar"], tmp_path / "root", Options(), Policy(), quiet=True
+    )
+    assert summary.exit_code() == 1
+    assert "image 1 stands in two sources: sa_000000 and sa_000009" in summary.failed["dataset.json"]
     with pytest.raises(ManifestError, match="dataset.json: not there; 4 sources are finished"):
         sa1b.open(tmp_path / "root")
 

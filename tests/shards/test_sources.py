@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from sa1b.shards.archive import SourceError
+from sa1b.shards.errors import SourceError, UsageError
 from sa1b.shards.ingest import Policy
 from sa1b.shards.manifest import Options
 from sa1b.shards.reshard import reshard
@@ -16,7 +16,6 @@ from sa1b.shards.source import (
     read_checklist,
     split_name,
 )
-from sa1b.shards.usage import UsageError
 from tests.shards import tiny
 from tests.shards.tiny import make_tar, pair, pair_members, pairs, write_tar
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.shards import record
-from sa1b.shards.annotation import BadSample
+from sa1b.shards.errors import BadSample
 from sa1b.shards.gallery.choice import NEVER, Choice, Exhibit, Gathered, Skipped
 from sa1b.shards.record import RecordError
 from sa1b.shards.shard import ShardError, index_path

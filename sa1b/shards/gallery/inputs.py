@@ -5,12 +5,12 @@ from pathlib import Path
 
 from sa1b.shards import manifest
 from sa1b.shards.archive import is_tar
+from sa1b.shards.errors import UsageError
 from sa1b.shards.gallery.choice import Choice, Gathered
 from sa1b.shards.gallery.indexes import read_indexes
 from sa1b.shards.gallery.members import read_members
 from sa1b.shards.shard import index_path
 from sa1b.shards.source import Source, discover
-from sa1b.shards.usage import UsageError
 
 
 def gather(path: Path, choice: Choice, progress: Callable[[int], None]) -> Gathered:

@@ -12,9 +12,10 @@ import numpy as np
 
 from sa1b.masks.runs import MaskError
 from sa1b.shards import annotation, jpeg, record
-from sa1b.shards.annotation import Annotations, BadSample
-from sa1b.shards.archive import Damage, Member
+from sa1b.shards.annotation import Annotations
+from sa1b.shards.errors import BadSample
 from sa1b.shards.gallery.choice import NEVER, Choice, Exhibit, Gathered
+from sa1b.shards.member import Damage, Member
 from sa1b.shards.record import RecordError
 from sa1b.shards.source import Source, SourceReader, split_name
 

@@ -14,12 +14,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sa1b.shards.annotation import BadSample
+from sa1b.shards.errors import BadSample, UsageError
 from sa1b.shards.gallery.chart import charts
 from sa1b.shards.gallery.choice import Choice, Gathered
 from sa1b.shards.gallery.inputs import gather, total_bytes
 from sa1b.shards.gallery.picture import SORTS, Picture, figure, prepare, sort_key
-from sa1b.shards.usage import UsageError
 from sa1b.storage.publish import write_whole
 
 MAX_PAGE_BYTES = 19_990_000

@@ -20,7 +20,8 @@ import simplejpeg
 from sa1b.masks import coco, geometry
 from sa1b.masks.runs import MaskError, Runs
 from sa1b.shards import jpeg
-from sa1b.shards.annotation import Annotations, BadSample
+from sa1b.shards.annotation import Annotations
+from sa1b.shards.errors import BadSample
 from sa1b.shards.gallery.choice import Exhibit
 
 _NUMBERS = (
