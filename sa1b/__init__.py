@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sa1b.shards.dataset import Dataset, Sample
     from sa1b.shards.dataset import open_dataset as open
+    from sa1b.stream.batch import Batch
+    from sa1b.stream.dataset import Stream
+    from sa1b.stream.loader import Loader
 
 __version__ = "0.1.0"
 
@@ -16,9 +19,12 @@ _PUBLIC = {
     "open": ("sa1b.shards.dataset", "open_dataset"),
     "Dataset": ("sa1b.shards.dataset", "Dataset"),
     "Sample": ("sa1b.shards.dataset", "Sample"),
+    "Stream": ("sa1b.stream.dataset", "Stream"),
+    "Loader": ("sa1b.stream.loader", "Loader"),
+    "Batch": ("sa1b.stream.batch", "Batch"),
 }
 
-__all__ = ["Dataset", "Sample", "__version__", "open"]
+__all__ = ["Batch", "Dataset", "Loader", "Sample", "Stream", "__version__", "open"]
 
 
 def __getattr__(name: str) -> Any:

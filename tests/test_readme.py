@@ -29,11 +29,11 @@ def blocks(language: str) -> list[str]:
 
 
 def test_python_examples_run(folder: Path) -> None:
-    reading, streaming = blocks("python")
+    reading, streaming, training = blocks("python")
     streaming = (
         streaming.replace("{0000..0010}", "0000") + "\nassert len([s['masks'].bbox for s in dataset]) == 12"
     )
-    for code in (reading, streaming):
+    for code in (reading, streaming, training):
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
         )

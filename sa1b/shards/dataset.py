@@ -65,6 +65,10 @@ class Dataset:
                 "run tools/index.py to make both again"
             )
 
+    def __reduce__(self) -> tuple[type["Dataset"], tuple[Path]]:
+        # Another process maps the table itself; it is not copied.
+        return Dataset, (self.root,)
+
     def __len__(self) -> int:
         return len(self.table)
 

@@ -1,0 +1,1 @@
+"""How samples reach the device: in which order, out of which view, with which random choices."""

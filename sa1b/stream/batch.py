@@ -1,0 +1,167 @@
+"""A micro-batch as tensors: images as uint8, masks as ragged runs that become pixels on demand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sa1b.masks import raster, raster_torch
+from sa1b.masks.runs import Runs
+from sa1b.stream.sample import SampleMasks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tensors:
+    """A record of tensors that travels as one."""
+
+    def _map(self, function: Any) -> Self:
+        changed = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                changed[field.name] = function(field.name, value)
+            elif isinstance(value, _Tensors):
+                changed[field.name] = value._map(function)
+        return replace(self, **changed)
+
+    def pin_memory(self) -> Self:
+        """A copy in pinned memory, from which copies to a GPU need not wait."""
+        return self._map(lambda name, tensor: tensor.pin_memory())
+
+    def pinned_but_images(self) -> Self:
+        """Like pin_memory, for images that lie in pinned memory already."""
+        return self._map(lambda name, tensor: tensor if name == "images" else tensor.pin_memory())
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that `stream` uses these tensors too."""
+        self._map(lambda name, tensor: tensor if name == "sizes" else _recorded(tensor, stream))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
+        """On another device. Source sizes stay on the CPU, where rasters read them without waiting."""
+        return self._map(
+            lambda name, tensor: tensor if name == "sizes" else tensor.to(device, non_blocking=non_blocking)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedMasks(_Tensors):
+    """The masks of a micro-batch as runs, M masks of B images.
+
+    Attributes:
+        runs: int32 [R], column-major at source resolution, background first, mirrored where the image is.
+        offsets: int64 [M + 1] into runs.
+        image: int64 [M], the image in the batch that each mask belongs to, ascending.
+        sizes: int64 [M, 2], height and width of that image's source; always on the CPU.
+        image_size: pixels of the padded square.
+    """
+
+    runs: Tensor
+    offsets: Tensor
+    image: Tensor
+    sizes: Tensor
+    image_size: int
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def dense(self, size: int | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Pixels in the padded square at `size` (image_size if None): uint8 [M, size, size] on this device.
+
+        Bit for bit the same on every device: see sa1b.masks.grid.
+        """
+        size = size or self.image_size
+        if self.runs.device.type != "cpu":
+            return raster_torch.rasterize_frame(
+                self.runs, self.offsets, self.sizes[:, 0], self.sizes[:, 1], self.image_size, size, out=out
+            )
+        if out is None:
+            out = torch.empty((len(self), size, size), dtype=torch.uint8)
+        # The compiled raster takes the masks of one image at a time; they lie together.
+        ends = torch.cumsum(torch.bincount(self.image), 0).tolist()
+        for start, stop in zip([0, *ends[:-1]], ends, strict=True):
+            if start < stop:
+                height, width = self.sizes[start].tolist()
+                offsets = self.offsets[start : stop + 1].numpy()
+                runs = self.runs[offsets[0] : offsets[-1]].numpy().view(np.uint32)
+                own = Runs(runs, offsets - offsets[0], height, width)
+                raster.rasterize_frame(own, self.image_size, size, out=out[start:stop].numpy())
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch(_Tensors):
+    """One micro-batch of one rank: B images and their M masks.
+
+    Attributes:
+        images: uint8 [B, 3, S, S], RGB, channels last in memory; padded right and below with 0.
+        masks: the masks as runs.
+        boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square: the outer edges of the mask's pixels.
+        points: float32 [M, 2], x, y in the padded square: the centre of a uniform foreground pixel.
+        areas: int64 [M], source pixels.
+        predicted_iou, stability_score: float32 [M].
+        mask_ids: int64 [M]; ids: int64 [B], the image ids.
+        source_sizes: int64 [B, 2], height and width.
+        valid: bool [B]; False for the fill-up of the last evaluation step.
+        position: where the stream goes on if this batch was the last one used: behind its step if it is the
+            last micro-batch of the step, else at the start of the step, which then is done again as a whole.
+        dense: the masks' pixels, uint8 [M, size, size], where the loader was asked for them.
+    """
+
+    images: Tensor
+    masks: RaggedMasks
+    boxes: Tensor
+    points: Tensor
+    areas: Tensor
+    predicted_iou: Tensor
+    stability_score: Tensor
+    mask_ids: Tensor
+    ids: Tensor
+    source_sizes: Tensor
+    valid: Tensor
+    position: int
+    dense: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def collate(images: Tensor, samples: Sequence[SampleMasks], valid: Sequence[bool], position: int) -> Batch:
+    """A batch of drawn images, uint8 [B, S, S, 3], and what belongs to them."""
+    counts = [len(sample.runs) for sample in samples]
+    lengths = [np.diff(sample.runs.offsets) for sample in samples]
+    source_sizes = torch.tensor([[s.height, s.width] for s in samples], dtype=torch.int64).reshape(-1, 2)
+    image = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(counts, dtype=torch.int64))
+    masks = RaggedMasks(
+        runs=_joined([sample.runs.runs.view(np.int32) for sample in samples], np.int32),
+        offsets=torch.cat((torch.zeros(1, dtype=torch.int64), _joined(lengths, np.int64).cumsum(0))),
+        image=image,
+        sizes=source_sizes[image],
+        image_size=images.shape[1],
+    )
+    return Batch(
+        images=images.permute(0, 3, 1, 2),
+        masks=masks,
+        boxes=_joined([sample.boxes for sample in samples], np.float32, 4),
+        points=_joined([sample.points for sample in samples], np.float32, 2),
+        areas=_joined([sample.areas for sample in samples], np.int64),
+        predicted_iou=_joined([sample.predicted_iou for sample in samples], np.float32),
+        stability_score=_joined([sample.stability_score for sample in samples], np.float32),
+        mask_ids=_joined([sample.mask_ids for sample in samples], np.int64),
+        ids=torch.tensor([sample.image_id for sample in samples], dtype=torch.int64),
+        source_sizes=source_sizes,
+        valid=torch.tensor(valid, dtype=torch.bool),
+        position=position,
+    )
+
+
+def _joined(arrays: list[Any], dtype: Any, width: int | None = None) -> Tensor:
+    empty = np.zeros((0,) if width is None else (0, width), dtype)
+    return torch.from_numpy(np.concatenate([empty, *arrays]))
+
+
+def _recorded(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    tensor.record_stream(stream)
+    return tensor

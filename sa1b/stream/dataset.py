@@ -1,0 +1,274 @@
+"""`sa1b.Stream`: the training stream as a torch dataset, for any DataLoader.
+
+    stream = sa1b.Stream("shards", global_batch=256, micro_batch=16)
+    loader = DataLoader(stream, batch_size=None, num_workers=8, pin_memory=True)
+    for batch in loader:
+        ...
+        save({"stream": stream.state_dict(batch)})
+
+The sequence is a formula of (view, seed, position), see sa1b.stream.order: rank and world size only say which
+part of each step this process reads, workers only who decodes it. Batch i of a rank comes from worker
+i mod n, which is the order in which a DataLoader collects them.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.errors import BadSample
+from sa1b.shards.shard import ShardError
+from sa1b.stream.batch import Batch, collate
+from sa1b.stream.ledger import Ledger
+from sa1b.stream.order import Order, Sequential, micro_batch_count, micro_batches, rank_slice
+from sa1b.stream.ranks import place
+from sa1b.stream.sample import Recipe, SampleMasks, draw_image, pick_masks
+from sa1b.stream.stages import Stages
+from sa1b.stream.view import open_view
+
+MAX_SUBSTITUTES = 100
+
+
+class ResumeError(ValueError):
+    """A saved state that does not belong to this stream; the message names both digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Positions [start, stop) that one rank reads together, and where the stream stands behind them."""
+
+    start: int
+    stop: int
+    position: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """Which positions a rank reads, step by step.
+
+    Attributes:
+        order: shuffled and endless, or sequential and finite.
+        global_batch: samples of a step over all ranks.
+        micro_batch: at most so many samples of a rank at a time.
+        rank, world: of this process.
+    """
+
+    order: Order | Sequential
+    global_batch: int
+    micro_batch: int
+    rank: int
+    world: int
+    _count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._count = micro_batch_count(self.global_batch, self.world, self.micro_batch, run=self._run)
+
+    @property
+    def _run(self) -> int:
+        return self.order.run if isinstance(self.order, Order) else 1
+
+    def micro_batches(self, position: int) -> Iterator[MicroBatch]:
+        """This rank's micro-batches from a position on, which begins a step."""
+        while isinstance(self.order, Order) or position < self.order.count:
+            start, stop = rank_slice(position, self.global_batch, self.rank, self.world, run=self._run)
+            pieces = micro_batches(start, stop, self.micro_batch, self._count)
+            after = position + self.global_batch
+            for i, (first, last) in enumerate(pieces):
+                yield MicroBatch(first, last, after if i == len(pieces) - 1 else position)
+            position = after
+
+
+class Stream(IterableDataset[Batch]):
+    """Micro-batches of one rank, in the order of the formula.
+
+    Args:
+        root: folder that tools/reshard.py made.
+        global_batch: samples of a step over all ranks, G.
+        micro_batch: samples of a rank at a time; by default its whole share of a step.
+        view: name or digest of a view that tools/view.py made; by default all images.
+        order: "shuffle" runs on over epochs without an end; "sequential" gives every sample once over all
+            ranks, for evaluation, with the uneven tail filled up and marked valid=False.
+        seed: of the order and of every draw.
+        run: samples that lie together and are read together, see sa1b.stream.order.Order.
+        ledger: file for damaged samples; one for all ranks.
+        rank, world: by default from torch.distributed, else from torchrun's variables, else one process.
+        recipe: fields of sa1b.stream.sample.Recipe: image_size, masks, strategy, flip.
+
+    Raises:
+        ValueError: sizes that do not fit; the message names the argument.
+        sa1b.shards.manifest.ManifestError: no dataset in root.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        global_batch: int,
+        micro_batch: int | None = None,
+        view: str | None = None,
+        order: Literal["shuffle", "sequential"] = "shuffle",
+        seed: int = 0,
+        run: int = 1,
+        ledger: str | Path = "sa1b-damaged.jsonl",
+        rank: int | None = None,
+        world: int | None = None,
+        **recipe: Any,
+    ) -> None:
+        here = place()
+        self.rank = here.rank if rank is None else rank
+        self.world = here.world if world is None else world
+        self._arguments = {
+            "root": root,
+            "global_batch": global_batch,
+            "micro_batch": micro_batch,
+            "view": view,
+            "order": order,
+            "seed": seed,
+            "run": run,
+            "ledger": ledger,
+            "rank": self.rank,
+            "world": self.world,
+            **recipe,
+        }
+        self.root = Path(root)
+        self.seed = seed
+        self.recipe = Recipe(**recipe)
+        self.dataset = Dataset(self.root)
+        self.view = open_view(self.root, self.dataset.table, view)
+        if run > 1:
+            self.view = self.view.by_place(self.dataset.table)
+        count = len(self.view)
+        formula = Order(count, self.view.digest, seed, run) if order == "shuffle" else Sequential(count)
+        share = -(-global_batch // self.world)
+        self.plan = Plan(formula, global_batch, micro_batch or share, self.rank, self.world)
+        rank_slice(0, global_batch, self.rank, self.world, run=run)  # refuses what does not fit, at once
+        self.ledger = Ledger(Path(ledger), self.rank)
+        self.stages = Stages()
+        self.position = 0
+
+    def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], int]]:
+        # A worker process maps table and view itself; they are not copied.
+        return _reopen, (self._arguments, self.position)
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for i, piece in enumerate(self.plan.micro_batches(self.position)):
+            if i % workers == worker:
+                yield self.read(piece)
+
+    def rows(self, piece: MicroBatch) -> tuple[list[int], list[bool]]:
+        """The rows of the sample table that a micro-batch reads, and whether each counts."""
+        positions = np.arange(piece.start, piece.stop)
+        order = self.plan.order
+        if isinstance(order, Sequential):
+            indices, valid = order.rows(positions)
+        else:
+            indices, valid = order.rows(positions), np.ones(len(positions), np.bool_)
+        return self.view.table_rows(indices).tolist(), valid.tolist()
+
+    def read(self, piece: MicroBatch) -> Batch:
+        """One micro-batch.
+
+        Raises:
+            DamageLimitError: too many damaged samples.
+        """
+        rows, valid = self.rows(piece)
+        size = self.recipe.image_size
+        images = torch.empty((len(rows), size, size, 3), dtype=torch.uint8)
+        slots = images.numpy()
+        samples = [self.read_sample(row, piece.start + i, slots[i]) for i, row in enumerate(rows)]
+        return collate(images, samples, valid, piece.position)
+
+    def read_sample(self, row: int, position: int, slot: Any) -> SampleMasks:
+        """The sample at a position, drawn into its slot, or the substitute if it is damaged.
+
+        Args:
+            row: of the sample table.
+            position: in the order.
+            slot: uint8 [S, S, 3].
+        """
+        order, table = self.plan.order, self.dataset.table
+        epoch = position // order.count
+        for attempt in range(MAX_SUBSTITUTES):
+            try:
+                with self.stages.busy("read", int(table.jpg_bytes[row])):
+                    sample = self.dataset[row]
+                with self.stages.busy("image", len(sample.jpeg)):
+                    flip = draw_image(sample.jpeg, sample.annotations, self.recipe, slot, self.seed, epoch)
+                with self.stages.busy("masks"):
+                    condition = self.view.masks_where
+                    usable = None if condition is None else condition.masks(sample.annotations)
+                    made = pick_masks(
+                        sample.annotations, self.recipe, self.seed, epoch, flip=flip, usable=usable
+                    )
+            except (ShardError, BadSample) as error:
+                self.ledger.damaged(
+                    shard=self.dataset.shards[int(table.shard[row])],
+                    offset=int(table.offset[row]),
+                    image_id=int(table.image_id[row]),
+                    position=position,
+                    reason=str(error),
+                )
+                if isinstance(order, Sequential):
+                    raise  # an evaluation with other samples would be another evaluation
+                row = int(self.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
+            except Exception as error:
+                error.add_note(f"at position {position}: {self.where(row)}")
+                raise
+            else:
+                self.ledger.good()
+                return made
+        raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
+
+    def where(self, row: int) -> str:
+        """Image, shard and offset of a row of the sample table, for messages."""
+        table = self.dataset.table
+        shard = self.root / self.dataset.shards[int(table.shard[row])]
+        return f"image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
+
+    def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
+        """Where to go on: behind `batch`, the last one the caller took, or at the start of this stream."""
+        condition = self.view.masks_where
+        return {
+            "position": self.position if batch is None else batch.position,
+            "seed": self.seed,
+            "ids_sha256": self.view.digest,
+            "masks_where": None if condition is None else condition.text,
+            "bytes_sha256": self.view.bytes_digest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken, at any world size, micro-batch or number of workers.
+
+        Other bytes of the same images (another sharding, another image size) give a warning.
+
+        Raises:
+            ResumeError: of another set of images, another condition on masks or another seed.
+        """
+        own = self.state_dict()
+        for name in ("ids_sha256", "masks_where", "seed"):
+            if state[name] != own[name]:
+                raise ResumeError(
+                    f"the saved state has {name} {state[name]}, this stream {own[name]}: "
+                    "its sequence is another one, and samples would be repeated and left out"
+                )
+        if state["bytes_sha256"] != own["bytes_sha256"]:
+            warnings.warn(
+                f"{self.root} holds the same images in other bytes than when the state was saved "
+                f"({state['bytes_sha256'][:12]}, now {own['bytes_sha256'][:12]})",
+                stacklevel=2,
+            )
+        self.position = int(state["position"])
+
+
+def _reopen(arguments: dict[str, Any], position: int) -> Stream:
+    stream = Stream(**arguments)
+    stream.position = position
+    return stream

@@ -1,0 +1,69 @@
+"""Damaged samples of one rank: each is written down, and too many of them end the run."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+LEAST = 10  # so many are borne however few samples were read, and
+FRACTION = 0.001  # this part of those that were
+
+
+class DamageLimitError(Exception):
+    """So many samples are damaged that training on would not be training on this dataset."""
+
+
+class Ledger:
+    """Lines of JSON in `path`: rank, shard, offset, image id, reason. Shared by a rank's worker processes.
+
+    A line is one write of less than a page to a file opened for appending: lines of several processes do
+    not mix. The file is made with the first line.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        self.rank = rank
+        self._read = 0
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type["Ledger"], tuple[Path, int]]:
+        return Ledger, (self.path, self.rank)
+
+    def good(self) -> None:
+        """Count a sample that was read."""
+        self._read += 1
+
+    def damaged(self, *, shard: str, offset: int, image_id: int, position: int, reason: str) -> None:
+        """Write a line.
+
+        Raises:
+            DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) of them.
+        """
+        line = {
+            "rank": self.rank,
+            "shard": shard,
+            "offset": offset,
+            "image_id": image_id,
+            "position": position,
+            "reason": reason[:1000],
+        }
+        with self._lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(descriptor, (json.dumps(line) + "\n").encode())
+            finally:
+                os.close(descriptor)
+            count = len(self.entries())
+        if count > max(LEAST, FRACTION * self._read):
+            raise DamageLimitError(
+                f"{count} damaged samples on rank {self.rank}, more than {LEAST} and 0.1 % of what was read; "
+                f"they are listed in {self.path}. tools/verify.py checks the whole root"
+            )
+
+    def entries(self) -> list[dict[str, object]]:
+        """This rank's lines so far, of all its processes."""
+        if not self.path.exists():
+            return []
+        lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        return [line for line in lines if line["rank"] == self.rank]

@@ -1,0 +1,193 @@
+"""`sa1b.Loader`: the stream read by threads of one process, batches ready on the device ahead of time.
+
+    loader = sa1b.Loader(stream, threads=8, device="cuda", dense=256)
+    for batch in loader:
+        ...
+        save({"stream": loader.state_dict()})
+
+Reading, decoding JPEG and zstandard and walking runs release the GIL, so threads share one copy of the
+sample table and write images straight into the batch's memory: pinned slots on their way to a GPU, guarded by
+events. Copies and rasters run on a stream of their own. The sequence is that of `sa1b.Stream` exactly.
+"""
+
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sa1b.stream.batch import Batch, collate
+from sa1b.stream.dataset import MicroBatch, Stream
+from sa1b.stream.sample import SampleMasks
+
+_CUDA: Any = torch.cuda  # parts of it have no types
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory for the images of one batch; on its way to a GPU until `copied` has happened."""
+
+    images: Tensor
+    copied: Any = None  # torch.cuda.Event
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A batch that threads are working on."""
+
+    piece: MicroBatch
+    slot: _Slot
+    images: Tensor
+    rows: list[int]
+    valid: list[bool]
+    samples: list[Future[SampleMasks]]
+
+
+class Loader:
+    """Iterates over the batches of a stream, on `device`.
+
+    Args:
+        stream: what to read, and from which position on.
+        threads: that read and decode; by default one per core.
+        ahead: batches worked on before they are asked for, at least 1.
+        device: where batches go; "cuda" copies from pinned memory on a stream of its own.
+        dense: also rasterise the masks on the device at this size: `batch.dense`, see `Batch`.
+        stall_seconds: a sample that takes longer is named on stderr, with its shard.
+        quiet: do not print the memory it takes.
+
+    Raises:
+        ValueError: threads or ahead below 1, or a device that is not there.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        threads: int | None = None,
+        ahead: int = 2,
+        device: torch.device | str = "cpu",
+        dense: int | None = None,
+        stall_seconds: float = 60.0,
+        quiet: bool = False,
+    ) -> None:
+        self.stream = stream
+        self.threads = threads if threads is not None else os.cpu_count() or 1
+        self.ahead = ahead
+        self.device = torch.device(device)
+        self.dense = dense
+        self.stall_seconds = stall_seconds
+        if self.threads < 1 or ahead < 1:
+            raise ValueError(f"threads={self.threads} and ahead={ahead} must be at least 1")
+        self._cuda = self.device.type == "cuda"
+        if self._cuda and not torch.cuda.is_available():
+            raise ValueError("device='cuda', but torch sees no GPU here; device='cpu' works everywhere")
+        self._state = stream.state_dict()
+        size = stream.recipe.image_size
+        self._slot_bytes = stream.plan.micro_batch * size * size * 3
+        if not quiet:
+            kind = "pinned" if self._cuda else "ordinary"
+            print(
+                f"sa1b.Loader: {self.threads} threads, {ahead + 1} batches of up to "
+                f"{stream.plan.micro_batch} images, "
+                f"{(ahead + 1) * self._slot_bytes / 1e6:,.0f} MB of {kind} memory for images"
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from where the loader stands; iterating again goes on behind the last one taken."""
+        self.stream.position = self._state["position"]
+        pieces = self.stream.plan.micro_batches(self.stream.position)
+        free: deque[_Slot] = deque()
+        pending: deque[_Pending] = deque()
+        side = _CUDA.Stream(self.device) if self._cuda else None
+        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="sa1b-loader")
+        try:
+            while True:
+                while len(pending) < self.ahead + 1 and (piece := next(pieces, None)) is not None:
+                    pending.append(self._submit(pool, piece, self._take_slot(free)))
+                if not pending:
+                    return
+                one = pending.popleft()
+                batch = self._finish(one, side)
+                if self._cuda:
+                    free.append(one.slot)
+                self._state = self.stream.state_dict(batch)
+                yield batch
+        finally:
+            for one in pending:
+                for future in one.samples:
+                    future.cancel()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where to go on behind the last batch that was taken; prefetched ones do not count."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken; see `Stream.load_state_dict`."""
+        self.stream.load_state_dict(state)
+        self._state = self.stream.state_dict()
+
+    def stats(self) -> dict[str, Any]:
+        """What each stage did since the stream was made, and which one limits; see sa1b.stream.stages."""
+        return self.stream.stages.snapshot()
+
+    def _take_slot(self, free: deque[_Slot]) -> _Slot:
+        # The oldest slot's copy ended long ago, or ends first.
+        if free and len(free) > 1:
+            slot = free.popleft()
+            slot.copied.synchronize()
+            return slot
+        size = self.stream.recipe.image_size
+        shape = (self.stream.plan.micro_batch, size, size, 3)
+        # In ordinary memory the batch itself is the slot, and belongs to the caller.
+        return _Slot(torch.empty(shape, dtype=torch.uint8, pin_memory=self._cuda))
+
+    def _submit(self, pool: ThreadPoolExecutor, piece: MicroBatch, slot: _Slot) -> _Pending:
+        rows, valid = self.stream.rows(piece)
+        images = slot.images[: len(rows)]
+        arrays = images.numpy()
+        samples = [
+            pool.submit(self.stream.read_sample, row, piece.start + i, arrays[i])
+            for i, row in enumerate(rows)
+        ]
+        return _Pending(piece, slot, images, rows, valid, samples)
+
+    def _finish(self, one: _Pending, side: Any) -> Batch:
+        self._watch(one)
+        samples = [future.result() for future in one.samples]
+        with self.stream.stages.busy("collate"):
+            batch = collate(one.images, samples, one.valid, one.piece.position)
+        if side is None:
+            with self.stream.stages.busy("device"):
+                return self._on_device(batch)
+        with self.stream.stages.busy("device", one.images.numel()), torch.cuda.stream(side):
+            # The images lie in pinned memory already; the ragged rest is small.
+            batch = self._on_device(batch.pinned_but_images())
+            one.slot.copied = _CUDA.Event()
+            one.slot.copied.record(side)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(side)
+        batch.record_stream(current)
+        return batch
+
+    def _on_device(self, batch: Batch) -> Batch:
+        if self.device.type != "cpu":
+            batch = batch.to(self.device)
+        return batch if self.dense is None else replace(batch, dense=batch.masks.dense(self.dense))
+
+    def _watch(self, one: _Pending) -> None:
+        """Wait for the samples of a batch; name those that take suspiciously long."""
+        left = set(one.samples)
+        while left:
+            done, left = wait(left, timeout=self.stall_seconds, return_when="FIRST_EXCEPTION")
+            if any(future.exception() for future in done):
+                return
+            if not done:
+                stalled = next(i for i, future in enumerate(one.samples) if future in left)
+                where = self.stream.where(one.rows[stalled])
+                print(f"sa1b.Loader: waiting for {where} for over {self.stall_seconds:g} s", file=sys.stderr)

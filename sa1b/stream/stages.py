@@ -1,0 +1,57 @@
+"""What each stage of the loader did: items, bytes, busy seconds; which one limits the whole."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+STAGES = ("read", "image", "masks", "collate", "device")
+
+
+@dataclass(slots=True)
+class Stage:
+    """Counts of one stage over all threads."""
+
+    items: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Stages:
+    """All stages of one stream or loader; safe to share between threads."""
+
+    stages: dict[str, Stage] = field(default_factory=lambda: {name: Stage() for name in STAGES})
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def busy(self, name: str, size: int = 0) -> Iterator[None]:
+        """Count an item of `size` bytes and the time it takes."""
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        with self._lock:
+            stage = self.stages[name]
+            stage.items += 1
+            stage.bytes += size
+            stage.seconds += seconds
+
+    def __reduce__(self) -> tuple[type["Stages"], tuple[()]]:
+        return Stages, ()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Stage -> items, bytes, busy seconds; `limiting`: the stage of the samples' work that takes most.
+
+        `limiting_share`: its part of all busy seconds of reading, drawing images and picking masks, from 0
+        to 1: without it, the rest would take 1 - share of the time.
+        """
+        with self._lock:
+            found: dict[str, Any] = {name: asdict(stage) for name, stage in self.stages.items()}
+        seconds = {name: found[name]["seconds"] for name in ("read", "image", "masks")}
+        total = sum(seconds.values())
+        limiting = max(seconds, key=lambda name: seconds[name])
+        found["limiting"] = limiting if total else None
+        found["limiting_share"] = seconds[limiting] / total if total else 0.0
+        return found

@@ -1,0 +1,413 @@
+"""The order: a bijection for any size, dealt out to any ranks without loss or repetition, random enough."""
+
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sa1b.stream import compiled
+from sa1b.stream.order import Order, Sequential, _epoch, micro_batch_count, micro_batches, rank_slice
+
+ROOT = Path(__file__).parents[2]
+examples = settings(max_examples=100, deadline=None, derandomize=True)
+counts = st.one_of(
+    st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 97, 101, 255, 256, 257, 1009, 1024, 4095, 4096]),
+    st.integers(1, 3000),
+)
+runs = st.sampled_from([1, 2, 3, 7, 8, 32])
+
+
+def span(start, stop):
+    return np.arange(start, stop, dtype=np.int64)
+
+
+# The bijection
+
+
+@examples
+@given(counts, st.integers(0, 2**40), st.integers(-(2**63), 2**63), runs)
+def test_every_epoch_holds_every_row_once(count, epoch, seed, run):
+    rows = Order(count, "d", seed, run).rows(span(epoch * count, (epoch + 1) * count))
+    assert rows.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(rows), np.arange(count))
+
+
+@pytest.mark.parametrize("count", [65535, 65536, 65537, 99_991, 1 << 20])
+def test_large_sizes_are_bijections_too(count):
+    rows = Order(count, "d", 1).rows(span(5 * count, 6 * count))
+    assert (np.bincount(rows, minlength=count) == 1).all()
+
+
+def test_the_largest_size_stays_in_range():
+    count = 1 << 32
+    positions = np.linspace(0, count - 1, 10_000).astype(np.int64)
+    rows = Order(count, "d", 1).rows(positions)
+    assert rows.min() >= 0
+    assert rows.max() < count
+    assert len(np.unique(rows)) == len(rows)
+
+
+@examples
+@given(counts, runs, st.integers(0, 20), st.data())
+def test_a_call_may_span_epochs_and_take_any_shape(count, run, epoch, data):
+    order = Order(count, "d", 3, run)
+    start = epoch * count + data.draw(st.integers(0, count - 1))
+    positions = span(start, start + data.draw(st.integers(0, 3 * count)))
+    one_by_one = [int(order.rows(positions[i : i + 1])[0]) for i in range(min(len(positions), 40))]
+    np.testing.assert_array_equal(order.rows(positions)[:40], one_by_one)
+    np.testing.assert_array_equal(
+        order.rows(positions[::-1].reshape(-1, 1)), order.rows(positions)[::-1, None]
+    )
+
+
+@pytest.mark.skipif(not compiled.COMPILED, reason="nothing is compiled")
+@examples
+@given(counts, runs, st.integers(0, 2**40))
+def test_the_compiled_loop_and_the_arrays_agree(count, run, epoch):
+    keys, place = _epoch(Order(count, "d", 9, run), epoch)
+    positions = np.arange(count, dtype=np.uint64)
+    loop, arrays = np.empty(count, np.int64), np.empty(count, np.int64)
+    compiled._rows_loop(positions, keys, place, loop)
+    compiled._rows_arrays(positions, keys, place, arrays)
+    np.testing.assert_array_equal(loop, arrays)
+
+
+def test_the_order_never_changes_between_versions():
+    assert Order(10, "ab", 0).rows(span(0, 20)).tolist() == [
+        1,
+        9,
+        2,
+        5,
+        6,
+        3,
+        7,
+        0,
+        8,
+        4,
+        0,
+        6,
+        9,
+        2,
+        3,
+        5,
+        1,
+        4,
+        8,
+        7,
+    ]
+    assert Order(11_185_362, "ab", 7, 1).rows(span(10**12, 10**12 + 6)).tolist() == [
+        5049418,
+        9561397,
+        6842662,
+        8103012,
+        7325683,
+        10219878,
+    ]
+    assert Order(100, "ab", 0, 8).rows(span(96, 116)).tolist() == [
+        84,
+        85,
+        86,
+        87,
+        81,
+        82,
+        83,
+        84,
+        57,
+        58,
+        59,
+        60,
+        61,
+        62,
+        63,
+        64,
+        25,
+        26,
+        27,
+        28,
+    ]
+
+
+def test_digest_seed_and_epoch_each_give_another_order():
+    count = 1000
+    rows = Order(count, "a", 0).rows(span(0, count))
+    for other in (
+        Order(count, "b", 0).rows(span(0, count)),
+        Order(count, "a", 1).rows(span(0, count)),
+        Order(count, "a", 0).rows(span(count, 2 * count)),
+    ):
+        assert (rows == other).mean() < 0.01
+
+
+def test_what_cannot_be_is_refused():
+    for arguments, message in (
+        ((0, "d", 0), "0 samples"),
+        ((2**32 + 1, "d", 0), "4,294,967,297 samples"),
+        ((5, "d", 0, 0), "run of 0"),
+        ((5, "", 0), "digest"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Order(*arguments)
+    with pytest.raises(ValueError, match="position -1 is negative"):
+        Order(5, "d", 0).rows(np.array([3, -1]))
+    with pytest.raises(ValueError, match="0 samples"):
+        Sequential(0)
+    assert Order(5, "d", 0).rows(np.empty(0, np.int64)).shape == (0,)
+
+
+def test_substitutes_are_rows_that_depend_on_position_and_attempt():
+    order = Order(1000, "d", 4)
+    taken = [order.substitute(position, attempt) for position in range(50) for attempt in range(4)]
+    assert set(taken) <= set(range(1000))
+    assert len(set(taken)) > 150
+    assert order.substitute(7, 1) == order.substitute(7, 1)
+
+
+# Ranks and micro-batches
+
+
+def test_the_worked_example():
+    slices = [rank_slice(0, 8, rank, 3) for rank in range(3)]
+    assert slices == [(0, 2), (2, 5), (5, 8)]
+    assert micro_batch_count(8, 3, 1) == 3
+    assert micro_batches(0, 2, 1, 3) == [(0, 1), (1, 2), (2, 2)]
+    assert [rank_slice(256, 256, rank, 8) for rank in (0, 7)] == [(256, 288), (480, 512)]
+    assert micro_batch_count(256, 8, 16) == 2
+    assert [stop - start for start, stop in (rank_slice(0, 256, rank, 3) for rank in range(3))] == [
+        85,
+        85,
+        86,
+    ]
+    assert micro_batch_count(256, 3, 16) == 6
+
+
+@examples
+@given(st.integers(0, 2**50), st.integers(1, 600), st.data())
+@example(0, 256, None)
+@example(11, 7, None)
+def test_all_slices_together_are_the_batch_and_all_ranks_run_alike(position, batch, data):
+    world = 3 if data is None else data.draw(st.integers(1, batch))
+    size = 2 if data is None else data.draw(st.integers(1, batch + 5))
+    count = micro_batch_count(batch, world, size)
+    positions = []
+    for rank in range(world):
+        start, stop = rank_slice(position, batch, rank, world)
+        assert (start, stop) == (position + rank * batch // world, position + (rank + 1) * batch // world)
+        pieces = micro_batches(start, stop, size, count)
+        assert len(pieces) == count
+        assert all(0 <= last - first <= size for first, last in pieces)
+        positions += [p for first, last in pieces for p in range(first, last)]
+    assert positions == list(range(position, position + batch))
+    assert count == 1 or size * (count - 1) < -(-batch // world)  # not one more than needed
+
+
+@examples
+@given(st.integers(1, 40), st.sampled_from([2, 8, 32]), st.integers(0, 2**30), st.data())
+def test_slices_never_cut_a_run(units, run, start, data):
+    world = data.draw(st.integers(1, units))
+    slices = [rank_slice(start * run, units * run, rank, world, run=run) for rank in range(world)]
+    assert slices[0][0] == start * run
+    assert slices[-1][1] == (start + units) * run
+    assert all(one[1] == other[0] for one, other in pairwise(slices))
+    lengths = [stop - first for first, stop in slices]
+    assert all(length % run == 0 for length in lengths)
+    assert max(lengths) - min(lengths) in (0, run)
+    size = data.draw(st.integers(1, 2 * run))
+    assert size * micro_batch_count(units * run, world, size, run=run) >= max(lengths)
+
+
+def test_slices_that_cannot_be_are_refused():
+    for arguments, run, message in (
+        ((0, 3, 0, 4), 1, "4 ranks for a global batch of 3 samples.*fewer ranks"),
+        ((0, 24, 0, 4), 8, "4 ranks for a global batch of 3 runs of 8 samples"),
+        ((0, 8, 3, 3), 1, "rank 3 of 3"),
+        ((-1, 8, 0, 3), 1, "position -1"),
+        ((4, 16, 0, 2), 8, "position 4 is no multiple of the run of 8"),
+        ((8, 20, 0, 2), 8, "global batch 20 is no multiple"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rank_slice(*arguments, run=run)
+    with pytest.raises(ValueError, match="micro-batch of 0"):
+        micro_batch_count(8, 2, 0)
+    with pytest.raises(ValueError, match="does not fit into 2"):
+        micro_batches(0, 9, 4, 2)
+
+
+def trained(order, position, stop, batch, world, size):
+    """The rows of whole steps until `stop`, rank by rank and micro-batch by micro-batch; and the position."""
+    rows = []
+    while position < stop:
+        count = micro_batch_count(batch, world, size, run=order.run)
+        for rank in range(world):
+            first, last = rank_slice(position, batch, rank, world, run=order.run)
+            for start, end in micro_batches(first, last, size, count):
+                rows += order.rows(span(start, end)).tolist()
+        position += batch
+    return rows, position
+
+
+@examples
+@given(st.integers(1, 300), runs, st.data())
+def test_resume_at_any_position_is_the_suffix(count, run, data):
+    order = Order(count, "d", 5, run)
+    whole = order.rows(span(0, 3 * count))
+    position = data.draw(st.integers(0, 3 * count))
+    again = Order(count, "d", 5, run)
+    np.testing.assert_array_equal(again.rows(span(position, 3 * count)), whole[position:])
+
+
+@examples
+@given(st.integers(20, 400), runs, st.integers(0, 2**32), st.data())
+def test_other_ranks_and_batches_mid_epoch_lose_and_repeat_nothing(count, run, seed, data):
+    order = Order(count, "d", seed, run)
+    position, rows = 0, []
+    for world in (4, 2, 3):
+        batch = run * data.draw(st.integers(world, 20))
+        steps = data.draw(st.integers(1, 6))
+        part, position = trained(
+            order, position, position + steps * batch, batch, world, data.draw(st.integers(1, 9))
+        )
+        rows += part
+    part, position = trained(order, position, count, 7 * run, 3, 2)
+    rows += part
+    assert rows == order.rows(span(0, position)).tolist()
+    assert sorted(rows[:count]) == list(range(count))
+
+
+# Runs
+
+
+@examples
+@given(st.integers(1, 2000), st.sampled_from([2, 3, 8, 32]), st.integers(0, 1000))
+def test_runs_follow_one_another_at_aligned_positions(count, run, epoch):
+    first, stop = epoch * count, (epoch + 1) * count
+    rows = Order(count, "d", 2, run).rows(span(first, stop))
+    inside = (span(first, stop)[:-1] // run) == (span(first, stop)[1:] // run)
+    follows = (rows[1:] - rows[:-1]) % count == 1 % count
+    assert follows[inside].all()
+
+
+def test_runs_themselves_are_shuffled_and_cut_elsewhere_each_epoch():
+    count, run = 8000, 8
+    order = Order(count, "d", 2, run)
+    starts = [order.rows(span(epoch * count, (epoch + 1) * count))[::run] for epoch in range(8)]
+    assert len({int(one[0] % run) for one in starts}) > 2
+    for one in starts:
+        assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 5 / math.sqrt(len(one))
+
+
+def test_how_many_shards_a_batch_spans():
+    shards, images = 11_000, 1018
+    spans = {}
+    for run in (1, 8, 32):
+        order = Order(shards * images, "d", 3, run)
+        batches = order.rows(span(0, 256 * 100)).reshape(100, 256) // images
+        spans[run] = np.mean([len(np.unique(batch)) for batch in batches])
+    assert spans[1] == pytest.approx(253, abs=1)
+    assert spans[8] == pytest.approx(32.2, abs=1)
+    assert spans[32] == pytest.approx(8.2, abs=0.5)
+
+
+# Evaluation
+
+
+@examples
+@given(st.integers(1, 500), st.integers(1, 64), st.data())
+def test_sequential_takes_every_sample_exactly_once(count, batch, data):
+    world = data.draw(st.integers(1, batch))
+    order = Sequential(count)
+    seen, lengths = [], []
+    for rank in range(world):
+        mine = []
+        for step in range(order.steps(batch)):
+            rows, valid = order.rows(span(*rank_slice(step * batch, batch, rank, world)))
+            assert (rows[~valid] == count - 1).all()
+            mine += valid.tolist()
+            seen += rows[valid].tolist()
+        lengths.append(len(mine))
+    assert sorted(seen) == list(range(count))
+    assert sum(lengths) == order.steps(batch) * batch < count + batch
+
+
+def test_sequential_by_example():
+    order = Sequential(7)
+    assert order.steps(4) == 2
+    rows, valid = order.rows(span(6, 8))
+    assert rows.tolist() == [6, 6]
+    assert valid.tolist() == [True, False]
+    with pytest.raises(ValueError, match="global batch of 0"):
+        order.steps(0)
+
+
+# Randomness: each statistic of 20 seeds lies where chance puts it
+
+
+def normal(statistic, degrees):
+    """A chi-square statistic in standard deviations from its mean."""
+    return (statistic - degrees) / math.sqrt(2 * degrees)
+
+
+def chi_square(table):
+    expected = table.sum() / table.size
+    return ((table - expected) ** 2 / expected).sum()
+
+
+@pytest.mark.parametrize("count", [4096, 99_991])
+def test_positions_and_rows_are_independent(count):
+    positions = np.arange(count)
+    found = {"place": [], "low digits": [], "epochs": [], "steps": [], "neighbours": []}
+    for seed in range(20):
+        order = Order(count, "d", seed)
+        rows, later = order.rows(positions), order.rows(positions + count)
+        for name, one, other in (
+            ("place", positions * 16 // count, rows * 16 // count),
+            ("low digits", positions % 16, rows % 16),
+            ("epochs", np.argsort(rows) * 16 // count, np.argsort(later) * 16 // count),
+        ):
+            found[name].append(normal(chi_square(np.bincount(one * 16 + other, minlength=256)), 225))
+        steps = (rows[1:] - rows[:-1]) % count
+        found["steps"].append(normal(chi_square(np.bincount(steps * 64 // count, minlength=64)), 63))
+        found["neighbours"].append(np.corrcoef(rows[:-1], rows[1:])[0, 1] * math.sqrt(count))
+    for name, values in found.items():
+        assert np.abs(values).max() < 5, name
+        assert abs(np.mean(values)) < 5 / math.sqrt(20), name
+
+
+def test_small_sets_reach_every_permutation():
+    for count in (2, 3, 4, 5):
+        rows = Order(count, "d", 0).rows(span(0, 20_000 * count)).reshape(-1, count)
+        assert len(np.unique(rows, axis=0)) == math.factorial(count)
+
+
+def test_the_order_imports_no_torch():
+    code = "import sys, sa1b.stream.order, sa1b.stream.view, sa1b.stream.selection; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_without_numba_the_same_order():
+    code = (
+        "import numpy as np\n"
+        "from sa1b.stream import compiled, draws\n"
+        "from sa1b.stream.order import Order\n"
+        "assert compiled.rows is compiled._rows_arrays\n"
+        "print(Order(1000, 'd', 3, 8).rows(np.arange(3000)).tolist() == EXPECTED)\n"
+        "print(draws.draws(1, 2, np.arange(3)).tolist() == DRAWN)\n"
+    )
+    from sa1b.stream.draws import draws
+
+    code = code.replace("EXPECTED", str(Order(1000, "d", 3, 8).rows(span(0, 3000)).tolist()))
+    code = code.replace("DRAWN", str(draws(1, 2, np.arange(3)).tolist()))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"SA1B_NO_NUMBA": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "True\nTrue\n"

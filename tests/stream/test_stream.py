@@ -1,0 +1,288 @@
+"""`sa1b.Stream`: the sequence is the formula's, whatever ranks, workers and interruptions."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import sa1b
+from sa1b.masks import geometry, raster
+from sa1b.shards import synthetic
+from sa1b.shards.manifest import read_tasks, write_dataset
+from sa1b.shards.table import open_table
+from sa1b.stream.dataset import ResumeError, Stream
+from sa1b.stream.ledger import DamageLimitError
+from tests.shards import tiny
+
+IMAGES = 23
+SMALL = {"image_size": 64, "masks": 5, "flip": 0.5}
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stream")
+    synthetic.write_tar(folder / "sa_000001.tar", images=IMAGES, first_id=100, long_side=160)
+    tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=7)
+    write_dataset(folder / "root", read_tasks(folder / "root"))
+    return folder / "root"
+
+
+def take(stream: Stream, count: int, **loader: object) -> list[sa1b.Batch]:
+    found = []
+    for batch in DataLoader(stream, batch_size=None, **loader):
+        found.append(batch)
+        if len(found) == count:
+            break
+    return found
+
+
+def assert_equal(one: sa1b.Batch, other: sa1b.Batch) -> None:
+    assert one.position == other.position
+    for name in (*one.__slots__, "images"):
+        a, b = getattr(one, name), getattr(other, name)
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype
+            assert a.stride() == b.stride()
+            assert torch.equal(a, b), name
+    for name in ("runs", "offsets", "image", "sizes"):
+        assert torch.equal(getattr(one.masks, name), getattr(other.masks, name))
+
+
+def test_an_epoch_holds_every_image_once_and_the_next_another_order(root: Path) -> None:
+    ids = torch.cat([b.ids for b in take(Stream(root, global_batch=1, **SMALL), 3 * IMAGES)]).reshape(
+        3, IMAGES
+    )
+    for epoch in ids:
+        assert epoch.sort().values.tolist() == list(range(100, 100 + IMAGES))
+    assert not torch.equal(ids[0], ids[1])
+    assert not torch.equal(ids[1], ids[2])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_do_not_change_the_sequence(root: Path, workers: int) -> None:
+    stream = Stream(root, global_batch=8, micro_batch=3, **SMALL)
+    for one, other in zip(take(stream, 9), take(stream, 9, num_workers=workers), strict=True):
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+def test_workers_however_they_are_started(root: Path, context: str) -> None:
+    stream = Stream(root, global_batch=4, **SMALL)
+    found = take(stream, 4, num_workers=2, multiprocessing_context=context)
+    for one, other in zip(take(stream, 4), found, strict=True):
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 7), (1, 2), (2, 2), (3, 1), (3, 2), (7, 1)])
+def test_a_step_is_the_same_set_of_samples_at_any_world_size(root: Path, world: int, micro: int) -> None:
+    whole = take(Stream(root, global_batch=7, rank=0, world=1, **SMALL), 5)
+    parts = [
+        Stream(root, global_batch=7, micro_batch=micro, rank=r, world=world, **SMALL) for r in range(world)
+    ]
+    per_step = math.ceil(math.ceil(7 / world) / micro)
+    batches = [take(part, 5 * per_step) for part in parts]
+    for step, one in enumerate(whole):
+        pieces = [b for rank in batches for b in rank[step * per_step : (step + 1) * per_step]]
+        assert torch.equal(torch.cat([b.ids for b in pieces]), one.ids)
+        assert torch.equal(torch.cat([b.images for b in pieces]), one.images)
+        assert torch.equal(torch.cat([b.masks.runs for b in pieces]), one.masks.runs)
+        assert torch.equal(torch.cat([b.points for b in pieces]), one.points)
+        # Where every rank stands behind the step is the same.
+        assert {rank[(step + 1) * per_step - 1].position for rank in batches} == {one.position}
+
+
+def test_torchrun_ranks_see_their_parts(root: Path, tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import json, os, sys, torch.distributed as dist, sa1b\n"
+        "from torch.utils.data import DataLoader\n"
+        "dist.init_process_group('gloo')\n"
+        "os.environ.pop('RANK'), os.environ.pop('WORLD_SIZE')\n"
+        "stream = sa1b.Stream(sys.argv[1], global_batch=7, micro_batch=2, image_size=64, masks=5, flip=0.5)\n"
+        "found = []\n"
+        "for batch in DataLoader(stream, batch_size=None, num_workers=2):\n"
+        "    found.append([batch.position, batch.ids.tolist(), int(batch.images.sum()), int(batch.masks.runs.sum())])\n"
+        "    if len(found) == 6: break\n"
+        "json.dump(found, open(f'{sys.argv[2]}/{dist.get_rank()}.json', 'w'))\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        str(script),
+    ]
+    subprocess.run([*command, str(root), str(tmp_path)], check=True, capture_output=True, cwd=REPOSITORY)
+    for rank in range(2):
+        own = take(Stream(root, global_batch=7, micro_batch=2, rank=rank, world=2, **SMALL), 6)
+        expected = [[b.position, b.ids.tolist(), int(b.images.sum()), int(b.masks.runs.sum())] for b in own]
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
+
+
+def test_a_resumed_stream_is_the_rest_of_the_sequence(root: Path) -> None:
+    stream = Stream(root, global_batch=6, micro_batch=2, **SMALL)
+    batches = take(stream, 21, num_workers=2)
+    for stopped in (0, 2, 5, 14):
+        state = json.loads(json.dumps(stream.state_dict(batches[stopped])))
+        again = Stream(root, global_batch=6, micro_batch=2, **SMALL)
+        again.load_state_dict(state)
+        # A step that was not finished is done again as a whole.
+        first = (stopped + 1) // 3 * 3
+        for one, other in zip(batches[first : first + 3], take(again, 3), strict=True):
+            assert_equal(one, other)
+
+
+def test_world_size_and_batch_may_change_in_the_middle_of_an_epoch(root: Path) -> None:
+    seen: list[int] = []
+    position = 0
+    for world, batch, steps in ((4, 8, 1), (2, 8, 1), (3, 5, 2), (1, 3, 1)):
+        ranks = [Stream(root, global_batch=batch, rank=rank, world=world, **SMALL) for rank in range(world)]
+        for stream in ranks:
+            stream.position = position
+        taken = [take(stream, steps) for stream in ranks]
+        for step in range(steps):
+            seen += [i for rank in taken for i in rank[step].ids.tolist()]
+        position = taken[0][-1].position
+    first_epoch = torch.cat([b.ids for b in take(Stream(root, global_batch=1, **SMALL), 29)])
+    assert seen == first_epoch.tolist()
+
+
+def test_a_state_of_other_images_or_another_seed_is_refused(root: Path, tmp_path: Path) -> None:
+    stream = Stream(root, global_batch=4, **SMALL)
+    state = stream.state_dict()
+    with pytest.raises(ResumeError, match="has seed 5, this stream 0|has seed 0, this stream 5"):
+        Stream(root, global_batch=4, seed=5, **SMALL).load_state_dict(state)
+    with pytest.raises(ResumeError, match=f"ids_sha256 {'0' * 64}, this stream {state['ids_sha256']}"):
+        stream.load_state_dict({**state, "ids_sha256": "0" * 64})
+
+
+def test_evaluation_takes_every_sample_once_and_marks_the_filling(root: Path) -> None:
+    ranks = [Stream(root, global_batch=6, order="sequential", rank=r, world=3, **SMALL) for r in range(3)]
+    batches = [take(stream, 99) for stream in ranks]
+    assert {len(found) for found in batches} == {4}  # as many on every rank
+    ids = torch.cat([b.ids[b.valid] for found in batches for b in found])
+    assert ids.sort().values.tolist() == list(range(100, 100 + IMAGES))
+    assert sum(int((~b.valid).sum()) for found in batches for b in found) == 24 - IMAGES
+
+
+def test_more_ranks_than_samples_are_refused(root: Path) -> None:
+    with pytest.raises(ValueError, match="5 ranks for a global batch of 4 samples"):
+        Stream(root, global_batch=4, rank=0, world=5, **SMALL)
+
+
+@pytest.mark.parametrize("size", [1024, 256])
+@pytest.mark.parametrize("flip", [0.0, 1.0])
+def test_masks_lie_on_their_objects_after_every_transform(root: Path, size: int, flip: float) -> None:
+    """The outline of a drawn object is where the picture changes: gradients there beat those elsewhere."""
+    ratios = []
+    for batch in take(Stream(root, global_batch=1, image_size=size, masks=99, flip=flip, **{}), 8):
+        picture = batch.images[0].float().mean(0).numpy()
+        gradient = np.hypot(*np.gradient(picture))
+        height, width = batch.source_sizes[0].tolist()
+        inner = np.zeros_like(gradient, bool)
+        inner[2 : size * height // max(height, width) - 2, 2 : size * width // max(height, width) - 2] = True
+        for mask in batch.masks.dense().numpy().astype(bool):
+            edge = mask ^ np.roll(mask, 1, 0) | mask ^ np.roll(mask, 1, 1)
+            if (edge & inner).sum() > 40:
+                ratios.append(gradient[edge & inner].mean() / gradient[inner].mean())
+    assert len(ratios) > 50
+    assert np.median(ratios) > 2
+    mirrored = [r for r in ratios if r < 1]
+    assert len(mirrored) < 0.2 * len(ratios)
+
+
+def test_boxes_and_points_fit_the_masks(root: Path) -> None:
+    for batch in take(Stream(root, global_batch=4, image_size=320, masks=8, flip=0.5), 6):
+        dense = batch.masks.dense().numpy()
+        assert dense.shape == (len(batch.masks), 320, 320)
+        for mask, box, point in zip(dense, batch.boxes.tolist(), batch.points.tolist(), strict=True):
+            ys, xs = np.nonzero(mask)
+            assert box == pytest.approx([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1], abs=2)
+            x, y = int(point[0]), int(point[1])
+            assert mask[max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2].any()
+
+
+def test_dense_masks_are_those_of_the_reference_raster(root: Path) -> None:
+    (batch,) = take(Stream(root, global_batch=5, image_size=128, masks=6, flip=1.0), 1)
+    ds = sa1b.open(root)
+    for size in (128, 32):
+        dense = batch.masks.dense(size).numpy()
+        on_torch = sa1b.stream.batch.raster_torch.rasterize_frame(
+            batch.masks.runs, batch.masks.offsets, batch.masks.sizes[:, 0], batch.masks.sizes[:, 1], 128, size
+        )
+        assert (dense == on_torch.numpy()).all()
+        for i, image_id in enumerate(batch.ids.tolist()):
+            annotations = ds.by_id(image_id).annotations
+            own = batch.mask_ids[batch.masks.image == i].numpy()
+            indices = np.flatnonzero(np.isin(annotations.mask_id, own))
+            flipped = geometry.flip_horizontal(annotations.runs(indices))
+            assert (
+                dense[(batch.masks.image == i).numpy()] == raster.rasterize_frame(flipped, 128, size)
+            ).all()
+
+
+def test_images_are_channels_last_and_padded_with_zeros(root: Path) -> None:
+    (batch,) = take(Stream(root, global_batch=6, image_size=96, masks=2), 1)
+    assert batch.images.shape == (6, 3, 96, 96)
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    for image, (height, width) in zip(batch.images, batch.source_sizes.tolist(), strict=True):
+        rows, columns = (round(96 * side / max(height, width)) for side in (height, width))
+        assert image[:, rows + 1 :].sum() == image[:, :, columns + 1 :].sum() == 0
+        assert image[:, : rows - 1, : columns - 1].float().std() > 5
+
+
+def damage(root: Path, rows: range) -> None:
+    table = open_table(root / "samples.bin")
+    shards = sa1b.open(root).shards
+    for row in rows:
+        with (root / shards[int(table.shard[row])]).open("r+b") as file:
+            file.seek(int(table.offset[row]) + 50)
+            byte = file.read(1)[0]
+            file.seek(int(table.offset[row]) + 50)
+            file.write(bytes([byte ^ 255]))
+
+
+def test_a_damaged_sample_is_written_down_and_replaced_alike_everywhere(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root, tmp_path / "root")
+    damage(tmp_path / "root", range(1))
+    healthy = take(Stream(root, global_batch=1, **SMALL), IMAGES)
+    ledger = tmp_path / "ledger.jsonl"
+    found = take(Stream(tmp_path / "root", global_batch=1, ledger=ledger, **SMALL), IMAGES)
+    (line,) = [json.loads(text) for text in ledger.read_text().splitlines()]
+    where = next(i for i, batch in enumerate(healthy) if batch.ids.tolist() == [100])
+    assert (line["image_id"], line["position"], line["rank"]) == (100, where, 0)
+    assert line["shard"].startswith("sa1b-000001-")
+    assert "does not fit its checksum" in line["reason"]
+    for i, (one, other) in enumerate(zip(healthy, found, strict=True)):
+        assert torch.equal(one.ids, other.ids) == (i != where)
+    again = take(
+        Stream(tmp_path / "root", global_batch=1, ledger=tmp_path / "other", **SMALL), IMAGES, num_workers=2
+    )
+    for one, other in zip(found, again, strict=True):
+        assert_equal(one, other)
+
+
+def test_too_much_damage_ends_the_stream_and_names_the_ledger(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root, tmp_path / "root")
+    damage(tmp_path / "root", range(18))
+    ledger = tmp_path / "ledger.jsonl"
+    with pytest.raises(DamageLimitError, match=f"11 damaged samples on rank 0.*{ledger}"):
+        take(Stream(tmp_path / "root", global_batch=1, ledger=ledger, **SMALL), IMAGES)
+
+
+def test_an_evaluation_never_takes_a_substitute(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root, tmp_path / "root")
+    damage(tmp_path / "root", range(1))
+    stream = Stream(tmp_path / "root", global_batch=4, order="sequential", ledger=tmp_path / "l", **SMALL)
+    with pytest.raises(sa1b.shards.shard.ShardError, match=r"sa_100\.jpg"):
+        take(stream, 99)
