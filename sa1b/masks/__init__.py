@@ -9,10 +9,11 @@ A mask travels as runs (`Runs`) and becomes pixels last, directly at the size th
     overlap       intersection and IoU, on runs
     grid          which source pixel a target pixel reads: the one rule of every back end
     raster        runs to pixels on the CPU
-    raster_torch  the same bits in plain torch, on any device (imports torch; nothing else here does)
+    raster_torch  the same bits in plain torch, on any device
+    raster_triton the same bits from Triton kernels (kernels_triton), on a CUDA device
 
-A back end is a module with the two functions `rasterize` and `rasterize_frame` of raster_torch, same
-arguments, same bits: a CUDA kernel goes beside it as such a module, held to grid's rule by the same tests.
+A back end for tensors is a module with the two functions `rasterize` and `rasterize_frame` of raster_torch,
+same arguments, same bits, held to grid's rule by the same tests. Nothing but these back ends imports torch.
 """
 
 from importlib import import_module

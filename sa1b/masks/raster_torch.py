@@ -16,6 +16,8 @@ from torch import Tensor
 from sa1b.masks.runs import check_size
 
 Size = int | Tensor
+Flip = bool | Tensor
+DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32)
 
 
 def rasterize(
@@ -26,6 +28,7 @@ def rasterize(
     height: int,
     width: int,
     *,
+    flip: Flip = False,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
@@ -37,8 +40,12 @@ def rasterize(
         source_height, source_width: pixels of the image: of all masks, or integers [N] of each. Values of
             runs must fit: those of a mask add up to its source_height * source_width.
         height, width: pixels of the raster.
-        out: buffer to write, uint8 or bool [N, height, width], contiguous, on the same device.
-        dtype: torch.uint8 or torch.bool, of a new buffer.
+        flip: mirror the image left to right, all masks or bool [N] each: column x of the source is read as
+            source_width - 1 - x. Equals this function on `sa1b.masks.geometry.flip_horizontal` of the runs,
+            bit for bit. (The mirrored raster, `[..., ::-1]`, is another one where a pixel's centre falls
+            between two source columns, as at exactly half the size.)
+        out: buffer to write, [N, height, width] of a dtype below, contiguous, on the same device.
+        dtype: torch.uint8, bool, bfloat16 or float32, of a new buffer.
 
     Returns:
         `out`, or a new [N, height, width]: 1 is foreground, 0 background. On a CUDA device nothing waits for
@@ -52,7 +59,7 @@ def rasterize(
     source = sources(offsets, source_height, source_width)
     rows = Axis(source[0], height, source[0], torch.full_like(source[0], 2 * height))
     columns = Axis(source[1], width, source[1], torch.full_like(source[1], 2 * width))
-    return fill_axes(runs, offsets, rows, columns, out, dtype)
+    return fill_axes(runs, offsets, rows, columns, flip, out, dtype)
 
 
 def rasterize_frame(
@@ -63,6 +70,7 @@ def rasterize_frame(
     image_size: int,
     size: int,
     *,
+    flip: Flip = False,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
@@ -71,6 +79,7 @@ def rasterize_frame(
     Args:
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of the raster.
+        flip: mirrors the image before it is placed: the padding stays on the right.
         Others as for `rasterize`; N masks give [N, size, size].
 
     Raises:
@@ -81,7 +90,7 @@ def rasterize_frame(
     longer = source.amax(dim=0)
     taken = ((2 * source * image_size + longer) // (2 * longer)).clamp(min=1)
     rows, columns = (Axis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2))
-    return fill_axes(runs, offsets, rows, columns, out, dtype)
+    return fill_axes(runs, offsets, rows, columns, flip, out, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,13 @@ def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
 
 
 def fill_axes(
-    runs: Tensor, offsets: Tensor, rows: Axis, columns: Axis, out: Tensor | None, dtype: torch.dtype
+    runs: Tensor,
+    offsets: Tensor,
+    rows: Axis,
+    columns: Axis,
+    flip: Flip,
+    out: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Set where a pixel differs from the one above it, +1 or -1, then sum down the columns.
 
@@ -138,13 +153,13 @@ def fill_axes(
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
         raise ValueError("runs must be integers [R] and offsets int64 [N + 1], on the same device")
     count, height, width = offsets.numel() - 1, rows.target, columns.target
+    mirror = flips(flip, count, device)
     out = buffer((count, height, width), out, dtype, device)
     if count == 0:
         return out
-    pixels = out.view(torch.uint8)
-    whole = width % 8 == 0 and pixels.data_ptr() % 8 == 0
+    whole = out.element_size() == 1 and width % 8 == 0 and out.data_ptr() % 8 == 0
     if whole:
-        words = pixels.view(torch.int64).zero_()
+        words = out.view(torch.int64).zero_()
     else:
         words = torch.zeros((count, height, -(-width // 8)), dtype=torch.int64, device=device)
     repeats = columns.repeats()
@@ -162,12 +177,13 @@ def fill_axes(
     begins = ends - lengths - before[mask_of]
     source_column = begins // rows.source[mask_of]
     source_row = begins - source_column * rows.source[mask_of]
+    inside = (source_row > 0) & (source_column < columns.source[mask_of])
+    source_column = torch.where(mirror[mask_of], columns.source[mask_of] - 1 - source_column, source_column)
     first = columns.firsts(source_column, mask_of)
     stop = columns.firsts(source_column + 1, mask_of)
     row = rows.firsts(source_row, mask_of)
     column = first[:, None] + torch.arange(repeats, device=device)
-    inside = (source_row > 0) & (source_column < columns.source[mask_of]) & (row < height)
-    inside = inside[:, None] & (column < stop[:, None])
+    inside = (inside & (row < height))[:, None] & (column < stop[:, None])
     odd = (torch.arange(len(runs), device=device) - offsets[mask_of]) % 2  # foreground begins, not ends
     change(words, mask_of[:, None], row[:, None], column, torch.where(inside, 2 * odd[:, None] - 1, 0))
 
@@ -175,6 +191,7 @@ def fill_axes(
     column = torch.arange(width, device=device)
     read = (2 * column + 1) * columns.numerator[:, None] // columns.denominator[:, None]
     seen = read < columns.source[:, None]
+    read = torch.where(mirror[:, None] & seen, columns.source[:, None] - 1 - read, read)
     top = before[:, None] + read * rows.source[:, None]
     change(
         words, masks[:, None], torch.zeros_like(top), column, (seen & foreground(ends, offsets, top)).long()
@@ -186,7 +203,7 @@ def fill_axes(
 
     torch.cumsum(words, 1, out=words)
     if not whole:
-        pixels.copy_(words.view(torch.uint8)[:, :, :width])
+        out.copy_(words.view(torch.uint8)[:, :, :width])
     return out
 
 
@@ -203,18 +220,27 @@ def foreground(ends: Tensor, offsets: Tensor, positions: Tensor) -> Tensor:
     return (run - offsets[:-1, None]) % 2 == 1
 
 
+def flips(flip: Flip, count: int, device: torch.device) -> Tensor:
+    """The flip of every mask, bool [N] on the device."""
+    if not isinstance(flip, Tensor):
+        return torch.full((count,), bool(flip), device=device)
+    if flip.shape != (count,) or flip.dtype != torch.bool:
+        raise ValueError(f"flip must be a bool or bool [{count}], got {flip.dtype} {list(flip.shape)}")
+    return flip.to(device, non_blocking=True)
+
+
 def buffer(
     shape: tuple[int, int, int], out: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """`out` if it fits, or a new tensor."""
     if out is None:
-        if dtype not in (torch.uint8, torch.bool):
-            raise ValueError(f"dtype must be torch.uint8 or torch.bool, got {dtype}")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be torch.uint8, bool, bfloat16 or float32, got {dtype}")
         return torch.empty(shape, dtype=dtype, device=device)
     if out.shape != shape:
         raise ValueError(f"out must have shape {list(shape)}, got {list(out.shape)}")
-    if out.dtype not in (torch.uint8, torch.bool):
-        raise ValueError(f"out must be uint8 or bool, got {out.dtype}")
+    if out.dtype not in DTYPES:
+        raise ValueError(f"out must be uint8, bool, bfloat16 or float32, got {out.dtype}")
     if out.device != device or not out.is_contiguous():
         raise ValueError(f"out must be contiguous and on {device}")
     return out

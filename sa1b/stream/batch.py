@@ -2,6 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
@@ -74,9 +78,10 @@ class RaggedMasks(_Tensors):
         """
         size = size or self.image_size
         if self.runs.device.type != "cpu":
-            return raster_torch.rasterize_frame(
+            pixels: Tensor = _back_end().rasterize_frame(
                 self.runs, self.offsets, self.sizes[:, 0], self.sizes[:, 1], self.image_size, size, out=out
             )
+            return pixels
         if out is None:
             out = torch.empty((len(self), size, size), dtype=torch.uint8)
         # The compiled raster takes the masks of one image at a time; they lie together.
@@ -160,6 +165,14 @@ def collate(images: Tensor, samples: Sequence[SampleMasks], valid: Sequence[bool
 def _joined(arrays: list[Any], dtype: Any, width: int | None = None) -> Tensor:
     empty = np.zeros((0,) if width is None else (0, width), dtype)
     return torch.from_numpy(np.concatenate([empty, *arrays]))
+
+
+@cache
+def _back_end() -> ModuleType:
+    """Triton's kernels where they are, else plain torch: the same bits."""
+    if find_spec("triton") is None:
+        return raster_torch
+    return import_module("sa1b.masks.raster_triton")
 
 
 def _recorded(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:

@@ -141,7 +141,7 @@ def test_a_wrong_buffer_is_named():
             raster.rasterize(runs, out=out)
     for out, message in (
         (torch.zeros((2, 4, 3), dtype=torch.uint8), r"out must have shape \[2, 3, 4\], got \[2, 4, 3\]"),
-        (torch.zeros((2, 3, 4), dtype=torch.int8), "out must be uint8 or bool"),
+        (torch.zeros((2, 3, 4), dtype=torch.int8), "out must be uint8, bool, bfloat16 or float32"),
         (torch.zeros((2, 3, 8), dtype=torch.uint8)[:, :, ::2], "out must be contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -152,8 +152,10 @@ def test_other_arguments_are_checked():
     runs = to_runs(np.ones((2, 3, 4), np.bool_))
     with pytest.raises(ValueError, match="dtype must be uint8 or bool, got float32"):
         raster.rasterize(runs, dtype=np.float32)
-    with pytest.raises(ValueError, match=r"dtype must be torch.uint8 or torch.bool, got torch.float32"):
-        raster_torch.rasterize(*tensors(runs), 3, 4, 3, 4, dtype=torch.float32)
+    with pytest.raises(
+        ValueError, match=r"dtype must be torch.uint8, bool, bfloat16 or float32, got torch.float64"
+    ):
+        raster_torch.rasterize(*tensors(runs), 3, 4, 3, 4, dtype=torch.float64)
     with pytest.raises(IndexError):
         raster.rasterize(runs, select=[2])
     for size in ((0, 4), (3, -1), (2.5, 3)):

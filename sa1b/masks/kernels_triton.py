@@ -1,0 +1,273 @@
+"""The Triton kernels of sa1b.masks.raster_triton, which says how they work together and what they cost.
+
+They read the source by the rule of sa1b.masks.grid, in int64. A key is source column * height + raster row:
+that of a source position has the first row that reads its pixel or one below, so keys ascend with positions,
+and pixel [row, column] is foreground in the run that has start key <= its own key < stop key.
+
+Loops whose bounds are loaded are `while` loops: Triton 3.6's interpreter cannot take a loaded number as the
+bound of a `range` under numpy 2.4.
+"""
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("masks on a CUDA device need triton: pip install 'sa1b[kernels]'") from error
+
+NEVER = tl.constexpr(2**31 - 1)  # a row below every raster
+COMPILED = not triton.knobs.runtime.interpret  # for a GPU, or else run by Triton's interpreter
+# Arguments whose values and addresses change from batch to batch: no kernel is compiled for one of them.
+VARYING = ["runs", "offsets", "heights", "widths", "flips", "image_size", "height", "width"]
+
+
+@triton.jit
+def axis(
+    source: tl.tensor, longer: tl.tensor, image_size: tl.tensor, target: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Numerator and denominator of the rule; image_size 0 is a plain resize."""
+    taken = tl.maximum((2 * source * image_size + longer) // (2 * longer), 1)
+    return source * tl.maximum(image_size, 1), taken * target * 2
+
+
+@triton.jit
+def before(sources: tl.tensor, numerator: tl.tensor, denominator: tl.tensor) -> tl.tensor:
+    """How many raster pixels of an axis read a source pixel before these."""
+    return (sources * denominator + numerator - 1) // (2 * numerator)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def measure_masks(
+    runs: tl.tensor,
+    offsets: tl.tensor,
+    heights: tl.tensor,
+    widths: tl.tensor,
+    flips: tl.tensor,
+    keys: tl.tensor,
+    places: tl.tensor,
+    image_size: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    SIZES: tl.constexpr,
+    FLIPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Of each mask the keys of its runs' ends, keys int64 [R], and its place, places int64 [N, 8].
+
+    A place: top, bottom, left and right of the mask's box in the raster (all of the mask, nothing beyond the
+    image), numerator and denominator of its columns, and the source column that mirrors column 0, or -1.
+    """
+    mask = tl.program_id(0).to(tl.int64)
+    if SIZES:
+        source_height, source_width = (
+            tl.load(heights + mask).to(tl.int64),
+            tl.load(widths + mask).to(tl.int64),
+        )
+    else:
+        source_height, source_width = heights.to(tl.int64), widths.to(tl.int64)
+    if FLIPS:
+        mirror = tl.where(tl.load(flips + mask) != 0, source_width - 1, -1)
+    else:
+        mirror = tl.where(flips != 0, source_width - 1, -1)
+    longer = tl.maximum(source_height, source_width)
+    row_numerator, row_denominator = axis(source_height, longer, image_size, height)
+    numerator, denominator = axis(source_width, longer, image_size, width)
+
+    start, stop = tl.load(offsets + mask), tl.load(offsets + mask + 1)
+    position = tl.full((), 0, tl.int64)  # where the runs read so far end
+    lasts = tl.zeros((BLOCK,), tl.int64)  # of the source, by place in the block: one fold each, at the end
+    begins = lasts + source_height * source_width
+    tops, bottoms = lasts + source_height, lasts
+    first = start
+    while first < stop:
+        index = first + tl.arange(0, BLOCK)
+        lengths = tl.load(runs + index, mask=index < stop, other=0).to(tl.int64)
+        ends = position + tl.cumsum(lengths, 0)
+        position += tl.sum(lengths, 0)
+        column = ends // source_height
+        row = ends - column * source_height
+        key = column * height + before(row, row_numerator, row_denominator)
+        tl.store(keys + index, key, mask=index < stop)
+
+        filled = ((index - start) % 2 == 1) & (lengths > 0)
+        begins = tl.where(filled, tl.minimum(begins, ends - lengths), begins)
+        lasts = tl.where(filled, tl.maximum(lasts, ends), lasts)
+        bottom = tl.where(row == 0, source_height, row)
+        within = lengths <= bottom  # or else the run lies in several columns and touches top and bottom
+        tops = tl.where(filled, tl.minimum(tops, tl.where(within, bottom - lengths, 0)), tops)
+        bottom = tl.where(within, bottom, source_height)
+        bottoms = tl.where(filled, tl.maximum(bottoms, bottom), bottoms)
+        first += BLOCK
+
+    top = before(tl.min(tops, 0), row_numerator, row_denominator)
+    bottom = before(tl.max(bottoms, 0), row_numerator, row_denominator)
+    left = tl.min(begins, 0) // source_height
+    right = (tl.max(lasts, 0) + source_height - 1) // source_height
+    mirrored = mirror + 1 - left
+    left = before(tl.where(mirror < 0, left, mirror + 1 - right), numerator, denominator)
+    right = before(tl.where(mirror < 0, right, mirrored), numerator, denominator)
+    places += 8 * mask
+    tl.store(places, tl.maximum(top, 0))
+    tl.store(places + 1, tl.minimum(bottom, height))
+    tl.store(places + 2, tl.maximum(left, 0))
+    tl.store(places + 3, tl.minimum(right, width))
+    tl.store(places + 4, numerator)
+    tl.store(places + 5, denominator)
+    tl.store(places + 6, mirror)
+
+
+@triton.jit
+def following(
+    keys: tl.tensor, run: tl.tensor, count: tl.tensor, base: tl.tensor, bottom: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """The raster rows start <= row < stop of a foreground run in each column; NEVER where it has none."""
+    place = keys + 2 * run.to(tl.int64)
+    start = tl.load(place, mask=run < count, other=0) - base
+    stop = tl.load(place + 1, mask=run < count, other=0) - base
+    here = (run < count) & (start < bottom)
+    start = tl.where(here, tl.maximum(start, 0), NEVER).to(tl.int32)
+    stop = tl.where(here, tl.minimum(stop, bottom), NEVER).to(tl.int32)
+    return start, stop
+
+
+@triton.jit
+def store(
+    pixels: tl.tensor,
+    values: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    limit_row: tl.tensor,
+    limit_column: tl.tensor,
+    width: tl.tensor,
+) -> None:
+    place = row[:, None].to(tl.int64) * width + column[None, :]
+    writable = (row[:, None] < limit_row) & (column[None, :] < limit_column)
+    tl.store(pixels + place, values.to(pixels.dtype.element_ty), mask=writable)
+
+
+@triton.jit
+def draw(
+    offsets: tl.tensor,
+    place: tl.tensor,
+    keys: tl.tensor,
+    pixels: tl.tensor,
+    top: tl.tensor,
+    column: tl.tensor,
+    limit_row: tl.tensor,
+    limit_column: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ONE: tl.constexpr,
+) -> None:
+    """Write ROWS rows from `top` of these columns of a mask, but nothing from the limits on."""
+    read = (2 * column.to(tl.int64) + 1) * tl.load(place + 4) // tl.load(place + 5)
+    mirror = tl.load(place + 6)
+    base = tl.where(mirror < 0, read, mirror - read) * height
+
+    first = tl.load(offsets)
+    keys += first
+    count = ((tl.load(offsets + 1) - first) // 2).to(tl.int32)  # of foreground runs
+    bottom = tl.load(place + 1)
+    inside = (column >= tl.load(place + 2)) & (column < tl.load(place + 3))
+
+    # Bisection: in each column the first run that ends behind `top`.
+    run, high = tl.where(inside, 0, count), tl.zeros_like(column) + count
+    span = count
+    while span > 0:
+        middle = run + (high - run) // 2
+        stop = tl.load(keys + 2 * middle.to(tl.int64) + 1, mask=run < high, other=0)
+        behind = stop > base + top
+        run, high = tl.where((run < high) & ~behind, middle + 1, run), tl.where(behind, middle, high)
+        span = span // 2
+
+    start, stop = following(keys, run, count, base, bottom)
+    for step in range(0, ROWS, STEP):
+        row = top + step + tl.arange(0, STEP)
+        filled = (row[:, None] >= start[None, :]) & (row[:, None] < stop[None, :])
+        passed = stop <= top + step + STEP
+        while tl.max(passed.to(tl.int32), 0) > 0:
+            run += passed.to(tl.int32)
+            start, stop = following(keys, run, count, base, bottom)
+            filled |= (row[:, None] >= start[None, :]) & (row[:, None] < stop[None, :])
+            passed = stop <= top + step + STEP
+        store(pixels, tl.where(filled, ONE, 0), row, column, limit_row, limit_column, width)
+
+
+@triton.jit(do_not_specialize=["offsets", "height", "programs"])
+def fill(
+    offsets: tl.tensor,
+    places: tl.tensor,
+    keys: tl.tensor,
+    pixels: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    programs: tl.tensor,
+    CLEARED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ONE: tl.constexpr,
+) -> None:
+    """One of `programs` programs a mask: a tile of it; with CLEARED every programs-th tile of its box."""
+    mask = (tl.program_id(0) // programs).to(tl.int64)
+    tile = tl.program_id(0) % programs
+    offsets += mask
+    pixels += mask * height * width
+    place = places + 8 * mask
+    box_top, box_bottom = tl.load(place).to(tl.int32), tl.load(place + 1).to(tl.int32)
+    box_left, box_right = tl.load(place + 2).to(tl.int32), tl.load(place + 3).to(tl.int32)
+    if CLEARED:
+        box_left = box_left // 16 * 16  # for wide stores
+        box_right = tl.minimum((box_right + 15) // 16 * 16, width)
+        across = tl.cdiv(tl.maximum(box_right - box_left, 0), COLUMNS)
+        down = tl.cdiv(tl.maximum(box_bottom - box_top, 0), ROWS)
+        while tile < across * down:
+            top, column = (
+                box_top + tile // across * ROWS,
+                box_left + tile % across * COLUMNS + tl.arange(0, COLUMNS),
+            )
+            draw(
+                offsets,
+                place,
+                keys,
+                pixels,
+                top,
+                column,
+                box_bottom,
+                box_right,
+                height,
+                width,
+                ROWS,
+                STEP,
+                COLUMNS,
+                ONE,
+            )
+            tile += programs
+    else:
+        across = tl.cdiv(width, COLUMNS)
+        top, left = tile // across * ROWS, tile % across * COLUMNS
+        column = left + tl.arange(0, COLUMNS)
+        beside = (left + COLUMNS <= box_left) | (left >= box_right)
+        if beside | (top + ROWS <= box_top) | (top >= box_bottom):
+            for step in range(0, ROWS, STEP):
+                row = top + step + tl.arange(0, STEP)
+                store(pixels, tl.zeros((STEP, COLUMNS), tl.int32), row, column, height, width, width)
+        else:
+            draw(
+                offsets,
+                place,
+                keys,
+                pixels,
+                top,
+                column,
+                height,
+                width,
+                height,
+                width,
+                ROWS,
+                STEP,
+                COLUMNS,
+                ONE,
+            )

@@ -1,0 +1,182 @@
+"""Masks as pixels on a CUDA device, in Triton: the functions of raster_torch, each pixel written once.
+
+Same arguments, same bits. Needs triton: CUDA builds of torch bring it; else `pip install 'sa1b[kernels]'`.
+
+A raster is row-major, its runs go down columns, and nearly all of it is background: writing it is what costs.
+Two launches (sa1b.masks.kernels_triton):
+
+    measure_masks   One program a mask sums up its runs and turns the end of each into one integer, its key:
+                    source column and raster row. It also finds the box of the mask in the raster.
+    fill            One program a tile of 128 x 256 pixels. Most tiles miss the box: zeros, stored 16 bytes a
+                    thread. In the others each column finds its first run by bisection and follows its runs
+                    down, two comparisons a pixel and run, and rows leave in the same wide stores.
+
+Bytes moved for 16 images of 64 masks at 1024x1024, uint8, where Tensor.zero_() writes 1074 MB, with 330 runs
+a mask and boxes of 1.4 % of an image on average:
+
+    "fused"     the above: 1.4 MB of runs read, 2.7 MB of keys written and read, 1074 MB of pixels    1.01 x
+    "cleared"   zero_() first, then `fill` writes the boxes only: 15 MB more, one launch more         1.02 x
+    (bit masks  a bit a pixel, down the columns, and a second kernel that expands them: 268 MB more   1.25 x)
+
+`DESIGN` picks the first or the second; both are these counts so far, not times. To measure: on a CUDA machine
+`pytest -s benchmarks/test_raster_triton.py` prints the time of both beside zero_() and which constants below
+are best. The wide stores need a width that is a multiple of 16 and an `out` at an address that is one, as any
+tensor of its own is; any other width is right, but written a byte at a time.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from sa1b.masks.kernels_triton import COMPILED, fill, measure_masks
+from sa1b.masks.raster_torch import Flip, Size, buffer, flips, sources
+from sa1b.masks.runs import check_size
+
+DESIGN = "fused"  # or "cleared"
+# Powers of two:
+TILE_ROWS, TILE_COLUMNS = 128, 256  # pixels of the raster that a program writes, at most
+STEP_PIXELS = 4096  # that it holds at a time
+WORKERS = 32  # programs a mask, "cleared" only
+RUNS_BLOCK = 512  # runs that measure_masks reads at a time
+WARPS, RUNS_WARPS = 4, 8
+
+ONES = {torch.uint8: 1, torch.bool: 1, torch.bfloat16: 0x3F80, torch.float32: 0x3F800000}  # bits of a 1
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
+
+
+def rasterize(
+    runs: Tensor,
+    offsets: Tensor,
+    source_height: Size,
+    source_width: Size,
+    height: int,
+    width: int,
+    *,
+    flip: Flip = False,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.uint8,
+) -> Tensor:
+    """Masks resized to height x width, as `sa1b.masks.geometry.resize`.
+
+    Args:
+        runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`, on a CUDA device. Runs of a
+            wrong sum give wrong pixels, but nothing outside `out` is written.
+        offsets: int64 [N + 1], on the same device, used without a look at their values.
+        source_height, source_width: pixels of the image: of all masks, or integers [N] of each, on the CPU or
+            on the device. Sizes on the device are used without a look at their values.
+        height, width: pixels of the raster.
+        flip: mirror the image left to right, all masks or bool [N] each: equals this function on
+            `sa1b.masks.geometry.flip_horizontal` of the runs, bit for bit (see raster_torch).
+        out: buffer to write, [N, height, width] of a dtype below, contiguous, on the same device.
+        dtype: torch.uint8, bool, bfloat16 or float32, of a new buffer.
+
+    Returns:
+        `out`, or a new [N, height, width]: 1 is foreground, 0 background. Nothing waits for the device. With
+        sizes and flips as numbers or on the device nothing is copied to it either, and a CUDA graph can hold
+        the call.
+
+    Raises:
+        SizeError: a size.
+        ValueError: arguments of another shape, type, layout or device; a raster whose longer side is 2**30
+            pixels or, in a frame, 2**30 / image_size.
+    """
+    height, width = check_size(height, width)
+    return launch(runs, offsets, (source_height, source_width), None, (height, width), flip, out, dtype)
+
+
+def rasterize_frame(
+    runs: Tensor,
+    offsets: Tensor,
+    source_height: Size,
+    source_width: Size,
+    image_size: int,
+    size: int,
+    *,
+    flip: Flip = False,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.uint8,
+) -> Tensor:
+    """Masks in the padded square of image_size pixels, seen at size x size, as `sa1b.masks.geometry.frame`.
+
+    Args:
+        image_size: pixels of the square that holds the resized image at its top left.
+        size: pixels of the raster.
+        flip: mirrors the image before it is placed: the padding stays on the right.
+        Others as for `rasterize`; N masks give [N, size, size].
+
+    Raises:
+        As for `rasterize`.
+    """
+    image_size, size = check_size(image_size, size)
+    return launch(runs, offsets, (source_height, source_width), image_size, (size, size), flip, out, dtype)
+
+
+def launch(
+    runs: Tensor,
+    offsets: Tensor,
+    source: tuple[Size, Size],
+    image_size: int | None,
+    target: tuple[int, int],
+    flip: Flip,
+    out: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Both functions above; image_size None is a plain resize."""
+    device, (height, width) = runs.device, target
+    if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
+        raise ValueError("runs must be integers [R] and offsets int64 [N + 1], on the same device")
+    if device.type != "cuda" and COMPILED:
+        raise ValueError(f"the Triton raster needs tensors on a CUDA device, got {device}")
+    if (2 * max(target) + 1) * (image_size or 1) >= 2**31:  # times a source side, below 2**32: int64
+        raise ValueError(f"cannot raster masks at {height} x {width} pixels: the sizes are too large")
+    count, runs, offsets = offsets.numel() - 1, runs.contiguous(), offsets.contiguous()
+    sizes = source_sizes(offsets, *source)
+    many = isinstance(flip, Tensor)
+    mirror = flips(flip, count, device).contiguous().view(torch.uint8) if many else int(flip)
+    out = buffer((count, height, width), out, dtype, device)
+    if count == 0:
+        return out
+
+    keys = torch.empty(len(runs), dtype=torch.int64, device=device)
+    places = torch.empty((count, 8), dtype=torch.int64, device=device)
+    pixels = out.view(WORDS[out.element_size()])
+    columns = min(TILE_COLUMNS, max(32, 1 << (width - 1).bit_length()))
+    step = max(1, STEP_PIXELS // columns)
+    rows = max(step, TILE_ROWS)
+    cleared = DESIGN == "cleared"
+    programs = WORKERS if cleared else -(-height // rows) * -(-width // columns)
+    tiling = {"ROWS": rows, "STEP": step, "COLUMNS": columns, "ONE": ONES[out.dtype], "num_warps": WARPS}
+    reading = {
+        "SIZES": isinstance(sizes[0], Tensor),
+        "FLIPS": many,
+        "BLOCK": RUNS_BLOCK,
+        "num_warps": RUNS_WARPS,
+    }
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        measure_masks[(count,)](
+            runs, offsets, *sizes, mirror, keys, places, image_size or 0, height, width, **reading
+        )
+        if cleared:
+            pixels.zero_()
+        fill[(count * programs,)](
+            offsets, places, keys, pixels, height, width, programs, CLEARED=cleared, **tiling
+        )
+    return out
+
+
+def source_sizes(offsets: Tensor, height: Size, width: Size) -> tuple[Size, Size]:
+    """Height and width of every mask's image: two ints, or two integer tensors [N] on the device."""
+    if not isinstance(height, Tensor) and not isinstance(width, Tensor):
+        return check_size(height, width)
+    count, device = offsets.numel() - 1, offsets.device
+    if not any(isinstance(value, Tensor) and value.device == device for value in (height, width)):
+        both = sources(offsets, height, width).to(device, non_blocking=True)
+        return both[0], both[1]
+    tensors = []
+    for name, value in (("source_height", height), ("source_width", width)):
+        sizes = value if isinstance(value, Tensor) else torch.full((count,), value, device=device)
+        if sizes.shape != (count,) or sizes.is_floating_point():
+            raise ValueError(f"{name} must be an integer or integers [{count}], got {list(sizes.shape)}")
+        tensors.append(sizes.to(device, non_blocking=True).contiguous())
+    return tensors[0], tensors[1]

@@ -1,0 +1,251 @@
+"""The Triton raster: the bits of the CPU raster, in Triton's interpreter and, where there is one, on a GPU."""
+
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sa1b.masks import raster_torch
+from tests.masks.samples import PLAIN, examples, pixel_masks, to_runs
+from tests.masks.triton_cases import DTYPES, check_case, check_odd_cases, draw_masks, join
+
+ROOT = Path(__file__).parents[2]
+
+with_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="no triton: pip install --no-deps triton==3.6.0 (beside a CPU build of torch)",
+)
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def python(*arguments, **environment):
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@with_triton
+def test_the_interpreter_gives_the_bits_of_the_cpu():
+    told = python("-m", "tests.masks.triton_cases", "0", "20" if PLAIN else "50", TRITON_INTERPRET="1")
+    assert "cases" in told
+
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sa1b.masks.kernels_triton import fill, measure_masks
+
+def ptx(kernel, types, constants):
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else types[name] for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in ("pixels", "width") if name in names and name not in constants},
+    )
+    return compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+numbers = dict.fromkeys(("heights", "widths", "flips", "image_size", "height", "width", "programs"), "i32")
+arrays = {"runs": "*u32", "offsets": "*i64", "keys": "*i64", "places": "*i64"}
+ptx(measure_masks, numbers | arrays, {"SIZES": False, "FLIPS": False, "BLOCK": 512})
+ptx(measure_masks, numbers | arrays | {"heights": "*i64", "widths": "*i64", "flips": "*u8"},
+    {"SIZES": True, "FLIPS": True, "BLOCK": 512})
+tile = {"ROWS": 128, "STEP": 16, "COLUMNS": 256}
+ptx(fill, numbers | arrays | {"pixels": "*u8"}, tile | {"ONE": 1, "CLEARED": False, "width": 1})
+ptx(fill, numbers | arrays | {"pixels": "*u8"}, tile | {"ONE": 1, "CLEARED": True, "width": 1})
+for pixel, one in (("*u8", 1), ("*i16", 0x3F80), ("*i32", 0x3F800000)):
+    for cleared in (False, True):
+        text = ptx(fill, numbers | arrays | {"pixels": pixel}, tile | {"ONE": one, "CLEARED": cleared})
+        stores = [line for line in text.splitlines() if "st.global" in line]
+        assert stores
+        assert all("st.global.v4.b32" in line for line in stores), stores
+"""
+
+
+@with_triton
+def test_kernels_compile_for_hopper_and_store_16_bytes_a_thread():
+    python("-c", COMPILE, TRITON_INTERPRET="0")
+
+
+@with_triton
+def test_tensors_on_the_cpu_are_refused():
+    code = (
+        "import torch\n"
+        "from sa1b.masks import raster_triton\n"
+        "try: raster_triton.rasterize(torch.tensor([3, 9]), torch.tensor([0, 2]), 3, 4, 3, 4)\n"
+        "except ValueError as error: print(error)\n"
+    )
+    assert "needs tensors on a CUDA device, got cpu" in python("-c", code, TRITON_INTERPRET="0")
+
+
+@with_triton
+def test_both_back_ends_take_the_same_arguments():
+    from sa1b.masks import raster_triton
+
+    for name in ("rasterize", "rasterize_frame"):
+        assert inspect.signature(getattr(raster_triton, name)) == inspect.signature(
+            getattr(raster_torch, name)
+        )
+
+
+def test_without_triton_the_import_says_what_to_install():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "try: import sa1b.masks.raster_triton\n"
+        "except ImportError as error: print(error)\n"
+    )
+    assert "pip install 'sa1b[kernels]'" in python("-c", code)
+
+
+@examples
+@given(pixel_masks(), st.integers(1, 70), st.integers(1, 70), st.sampled_from(DTYPES), st.data())
+def test_plain_torch_flips_and_takes_every_dtype(masks, height, width, dtype, data):
+    batch = join([to_runs(masks)])
+    flip = np.array(data.draw(st.lists(st.booleans(), min_size=len(masks), max_size=len(masks))), np.bool_)
+    runs = torch.from_numpy(batch.runs.astype(np.int64)), torch.from_numpy(batch.offsets)
+    for name in ("rasterize", "rasterize_frame"):
+        for chosen, given_as in ((flip, torch.from_numpy(flip)), (True, True)):
+            got = getattr(raster_torch, name)(
+                *runs, *masks.shape[1:], height, width, flip=given_as, dtype=dtype
+            )
+            assert got.dtype == dtype
+            np.testing.assert_array_equal(got.float(), batch.expected(name, (height, width), chosen))
+
+
+def test_a_wrong_flip_is_named():
+    for flip in (torch.zeros(2, dtype=torch.bool), torch.zeros(1)):
+        with pytest.raises(ValueError, match=r"flip must be a bool or bool \[1\], got"):
+            raster_torch.rasterize(torch.tensor([3, 9]), torch.tensor([0, 2]), 3, 4, 3, 4, flip=flip)
+
+
+# From here on a GPU is needed; kernels run compiled.
+
+
+@pytest.fixture
+def raster_triton(monkeypatch):
+    from sa1b.masks import raster_triton
+
+    for name in ("DESIGN", "TILE_ROWS", "TILE_COLUMNS", "STEP_PIXELS", "WORKERS", "RUNS_BLOCK"):
+        monkeypatch.setattr(
+            raster_triton, name, getattr(raster_triton, name)
+        )  # what cases change is put back
+    return raster_triton
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Masks of two images at SA-1B's size: outlines, noise, stripes, empty, full."""
+    random = np.random.default_rng(3)
+    images = []
+    for height, width in ((1500, 2250), (2250, 1500)):
+        y, x = np.mgrid[:height, :width]
+        masks = [np.hypot(x - a, 2 * (y - b)) < r for a, b, r in random.uniform(50, 1400, (20, 3))]
+        masks += [
+            random.random((height, width)) < 0.2,
+            y % 2 == 0,
+            x % 2 == 0,
+            y < 0,
+            y >= 0,
+            y == height - 1,
+        ]
+        images.append(to_runs(np.stack(masks)))
+    return join(images)
+
+
+@on_gpu
+@with_triton
+def test_compiled_gives_the_bits_of_the_cpu(raster_triton):
+    for seed in range(150):
+        check_case(seed, "cuda", tiles=((16, 32, 256),))
+    check_odd_cases("cuda", 100_000)
+
+
+@on_gpu
+@with_triton
+@pytest.mark.parametrize("design", ["fused", "cleared"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_masks_at_training_sizes(raster_triton, large, design, dtype):
+    raster_triton.DESIGN = design
+    runs, offsets = torch.from_numpy(large.runs).cuda(), torch.from_numpy(large.offsets).cuda()
+    sources = torch.from_numpy(large.heights).cuda(), torch.from_numpy(large.widths).cuda()
+    on_cpu = [side.cpu() for side in (runs.long(), offsets, *sources)]
+    flip = np.arange(len(large)) % 3 == 0
+    for name, sizes in (
+        ("rasterize_frame", (1024, 1024)),
+        ("rasterize_frame", (1024, 256)),
+        ("rasterize", (683, 1030)),
+    ):
+        expected = getattr(raster_torch, name)(*on_cpu, *sizes, flip=torch.from_numpy(flip)).cuda()
+        out = torch.full(expected.shape, 1, dtype=dtype, device="cuda")
+        getattr(raster_triton, name)(
+            runs, offsets, *sources, *sizes, flip=torch.from_numpy(flip).cuda(), out=out
+        )
+        assert torch.equal(out, expected.to(dtype))
+
+
+@on_gpu
+@with_triton
+@pytest.mark.parametrize("design", ["fused", "cleared"])
+def test_a_raster_of_more_than_2_to_the_32_pixels(raster_triton, design):
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB on the GPU")
+    raster_triton.DESIGN = design
+    batch = join([to_runs(draw_masks(np.random.default_rng(4), 40, 60, 43))])
+    times = 100  # 4300 masks of 1024 x 1024
+    ends = [batch.offsets[1:] + i * len(batch.runs) for i in range(times)]
+    runs = torch.from_numpy(np.tile(batch.runs, times)).cuda()
+    offsets = torch.from_numpy(np.concatenate([[0], *ends])).cuda()
+    expected = torch.from_numpy(batch.expected("rasterize", (1024, 1024), False)).cuda()
+    out = torch.full((43 * times, 1024, 1024), 9, dtype=torch.uint8, device="cuda")
+    raster_triton.rasterize(runs, offsets, 40, 60, 1024, 1024, out=out)
+    assert all(torch.equal(part, expected) for part in out.view(times, 43, 1024, 1024))
+
+
+@on_gpu
+@with_triton
+def test_nothing_waits_for_the_device_and_a_graph_can_hold_the_call(raster_triton, large):
+    runs, offsets = torch.from_numpy(large.runs).cuda(), torch.from_numpy(large.offsets).cuda()
+    sources = torch.from_numpy(large.heights).cuda(), torch.from_numpy(large.widths).cuda()
+    flip = torch.zeros(len(large), dtype=torch.bool, device="cuda")
+    out = torch.empty((len(large), 256, 256), dtype=torch.uint8, device="cuda")
+
+    def call():
+        return raster_triton.rasterize_frame(runs, offsets, *sources, 1024, 256, flip=flip, out=out)
+
+    expected = call().clone()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for _ in range(2):
+        out.fill_(9)
+        graph.replay()
+        assert torch.equal(out, expected)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        out.fill_(9)
+        call()
+    side.synchronize()
+    assert torch.equal(out, expected)

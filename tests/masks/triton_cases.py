@@ -1,0 +1,252 @@
+"""Seeded cases for the Triton raster, each held to the bits of the CPU raster.
+
+`TRITON_INTERPRET=1 python -m tests.masks.triton_cases FIRST STOP` runs the cases of these seeds and the odd ones
+in Triton's interpreter, which has to be chosen before a kernel's module is imported: in a process of its own.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from sa1b.masks import geometry, raster, raster_torch
+from sa1b.masks.runs import Runs
+from tests.masks.samples import to_runs
+
+DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32)
+RUN_TYPES = (np.uint32, np.int32, np.int64)
+# Rows and columns of a tile, pixels of a step. Small ones make many tiles of few pixels.
+TILES = ((128, 256, 4096), (16, 32, 256), (32, 32, 64), (8, 16, 64))
+
+
+def draw_masks(random: np.random.Generator, height: int, width: int, count: int) -> np.ndarray:
+    """bool [N, H, W]: noise, rectangles, runs over columns, single pixels, empty and full."""
+    masks = np.zeros((count, height, width), np.bool_)
+    for mask in masks:
+        match random.choice(["noise", "boxes", "boxes", "columns", "stripes", "corner", "empty", "full"]):
+            case "noise":
+                mask[:] = random.random(mask.shape) < random.choice([0.03, 0.3, 0.97])
+            case "boxes":
+                for _ in range(random.integers(1, 4)):
+                    y, x = random.integers(height), random.integers(width)
+                    mask[y : y + random.integers(1, height + 1), x : x + random.integers(1, width + 1)] ^= (
+                        True
+                    )
+            case "columns":
+                line = np.zeros(height * width, np.bool_)
+                start = random.integers(len(line))
+                line[start : start + random.integers(1, 3 * height + 1)] = True
+                mask[:] = line.reshape(width, height).T
+            case "stripes":
+                mask[random.integers(2) :: 2] = True
+            case "corner":
+                mask[random.choice([0, -1]), random.choice([0, -1])] = True
+            case "full":
+                mask[:] = True
+    return masks
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Masks of several images as the device rasters take them, and as the CPU takes them."""
+
+    images: list[Runs]
+    runs: np.ndarray
+    offsets: np.ndarray
+    heights: np.ndarray
+    widths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.heights)
+
+    def expected(self, name: str, sizes: tuple[int, int], flip: bool | np.ndarray) -> np.ndarray:
+        """uint8 [N, H, W] from sa1b.masks.raster, of mirrored runs where a mask is to be flipped."""
+        function = getattr(raster, name)
+        straight = np.concatenate([function(image, *sizes) for image in self.images])
+        mirrored = np.concatenate(
+            [function(geometry.flip_horizontal(image), *sizes) for image in self.images]
+        )
+        return np.where(np.broadcast_to(flip, len(self))[:, None, None], mirrored, straight)
+
+
+def join(images: list[Runs]) -> Batch:
+    counts = np.concatenate([np.diff(image.offsets) for image in images])
+    lengths = [len(image) for image in images]
+    return Batch(
+        images,
+        np.concatenate([image.runs for image in images]),
+        np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+        np.repeat([image.height for image in images], lengths),
+        np.repeat([image.width for image in images], lengths),
+    )
+
+
+def draw_side(random: np.random.Generator) -> int:
+    return int(
+        random.choice([1, random.integers(1, 6), 16, 32, random.integers(1, 41), random.integers(1, 97)])
+    )
+
+
+def check_case(seed: int, device: str, tiles: tuple[tuple[int, int, int], ...] = TILES) -> int:
+    """One random call of each function; returns how many masks were compared."""
+    from sa1b.masks import raster_triton
+
+    random = np.random.default_rng(seed)
+    tile = tiles[random.integers(len(tiles))]
+    raster_triton.TILE_ROWS, raster_triton.TILE_COLUMNS, raster_triton.STEP_PIXELS = tile
+    raster_triton.DESIGN = ("fused", "cleared")[seed % 2]
+    raster_triton.WORKERS = int(random.choice([1, 3, 8]))
+    raster_triton.RUNS_BLOCK = int(random.choice([16, 512])) if device == "cpu" else 512
+
+    images = []
+    for _ in range(random.integers(1, 4)):
+        height, width = draw_side(random), draw_side(random)
+        masks = draw_masks(random, height, width, int(random.integers(4)))
+        images.append(to_runs(masks, int(random.integers(2**16)) if random.random() < 0.5 else None))
+    one_size = random.random() < 0.4
+    batch = join(images[:1] if one_size else images)
+    runs = torch.from_numpy(batch.runs.astype(RUN_TYPES[random.integers(3)])).to(device)
+    offsets = torch.from_numpy(batch.offsets).to(device)
+    sources = (images[0].height, images[0].width)
+    if not one_size:
+        where, kind = random.choice(["cpu", device]), random.choice(["int32", "int64"])
+        sources = tuple(
+            torch.from_numpy(side.astype(kind)).to(where) for side in (batch.heights, batch.widths)
+        )
+    flip = random.random(len(batch)) < 0.5 if random.random() < 0.5 else bool(random.integers(2))
+    mirror = torch.from_numpy(flip).to(device) if isinstance(flip, np.ndarray) else flip
+
+    for name in ("rasterize", "rasterize_frame"):
+        sizes = draw_side(random), draw_side(random)
+        sizes = tuple(min(size, 4 * tile[1]) for size in sizes)  # the interpreter takes 5 ms a tile
+        dtype = DTYPES[random.integers(4)]
+        expected = batch.expected(name, sizes, flip)
+        arguments = (runs, offsets, *sources, *sizes)
+        if random.random() < 0.5:
+            out = torch.full(expected.shape, 1, dtype=dtype, device=device)
+            got = getattr(raster_triton, name)(*arguments, flip=mirror, out=out)
+            assert got is out
+        else:
+            got = getattr(raster_triton, name)(*arguments, flip=mirror, dtype=dtype)
+        told = f"seed {seed}, {name}, {sizes}, {dtype}, tile {tile}, {raster_triton.DESIGN}"
+        assert got.dtype == dtype, told
+        assert torch.equal(got.cpu().float(), torch.from_numpy(expected).float()), told
+        assert torch.equal(got, getattr(raster_torch, name)(*arguments, flip=mirror, dtype=dtype)), told
+    return 2 * len(batch)
+
+
+def check_a_buffer_anywhere(device: str) -> None:
+    """A buffer that begins at an odd address is written exactly, and nothing beside it."""
+    from sa1b.masks import raster_triton
+
+    masks = draw_masks(np.random.default_rng(1), 20, 32, 3)
+    runs = to_runs(masks)
+    for design in ("fused", "cleared"):
+        raster_triton.DESIGN = design
+        memory = torch.full((3 * 20 * 32 + 8,), 9, dtype=torch.uint8, device=device)
+        out = memory[3:-5].view(3, 20, 32)
+        raster_triton.rasterize(
+            torch.from_numpy(runs.runs).to(device),
+            torch.from_numpy(runs.offsets).to(device),
+            20,
+            32,
+            20,
+            32,
+            out=out,
+        )
+        assert torch.equal(out.cpu(), torch.from_numpy(masks).to(torch.uint8))
+        assert (memory[:3] == 9).all()
+        assert (memory[-5:] == 9).all()
+
+
+def check_runs_that_break_their_promise(device: str) -> None:
+    """Runs of other sums than the source has pixels: the call ends, and writes 0 and 1 into its buffer only."""
+    from sa1b.masks import raster_triton
+
+    broken = ([1, 5, 2**32 - 1, 2**32 - 1, 3], [], [7], [0, 2**32 - 1], [0, 0, 0, 0], [3, 2])
+    offsets = np.cumsum([0, *map(len, broken)])
+    runs = torch.from_numpy(np.array([run for mask in broken for run in mask], np.uint32)).to(device)
+    for design in ("fused", "cleared"):
+        raster_triton.DESIGN = design
+        memory = torch.full(((len(broken) + 2) * 144,), 9, dtype=torch.uint8, device=device)
+        out = memory[144:-144].view(len(broken), 12, 12)
+        raster_triton.rasterize(runs, torch.from_numpy(offsets).to(device), 3, 4, 12, 12, flip=True, out=out)
+        assert (out <= 1).all()
+        assert (memory[:144] == 9).all()
+        assert (memory[-144:] == 9).all()
+
+
+def check_no_masks(device: str) -> None:
+    from sa1b.masks import raster_triton
+
+    runs = torch.empty(0, dtype=torch.int32, device=device)
+    offsets = torch.zeros(1, dtype=torch.int64, device=device)
+    sizes = torch.empty(0, dtype=torch.int64)
+    assert raster_triton.rasterize(runs, offsets, 3, 4, 5, 6).shape == (0, 5, 6)
+    assert raster_triton.rasterize_frame(runs, offsets, sizes, sizes, 64, 16).shape == (0, 16, 16)
+
+
+def check_many_masks(device: str, count: int) -> None:
+    """More masks than a grid's second axis takes programs, on a GPU."""
+    from sa1b.masks import raster_triton
+
+    batch = join([to_runs(draw_masks(np.random.default_rng(2), 9, 7, 24))])
+    times = -(-count // 24)
+    ends = [batch.offsets[1:] + i * len(batch.runs) for i in range(times)]
+    runs = torch.from_numpy(np.tile(batch.runs, times)).to(device)
+    offsets = torch.from_numpy(np.concatenate([[0], *ends])).to(device)
+    expected = torch.from_numpy(batch.expected("rasterize", (8, 16), False)).to(device)
+    for design in ("fused", "cleared"):
+        raster_triton.DESIGN = design
+        got = raster_triton.rasterize(runs, offsets, 9, 7, 8, 16)
+        assert (got.view(times, 24, 8, 16) == expected).all()
+
+
+def check_arguments(device: str) -> None:
+    """What cannot be right is refused by name."""
+    from sa1b.masks import raster_triton
+
+    runs = torch.tensor([3, 9, 12], dtype=torch.int32, device=device)
+    offsets = torch.tensor([0, 2, 3], device=device)
+    sides = torch.tensor([3, 3], device=device)
+    cases = (
+        ((runs, offsets, 3, 4, 0, 4), {}, "must be at least 1"),
+        ((runs, offsets, 0, 4, 3, 4), {}, "must be at least 1"),
+        ((runs, offsets, 3, 4, 2**30, 1), {}, "sizes are too large"),
+        (
+            (runs, offsets, sides[:1], 4, 3, 4),
+            {},
+            "source_height must be an integer or integers [2], got [1]",
+        ),
+        ((runs, offsets, 3, sides.float(), 3, 4), {}, "source_width must be an integer"),
+        ((runs.float(), offsets, 3, 4, 3, 4), {}, "runs must be integers"),
+        ((runs, offsets.int(), 3, 4, 3, 4), {}, "offsets int64"),
+        ((runs, offsets, 3, 4, 3, 4), {"dtype": torch.float64}, "got torch.float64"),
+        (
+            (runs, offsets, 3, 4, 3, 4),
+            {"flip": sides},
+            "flip must be a bool or bool [2], got torch.int64 [2]",
+        ),
+        ((runs, offsets, 3, 4, 3, 4), {"out": torch.empty((2, 4, 3), device=device)}, "got [2, 4, 3]"),
+    )
+    for arguments, options, message in cases:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            raster_triton.rasterize(*arguments, **options)
+
+
+def check_odd_cases(device: str, many: int) -> None:
+    check_a_buffer_anywhere(device)
+    check_runs_that_break_their_promise(device)
+    check_no_masks(device)
+    check_many_masks(device, many)
+    check_arguments(device)
+
+
+if __name__ == "__main__":
+    first, stop = map(int, sys.argv[1:])
+    compared = sum(check_case(seed, "cpu") for seed in range(first, stop))
+    check_odd_cases("cpu", 96)
+    print(f"{stop - first} cases, {compared} masks")
