@@ -1,7 +1,7 @@
 """The stream beside the JPEG decoder alone: images a second, one core unless said otherwise.
 
-`pytest benchmarks/test_stream.py -s` prints images/s and ratios. The decoder alone decodes the same files at the
-same DCT scale and resizes them into the same buffer, nothing else.
+`pytest benchmarks/test_stream.py -s` prints images/s and ratios. The decoder alone decodes the same files
+at the same DCT scale and resizes them into the same buffer, nothing else.
 """
 
 import os
@@ -106,4 +106,5 @@ def test_loader(benchmark: BenchmarkFixture, roots: dict[str, Path], threads: in
         batches.close()
 
     benchmark.pedantic(run, rounds=7, warmup_rounds=1)
-    report(benchmark, f"loader, {threads} threads", "loader, 1 threads" if threads > 1 else "decoder, original")
+    beside = "loader, 1 threads" if threads > 1 else "decoder, original"
+    report(benchmark, f"loader, {threads} threads", beside)
