@@ -1,1 +1,1 @@
-"""How bytes are read and published. Local files; object stores take their place behind the same names."""
+"""How bytes are read and published: checked ranges of files and objects, copies per machine, atomic files."""

@@ -42,16 +42,19 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
+def lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on a folder; it ends with the process, however that ends.
 
+    Args:
+        wait: until it is free, however long that takes.
+
     Raises:
-        LockedError: another process holds it.
+        LockedError: another process holds it, and `wait` is False.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise LockedError(f"{folder} is in use by another process; wait for it or stop it") from None
         yield

@@ -1,0 +1,136 @@
+"""Large objects of a URL root, fetched once per machine and shared by all its processes.
+
+    FOLDER/<sha256>/samples.bin
+
+A copy lies under its digest, so it never goes stale; it is read and hashed whole before it is handed out
+(0.3 s for the 400 MB of all of SA-1B), so it is never wrong. One process fetches, under a lock that the
+system frees when it dies; the others wait. Nothing is evicted: a table takes 36 bytes a sample, and its
+folder may be removed at any time.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sa1b.storage.failure import DamageError, StorageError
+from sa1b.storage.publish import LockedError, lock, publish
+from sa1b.storage.reader import PIECE, Reader, pieces_of
+
+_PARTIAL = ".partial"
+_AHEAD = 8  # pieces in memory: 64 MiB
+
+
+def default_folder() -> Path:
+    """Where copies lie if nobody says: $XDG_CACHE_HOME/sa1b, else sa1b-<user id> in the temporary folder.
+
+    Not the home folder, which machines often share: a copy per machine is what makes mapping it fast.
+    """
+    home = os.environ.get("XDG_CACHE_HOME")
+    return Path(home) / "sa1b" if home else Path(tempfile.gettempdir()) / f"sa1b-{os.getuid()}"
+
+
+def fetch_once(reader: Reader, name: str, digest: str, cache: Path | None = None) -> Path:
+    """A local file with the bytes of an object; of a local root, the file itself, unchecked.
+
+    May be called by any number of processes at a time: one of them downloads.
+
+    Args:
+        reader: where the object lies.
+        name: of the object, relative to the reader's root.
+        digest: sha256 of its bytes, in hexadecimal.
+        cache: folder for copies; default_folder() if not given.
+
+    Raises:
+        DamageError: the object has another digest.
+        OSError: the cache cannot be written; the message names the file.
+        as Reader.read_range does.
+    """
+    if reader.is_local:
+        return Path(reader.url(name))
+    if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+        raise ValueError(f"{digest!r} is no sha256 in hexadecimal")
+    if cache is None:
+        cache = default_folder()
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if cache.stat().st_uid != os.getuid():  # the temporary folder is open to everyone
+            raise StorageError(f"{cache} belongs to another user; name a cache folder of yours")
+    folder = cache / digest
+    final = folder / Path(name).name
+    if _digest(final) == digest:
+        return final
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock(folder, wait=True):
+        if _digest(final) != digest:  # nobody else has fetched it meanwhile
+            _sweep(cache)
+            _fetch(reader, name, digest, folder, final)
+    return final
+
+
+def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) -> None:
+    """Download, verify and publish, under the lock of the folder."""
+    for stale in folder.iterdir():
+        stale.unlink()
+    partial = folder / _PARTIAL
+    try:
+        with _naming(partial), partial.open("w+b") as file:
+            size = reader.size(name)
+            sha256 = hashlib.sha256()
+            for data in reader.read_ranges(pieces_of(name, size), ahead=_AHEAD):
+                file.write(data)
+                sha256.update(data)
+            found = sha256.hexdigest()
+            if found != digest:
+                # Stored so, or flipped on the way: a piece counts once two reads of it agree.
+                sha256 = hashlib.sha256()
+                for start in range(0, size, PIECE):
+                    file.seek(start)
+                    data = file.read(PIECE)
+                    data = reader.read_agreed(name, start, len(data), data)
+                    file.seek(start)
+                    file.write(data)
+                    sha256.update(data)
+                found = sha256.hexdigest()
+            if found != digest:
+                raise DamageError(
+                    f"{reader.url(name)}: sha256 {found}, {digest} expected: damaged, or "
+                    "replaced since its digest was written down",
+                    url=reader.url(name),
+                    length=size,
+                    expected=digest,
+                    found=found,
+                )
+            file.flush()
+            os.fsync(file.fileno())
+        publish(partial, final)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _digest(path: Path) -> str | None:
+    """sha256 of a file in hexadecimal, None where there is none."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed downloads of other objects left behind."""
+    for partial in cache.glob(f"*/{_PARTIAL}"):
+        with contextlib.suppress(LockedError, OSError), lock(partial.parent):
+            partial.unlink()
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have an error of the disk name the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise

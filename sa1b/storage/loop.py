@@ -1,0 +1,105 @@
+"""An event loop in a thread of its own, and what becomes of it in a forked child.
+
+The child inherits the objects, but not the thread. Sockets and epoll set are shared with the parent: a
+transport that is collected in the child would take its socket out of the set that the parent waits on, or
+say goodbye on it. So the child puts /dev/null in the place of every inherited connection and an empty set in
+the place of the epoll set. It also holds none of the parent's connections open that way.
+"""
+
+import asyncio
+import os
+import selectors
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_CLOSING = 5.0  # seconds that the last work of a loop gets
+
+
+class Loop:
+    """Runs coroutines for other threads of the process that made it."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._last: Coroutine[Any, Any, None] | None = None
+        self._thread = threading.Thread(target=self._run, name="sa1b-storage", daemon=True)
+        _loops[id(self)] = self
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Begin a coroutine. Not to be called while `close` is."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Cancel what runs, run `last`, end the thread.
+
+        Nothing happens in a process that inherited the loop.
+        """
+        if _loops.pop(id(self), None) is None:
+            last.close()
+            return
+        self._last = last
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:  # the garbage collector calls from anywhere
+            self._thread.join(2 * _CLOSING)
+
+    def let_go(self) -> None:
+        """In a forked child: part from what the parent still uses."""
+        fresh = selectors.DefaultSelector()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in list(self._selector.get_map()):
+            if isinstance(descriptor, int):
+                os.dup2(nothing, descriptor, inheritable=False)
+        os.dup2(fresh.fileno(), self._selector.fileno(), inheritable=False)
+        self._loop.set_exception_handler(_silence)  # "unclosed", which is right
+        os.close(nothing)
+        fresh.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._end())
+        finally:
+            self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSING)
+        for last in (self._last, self._loop.shutdown_default_executor()):
+            if last is not None:
+                await asyncio.wait({asyncio.ensure_future(last)}, timeout=_CLOSING)
+
+
+def _silence(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An exception handler that says nothing."""
+
+
+_forks = [0]
+_loops: dict[int, Loop] = {}
+_inherited: list[Loop] = []
+
+
+def generation() -> int:
+    """How many forks lie between the process that imported this and the one that asks.
+
+    What belongs to one process is kept under this number, not under the process id, which may return.
+    """
+    return _forks[0]
+
+
+def _after_fork() -> None:
+    _forks[0] += 1
+    for loop in _loops.values():
+        loop.let_go()
+    _inherited.extend(_loops.values())  # never collected: a loop that was not closed complains when it is
+    _loops.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

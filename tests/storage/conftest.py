@@ -1,0 +1,64 @@
+"""A folder of objects, and the small range server over it."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+
+from sa1b.storage.patience import Patience
+from sa1b.storage.reader import Range
+from tests.storage.service import Service
+
+SIZE = 4_000_000
+HASTY = Patience(deadline=60, attempt=0.6, first_wait=0.02, longest_wait=0.2)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ceph: needs Ceph's gateway on this machine; takes a minute or two")
+
+
+@dataclass(frozen=True)
+class Store:
+    """Objects below FOLDER/data, served as s3://data."""
+
+    folder: Path
+    port: int
+    service: Service
+
+    def options(self, port: int | None = None) -> dict[str, Any]:
+        return {"anon": True, "endpoint_url": f"http://127.0.0.1:{port or self.port}"}
+
+    def bytes(self, name: str = "a.bin") -> bytes:
+        return (self.folder / "data" / name).read_bytes()
+
+    def ranges(self, count: int, seed: int = 0, longest: int = 60_000, name: str = "a.bin") -> list[Range]:
+        """Random ranges of an object with their crc32c."""
+        draws = random.Random(seed)
+        data = self.bytes(name)
+        found = []
+        for _ in range(count):
+            length = draws.randrange(1, longest)
+            start = draws.randrange(len(data) - length + 1)
+            found.append(Range(name, start, length, int(google_crc32c.value(data[start : start + length]))))
+        return found
+
+    def slices(self, ranges: list[Range]) -> list[bytes]:
+        """What the ranges hold, read by plain means."""
+        data = {name: self.bytes(name) for name in {item.name for item in ranges}}
+        return [data[item.name][item.start : item.start + item.length] for item in ranges]
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    folder = tmp_path_factory.mktemp("store")
+    for bucket in ("data", "denied", "norange", "brief"):
+        (folder / bucket / "deep").mkdir(parents=True)
+        (folder / bucket / "a.bin").write_bytes(random.Random(1).randbytes(SIZE))
+        (folder / bucket / "deep" / "b c+ü.bin").write_bytes(random.Random(2).randbytes(50_000))
+        (folder / bucket / "empty.bin").write_bytes(b"")
+    with Service("range_server", folder) as service:
+        yield Store(folder, service.port, service)

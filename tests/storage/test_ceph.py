@@ -1,0 +1,172 @@
+"""Against a production object store on this machine: Ceph's gateway, with real signatures.
+
+`pytest -m ceph`; skipped where the programs are not installed.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+import google_crc32c
+import pytest
+
+from sa1b.storage.cache import fetch_once
+from sa1b.storage.failure import DamageError, DeniedError, MissingError, UnavailableError
+from sa1b.storage.patience import Patience
+from sa1b.storage.reader import Range, Reader
+from tests.storage import ceph
+from tests.storage.conftest import HASTY
+from tests.storage.service import Service
+
+pytestmark = [
+    pytest.mark.ceph,
+    pytest.mark.skipif(bool(ceph.missing()), reason=f"no {', '.join(ceph.missing())}: {ceph.INSTALL}"),
+]
+SIZE = 64_000_000
+
+
+@dataclass(frozen=True)
+class Objects:
+    gateway: ceph.Gateway
+    data: bytes
+
+    def ranges(self, count: int, seed: int, longest: int = 100_000) -> list[Range]:
+        draws = random.Random(seed)
+        found = []
+        for _ in range(count):
+            length = draws.randrange(1, longest)
+            start = draws.randrange(SIZE - length)
+            crc = int(google_crc32c.value(self.data[start : start + length]))
+            found.append(Range("a.tar", start, length, crc))
+        return found
+
+    def slices(self, ranges: list[Range]) -> list[bytes]:
+        return [self.data[item.start : item.start + item.length] for item in ranges]
+
+
+@pytest.fixture(scope="module")
+def objects() -> Iterator[Objects]:
+    began = time.monotonic()
+    with ceph.Gateway() as gateway:
+        print(f"\nCeph's gateway is up in {time.monotonic() - began:.1f} s")
+        system = fsspec.filesystem("s3", **gateway.options, skip_instance_cache=True)
+        system.mkdir("bucket")
+        data = random.Random(0).randbytes(SIZE)
+        system.pipe_file("bucket/root/a.tar", data)
+        yield Objects(gateway, data)
+        folder = gateway.folder
+    assert not folder.exists()
+    assert not ceph.processes_below(folder)
+
+
+def test_ranges_one_by_one_and_at_once(objects: Objects) -> None:
+    ranges = objects.ranges(200, seed=1)
+    with Reader("s3://bucket/root", options=objects.gateway.options) as reader:
+        assert [reader.read_range(r.name, r.start, r.length, r.crc) for r in ranges] == objects.slices(ranges)
+        assert list(reader.read_ranges(ranges)) == objects.slices(ranges)
+        assert reader.size("a.tar") == SIZE
+        assert reader.counters().faults == 0
+
+
+def test_answers_are_told_apart(objects: Objects) -> None:
+    with Reader("s3://bucket/root", options=objects.gateway.options) as reader:
+        with pytest.raises(MissingError):
+            reader.read_range("none.tar", 0, 10)
+        for start in (SIZE - 5, SIZE, SIZE + 5):
+            with pytest.raises(DamageError, match="ends at byte 64,000,000"):
+                reader.read_range("a.tar", start, 10)
+        with pytest.raises(DamageError, match="crc32c"):
+            reader.read_range("a.tar", 0, 10, 1)
+    with Reader("s3://nobucket", options=objects.gateway.options) as reader, pytest.raises(MissingError):
+        reader.read_range("a.tar", 0, 10)
+    for wrong in ({"secret": "wrong"}, {"key": "NOBODY"}):
+        options = {**objects.gateway.options, **wrong}
+        with Reader("s3://bucket/root", options=options) as reader, pytest.raises(DeniedError):
+            reader.read_range("a.tar", 0, 10)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
+def test_faults_in_between_change_nothing(objects: Objects, rate: float) -> None:
+    ranges = objects.ranges(600, seed=2)
+    with (
+        Service("fault_proxy", objects.gateway.port, 9, rate) as proxy,
+        Reader(
+            "s3://bucket/root",
+            options={**objects.gateway.options, "endpoint_url": proxy.url},
+            patience=HASTY,
+        ) as reader,
+    ):
+        began = time.monotonic()
+        assert list(reader.read_ranges(ranges, ahead=100)) == objects.slices(ranges)
+        log = proxy.ask({"do": "log"})
+        print(
+            f"\n{rate:.0%}: {len(log['faults'])} faults in {log['requests']} requests, 0 of 600 wrong, ",
+            end="",
+        )
+        print(f"{time.monotonic() - began:.1f} s; {reader.counters()}")
+        assert len(log["faults"]) >= 600 * rate / 2
+
+
+def test_a_table_is_fetched_once(objects: Objects, tmp_path: Path) -> None:
+    import hashlib
+
+    digest = hashlib.sha256(objects.data).hexdigest()
+    with Reader("s3://bucket/root", options=objects.gateway.options) as reader:
+        began = time.monotonic()
+        path = fetch_once(reader, "a.tar", digest, tmp_path)
+        took = time.monotonic() - began
+        assert path.read_bytes() == objects.data
+        print(f"\nfetched {SIZE / 1e6:.0f} MB at {SIZE / 1e6 / took:.0f} MB/s, hashed and flushed")
+
+
+def killed(objects: Objects, seconds: float, patience: Patience) -> None:
+    """Read on while the gateway is killed and started again."""
+    ranges = objects.ranges(800, seed=3)
+    found: list[bytes] = []
+    began = time.monotonic()
+    with Reader("s3://bucket/root", options=objects.gateway.options, patience=patience) as reader:
+        reads = threading.Thread(target=lambda: found.extend(reader.read_ranges(ranges)))
+        reads.start()
+        ceph.wait_for(lambda: reader.counters().reads > 100, "the first ranges")
+        objects.gateway.kill_gateway()
+        time.sleep(seconds)
+        objects.gateway.start_gateway()  # by the main thread: daemons end with the thread that started them
+        reads.join(90)
+        assert found == objects.slices(ranges)
+        assert reader.counters().resets > 10
+        print(f"\ngateway away for {seconds:g} s: {time.monotonic() - began:.1f} s; {reader.counters()}")
+
+
+def test_a_killed_gateway_is_waited_for(objects: Objects) -> None:
+    killed(objects, 3, HASTY)
+
+
+@pytest.mark.slow
+def test_a_gateway_killed_for_a_minute_is_waited_for(objects: Objects) -> None:
+    killed(objects, 60, Patience())
+
+
+def test_a_store_that_throttles_is_read_to_the_end() -> None:
+    throttle = "rgw scheduler type = throttler\nrgw max concurrent requests = 2"
+    with ceph.Gateway(throttle) as gateway:
+        system = fsspec.filesystem("s3", **gateway.options, skip_instance_cache=True)
+        system.mkdir("bucket")
+        data = random.Random(0).randbytes(8_000_000)
+        system.pipe_file("bucket/a.tar", data)
+        ranges = [Range("a.tar", 4000 * i, 500_000) for i in range(400)]
+        options = {**gateway.options}
+        with Reader("s3://bucket", options=options, attempts_in_flight=32, patience=HASTY) as reader:
+            for item, found in zip(ranges, reader.read_ranges(ranges), strict=True):
+                assert found == data[item.start : item.start + item.length]
+            print(f"\nthrottled gateway: {reader.counters()}")
+            assert reader.counters().throttled > 0
+        gateway.kill_gateway()
+        with (
+            Reader("s3://bucket", options=options, deadline=1) as reader,
+            pytest.raises(UnavailableError, match="s3://bucket/a.tar"),
+        ):
+            reader.read_range("a.tar", 0, 10)
