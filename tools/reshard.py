@@ -3,8 +3,8 @@
 Example: python tools/reshard.py sa_000020.tar sa_000021.tar --out shards --workers 4
 
 Run the same command again after any interruption: finished sources are recognised and only what is missing
-is done. Exit code 0: everything is in; 3: everything but what is in quarantine; 1: a source is missing;
-2: nothing was done; 130: interrupted.
+is done. Exit code 0: everything is in; 3: finished, but something was refused or part of a source is damaged;
+1: a source is missing; 2: nothing was done; 130: interrupted.
 """
 
 import json
@@ -29,7 +29,8 @@ def main(
     image_size: int | None = None,
     quality: int | None = None,
     keep_json: bool = False,
-    index_runs: bool = True,
+    no_index_runs: bool = False,
+    decode_images: bool = False,
     workers: int = 1,
     spill: Path | None = None,
     md5: Path | None = None,
@@ -49,8 +50,10 @@ def main(
             resolution. Without it the original bytes are kept.
         quality: JPEG quality of re-encoded images, 1 to 100 (95 if not given). Only with --image-size.
         keep_json: Store the annotation files verbatim too. Not needed to get them back exactly.
-        index_runs: Store the decoded masks in the index too (about 26 kB an image): the index files alone
-            are then the annotations of the dataset.
+        no_index_runs: Leave the decoded masks out of the index, about 26 kB an image. With them, the index
+            files alone are the annotations of the dataset.
+        decode_images: Decode every JPEG and refuse those that fail. Slower by 10 ms an image; without it,
+            only damage that the file's markers show is found.
         workers: Sources worked on at a time, each by a process of its own with up to 600 MB of memory.
         spill: Folder for images that wait for their annotation, about a third of a tar per worker.
             Inside --out if not given.
@@ -74,7 +77,7 @@ def main(
     summary = reshard(
         source,
         out,
-        Options(images_per_shard, image_size, quality, keep_json, index_runs),
+        Options(images_per_shard, image_size, quality, keep_json, not no_index_runs, decode_images),
         Policy(on_error == "stop", frozenset(accept), None, spill),
         workers=workers,
         checklist=md5,

@@ -109,7 +109,8 @@ class Dataset:
         Raises:
             KeyError: the root does not hold it.
         """
-        i = int(np.searchsorted(self.table.image_id, np.uint64(image_id)))
+        possible = 0 <= image_id < 2**64
+        i = int(np.searchsorted(self.table.image_id, np.uint64(image_id))) if possible else len(self)
         if i == len(self) or int(self.table.image_id[i]) != image_id:
             raise KeyError(f"image {image_id} is not in {self.root}")
         return i

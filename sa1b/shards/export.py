@@ -25,7 +25,7 @@ from sa1b.shards.dataset import Dataset, Sample, open_dataset
 from sa1b.shards.errors import UsageError
 from sa1b.shards.manifest import DATASET, ManifestError
 from sa1b.shards.shard import SHARD_PREFIX
-from sa1b.storage.publish import flush, lock, publish
+from sa1b.storage.publish import flush, lock, naming, publish
 
 _GZIP_LEVEL = 2  # of isal's 0 to 3; JPEGs hardly shrink at any
 _SHOWN = 5
@@ -184,6 +184,7 @@ def _write(path: Path, dataset: Dataset, rows: Rows, plain: bool, summary: Summa
     aside = path.with_name(f".{path.name}.partial")
     try:
         with (
+            naming(path),
             aside.open("wb") as file,
             _compressed(file, plain) as stream,
             tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar,
@@ -195,8 +196,9 @@ def _write(path: Path, dataset: Dataset, rows: Rows, plain: bool, summary: Summa
                 summary.images += 1
                 summary.masks += len(sample.annotations)
                 bar.update(len(sample.jpeg))
-        flush(aside)
-        publish(aside, path)
+        with naming(path):
+            flush(aside)
+            publish(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 

@@ -68,7 +68,7 @@ def infer_tasks(
     for name, shards in sorted(lost.items()):
         tasks.append(
             Task(
-                source=dict.fromkeys(("name", "kind", "size", "mtime_ns", "sha256")) | {"name": name},
+                source=dict.fromkeys(("name", "kind", "size", "mtime_ns", "sha256", "md5")) | {"name": name},
                 options=options,
                 versions=dict(dataset["versions"]) if dataset else manifest.versions(),
                 shards=[shard.info for shard in shards],

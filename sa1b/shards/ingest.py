@@ -5,7 +5,6 @@ arrives the pair is checked and stored. Everything is written into `.partial/<so
 has ended and every shard has been read back do the files get their names, the task file last.
 """
 
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,24 +14,15 @@ from pathlib import Path
 from sa1b.shards import annotation, jpeg
 from sa1b.shards.errors import BadSample, RefusedError, SourceError, SystematicError
 from sa1b.shards.index import Row
-from sa1b.shards.manifest import (
-    DATASET,
-    PARTIAL,
-    QUARANTINE,
-    SAMPLES,
-    Options,
-    Task,
-    task_path,
-    versions,
-    write_task,
-)
+from sa1b.shards.manifest import LARGEST, PARTIAL, QUARANTINE, Options, Task, versions
 from sa1b.shards.member import Damage, Member
 from sa1b.shards.pairing import MemberPair, Refusal, pair_up
+from sa1b.shards.publication import check_clash, publish_quarantine, publish_task
 from sa1b.shards.quarantine import Quarantine
-from sa1b.shards.shard import SHARD_PREFIX, Pair, ShardInfo, ShardWriter, index_path, seal
+from sa1b.shards.shard import SHARD_PREFIX, Pair, ShardInfo, ShardWriter, seal
 from sa1b.shards.source import Source, SourceReader
 from sa1b.shards.spill import Spill
-from sa1b.storage.publish import flush, publish
+from sa1b.storage.publish import naming
 
 MIN_SYSTEMATIC = 20  # so many bad pairs for one reason, and
 SYSTEMATIC_FRACTION = 0.01  # this part of a source, look like a misunderstanding rather than damage
@@ -69,17 +59,14 @@ class Counts:
     doubtful: int = 0
 
 
-_LARGEST = ("masks", "runs", "rle_bytes", "jpg_bytes", "masks_bytes")
-
-
 @dataclass(slots=True)
 class _Largest:
-    values: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LARGEST, 0))
+    values: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LARGEST, 0))
 
     def see(self, row: Row) -> None:
         annotations = row.annotations
         found = (len(annotations), len(row.runs.runs), len(annotations.rle), row.jpg_bytes, row.masks_bytes)
-        for name, value in zip(_LARGEST, found, strict=True):
+        for name, value in zip(LARGEST, found, strict=True):
             self.values[name] = max(self.values[name], value)
 
 
@@ -106,12 +93,14 @@ def ingest(
         shutil.rmtree(folder, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        with ThreadPoolExecutor(1) as sealer:
+        with naming(root), ThreadPoolExecutor(1) as sealer:
             task = _Ingest(source, aside, spill, options, policy, report, sealer).run()
-        _publish(task, aside, root)
-    except OSError as error:
-        if error.filename is None:  # a failed read names its file; a failed write or flush does not
-            raise OSError(error.errno, f"{error.strerror or error}, writing below", str(root)) from error
+        check_clash(task, aside, root)
+        with naming(root):
+            publish_task(task, aside, root)
+    except (SourceError, SystematicError):
+        # What was refused, with reasons and offsets, is what a person looks at now.
+        publish_quarantine(source.name, aside, root)
         raise
     finally:
         for folder in (aside, spill):
@@ -173,6 +162,12 @@ class _Ingest:
                 f"{self.source.path}: md5 is {digests['md5']}, the checklist says {self.policy.md5}; "
                 "download it again"
             )
+        stat = self.source.path.stat()
+        if self.source.kind == "tar" and (stat.st_size, stat.st_mtime_ns) != (
+            self.source.size,
+            self.source.mtime_ns,
+        ):
+            raise SourceError(f"{self.source.path}: changed while it was read; run the same command again")
         self._check_sums()
         self._check_systematic()
         if not shards:
@@ -188,6 +183,7 @@ class _Ingest:
                 "size": source.size,
                 "mtime_ns": source.mtime_ns,
                 "sha256": sha256,
+                "md5": self.policy.md5,
             },
             options=self.options,
             versions=versions(),
@@ -225,7 +221,10 @@ class _Ingest:
                 raise BadSample(
                     "image_size", f"JPEG of {frame.width} x {frame.height}, annotated as {width} x {height}"
                 )
+            jpeg.check_length(frame)
             stored = image.data
+            if self.options.decode_images:
+                jpeg.decode(stored)
             if self.options.image_size is not None:
                 quality = self.options.quality or 95
                 stored, height, width = jpeg.scale_down(stored, self.options.image_size, quality)
@@ -299,25 +298,3 @@ class _Ingest:
     def _problems(self) -> str:
         found = [f"{reason}: {count}" for reason, count in self.quarantine.refused.items()]
         return ", ".join(found + [damage["message"] for damage in self.quarantine.damages]) or "it is empty"
-
-
-def _publish(task: Task, aside: Path, root: Path) -> None:
-    """Name everything, the task file last. What an earlier task of this source left is removed first."""
-    (root / DATASET).unlink(missing_ok=True)
-    (root / SAMPLES).unlink(missing_ok=True)
-    task_path(root, task.name).unlink(missing_ok=True)
-    flush(root)
-    stem = task.name.removeprefix("sa_")
-    names = {shard.name for shard in task.shards}
-    for old in root.glob(f"{SHARD_PREFIX}{stem}-*.tar"):
-        if old.name not in names and re.fullmatch(rf"{SHARD_PREFIX}{re.escape(stem)}-\d+\.tar", old.name):
-            old.unlink()
-            index_path(old).unlink(missing_ok=True)
-    refused = root / QUARANTINE / task.name
-    shutil.rmtree(refused, ignore_errors=True)
-    if (aside / QUARANTINE).exists():
-        publish(aside / QUARANTINE, refused)
-    for shard in task.shards:
-        for path in (aside / shard.name, index_path(aside / shard.name)):
-            publish(path, root / path.name)
-    write_task(root, task)

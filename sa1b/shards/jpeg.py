@@ -19,7 +19,7 @@ from sa1b.shards.errors import BadSample
 MAX_JPEG_BYTES = 32 << 20  # real files: 1 MB on average
 MAX_SEGMENTS = 1000  # real files: 10; each scan of a progressive file costs a decoder a pass over the image
 
-_SOI, _EOI, _SOS = 0xD8, 0xD9, 0xDA
+_SOI, _EOI, _SOS, _DQT, _DHT, _SOF2 = 0xD8, 0xD9, 0xDA, 0xDB, 0xC4, 0xC2
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # C4, C8, CC are no frame headers
 _DECODABLE = {0xC0, 0xC1, 0xC2}  # baseline, extended, progressive; Huffman coded
 # In coded data, ff is followed by 00, a restart marker or a fill byte; anything else ends the scan.
@@ -30,12 +30,14 @@ _ALONE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without a length
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the frame header says: pixels, and how many bytes follow the end of the image."""
+    """What the markers say: pixels, and how many bytes follow the end of the image or hold coded data."""
 
     height: int
     width: int
     components: int
     trailing_bytes: int
+    coded_bytes: int
+    progressive: bool
 
 
 def frame(data: bytes) -> Frame:
@@ -52,7 +54,8 @@ def frame(data: bytes) -> Frame:
     if data[:2] != b"\xff\xd8":
         raise BadSample("not_a_jpeg", f"image begins with {data[:4].hex(' ') or 'nothing'}, not with ff d8")
     found: tuple[int, int, int] | None = None
-    coded = False
+    scans, coded = 0, 0
+    tables: set[int] = set()
     position = 2
     for _ in range(MAX_SEGMENTS):
         if fill := _FILL.match(data, position):
@@ -83,18 +86,36 @@ def frame(data: bytes) -> Frame:
             if found is not None:
                 raise BadSample("jpeg_broken", "JPEG has several frame headers")
             found = _frame_header(data, position, marker, length)
+        tables.add(marker)
         if marker == _SOS:
             if found is None:
                 raise BadSample("jpeg_broken", "JPEG has coded data before its frame header")
-            end = _end_of_scan(data, end)
-            coded = True
+            if not tables >= {_DQT, _DHT}:
+                raise BadSample("jpeg_broken", "JPEG has coded data before its tables")
+            start, end = end, _end_of_scan(data, end)
+            scans, coded = scans + 1, coded + end - start
         position = end
     else:
         raise BadSample("jpeg_broken", f"JPEG has more than {MAX_SEGMENTS:,} segments")
-    if found is None or not coded:
+    if found is None or not scans:
         raise BadSample("jpeg_broken", f"JPEG has no {'coded data' if found else 'frame header'}")
     height, width, components = found
-    return Frame(height, width, components, len(data) - position - 2)
+    return Frame(height, width, components, len(data) - position - 2, coded, _SOF2 in tables)
+
+
+def check_length(frame: Frame) -> None:
+    """Refuse a JPEG whose coded data cannot be all of the image.
+
+    Raises:
+        BadSample: fewer bits than blocks of 8 x 8 pixels need.
+    """
+    # A block takes at least two bits; a progressive file may leave most blocks to scans that are missing.
+    blocks = (frame.height // 8) * (frame.width // 8)
+    if not frame.progressive and 8 * frame.coded_bytes < 2 * blocks:
+        raise BadSample(
+            "jpeg_truncated",
+            f"JPEG of {frame.width} x {frame.height} has only {frame.coded_bytes:,} bytes of coded data",
+        )
 
 
 def _frame_header(data: bytes, position: int, marker: int, length: int) -> tuple[int, int, int]:

@@ -29,9 +29,10 @@ DATASET, SAMPLES, TASKS, QUARANTINE, PARTIAL = (
     ".partial",
 )
 _TASK_KEYS = {
-    "source": {"name", "kind", "size", "mtime_ns", "sha256"},
+    "source": {"name", "kind", "size", "mtime_ns", "sha256", "md5"},
     "counts": {"members", "images", "masks", "jpg_bytes", "refused_members", "refused", "doubtful"},
 }
+LARGEST = ("masks", "runs", "rle_bytes", "jpg_bytes", "masks_bytes")  # per image, in task files
 _LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstandard")
 
 
@@ -49,6 +50,7 @@ class Options:
         quality: JPEG quality of re-encoded images, None where image_size is.
         keep_json: the annotation files lie verbatim in the shards too.
         index_runs: the index holds the decoded masks.
+        decode_images: every JPEG was decoded, and refused where that failed.
     """
 
     images_per_shard: int = 1024
@@ -56,6 +58,7 @@ class Options:
     quality: int | None = None
     keep_json: bool = False
     index_runs: bool = True
+    decode_images: bool = False
 
     def flags(self) -> dict[str, str]:
         """Field -> the flag that sets it so, as typed on reshard's command line."""
@@ -64,6 +67,7 @@ class Options:
             "image_size": f"--image-size {self.image_size}" if self.image_size else "no --image-size",
             "quality": f"--quality {self.quality}" if self.quality else "no --quality",
             "keep_json": "--keep-json" if self.keep_json else "no --keep-json",
+            "decode_images": "--decode-images" if self.decode_images else "no --decode-images",
             "index_runs": "masks in the index (no --no-index-runs)" if self.index_runs else "--no-index-runs",
         }
 
@@ -73,7 +77,7 @@ class Task:
     """A finished source.
 
     Attributes:
-        source: name, kind, size in bytes, mtime_ns and sha256 of what went in.
+        source: name, kind, size in bytes, mtime_ns, sha256, and md5 if a checklist gave it, of what went in.
         options: see Options.
         versions: of the package and of the libraries that shape the bytes.
         shards: in order.
@@ -129,7 +133,7 @@ def read_task(path: Path) -> Task:
         for part, keys in _TASK_KEYS.items():
             if set(document[part]) != keys:
                 raise KeyError(f"{part} has {', '.join(document[part])}; expected {', '.join(sorted(keys))}")
-        return Task(
+        task = Task(
             source=document["source"],
             options=Options(**document["options"]),
             versions=document["versions"],
@@ -138,8 +142,38 @@ def read_task(path: Path) -> Task:
             damage=document["damage"],
             largest=document["largest"],
         )
-    except (KeyError, TypeError) as error:
-        raise ManifestError(f"{path}: {error!r}; remove it and run reshard again for that source") from None
+        _check_numbers(task)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ManifestError(
+            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or remove it and run reshard "
+            "again for that source"
+        ) from None
+    return task
+
+
+def _check_numbers(task: Task) -> None:
+    """Raise TypeError or KeyError where a count is none: sums over tasks rely on them."""
+    counts = task.counts
+    numbers = [value for name, value in counts.items() if name not in ("refused", "doubtful")]
+    numbers += [*counts["refused"].values(), *counts["doubtful"].values()]
+    numbers += [task.largest[name] for name in LARGEST]
+    numbers += [value for shard in task.shards for value in (shard.images, shard.masks, shard.bytes)]
+    if any(value is not None and type(value) is not int for value in numbers):
+        raise TypeError("a count is no number")
+
+
+def is_complete(root: Path, tasks: dict[str, Task]) -> bool:
+    """Whether dataset.json and samples.bin are there and over just these sources."""
+    try:
+        document = read_dataset(root)
+        samples = root / document["samples"]["name"]
+        return bool(
+            document["sources"] == {name: task_digest(task) for name, task in tasks.items()}
+            and samples.stat().st_size == document["samples"]["bytes"]
+            and table.open_table(samples).digest == document["samples"]["columns_sha256"]
+        )
+    except (ManifestError, table.TableError, OSError, KeyError, TypeError):
+        return False
 
 
 def read_dataset(root: Path) -> dict[str, Any]:
@@ -173,9 +207,11 @@ def write_dataset(root: Path, tasks: dict[str, Task]) -> None:
 
 
 def task_digest(task: Task) -> str:
-    """sha256 of what a task file says, but for the source's time: copying a source changes nothing."""
+    """sha256 of what a task file says, but for the source's time and md5: another copy changes nothing."""
     document = asdict(task)
-    document["source"] = {name: value for name, value in task.source.items() if name != "mtime_ns"}
+    document["source"] = {
+        name: value for name, value in task.source.items() if name not in ("mtime_ns", "md5")
+    }
     return hashlib.sha256(_json(document)).hexdigest()
 
 
@@ -234,7 +270,9 @@ def _read(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_bytes())
         found = document["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ManifestError(f"{path}: damaged ({error!r})") from None
+        raise ManifestError(
+            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or make it again"
+        ) from None
     if found != FORMAT:
         raise ManifestError(f"{path}: format {found!r}; this package reads {FORMAT!r}")
     return dict(document)

@@ -71,6 +71,7 @@ class Quarantine:
             name=None,
             offset=damage.offset,
             bytes=damage.length,
+            kept_bytes=len(damage.data),
             file=file,
         )
 

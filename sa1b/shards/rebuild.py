@@ -18,7 +18,7 @@ from sa1b.shards.index_reader import UNREADABLE, IndexReader
 from sa1b.shards.manifest import DATASET, SAMPLES, ManifestError, Task
 from sa1b.shards.rebuilt import Rebuilt, rebuild_index
 from sa1b.shards.shard import ShardError, ShardInfo, index_path
-from sa1b.storage.publish import lock, publish
+from sa1b.storage.publish import lock, naming, publish
 
 
 @dataclass(slots=True)
@@ -102,6 +102,7 @@ def rebuild_root(root: Path, *, quiet: bool = False) -> Summary:
     summary = Summary()
     with lock(root):
         recorded = _Recorded.read(root)
+        _check_digests(root, recorded)
         lost = inference.lost_sources(root, recorded.tasks, recorded.dataset)
         named = {name: [shard.name for shard in task.shards] for name, task in recorded.tasks.items()} | lost
         if not named:
@@ -186,6 +187,18 @@ class _Recorded:
         return cls(tasks, dataset, infos, versions, index_runs)
 
 
+def _check_digests(root: Path, recorded: _Recorded) -> None:
+    """Refuse to write a manifest over task files that the present one says are wrong."""
+    sources = (recorded.dataset or {}).get("sources", {})
+    for name, task in recorded.tasks.items():
+        if name in sources and sources[name] != manifest.task_digest(task):
+            path = manifest.task_path(root, name)
+            raise ManifestError(
+                f"{path}: not as {DATASET} vouches for it; restore it from a copy, or remove it and run "
+                f"tools/reshard.py again for that source. If {DATASET} is what is damaged, remove that"
+            )
+
+
 def _indexes_hold_runs(folder: Path) -> bool:
     for path in sorted(folder.glob("sa1b-*.parquet")):
         try:
@@ -208,7 +221,8 @@ def _rebuild(
 
     aside = _aside(shard)
     try:
-        built = rebuild_index(shard, aside, with_runs=recorded.index_runs, progress=read)
+        with naming(aside):
+            built = rebuild_index(shard, aside, with_runs=recorded.index_runs, progress=read)
         said = recorded.infos.get(shard.name)
         if said is not None and built.info.sha256 != said.sha256:
             aside.unlink()

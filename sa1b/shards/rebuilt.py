@@ -72,8 +72,8 @@ def rebuild_index(
     Raises:
         ShardError: the tar is damaged; nothing can be vouched for then, and `aside` is gone.
     """
-    writer = IndexWriter(aside, with_runs=with_runs)
     stream = StoredStream(shard, progress=progress)
+    writer = IndexWriter(aside, with_runs=with_runs)
     facts = Rebuilt()
     try:
         for pair in _pairs(shard, stream):

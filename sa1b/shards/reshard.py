@@ -13,6 +13,7 @@ from sa1b.shards import manifest
 from sa1b.shards.errors import SourceError, UsageError
 from sa1b.shards.ingest import Counts, Policy, ingest
 from sa1b.shards.manifest import DATASET, PARTIAL, Options, Task
+from sa1b.shards.shard import index_path
 from sa1b.shards.source import Source, digest_of_source, discover, read_checklist
 from sa1b.shards.summary import Summary
 from sa1b.shards.supervisor import Failure, supervise
@@ -20,7 +21,7 @@ from sa1b.storage.publish import lock
 
 _REPORT_SECONDS = 0.2
 _STOP = {"SystematicError", "RefusedError"}  # these end the run: every other source would go the same way
-_EXPECTED = _STOP | {"SourceError", "OSError", "ShardError"}
+_EXPECTED = _STOP | {"SourceError", "ShardError"}
 _OUT_FACTOR, _SPILL_FACTOR = 1.1, 0.3  # of a source's size: its shards; what waits when the order is random
 
 
@@ -56,8 +57,14 @@ def reshard(
         waiting = []
         for source in sources:
             task = summary.tasks.get(source.name)
+            expected = md5.get(source.path.name) if source.kind == "tar" else None
             if task is not None and _is_finished(task, source, recheck, root, quiet):
                 summary.skipped.append(source.name)
+                if (found := _other_md5(task, source, expected, quiet)) is not None:
+                    summary.failed[source.name] = (
+                        f"{source.path}: finished before, but its md5 is {found} and the checklist says "
+                        f"{expected}; download it again and run the same command"
+                    )
             else:
                 waiting.append(source)
         _check_space(waiting, root, policy.spill or root, workers)
@@ -147,13 +154,14 @@ def _task(
 
 
 def _why(failure: Failure) -> str:
-    return failure.message if failure.kind in _EXPECTED else f"{failure.message}\n{failure.trace}"
+    expected = failure.of_system or failure.kind in _EXPECTED
+    return failure.message if expected else f"{failure.message}\n{failure.trace}"
 
 
 def _finish(root: Path, summary: Summary) -> None:
     """Write dataset.json and samples.bin unless they are there and nothing changed."""
     try:
-        if summary.done or not (root / DATASET).exists():
+        if summary.done or not manifest.is_complete(root, summary.tasks):
             manifest.write_dataset(root, summary.tasks)
     except SourceError as error:
         summary.failed[DATASET] = str(error)
@@ -185,7 +193,13 @@ def _check_names(root: Path, tasks: dict[str, Task], sources: list[Source]) -> N
 
 def _is_finished(task: Task, source: Source, recheck: bool, root: Path, quiet: bool) -> bool:
     recorded = task.source
-    if not all((root / shard.name).exists() for shard in task.shards):
+    for shard in task.shards:
+        tar = root / shard.name
+        for path, size in ((tar, shard.bytes), (index_path(tar), shard.index_bytes)):
+            if not path.exists() or path.stat().st_size != size:
+                _say(f"note: {path} is missing or cut off; {source.name} is done again", quiet)
+                return False
+    if not task.shards:
         return False
     if not recheck:
         return bool(recorded["size"] == source.size and recorded["mtime_ns"] == source.mtime_ns)
@@ -210,9 +224,22 @@ def _check_space(sources: list[Source], root: Path, spill: Path, workers: int) -
         free = shutil.disk_usage(folder).free
         if free < need:
             raise UsageError(
-                f"{folder}: {free / 1e9:.1f} GB free, about {need / 1e9:.1f} GB needed; "
+                f"{folder}: {free / 1e6:,.0f} MB free, about {need / 1e6:,.1f} MB needed; "
                 f"name a larger disk with {flag}, or fewer sources at a time"
             )
+
+
+def _other_md5(task: Task, source: Source, expected: str | None, quiet: bool) -> str | None:
+    """The md5 of a finished source if it is not the expected one; read again only if it was not recorded."""
+    if expected is None:
+        return None
+    found = task.source["md5"]
+    if found is None:
+        with tqdm(
+            total=source.size, desc=f"md5 of {source.name}", unit="B", unit_scale=True, disable=quiet
+        ) as bar:
+            found = digest_of_source(source, bar.update, "md5")
+    return None if found == expected else str(found)
 
 
 def _say(message: str, quiet: bool) -> None:

@@ -123,7 +123,7 @@ def _sources(path: Path) -> list[Source]:
     below = []
     for child in sorted(path.iterdir()):
         if child.is_file() and child.name.endswith(_TAR_ENDINGS):
-            below += _sources(child)
+            below.append(_tar_source(child))  # one that is no tar fails by itself, the others go on
         elif child.is_dir() and _is_pair_folder(child):
             below.append(_folder_source(child))
     if not below:
@@ -172,11 +172,13 @@ def _id_first(name: str) -> tuple[int, str]:
     return int(match[1]), match[2]
 
 
-def digest_of_source(source: Source, progress: Callable[[int], object] | None = None) -> str:
-    """The sha256 that `SourceReader.digests` gives, without unpacking anything."""
+def digest_of_source(
+    source: Source, progress: Callable[[int], object] | None = None, kind: str = "sha256"
+) -> str:
+    """The sha256 (of a tar also "md5") that `SourceReader.digests` gives, without unpacking anything."""
     if source.kind == "tar":
         with source.path.open("rb") as file:
-            digest = hashlib.sha256()
+            digest = hashlib.new(kind, usedforsecurity=False)
             while data := file.read(_CHUNK):
                 digest.update(data)
                 if progress is not None:

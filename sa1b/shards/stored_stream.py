@@ -113,7 +113,8 @@ class StoredStream:
             checksum = "checksum" in str(error).lower()
             self._end(
                 "gzip_checksum" if checksum else "gzip_corrupt",
-                "the checksum at the end of the gzip stream does not fit its content: some member is wrong"
+                "the checksum at the end of the gzip stream does not fit its content: some member, "
+                "anywhere in it, is wrong; get the file again"
                 if checksum
                 else f"gzip stream is corrupt ({error}); nothing behind can be read, get the file again",
             )
@@ -132,7 +133,7 @@ class StoredStream:
             self._ended = True
             return
         if rest[:2] != GZIP:
-            self._end("gzip_trailing_bytes", "bytes behind the end of the gzip stream")
+            self._end("gzip_trailing_bytes", "bytes behind the end of the gzip stream; get the file again")
             return
         self._gzip = isal_zlib.decompressobj(31)
         self._waiting = rest

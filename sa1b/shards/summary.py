@@ -60,7 +60,7 @@ class Summary:
         }
 
     def exit_code(self) -> int:
-        """0: all in. 3: all in but what is in quarantine. 1: a source is missing. 130: interrupted."""
+        """0: all in. 3: something refused or damaged. 1: a source is missing. 130: interrupted."""
         if self.interrupted:
             return 130
         if self.failed:
@@ -98,10 +98,8 @@ class Summary:
         ]
         if self.done:
             rows.append(("rate", f"{self._rate():,.1f} MB/s of source, {self.seconds:,.1f} s"))
-        rows += [(f"refused: {reason}", f"{count:,} pairs") for reason, count in totals["refused"].items()]
-        rows += [
-            (f"doubtful: {reason}", f"{count:,} pairs, kept") for reason, count in totals["doubtful"].items()
-        ]
+        rows += [(f"refused: {reason}", f"{count:,}") for reason, count in totals["refused"].items()]
+        rows += [(f"doubtful: {reason}", f"{count:,}, kept") for reason, count in totals["doubtful"].items()]
         for name, damages in totals["damaged_sources"].items():
             rows += [
                 (f"damage in {name}", f"at offset {one['offset']:,}: {one['message']}") for one in damages[:5]
@@ -112,11 +110,15 @@ class Summary:
             rows.append((f"retried {name}", "; ".join(ends)))
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {value}" for name, value in rows]
-        used, refused = 2 * totals["images"], totals["refused_members"]
-        lines.append(f"{totals['members']:,} members in = {used:,} in shards + {refused:,} in quarantine")
+        used, kept = 2 * totals["images"], totals["refused_members"]
+        lines.append(f"{totals['members']:,} members in = {used:,} in shards + {kept:,} in quarantine")
         if totals["refused"] or totals["damaged_sources"]:
             lines.append(f"quarantine: {root / manifest.QUARANTINE}/<source>/refused.jsonl")
-        lines += [f"FAILED {name}: {why}" for name, why in self.failed.items()]
+        for name, why in self.failed.items():
+            lines.append(f"FAILED {name}: {why}")
+            refused = root / manifest.QUARANTINE / name
+            if refused.exists():
+                lines.append(f"  what was refused of it: {refused}")
         lines.append(self._ending(root))
         return "\n".join(lines)
 
@@ -124,6 +126,12 @@ class Summary:
         if self.interrupted:
             return "Interrupted; nothing is broken. Run the same command again to go on."
         if self.complete:
+            damaged = self.totals()["damaged_sources"]
+            if damaged:
+                return (
+                    f"Complete but for the damaged parts of {', '.join(damaged)}: {root / DATASET}. "
+                    "Get them again and run the same command: what changed is done again."
+                )
             return f"Complete: {root / DATASET}"
         return (
             f"Not complete: {root / DATASET} is written when every source named is finished. Run the same "

@@ -37,11 +37,15 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that ended a task: its class's name, its message, and where it came from."""
+    """An exception that ended a task: its class's name, its message, and where it came from.
+
+    `of_system`: an OSError of any kind.
+    """
 
     kind: str
     message: str
     trace: str
+    of_system: bool = False
 
 
 @dataclass(slots=True)
@@ -98,7 +102,12 @@ def supervise(
 def _start(function: Callable[..., Any], tasks: list[tuple[Any, ...]], task: int) -> _Running:
     ours, theirs = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_work, args=(theirs, function, tasks[task]), daemon=True)
-    process.start()
+    # Ctrl-C reaches the whole process group; a new process must not hear it while it still imports.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     return _Running(task, process, ours)
 
@@ -111,7 +120,8 @@ def _work(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, 
     try:
         answer = ("done", function(*arguments, lambda value: pipe.send(("progress", value))))
     except Exception as error:
-        answer = ("failed", Failure(type(error).__name__, str(error), traceback.format_exc()))
+        of_system = isinstance(error, OSError)
+        answer = ("failed", Failure(type(error).__name__, str(error), traceback.format_exc(), of_system))
     pipe.send(answer)
 
 

@@ -30,15 +30,31 @@ def publish(aside: Path, final: Path) -> None:
     flush(final.parent)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors of the operating system name `path` where they name nothing: failed writes and flushes."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a small file so that a reader sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.partial")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(aside, path)
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(aside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 @contextlib.contextmanager

@@ -439,12 +439,29 @@ def test_bytes_behind_the_end_of_a_jpeg_are_kept_and_listed(kept, tail):
     }
 
 
-def test_a_jpeg_that_does_not_decode_is_refused_when_images_are_scaled(refused):
+@pytest.mark.parametrize(
+    "options", [{"image_size": max(SIZE)}, {"decode_images": True}], ids=["scaled", "decoded"]
+)
+def test_a_jpeg_that_does_not_decode_is_refused_where_it_is_decoded(refused, options):
     jpeg, text = pair(BAD, size=(2 * HEIGHT, 2 * WIDTH))
-    broken = jpeg[: jpeg.index(b"\xff\xda") + 14] + b"\xff\xd9"
-    reason, message = refused(jpeg=broken, text=text, image_size=max(SIZE))
+    broken = jpeg[: len(jpeg) // 2].rstrip(b"\xff") + b"\xff\xd9"
+    reason, message = refused(jpeg=broken, text=text, **options)
     assert reason == "jpeg_broken"
     assert message.startswith("JPEG does not decode: ")
+
+
+def test_a_jpeg_with_next_to_no_coded_data_is_refused(refused):
+    reason, message = refused(jpeg=JPEG[: JPEG.index(b"\xff\xda") + 14] + b"\x01\xff\xd9")
+    assert reason == "jpeg_truncated"
+    assert "has only 1 bytes of coded data" in message
+
+
+@pytest.mark.parametrize("marker", [b"\xff\xdb", b"\xff\xc4"], ids=["quantisation", "Huffman"])
+def test_a_jpeg_without_tables_is_refused(refused, marker):
+    jpeg = JPEG
+    while (at := jpeg.find(marker)) >= 0:
+        jpeg = jpeg[:at] + jpeg[at + 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big") :]
+    assert refused(jpeg=jpeg) == ("jpeg_broken", "JPEG has coded data before its tables")
 
 
 # Annotation files: not readable

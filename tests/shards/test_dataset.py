@@ -72,6 +72,9 @@ def test_by_id_and_negative_rows(root: Path) -> None:
     assert ds[-1].image_id == ds[IMAGES - 1].image_id
     with pytest.raises(KeyError, match="image 99 is not in"):
         ds.by_id(99)
+    for impossible in (-1, 2**64, 10**30):
+        with pytest.raises(KeyError, match="is not in"):
+            ds.by_id(impossible)
     with pytest.raises(IndexError):
         ds[IMAGES]
 

@@ -133,11 +133,21 @@ def test_an_index_of_other_versions_is_said_and_recorded(plain):
     task = manifest.read_tasks(plain)["sa_000001"]
     shards = [replace(task.shards[0], index_sha256="0" * 64), *task.shards[1:]]
     manifest.write_task(plain, replace(task, shards=shards, versions={**task.versions, "pyarrow": "1.0"}))
+    manifest.write_dataset(plain, manifest.read_tasks(plain))
     summary = rebuild_root(plain, quiet=True)
     (note,) = summary.notes
     assert note.startswith("sa1b-000001-0000.parquet: not the bytes")
     assert "pyarrow 1.0, now" in note
     assert clean(plain)
+
+
+def test_a_task_file_that_the_manifest_does_not_vouch_for_is_not_taken_over(plain):
+    task = manifest.read_tasks(plain)["sa_000001"]
+    manifest.write_task(plain, replace(task, counts={**task.counts, "refused": {"bad_rle": 3}}))
+    before = content(plain)
+    with pytest.raises(manifest.ManifestError, match=r"sa_000001\.json: not as dataset\.json vouches for it"):
+        rebuild_root(plain, quiet=True)
+    assert content(plain) == before
 
 
 def test_only_what_is_claimed_is_indexed(plain):

@@ -1,5 +1,6 @@
 """Runs of `tools/reshard.py` as a user starts them: finished, interrupted, killed, repeated, changed."""
 
+import hashlib
 import json
 import os
 import random
@@ -17,11 +18,14 @@ import pytest
 
 import sa1b
 from sa1b.shards import jpeg, synthetic
-from sa1b.shards.errors import UsageError
-from sa1b.shards.ingest import Policy
+from sa1b.shards.errors import SourceError, UsageError
+from sa1b.shards.ingest import Policy, ingest
 from sa1b.shards.manifest import ManifestError, Options
-from sa1b.shards.reshard import reshard
+from sa1b.shards.reshard import _task, _why, reshard
+from sa1b.shards.source import discover
+from sa1b.shards.supervisor import supervise
 from sa1b.storage.publish import LockedError, lock
+from tests.shards import tiny
 
 REPOSITORY = Path(__file__).parents[2]
 IMAGES = 24
@@ -199,6 +203,84 @@ def test_a_missing_shard_is_made_again(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "sa1b-000000-0001.tar").unlink()
     assert run(sources / "sa_000000.tar", tmp_path)["done"] == ["sa_000000"]
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["samples.bin", "dataset.json", "sa1b-000000-0001.parquet"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_root_that_lost_a_file_is_completed_again(
+    sources: Path, tmp_path: Path, name: str, cut: bool
+) -> None:
+    source = sources / "sa_000000.tar"
+    reshard([source], tmp_path, Options(images_per_shard=10), Policy(), quiet=True)
+    before = contents(tmp_path)
+    if cut:
+        (tmp_path / name).write_bytes(before[name][:-10])
+    else:
+        (tmp_path / name).unlink()
+    summary = reshard([source], tmp_path, Options(images_per_shard=10), Policy(), quiet=True)
+    assert summary.complete
+    assert contents(tmp_path) == before
+
+
+def test_a_checklist_given_later_checks_finished_sources_too(sources: Path, tmp_path: Path) -> None:
+    source = sources / "sa_000000.tar"
+    right = hashlib.md5(source.read_bytes()).hexdigest()
+    checklist = tmp_path / "md5.txt"
+    for recorded in (False, True):
+        root = tmp_path / str(recorded)
+        checklist.write_text(f"{right}  sa_000000.tar\n")
+        first = {"checklist": checklist} if recorded else {}
+        assert reshard([source], root, Options(), Policy(), quiet=True, **first).exit_code() == 0
+        assert reshard([source], root, Options(), Policy(), quiet=True, checklist=checklist).exit_code() == 0
+        checklist.write_text(f"{'0' * 32}  sa_000000.tar\n")
+        summary = reshard([source], root, Options(), Policy(), quiet=True, checklist=checklist)
+        assert summary.exit_code() == 1
+        assert f"its md5 is {right} and the checklist says {'0' * 32}" in summary.failed["sa_000000"]
+
+
+def test_images_of_a_complete_root_are_not_taken_twice_and_the_root_stays_complete(
+    sources: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    reshard([sources / "sa_000000.tar"], root, Options(), Policy(), quiet=True)
+    before = contents(root)
+    shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000009.tar")
+    summary = reshard([tmp_path / "sa_000009.tar"], root, Options(), Policy(), quiet=True)
+    assert summary.exit_code() == 1
+    assert "of sa_000009 is in" in summary.failed["sa_000009"]
+    assert contents(root) == before
+
+
+def test_a_source_that_vanishes_while_it_is_read_is_named_without_a_traceback(
+    sources: Path, tmp_path: Path
+) -> None:
+    shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000000.tar")
+    (source,) = discover([tmp_path / "sa_000000.tar"])
+    source.path.unlink()
+    (event,) = supervise(_task, [(source, tmp_path / "root", Options(), Policy())], workers=1)
+    assert event.kind == "failed"
+    assert _why(event.value) == f"[Errno 2] No such file or directory: '{source.path}'"
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(sources: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sa_000000.tar"
+    shutil.copy(sources / "sa_000000.tar", path)
+    (source,) = discover([path])
+    os.utime(path, (1, 1))
+    (tmp_path / "root").mkdir()
+    with pytest.raises(SourceError, match=r"sa_000000\.tar: changed while it was read"):
+        ingest(source, tmp_path / "root", Options(), Policy())
+
+
+def test_what_was_refused_of_a_failed_source_is_kept(tmp_path: Path) -> None:
+    tiny.write_tar(tmp_path / "sa_000005.tar", tiny.pair_members(5, text=b"{"))
+    summary = reshard([tmp_path / "sa_000005.tar"], tmp_path / "root", Options(), Policy(), quiet=True)
+    assert summary.exit_code() == 1
+    assert f"what was refused of it: {tmp_path}/root/quarantine/sa_000005" in summary.table(tmp_path / "root")
+    assert {line["name"] for line in tiny.lines(tmp_path / "root", "sa_000005")} == {
+        "./sa_5.jpg",
+        "./sa_5.json",
+    }
 
 
 def test_an_image_in_two_sources_is_refused_with_both_named(sources: Path, tmp_path: Path) -> None:

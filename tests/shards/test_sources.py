@@ -122,11 +122,14 @@ def test_a_folder_of_tars_is_all_of_them_in_order_of_name(tmp_path):
     assert [source.name for source in discover([tmp_path])] == ["sa_000019", "sa_000020", "sa_000021"]
 
 
-def test_a_folder_of_tars_with_an_empty_download_names_it(tmp_path):
-    make_tar(tmp_path / "sa_000020.tar", IDS)
-    (tmp_path / "sa_000021.tar").touch()
-    with pytest.raises(SourceError, match=r"sa_000021.tar: .* is the download complete\?"):
-        discover([tmp_path])
+def test_an_empty_download_in_a_folder_of_tars_is_named_and_the_others_go_on(tmp_path):
+    make_tar(tmp_path / "in" / "sa_000020.tar", IDS)
+    (tmp_path / "in" / "sa_000021.tar").touch()
+    summary = reshard([tmp_path / "in"], tmp_path / "out", Options(), Policy(), quiet=True)
+    assert summary.done == ["sa_000020"]
+    assert summary.failed.keys() == {"sa_000021"}
+    assert "sa_000021.tar: holds no usable pair; " in summary.failed["sa_000021"]
+    assert summary.exit_code() == 1
 
 
 @pytest.mark.parametrize("content", [[], ["notes.txt"], ["sa_100.jpeg"]])

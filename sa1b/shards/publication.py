@@ -1,0 +1,65 @@
+"""A finished source takes its place in the root: files get their names, the task file last."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from sa1b.shards.errors import SourceError
+from sa1b.shards.manifest import DATASET, QUARANTINE, SAMPLES, Task, read_dataset, task_path, write_task
+from sa1b.shards.shard import SHARD_PREFIX, index_path
+from sa1b.shards.table import open_table
+from sa1b.storage.publish import flush, publish
+
+
+def publish_task(task: Task, aside: Path, root: Path) -> None:
+    """Name everything, the task file last. What an earlier task of this source left is removed first."""
+    (root / DATASET).unlink(missing_ok=True)
+    (root / SAMPLES).unlink(missing_ok=True)
+    task_path(root, task.name).unlink(missing_ok=True)
+    flush(root)
+    stem = task.name.removeprefix("sa_")
+    names = {shard.name for shard in task.shards}
+    for old in root.glob(f"{SHARD_PREFIX}{stem}-*.tar"):
+        if old.name not in names and re.fullmatch(rf"{SHARD_PREFIX}{re.escape(stem)}-\d+\.tar", old.name):
+            old.unlink()
+            index_path(old).unlink(missing_ok=True)
+    publish_quarantine(task.name, aside, root)
+    for shard in task.shards:
+        for path in (aside / shard.name, index_path(aside / shard.name)):
+            publish(path, root / path.name)
+    write_task(root, task)
+
+
+def publish_quarantine(name: str, aside: Path, root: Path) -> None:
+    """Name what was refused of a source; what an earlier run refused of it is removed."""
+    refused = root / QUARANTINE / name
+    shutil.rmtree(refused, ignore_errors=True)
+    if (aside / QUARANTINE).exists():
+        publish(aside / QUARANTINE, refused)
+
+
+def check_clash(task: Task, aside: Path, root: Path) -> None:
+    """Refuse images that a complete root holds already, before anything of it is touched.
+
+    Raises:
+        SourceError: naming the image and the shard.
+    """
+    if not (root / DATASET).exists() or not (root / SAMPLES).exists():
+        return
+    table = open_table(root / SAMPLES)
+    owners = [shard["name"] for shard in read_dataset(root)["shards"]]
+    own = re.compile(rf"{SHARD_PREFIX}{re.escape(task.name.removeprefix('sa_'))}-\d+\.tar")
+    for shard in task.shards:
+        ids = pq.read_table(index_path(aside / shard.name), columns=["image_id"])["image_id"].to_numpy()
+        rows = np.searchsorted(table.image_id, ids.astype(np.uint64))
+        rows = rows[(rows < len(table)) & (table.image_id[np.minimum(rows, len(table) - 1)] == ids)]
+        for row in rows:
+            owner = owners[int(table.shard[row])]
+            if not own.fullmatch(owner):
+                raise SourceError(
+                    f"image {table.image_id[row]} of {task.name} is in {root / owner} already; "
+                    "leave this source out"
+                )
