@@ -81,6 +81,9 @@ def reshard(
             if policy.spill is not None:
                 for source in waiting:
                     shutil.rmtree(policy.spill / f"{source.name}.spill", ignore_errors=True)
+    seen = summary.totals()["refused"].keys() | summary.totals()["doubtful"].keys()
+    for reason in sorted(policy.accept - seen if not summary.failed else ()):
+        _say(f"note: no pair has the problem {reason!r} that --accept names; is it spelled right?", quiet)
     summary.seconds = time.monotonic() - began
     return summary
 

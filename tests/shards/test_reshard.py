@@ -272,6 +272,13 @@ def test_a_source_that_changes_while_it_is_read_is_refused(sources: Path, tmp_pa
         ingest(source, tmp_path / "root", Options(), Policy())
 
 
+def test_a_reason_to_accept_that_no_pair_has_is_questioned(
+    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reshard([sources / "sa_000000.tar"], tmp_path, Options(), Policy(accept=frozenset({"aera"})))
+    assert "no pair has the problem 'aera' that --accept names" in capsys.readouterr().err
+
+
 def test_what_was_refused_of_a_failed_source_is_kept(tmp_path: Path) -> None:
     tiny.write_tar(tmp_path / "sa_000005.tar", tiny.pair_members(5, text=b"{"))
     summary = reshard([tmp_path / "sa_000005.tar"], tmp_path / "root", Options(), Policy(), quiet=True)
