@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,14 @@ def test_round_trip_gives_the_same_bits_and_types() -> None:
     data = record.encode(annotations)
     assert equal(record.decode(data), annotations)
     assert record.encode(record.decode(data)) == data
+
+
+def test_the_safetensors_library_is_a_full_decoder() -> None:
+    annotations = synthetic()
+    arrays = safetensors.numpy.load(zstandard.decompress(record.encode(annotations)))
+    assert set(arrays) == set(FIELDS) - {"image_id", "width", "height"}
+    for name, array in arrays.items():
+        assert (array == getattr(annotations, name)).all()
 
 
 doubles = st.floats(width=64, allow_nan=True) | st.just(-0.0) | st.integers(-5, 70000).map(float)
