@@ -14,7 +14,7 @@ from pathlib import Path
 from sa1b.shards import annotation, jpeg
 from sa1b.shards.errors import BadSample, RefusedError, SourceError, SystematicError
 from sa1b.shards.index import Row
-from sa1b.shards.manifest import LARGEST, PARTIAL, QUARANTINE, Options, Task, versions
+from sa1b.shards.manifest import LARGEST, PARTIAL, QUARANTINE, Options, Task, task_path, versions
 from sa1b.shards.member import Damage, Member
 from sa1b.shards.pairing import MemberPair, Refusal, pair_up
 from sa1b.shards.publication import check_clash, publish_quarantine, publish_task
@@ -99,8 +99,10 @@ def ingest(
         with naming(root):
             publish_task(task, aside, root)
     except (SourceError, SystematicError):
-        # What was refused, with reasons and offsets, is what a person looks at now.
-        publish_quarantine(source.name, aside, root)
+        # What was refused, with reasons and offsets, is what a person looks at now; but never in place of
+        # what an earlier run refused of a source whose shards stay.
+        if not task_path(root, source.name).exists():
+            publish_quarantine(source.name, aside, root)
         raise
     finally:
         for folder in (aside, spill):
@@ -227,7 +229,7 @@ class _Ingest:
                 jpeg.decode(stored)
             if self.options.image_size is not None:
                 quality = self.options.quality or 95
-                stored, height, width = jpeg.scale_down(stored, self.options.image_size, quality)
+                stored, height, width = jpeg.scale_down(stored, frame, self.options.image_size, quality)
         except BadSample as error:
             self._refuse(error.reason, str(error), image, text)
             return

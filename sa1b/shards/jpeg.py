@@ -168,7 +168,7 @@ def scaled_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
     return scaled(height), scaled(width)
 
 
-def scale_down(data: bytes, longer_side: int, quality: int) -> tuple[bytes, int, int]:
+def scale_down(data: bytes, found: Frame, longer_side: int, quality: int) -> tuple[bytes, int, int]:
     """Re-encode so that the longer side has at most `longer_side` pixels: bytes, height, width.
 
     An image that is not larger comes back untouched. Pixels are averaged over their area, which does not
@@ -177,7 +177,6 @@ def scale_down(data: bytes, longer_side: int, quality: int) -> tuple[bytes, int,
     Raises:
         BadSample: the JPEG does not decode.
     """
-    found = frame(data)
     if max(found.height, found.width) <= longer_side:
         return data, found.height, found.width
     height, width = scaled_size(found.height, found.width, longer_side)

@@ -44,9 +44,12 @@ def reshard(
     """
     began = time.monotonic()
     sources = discover(paths)
-    md5 = read_checklist(checklist) if checklist else {}
+    listed = read_checklist(checklist) if checklist else {}
+    md5 = {
+        one.name: listed[one.path.name] for one in sources if one.kind == "tar" and one.path.name in listed
+    }
     for source in sources:
-        if checklist and source.path.name not in md5:
+        if checklist and source.path.name not in listed:
             _say(f"note: {source.path.name} is not in {checklist}: its md5 is not checked", quiet)
     root.mkdir(parents=True, exist_ok=True)
     with lock(root):
@@ -57,7 +60,7 @@ def reshard(
         waiting = []
         for source in sources:
             task = summary.tasks.get(source.name)
-            expected = md5.get(source.path.name) if source.kind == "tar" else None
+            expected = md5.get(source.name)
             if task is not None and _is_finished(task, source, recheck, root, quiet):
                 summary.skipped.append(source.name)
                 if (found := _other_md5(task, source, expected, quiet)) is not None:
@@ -100,8 +103,7 @@ def _run(
 ) -> None:
     tasks = []
     for source in sources:
-        own = replace(policy, md5=md5.get(source.path.name) if source.kind == "tar" else None)
-        tasks.append((source, root, options, own))
+        tasks.append((source, root, options, replace(policy, md5=md5.get(source.name))))
     seen = [Counts() for _ in sources]
     bar = tqdm(
         total=sum(source.size for source in sources),

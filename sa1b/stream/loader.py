@@ -42,7 +42,6 @@ class _Pending:
 
     piece: MicroBatch
     slot: _Slot
-    images: Tensor
     rows: list[int]
     valid: list[bool]
     samples: list[Future[SampleMasks]]
@@ -88,13 +87,13 @@ class Loader:
             raise ValueError("device='cuda', but torch sees no GPU here; device='cpu' works everywhere")
         self._state = stream.state_dict()
         size = stream.recipe.image_size
-        self._slot_bytes = stream.plan.micro_batch * size * size * 3
         if not quiet:
-            kind = "pinned" if self._cuda else "ordinary"
+            # On the way to a GPU one batch more is still being copied.
+            kind, slots = ("pinned", ahead + 2) if self._cuda else ("ordinary", ahead + 1)
+            images = stream.plan.micro_batch
             print(
-                f"sa1b.Loader: {self.threads} threads, {ahead + 1} batches of up to "
-                f"{stream.plan.micro_batch} images, "
-                f"{(ahead + 1) * self._slot_bytes / 1e6:,.0f} MB of {kind} memory for images"
+                f"sa1b.Loader: {self.threads} threads, {slots} batches of up to {images} images, "
+                f"{slots * images * size * size * 3 / 1e6:,.0f} MB of {kind} memory for images"
             )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -138,7 +137,7 @@ class Loader:
 
     def _take_slot(self, free: deque[_Slot]) -> _Slot:
         # The oldest slot's copy ended long ago, or ends first.
-        if free and len(free) > 1:
+        if len(free) > 1:
             slot = free.popleft()
             slot.copied.synchronize()
             return slot
@@ -149,23 +148,23 @@ class Loader:
 
     def _submit(self, pool: ThreadPoolExecutor, piece: MicroBatch, slot: _Slot) -> _Pending:
         rows, valid = self.stream.rows(piece)
-        images = slot.images[: len(rows)]
-        arrays = images.numpy()
+        arrays = slot.images.numpy()
         samples = [
             pool.submit(self.stream.read_sample, row, piece.start + i, arrays[i])
             for i, row in enumerate(rows)
         ]
-        return _Pending(piece, slot, images, rows, valid, samples)
+        return _Pending(piece, slot, rows, valid, samples)
 
     def _finish(self, one: _Pending, side: Any) -> Batch:
         self._watch(one)
         samples = [future.result() for future in one.samples]
+        images = one.slot.images[: len(samples)]
         with self.stream.stages.busy("collate"):
-            batch = collate(one.images, samples, one.valid, one.piece.position)
+            batch = collate(images, samples, one.valid, one.piece.position)
         if side is None:
             with self.stream.stages.busy("device"):
                 return self._on_device(batch)
-        with self.stream.stages.busy("device", one.images.numel()), torch.cuda.stream(side):
+        with self.stream.stages.busy("device", images.numel()), torch.cuda.stream(side):
             # The images lie in pinned memory already; the ragged rest is small.
             batch = self._on_device(batch.pinned_but_images())
             one.slot.copied = _CUDA.Event()

@@ -10,7 +10,7 @@ from sa1b.masks.grid import framed_size
 from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
 from sa1b.stream import picture
-from sa1b.stream.choice import Strategy, choose
+from sa1b.stream.choice import STRATEGIES, Strategy, choose
 from sa1b.stream.draws import Purpose, draw, draws
 
 
@@ -29,6 +29,10 @@ class Recipe:
     masks: int = 64
     strategy: Strategy = "uniform"
     flip: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy is {self.strategy!r}; known are {', '.join(STRATEGIES)}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

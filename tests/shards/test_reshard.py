@@ -272,6 +272,17 @@ def test_a_source_that_changes_while_it_is_read_is_refused(sources: Path, tmp_pa
         ingest(source, tmp_path / "root", Options(), Policy())
 
 
+def test_a_failed_second_attempt_leaves_the_quarantine_of_the_first(tmp_path: Path) -> None:
+    path, root = tmp_path / "sa_000005.tar", tmp_path / "root"
+    tiny.write_tar(path, [*tiny.pairs(range(6)), *tiny.pair_members(7, text=b"{")])
+    assert reshard([path], root, Options(), Policy(), quiet=True).exit_code() == 3
+    before = contents(root)
+    tiny.write_tar(path, tiny.pair_members(5, text=b"["))
+    summary = reshard([path], root, Options(), Policy(), quiet=True)
+    assert "holds no usable pair" in summary.failed["sa_000005"]
+    assert contents(root) == before
+
+
 def test_a_reason_to_accept_that_no_pair_has_is_questioned(
     sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from sa1b.shards.manifest import ManifestError, Options
 from sa1b.shards.table import COLUMNS
 from sa1b.shards.verify import verify
 from sa1b.storage.publish import LockedError, lock
-from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
+from tests.shards.tiny_source import ROOTS, make_root, pairs, two_sources, write_source
 
 PER_SHARD = 3
 
@@ -34,11 +34,7 @@ def kinds(report):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return [
-        write_source(folder / "sa_000001.tar", pairs(range(100, 109)) | odd_pairs(200)),
-        write_source(folder / "sa_000002.tar", pairs(range(300, 303), seed=2), seed=2),
-    ]
+    return two_sources(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")

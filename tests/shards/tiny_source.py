@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import simplejpeg
@@ -117,3 +118,11 @@ ROOTS = {  # what reshard can be asked for
     "keep_json": Options(images_per_shard=5, keep_json=True),
     "image_size": Options(images_per_shard=5, image_size=32, quality=80),
 }
+
+
+def two_sources(folder: Path) -> list[Path]:
+    """sa_000001.tar with odd annotation files among its pairs, and sa_000002.tar."""
+    return [
+        write_source(folder / "sa_000001.tar", pairs(range(100, 109)) | odd_pairs(200)),
+        write_source(folder / "sa_000002.tar", pairs(range(300, 303), seed=2), seed=2),
+    ]

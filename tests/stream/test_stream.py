@@ -175,6 +175,11 @@ def test_evaluation_takes_every_sample_once_and_marks_the_filling(root: Path) ->
     assert sum(int((~b.valid).sum()) for found in batches for b in found) == 24 - IMAGES
 
 
+def test_an_unknown_strategy_is_refused_with_the_known_ones(root: Path) -> None:
+    with pytest.raises(ValueError, match="strategy is 'best'; known are uniform, area, quality, coverage"):
+        Stream(root, global_batch=4, strategy="best")
+
+
 def test_more_ranks_than_samples_are_refused(root: Path) -> None:
     with pytest.raises(ValueError, match="5 ranks for a global batch of 4 samples"):
         Stream(root, global_batch=4, rank=0, world=5, **SMALL)
