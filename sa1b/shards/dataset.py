@@ -1,21 +1,23 @@
 """Reading a root back, sample by sample, for people and for tests; training reads through the stream."""
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
 from sa1b.masks.runs import Runs
-from sa1b.shards import jpeg, manifest, record
+from sa1b.shards import jpeg, manifest
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.record import RecordError
-from sa1b.shards.shard import ShardError
+from sa1b.shards.reading import Reading, begin, place_of
 from sa1b.shards.table import SampleTable, open_table
+from sa1b.storage.cache import fetch_once
+from sa1b.storage.failure import MissingError
+from sa1b.storage.reader import Reader
+
+MANIFEST_CAP = 256 << 20  # bytes of a dataset.json: 5 MB for the 11,000 shards of all of SA-1B
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,22 +54,41 @@ class Dataset:
     """The samples of a root, sorted by image id. Opening reads the manifest and maps the sample table.
 
     `ds[i]`, `ds.by_id(image_id)`, `len(ds)`, iteration. Safe to share between threads.
+
+    Args:
+        root: folder that tools/reshard.py made, or its URL (s3://...). Of a URL the sample table is copied to
+            this machine once, see sa1b.storage.cache.
+        deadline: seconds that one read may take over all its attempts.
+        storage_options: for fsspec's file system, see sa1b.storage.reader.
+
+    Raises:
+        ManifestError, TableError: no dataset there, or its files do not belong together.
+        sa1b.storage.failure.StorageError: the URL cannot be read.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.manifest = manifest.read_dataset(root)
+    def __init__(
+        self,
+        root: Path | str,
+        *,
+        deadline: float = 300.0,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._arguments = root, deadline, storage_options
+        self.reader = Reader(root, deadline=deadline, options=storage_options)
+        self.root = self.reader.root
+        self.manifest = self._read_manifest()
         self.shards: list[str] = [shard["name"] for shard in self.manifest["shards"]]
-        self.table: SampleTable = open_table(root / manifest.SAMPLES)
+        self._samples = self._fetch_samples()
+        self.table: SampleTable = open_table(self._samples)
         if self.table.digest != self.manifest["samples"]["columns_sha256"]:
             raise manifest.ManifestError(
-                f"{root / manifest.SAMPLES} is not the one {manifest.DATASET} was written with; "
+                f"{self._samples} is not the one {manifest.DATASET} was written with; "
                 "run tools/index.py to make both again"
             )
 
-    def __reduce__(self) -> tuple[type["Dataset"], tuple[Path]]:
+    def __reduce__(self) -> tuple[Callable[..., "Dataset"], tuple[Any, ...]]:
         # Another process maps the table itself; it is not copied.
-        return Dataset, (self.root,)
+        return _reopen, self._arguments
 
     def __len__(self) -> int:
         return len(self.table)
@@ -82,26 +103,17 @@ class Dataset:
         count = len(self)
         if not -count <= i < count:
             raise IndexError(f"sample {i} of {count}")
-        i %= count
-        table = self.table
-        shard, start, size = int(table.shard[i]), int(table.offset[i]), int(table.jpg_bytes[i])
-        masks_start = table.masks_offset(i)
-        data = self._read(shard, start, masks_start + int(table.masks_bytes[i]) - start)
-        image_id = int(table.image_id[i])
-        jpg, masks = data[:size], data[masks_start - start :]
-        for kind, part, crc, offset in (
-            ("jpg", jpg, table.jpg_crc32c[i], start),
-            ("masks", masks, table.masks_crc32c[i], masks_start),
-        ):
-            if google_crc32c.value(part) != crc:
-                raise ShardError(
-                    f"{self.root / self.shards[shard]}: sa_{image_id}.{kind} at offset {offset:,} "
-                    "does not fit its checksum; tools/verify.py lists all damage"
-                )
-        return Sample(image_id, jpg, self._annotations(masks, shard, masks_start), self.shards[shard], start)
+        (reading,) = self.begin([i % count])
+        jpeg, annotations = reading.result()
+        place = reading.place
+        return Sample(place.image_id, bytes(jpeg), annotations, place.shard, place.start)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
+
+    def begin(self, rows: Sequence[int]) -> list[Reading]:
+        """Begin to read samples, each a row of the table; see sa1b.shards.reading."""
+        return begin(self.reader, [place_of(self.table, row, self.shards) for row in rows])
 
     def row(self, image_id: int) -> int:
         """The row of an image.
@@ -123,29 +135,45 @@ class Dataset:
         """The original annotation file of sample i, as `json.loads` gives it."""
         return self[i].annotations.to_json()
 
-    def _annotations(self, masks: bytes, shard: int, offset: int) -> Annotations:
+    def check_table(self) -> None:
+        """Hold the sample table against its digest: 0.3 s for all of SA-1B.
+
+        Opening does not, so that it stays quick; to be asked where a sample seems damaged.
+
+        Raises:
+            sa1b.shards.table.TableError: it is the table that is.
+        """
+        open_table(self._samples, check=True)
+
+    def _read_manifest(self) -> dict[str, Any]:
+        if self.reader.is_local:
+            return manifest.read_dataset(Path(self.root))
+        url = self.reader.url(manifest.DATASET)
         try:
-            return record.decode(masks)
-        except RecordError as error:
-            raise ShardError(
-                f"{self.root / self.shards[shard]}: record at offset {offset:,}: {error}"
+            return manifest.parse_dataset(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
+        except MissingError as error:
+            raise manifest.ManifestError(
+                f"{error}; is {self.root} a copy of the --out folder of tools/reshard.py?"
             ) from None
 
-    def _read(self, shard: int, start: int, length: int) -> bytes:
-        path = self.root / self.shards[shard]
-        with path.open("rb", buffering=0) as file:
-            data = os.pread(file.fileno(), length, start)
-        if len(data) != length:
-            raise ShardError(
-                f"{path}: {len(data):,} bytes at offset {start:,} where {length:,} belong: cut off"
+    def _fetch_samples(self) -> Path:
+        digest = self.manifest["samples"].get("sha256")
+        if digest is None and not self.reader.is_local:
+            raise manifest.ManifestError(
+                f"{self.reader.url(manifest.DATASET)}: made before roots could lie behind a URL; run "
+                "tools/index.py on the folder and copy dataset.json again"
             )
-        return data
+        return fetch_once(self.reader, manifest.SAMPLES, digest or "")
 
 
-def open_dataset(root: str | Path) -> Dataset:
-    """Open the root that tools/reshard.py made.
+def _reopen(root: Path | str, deadline: float, storage_options: Mapping[str, Any] | None) -> Dataset:
+    return Dataset(root, deadline=deadline, storage_options=storage_options)
+
+
+def open_dataset(root: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> Dataset:
+    """Open the root that tools/reshard.py made, a folder or a URL; see `Dataset`.
 
     Raises:
         sa1b.shards.manifest.ManifestError: no dataset there, or its files do not belong together.
     """
-    return Dataset(Path(root))
+    return Dataset(root, storage_options=storage_options)

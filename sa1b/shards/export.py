@@ -163,8 +163,8 @@ def _tars(dataset: Dataset, chosen: Rows, images_per_tar: int | None) -> Iterato
     strange = [stem for stem in stems if stem not in sources]
     if strange:
         raise ManifestError(
-            f"{dataset.root / DATASET}: names no source for shards of {strange[0]!r}; run tools/index.py to "
-            "make it again"
+            f"{dataset.reader.url(DATASET)}: names no source for shards of {strange[0]!r}; "
+            "run tools/index.py to make it again"
         )
     names = [sources[stem] for stem in stems]
     table = dataset.table

@@ -194,6 +194,15 @@ def read_dataset(root: Path) -> dict[str, Any]:
     return _read(path)
 
 
+def parse_dataset(data: bytes, place: str) -> dict[str, Any]:
+    """dataset.json from its bytes; `place` is where they are from, for messages.
+
+    Raises:
+        ManifestError: damaged or of another format.
+    """
+    return _parsed(data, place)
+
+
 def write_dataset(root: Path, tasks: dict[str, Task]) -> None:
     """Write samples.bin and dataset.json over all finished sources: the root is complete.
 
@@ -235,7 +244,12 @@ def dataset_document(shards: list[ShardInfo], tasks: dict[str, Task], samples: b
                 "doubtful": sum(sum(count["doubtful"].values()) for count in counts),
             },
             "largest": {name: max(task.largest[name] for task in tasks.values()) for name in names},
-            "samples": {"name": SAMPLES, "bytes": len(samples), **table.digests(samples)},
+            "samples": {
+                "name": SAMPLES,
+                "bytes": len(samples),
+                "sha256": hashlib.sha256(samples).hexdigest(),
+                **table.digests(samples),
+            },
             "shards": [asdict(shard) for shard in shards],
         }
     )
@@ -266,8 +280,12 @@ def _json(document: dict[str, Any]) -> bytes:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    return _parsed(path.read_bytes(), path)
+
+
+def _parsed(data: bytes, path: object) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(data)
         found = document["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ManifestError(

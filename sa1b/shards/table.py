@@ -124,7 +124,7 @@ def _layout(count: int) -> tuple[dict[str, int], int]:
     return starts, position
 
 
-def digests(data: bytes) -> dict[str, str]:
-    """The two digests in the header of a sample table's bytes."""
-    _, _, _, _, ids_sha256, sha256 = _HEADER.unpack_from(data)
+def digests(header: bytes) -> dict[str, str]:
+    """The two digests in the header of a sample table."""
+    _, _, _, _, ids_sha256, sha256 = _HEADER.unpack_from(header)
     return {"ids_sha256": ids_sha256.hex(), "columns_sha256": sha256.hex()}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sa1b.storage.cause import cause_of_local
+from sa1b.storage.checksum import Crc
 from sa1b.storage.counters import Tally
 from sa1b.storage.patience import Effort, Patience
 
@@ -42,7 +43,7 @@ class Ahead:
     name: str
     start: int
     length: int
-    crc: int | None
+    crc: Crc
 
     def result(self) -> bytes:
         return self.origin.read(self.name, self.start, self.length, self.crc)
@@ -67,7 +68,7 @@ class LocalOrigin:
         self._lock = threading.Lock()
         self._files: OrderedDict[str, _File] = OrderedDict()
 
-    def read(self, name: str, start: int, length: int, crc: int | None) -> bytes:
+    def read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
         """See Reader.read_range."""
         path = f"{self._root}/{name}"
         effort = Effort(path, start, length, crc, self._patience, self.tally)
@@ -109,7 +110,12 @@ class LocalOrigin:
                 effort.failed(fault)
             self._patience.sleep(effort.wait())
 
-    def submit(self, name: str, start: int, length: int, crc: int | None) -> "Ahead":
+    def names(self, folder: str) -> list[str]:
+        """See Reader.names."""
+        path = Path(f"{self._root}/{folder}")
+        return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+
+    def submit(self, name: str, start: int, length: int, crc: Crc) -> "Ahead":
         """Have the disk begin with a range; `result()` reads it."""
         with contextlib.suppress(OSError):  # the read itself will say it
             file = self._open(f"{self._root}/{name}")

@@ -15,9 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypedDict
 
-import google_crc32c
-
 from sa1b.storage.cause import Cause, Fault
+from sa1b.storage.checksum import Crc, parts_of, wrong_parts
 from sa1b.storage.counters import Tally
 from sa1b.storage.failure import (
     DamageError,
@@ -89,18 +88,19 @@ class Effort:
         url: path or URL of the object, for messages.
         start: first byte of the range.
         length: bytes of the range; None for a request that is not a range (the size of an object).
-        crc: crc32c of the range, None where it is not known.
+        crc: crc32c of the range or of its parts, None where it is not known.
     """
 
     def __init__(
-        self, url: str, start: int, length: int | None, crc: int | None, patience: Patience, tally: Tally
+        self, url: str, start: int, length: int | None, crc: Crc, patience: Patience, tally: Tally
     ) -> None:
-        self.url, self.start, self.length, self.crc = url, start, length or 0, crc
+        self.url, self.start, self.length = url, start, length or 0
+        self._parts = parts_of(crc, self.length)
         self._exact = length is not None
         self._patience, self._tally = patience, tally
         self._first = self._began = patience.clock()
         self._attempts = 0
-        self._seen: set[int] = set()
+        self._seen: set[tuple[int, int]] = set()
         self._asked_again = False
         self.last: Fault | None = None
         self.shorts = 0
@@ -125,17 +125,21 @@ class Effort:
         if len(data) != self.length:
             self._note(Fault(Cause.SHORT, f"{len(data):,} bytes came, {self.length:,} were asked for"))
             return False
-        if self.crc is not None and (found := int(google_crc32c.value(data))) != self.crc:
-            words = f"crc32c {found:#010x}, {self.crc:#010x} expected"
+        for part, found in wrong_parts(data, self._parts):
+            words = f"crc32c {found:#010x}, {part.crc:#010x} expected"
             self._note(Fault(Cause.CRC, words))
-            if found in self._seen:
+            start = self.start + part.start
+            if (start, found) in self._seen:
                 raise DamageError(
-                    f"{self}: {words}, in two separate reads: the stored bytes are damaged",
-                    expected=self.crc,
+                    f"{self.url}, bytes {start:,} to {start + part.length:,}: {words}, in two separate "
+                    "reads: the stored bytes are damaged",
+                    url=self.url,
+                    start=start,
+                    length=part.length,
+                    expected=part.crc,
                     found=found,
-                    **self._place,
                 )
-            self._seen.add(found)
+            self._seen.add((start, found))
             return False
         self.done(len(data))
         return True

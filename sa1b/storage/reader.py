@@ -17,6 +17,7 @@ from typing import Any
 
 import google_crc32c
 
+from sa1b.storage.checksum import Crc
 from sa1b.storage.counters import Counters, Tally
 from sa1b.storage.failure import DamageError, StorageError
 from sa1b.storage.local import Ahead, LocalOrigin
@@ -36,13 +37,13 @@ class Range:
         name: of the object, relative to the reader's root.
         start: first byte.
         length: bytes.
-        crc: crc32c of the bytes, None where it is not known.
+        crc: crc32c of the bytes, or of parts of them (sa1b.storage.checksum); None where it is not known.
     """
 
     name: str
     start: int
     length: int
-    crc: int | None = None
+    crc: Crc = None
 
 
 class Reader:
@@ -86,7 +87,7 @@ class Reader:
         self._options = dict(options or {})
         self._prepare()
 
-    def read_range(self, name: str, start: int, length: int, crc: int | None = None) -> bytes:
+    def read_range(self, name: str, start: int, length: int, crc: Crc = None) -> bytes:
         """The bytes of one range: exactly `length`, with this crc32c if one is given.
 
         Safe in threads. A range of length 0 is empty without a request.
@@ -95,7 +96,7 @@ class Reader:
             name: relative to the root, with "/" between folders.
             start: first byte.
             length: bytes.
-            crc: crc32c of the range.
+            crc: crc32c of the range, or of parts of it.
 
         Raises:
             MissingError: there is no such object.
@@ -107,6 +108,13 @@ class Reader:
         """
         _check(name, start, length)
         return self._origin().read(name, start, length, crc) if length else b""
+
+    def begin(self, item: Range) -> "Future[bytes] | Ahead":
+        """Begin to read a range; its `result()` is what read_range gives or raises, `cancel()` drops it."""
+        _check(item.name, item.start, item.length)
+        return (
+            self._origin().submit(item.name, item.start, item.length, item.crc) if item.length else _nothing()
+        )
 
     def read_ranges(self, ranges: Iterable[Range], *, ahead: int | None = None) -> Iterator[bytes]:
         """The bytes of many ranges, in the order asked for, many requests in flight.
@@ -126,12 +134,7 @@ class Reader:
         begun: deque[Future[bytes] | Ahead] = deque()
         try:
             for item in ranges:
-                _check(item.name, item.start, item.length)
-                begun.append(
-                    self._origin().submit(item.name, item.start, item.length, item.crc)
-                    if item.length
-                    else _nothing()
-                )
+                begun.append(self.begin(item))
                 if len(begun) >= (ahead or 2 * self.attempts_in_flight):
                     yield begun.popleft().result()
             while begun:
@@ -191,6 +194,14 @@ class Reader:
         """Bytes of a file or object. Raises as read_range does."""
         _check(name, 0, 0)
         return self._origin().size(name)
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the files or objects right in a folder, sorted; none where there is no such folder.
+
+        Raises as read_range does.
+        """
+        _check(folder, 0, 0)
+        return self._origin().names(folder)
 
     def url(self, name: str) -> str:
         """Path or URL of an object."""

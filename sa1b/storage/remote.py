@@ -14,8 +14,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from sa1b.storage.cause import Cause, Fault, cause_of
+from sa1b.storage.checksum import Crc
 from sa1b.storage.counters import Tally
-from sa1b.storage.failure import StorageError
+from sa1b.storage.failure import MissingError, StorageError
 from sa1b.storage.loop import Loop
 from sa1b.storage.patience import Effort, Patience
 
@@ -47,17 +48,21 @@ class RemoteOrigin:
         self._system: Any = None
         self._systems: list[Any] = []
 
-    def read(self, name: str, start: int, length: int, crc: int | None) -> bytes:
+    def read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
         """See Reader.read_range."""
         return _result(self.submit(name, start, length, crc))
 
-    def submit(self, name: str, start: int, length: int, crc: int | None) -> "Future[bytes]":
+    def submit(self, name: str, start: int, length: int, crc: Crc) -> "Future[bytes]":
         """Read on the origin's loop."""
         return self._begin(self._read(name, start, length, crc))
 
     def size(self, name: str) -> int:
         """Bytes of an object. See Reader.size."""
         return _result(self._begin(self._size(name)))
+
+    def names(self, folder: str) -> list[str]:
+        """See Reader.names."""
+        return _result(self._begin(self._names(folder)))
 
     def close(self) -> None:
         """Cancel the reads that run, close connections, end the thread."""
@@ -74,7 +79,7 @@ class RemoteOrigin:
                 self._loop = Loop()
             return self._loop.submit(work)
 
-    async def _read(self, name: str, start: int, length: int, crc: int | None) -> bytes:
+    async def _read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
         url = f"{self._root}/{name}"
         effort: Effort | None = None
         while True:
@@ -100,13 +105,24 @@ class RemoteOrigin:
 
     async def _size(self, name: str) -> int:
         url = f"{self._root}/{name}"
+        return await self._ask(url, lambda system: _size(system, url))
+
+    async def _names(self, folder: str) -> list[str]:
+        url = f"{self._root}/{folder}"
+        try:
+            return await self._ask(url, lambda system: _names(system, url))
+        except MissingError:
+            return []
+
+    async def _ask(self, url: str, ask: Callable[[Any], Awaitable[T]]) -> T:
+        """The answer to a request that is not a range."""
         effort = Effort(url, 0, None, None, self._patience, self.tally)
         while True:
             async with self._slots:
-                size = await self._attempt(effort, lambda system: _size(system, url))
-            if size is not None:
+                answer = await self._attempt(effort, ask)
+            if answer is not None:
                 effort.done()
-                return size
+                return answer
             await self._patience.pause(effort.wait())
 
     async def _attempt(self, effort: Effort, ask: Callable[[Any], Awaitable[T]]) -> T | None:
@@ -184,6 +200,15 @@ async def _size(system: Any, url: str) -> int:
     if info.get("size") is None:
         raise StorageError(f"{url}: the server does not tell the size", url=url)
     return int(info["size"])
+
+
+async def _names(system: Any, url: str) -> list[str]:
+    path = system._strip_protocol(url)
+    if system.async_impl:
+        entries = await system._ls(path, detail=False)
+    else:
+        entries = await asyncio.to_thread(system.ls, path, detail=False)
+    return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in entries)
 
 
 async def _disconnect(systems: list[Any]) -> None:

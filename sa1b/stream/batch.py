@@ -109,6 +109,7 @@ class Batch(_Tensors):
         predicted_iou, stability_score: float32 [M].
         mask_ids: int64 [M]; ids: int64 [B], the image ids.
         source_sizes: int64 [B, 2], height and width.
+        positions: int64 [B], of each image in the order.
         valid: bool [B]; False for the fill-up of the last evaluation step.
         position: where the stream goes on if this batch was the last one used: behind its step if it is the
             last micro-batch of the step, else at the start of the step, which then is done again as a whole.
@@ -125,6 +126,7 @@ class Batch(_Tensors):
     mask_ids: Tensor
     ids: Tensor
     source_sizes: Tensor
+    positions: Tensor
     valid: Tensor
     position: int
     dense: Tensor | None = None
@@ -133,7 +135,13 @@ class Batch(_Tensors):
         return len(self.ids)
 
 
-def collate(images: Tensor, samples: Sequence[SampleMasks], valid: Sequence[bool], position: int) -> Batch:
+def collate(
+    images: Tensor,
+    samples: Sequence[SampleMasks],
+    positions: Sequence[int],
+    valid: Sequence[bool],
+    position: int,
+) -> Batch:
     """A batch of drawn images, uint8 [B, S, S, 3], and what belongs to them."""
     counts = [len(sample.runs) for sample in samples]
     lengths = [np.diff(sample.runs.offsets) for sample in samples]
@@ -157,6 +165,7 @@ def collate(images: Tensor, samples: Sequence[SampleMasks], valid: Sequence[bool
         mask_ids=_joined([sample.mask_ids for sample in samples], np.int64),
         ids=torch.tensor([sample.image_id for sample in samples], dtype=torch.int64),
         source_sizes=source_sizes,
+        positions=torch.tensor(positions, dtype=torch.int64),
         valid=torch.tensor(valid, dtype=torch.bool),
         position=position,
     )

@@ -12,8 +12,9 @@ i mod n, which is the order in which a DataLoader collects them.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,16 +24,19 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.errors import BadSample
+from sa1b.shards.reading import Reading
 from sa1b.shards.shard import ShardError
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.ledger import Ledger
-from sa1b.stream.order import Order, Sequential, micro_batch_count, micro_batches, rank_slice
+from sa1b.stream.order import Order, Sequential, rank_slice
+from sa1b.stream.plan import MicroBatch, Plan
 from sa1b.stream.ranks import place
 from sa1b.stream.sample import Recipe, SampleMasks, draw_image, pick_masks
 from sa1b.stream.stages import Stages
 from sa1b.stream.view import open_view
 
 MAX_SUBSTITUTES = 100
+_AHEAD = 1  # micro-batches that are being read while one is drawn
 
 
 class ResumeError(ValueError):
@@ -40,55 +44,36 @@ class ResumeError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Positions [start, stop) that one rank reads together, and where the stream stands behind them."""
-
-    start: int
-    stop: int
-    position: int
-
-
-@dataclass(slots=True)
-class Plan:
-    """Which positions a rank reads, step by step.
+class Begun:
+    """A micro-batch whose samples are being read.
 
     Attributes:
-        order: shuffled and endless, or sequential and finite.
-        global_batch: samples of a step over all ranks.
-        micro_batch: at most so many samples of a rank at a time.
-        rank, world: of this process.
+        piece: its positions.
+        rows: of the sample table; valid: whether each counts.
+        readings: one for each.
     """
 
-    order: Order | Sequential
-    global_batch: int
-    micro_batch: int
-    rank: int
-    world: int
-    _count: int = field(init=False)
+    piece: MicroBatch
+    rows: list[int]
+    valid: list[bool]
+    readings: list[Reading]
 
-    def __post_init__(self) -> None:
-        self._count = micro_batch_count(self.global_batch, self.world, self.micro_batch, run=self._run)
+    def collate(self, images: torch.Tensor, samples: list[SampleMasks]) -> Batch:
+        """The batch of its samples, drawn into `images`, uint8 [B, S, S, 3]."""
+        piece = self.piece
+        return collate(images, samples, range(piece.start, piece.stop), self.valid, piece.position)
 
-    @property
-    def _run(self) -> int:
-        return self.order.run if isinstance(self.order, Order) else 1
-
-    def micro_batches(self, position: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches from a position on, which begins a step."""
-        while isinstance(self.order, Order) or position < self.order.count:
-            start, stop = rank_slice(position, self.global_batch, self.rank, self.world, run=self._run)
-            pieces = micro_batches(start, stop, self.micro_batch, self._count)
-            after = position + self.global_batch
-            for i, (first, last) in enumerate(pieces):
-                yield MicroBatch(first, last, after if i == len(pieces) - 1 else position)
-            position = after
+    def cancel(self) -> None:
+        """Drop what is not read yet."""
+        for reading in self.readings:
+            reading.cancel()
 
 
 class Stream(IterableDataset[Batch]):
     """Micro-batches of one rank, in the order of the formula.
 
     Args:
-        root: folder that tools/reshard.py made.
+        root: folder that tools/reshard.py made, or its URL (s3://..., anything that fsspec knows).
         global_batch: samples of a step over all ranks, G.
         micro_batch: samples of a rank at a time; by default its whole share of a step.
         view: name or digest of a view that tools/view.py made; by default all images.
@@ -98,11 +83,15 @@ class Stream(IterableDataset[Batch]):
         run: samples that lie together and are read together, see sa1b.stream.order.Order.
         ledger: file for damaged samples; one for all ranks.
         rank, world: by default from torch.distributed, else from torchrun's variables, else one process.
+        deadline: seconds that one read may take over all its attempts. Damage is replaced, unavailability
+            never is: after the deadline the stream stops, and says which URL failed and how.
+        storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
         recipe: fields of sa1b.stream.sample.Recipe: image_size, masks, strategy, flip.
 
     Raises:
         ValueError: sizes that do not fit; the message names the argument.
         sa1b.shards.manifest.ManifestError: no dataset in root.
+        sa1b.storage.failure.StorageError: the URL cannot be read.
     """
 
     def __init__(
@@ -118,6 +107,8 @@ class Stream(IterableDataset[Batch]):
         ledger: str | Path = "sa1b-damaged.jsonl",
         rank: int | None = None,
         world: int | None = None,
+        deadline: float = 300.0,
+        storage_options: Mapping[str, Any] | None = None,
         **recipe: Any,
     ) -> None:
         here = place()
@@ -134,13 +125,15 @@ class Stream(IterableDataset[Batch]):
             "ledger": ledger,
             "rank": self.rank,
             "world": self.world,
+            "deadline": deadline,
+            "storage_options": storage_options,
             **recipe,
         }
-        self.root = Path(root)
         self.seed = seed
         self.recipe = Recipe(**recipe)
-        self.dataset = Dataset(self.root)
-        self.view = open_view(self.root, self.dataset.table, view)
+        self.dataset = Dataset(root, deadline=deadline, storage_options=storage_options)
+        self.root = self.dataset.root
+        self.view = open_view(self.dataset.reader, self.dataset.table, view)
         if run > 1:
             self.view = self.view.by_place(self.dataset.table)
         count = len(self.view)
@@ -159,9 +152,19 @@ class Stream(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        for i, piece in enumerate(self.plan.micro_batches(self.position)):
-            if i % workers == worker:
-                yield self.read(piece)
+        begun: deque[Begun] = deque()
+        try:
+            for i, piece in enumerate(self.plan.micro_batches(self.position)):
+                if i % workers == worker:
+                    begun.append(self.begin(piece))
+                    if len(begun) > _AHEAD:
+                        yield self._finish(begun.popleft())
+            while begun:
+                yield self._finish(begun.popleft())
+        finally:
+            for one in begun:
+                one.cancel()
+            self.close()
 
     def rows(self, piece: MicroBatch) -> tuple[list[int], list[bool]]:
         """The rows of the sample table that a micro-batch reads, and whether each counts."""
@@ -173,52 +176,52 @@ class Stream(IterableDataset[Batch]):
             indices, valid = order.rows(positions), np.ones(len(positions), np.bool_)
         return self.view.table_rows(indices).tolist(), valid.tolist()
 
+    def begin(self, piece: MicroBatch) -> Begun:
+        """Begin to read a micro-batch, its samples at the same time."""
+        rows, valid = self.rows(piece)
+        return Begun(piece, rows, valid, self.dataset.begin(rows))
+
     def read(self, piece: MicroBatch) -> Batch:
         """One micro-batch.
 
         Raises:
             DamageLimitError: too many damaged samples.
+            sa1b.storage.failure.StorageError: the storage is not available.
         """
-        rows, valid = self.rows(piece)
-        size = self.recipe.image_size
-        images = torch.empty((len(rows), size, size, 3), dtype=torch.uint8)
-        slots = images.numpy()
-        samples = [self.read_sample(row, piece.start + i, slots[i]) for i, row in enumerate(rows)]
-        return collate(images, samples, valid, piece.position)
+        return self._finish(self.begin(piece))
 
-    def read_sample(self, row: int, position: int, slot: Any) -> SampleMasks:
-        """The sample at a position, drawn into its slot, or the substitute if it is damaged.
+    def _finish(self, begun: Begun) -> Batch:
+        size = self.recipe.image_size
+        images = torch.empty((len(begun.rows), size, size, 3), dtype=torch.uint8)
+        slots = images.numpy()
+        samples = [self.draw(begun, i, slots[i]) for i in range(len(begun.rows))]
+        return begun.collate(images, samples)
+
+    def draw(self, begun: Begun, i: int, slot: Any) -> SampleMasks:
+        """Sample i of a micro-batch drawn into its slot, or the substitute if it is damaged.
 
         Args:
-            row: of the sample table.
-            position: in the order.
             slot: uint8 [S, S, 3].
         """
-        order, table = self.plan.order, self.dataset.table
+        order, position = self.plan.order, begun.piece.start + i
         epoch = position // order.count
+        row, reading = begun.rows[i], begun.readings[i]
         for attempt in range(MAX_SUBSTITUTES):
             try:
-                with self.stages.busy("read", int(table.jpg_bytes[row])):
-                    sample = self.dataset[row]
-                with self.stages.busy("image", len(sample.jpeg)):
-                    flip = draw_image(sample.jpeg, sample.annotations, self.recipe, slot, self.seed, epoch)
+                with self.stages.busy("read", int(self.dataset.table.jpg_bytes[row])):
+                    jpeg, annotations = reading.result()
+                with self.stages.busy("image", len(jpeg)):
+                    flip = draw_image(jpeg, annotations, self.recipe, slot, self.seed, epoch)
                 with self.stages.busy("masks"):
                     condition = self.view.masks_where
-                    usable = None if condition is None else condition.masks(sample.annotations)
-                    made = pick_masks(
-                        sample.annotations, self.recipe, self.seed, epoch, flip=flip, usable=usable
-                    )
+                    usable = None if condition is None else condition.masks(annotations)
+                    made = pick_masks(annotations, self.recipe, self.seed, epoch, flip=flip, usable=usable)
             except (ShardError, BadSample) as error:
-                self.ledger.damaged(
-                    shard=self.dataset.shards[int(table.shard[row])],
-                    offset=int(table.offset[row]),
-                    image_id=int(table.image_id[row]),
-                    position=position,
-                    reason=str(error),
-                )
+                self._note_damage(row, position, error)
                 if isinstance(order, Sequential):
                     raise  # an evaluation with other samples would be another evaluation
                 row = int(self.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
+                (reading,) = self.dataset.begin([row])
             except Exception as error:
                 error.add_note(f"at position {position}: {self.where(row)}")
                 raise
@@ -227,10 +230,25 @@ class Stream(IterableDataset[Batch]):
                 return made
         raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
 
+    def close(self) -> None:
+        """Close files and connections of this process; reading goes on where it is asked to."""
+        self.dataset.reader.close()
+
+    def _note_damage(self, row: int, position: int, error: Exception) -> None:
+        table = self.dataset.table
+        self.dataset.check_table()  # a damaged table makes every sample look so
+        self.ledger.damaged(
+            shard=self.dataset.shards[int(table.shard[row])],
+            offset=int(table.offset[row]),
+            image_id=int(table.image_id[row]),
+            position=position,
+            reason=str(error),
+        )
+
     def where(self, row: int) -> str:
         """Image, shard and offset of a row of the sample table, for messages."""
         table = self.dataset.table
-        shard = self.root / self.dataset.shards[int(table.shard[row])]
+        shard = self.dataset.reader.url(self.dataset.shards[int(table.shard[row])])
         return f"image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
 
     def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     POINT = 6  # a foreground pixel of a mask
     PROMPT = 7  # kinds of prompts and their noise
     SUBSET = 8  # which images are in a subset: the image id's only further number
+    VISIT = 9  # what happens to an image when it is trained on
 
 
 def draw(seed: int, *key: int) -> int:

@@ -68,7 +68,7 @@ def scan(
         with bar:
             while True:
                 for shard in islice(waiting, _AHEAD * workers - len(running)):
-                    path = index_path(dataset.root / dataset.shards[shard])
+                    path = index_path(Path(dataset.root) / dataset.shards[shard])
                     running.add(pool.submit(_part, path, masks_where, images_where))
                 if not running:
                     return

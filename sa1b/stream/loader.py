@@ -12,8 +12,9 @@ events. Copies and rasters run on a stream of their own. The sequence is that of
 
 import os
 import sys
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sa1b.stream.batch import Batch, collate
-from sa1b.stream.dataset import MicroBatch, Stream
+from sa1b.stream.batch import Batch
+from sa1b.stream.dataset import Begun, Stream
+from sa1b.stream.plan import MicroBatch
 from sa1b.stream.sample import SampleMasks
 
 _CUDA: Any = torch.cuda  # parts of it have no types
@@ -40,10 +42,8 @@ class _Slot:
 class _Pending:
     """A batch that threads are working on."""
 
-    piece: MicroBatch
+    begun: Begun
     slot: _Slot
-    rows: list[int]
-    valid: list[bool]
     samples: list[Future[SampleMasks]]
 
 
@@ -96,7 +96,7 @@ class Loader:
                 f"{slots * images * size * size * 3 / 1e6:,.0f} MB of {kind} memory for images"
             )
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         """Batches from where the loader stands; iterating again goes on behind the last one taken."""
         self.stream.position = self._state["position"]
         pieces = self.stream.plan.micro_batches(self.stream.position)
@@ -110,6 +110,7 @@ class Loader:
                     pending.append(self._submit(pool, piece, self._take_slot(free)))
                 if not pending:
                     return
+                self._look(pending)
                 one = pending.popleft()
                 batch = self._finish(one, side)
                 if self._cuda:
@@ -118,9 +119,9 @@ class Loader:
                 yield batch
         finally:
             for one in pending:
-                for future in one.samples:
-                    future.cancel()
+                one.begun.cancel()
             pool.shutdown(wait=True, cancel_futures=True)
+            self.stream.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on behind the last batch that was taken; prefetched ones do not count."""
@@ -147,20 +148,19 @@ class Loader:
         return _Slot(torch.empty(shape, dtype=torch.uint8, pin_memory=self._cuda))
 
     def _submit(self, pool: ThreadPoolExecutor, piece: MicroBatch, slot: _Slot) -> _Pending:
-        rows, valid = self.stream.rows(piece)
+        begun = self.stream.begin(piece)
         arrays = slot.images.numpy()
-        samples = [
-            pool.submit(self.stream.read_sample, row, piece.start + i, arrays[i])
-            for i, row in enumerate(rows)
-        ]
-        return _Pending(piece, slot, rows, valid, samples)
+        samples = [pool.submit(self.stream.draw, begun, i, arrays[i]) for i in range(len(begun.rows))]
+        return _Pending(begun, slot, samples)
 
     def _finish(self, one: _Pending, side: Any) -> Batch:
+        began = time.perf_counter()
         self._watch(one)
+        self.stream.stages.waited(time.perf_counter() - began)
         samples = [future.result() for future in one.samples]
         images = one.slot.images[: len(samples)]
         with self.stream.stages.busy("collate"):
-            batch = collate(images, samples, one.valid, one.piece.position)
+            batch = one.begun.collate(images, samples)
         if side is None:
             with self.stream.stages.busy("device"):
                 return self._on_device(batch)
@@ -179,6 +179,14 @@ class Loader:
             batch = batch.to(self.device)
         return batch if self.dense is None else replace(batch, dense=batch.masks.dense(self.dense))
 
+    def _look(self, pending: deque[_Pending]) -> None:
+        """Count what waits where."""
+        futures = [future for one in pending for future in one.samples]
+        waiting = sum(not future.running() and not future.done() for future in futures)
+        ready = sum(all(future.done() for future in one.samples) for one in pending)
+        self.stream.stages.queued("read", waiting)
+        self.stream.stages.queued("collate", min(ready, self.ahead))
+
     def _watch(self, one: _Pending) -> None:
         """Wait for the samples of a batch; name those that take suspiciously long."""
         left = set(one.samples)
@@ -188,5 +196,5 @@ class Loader:
                 return
             if not done:
                 stalled = next(i for i, future in enumerate(one.samples) if future in left)
-                where = self.stream.where(one.rows[stalled])
+                where = self.stream.where(one.begun.rows[stalled])
                 print(f"sa1b.Loader: waiting for {where} for over {self.stall_seconds:g} s", file=sys.stderr)

@@ -15,7 +15,9 @@ _THREAD = threading.local()
 AREA_FACTOR = 4 / 3  # beyond this much reduction, bilinear sampling would skip pixels
 
 
-def draw(data: bytes, height: int, width: int, slot: npt.NDArray[np.uint8], *, flip: bool = False) -> None:
+def draw(
+    data: bytes | memoryview, height: int, width: int, slot: npt.NDArray[np.uint8], *, flip: bool = False
+) -> None:
     """Decode a JPEG into the top left of a square slot; the rest of the slot becomes 0.
 
     The decoder's DCT scales down to the smallest n/8 that is not below the target, then OpenCV resizes into

@@ -62,7 +62,12 @@ class SampleMasks:
 
 
 def draw_image(
-    jpeg: bytes, annotations: Annotations, recipe: Recipe, slot: npt.NDArray[np.uint8], seed: int, epoch: int
+    jpeg: bytes | memoryview,
+    annotations: Annotations,
+    recipe: Recipe,
+    slot: npt.NDArray[np.uint8],
+    seed: int,
+    epoch: int,
 ) -> bool:
     """Draw the image into `slot`, uint8 [S, S, 3]; whether it is mirrored, which (seed, id, epoch) decide.
 

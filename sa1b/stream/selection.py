@@ -152,7 +152,7 @@ def select(
 def _check_seen(dataset: Dataset, missing: npt.NDArray[np.bool_]) -> None:
     if missing.any():
         row = int(missing.argmax())
-        path = index_path(dataset.root / dataset.shards[int(dataset.table.shard[row])])
+        path = index_path(Path(dataset.root) / dataset.shards[int(dataset.table.shard[row])])
         raise ShardError(
             f"{path}: image {int(dataset.table.image_id[row])} is in samples.bin and not in this index; "
             "tools/index.py makes both again"

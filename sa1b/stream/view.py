@@ -24,12 +24,16 @@ import numpy.typing as npt
 from sa1b.shards.errors import UsageError
 from sa1b.shards.manifest import ManifestError
 from sa1b.shards.table import SampleTable
+from sa1b.storage.cache import fetch_once
+from sa1b.storage.failure import DamageError, MissingError
 from sa1b.storage.publish import write_whole
+from sa1b.storage.reader import Reader
 from sa1b.stream.predicate import Predicate, mask_predicate
 
 FORMAT = "sa1b-view-1"
 VIEWS = "views"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CAP = 4 << 20  # bytes of a view's document
 _PREFIX = 6  # shortest part of a key or digest that may stand for it
 
 
@@ -93,30 +97,39 @@ def whole(table: SampleTable, masks_where: Predicate | None = None) -> View:
     return View(None, len(table), table.ids_digest, table.digest, key, masks_where)
 
 
-def open_view(root: Path, table: SampleTable, which: str | None = None, *, check: bool = True) -> View:
+def open_view(
+    root: Path | str | Reader, table: SampleTable, which: str | None = None, *, check: bool = True
+) -> View:
     """Open a view of a root by its name, or by its key or digest or the first characters of one.
 
     Args:
+        root: folder or URL, or what reads there. Row numbers of a URL are copied to this machine once.
         table: the root's sample table.
         which: None or the digest of all images: the whole root.
         check: hold the row numbers against their digest: 0.05 s for 11 million.
 
     Raises:
         ManifestError: no such view, more than one, damaged, or made for another set of images.
+        sa1b.storage.failure.StorageError: the URL cannot be read.
     """
     if which is None or which == table.ids_digest:
         return whole(table)
-    document = _resolve(root, which)
-    path = root / VIEWS / f"{document['key']}.json"
-    again = f"make it again: python tools/view.py {root} {_flags(document)}".rstrip()
+    reader = root if isinstance(root, Reader) else Reader(root)
+    document = _resolve(reader, which)
+    name = f"{VIEWS}/{document['key']}"
+    again = f"make it again: python tools/view.py {reader.root} {_flags(document)}".rstrip()
     if document["dataset"]["ids_sha256"] != table.ids_digest:
-        raise ManifestError(f"{path}: chosen from other images than {root} holds now; {again}")
-    rows_path = path.with_suffix(".rows")
+        raise ManifestError(
+            f"{reader.url(name)}.json: chosen from other images than {reader.root} holds now; {again}"
+        )
+    rows_path = reader.url(f"{name}.rows")
     try:
-        with rows_path.open("rb") as file:
+        with fetch_once(reader, f"{name}.rows", str(document["rows_sha256"])).open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):
+    except (OSError, ValueError, MissingError):
         raise ManifestError(f"{rows_path}: missing or empty; {again}") from None
+    except DamageError as error:
+        raise ManifestError(f"{error}; {again}") from None
     count = int(document["images"])
     if len(data) != 4 * count or (check and hashlib.sha256(data).hexdigest() != document["rows_sha256"]):
         raise ManifestError(f"{rows_path}: not the {count:,} row numbers of its view; {again}")
@@ -161,7 +174,7 @@ def write_view(
         check_name(name)
     digest = ids_digest(table.image_id[rows])
     key = view_key(digest, masks_where)
-    documents = {document["key"]: document for document in read_views(root)}
+    documents = {document["key"]: document for document in read_views(Reader(root))}
     owners = [other for other in documents if name in documents[other]["names"] and other != key]
     if owners:
         raise UsageError(
@@ -205,19 +218,22 @@ def check_name(name: str) -> None:
         raise UsageError(f"--name {name!r} could be taken for the beginning of a digest")
 
 
-def read_views(root: Path) -> list[dict[str, Any]]:
+def read_views(reader: Reader) -> list[dict[str, Any]]:
     """The documents of all views of a root, sorted by key.
 
     Raises:
         ManifestError: one is damaged or of another format.
     """
     documents = []
-    for path in sorted((root / VIEWS).glob("*.json")):
+    for name in reader.names(VIEWS):
+        if not name.endswith(".json"):
+            continue
+        path = reader.url(f"{VIEWS}/{name}")
         try:
-            document = json.loads(path.read_bytes())
+            document = json.loads(reader.read_whole(f"{VIEWS}/{name}", _CAP))
             if document["format"] != FORMAT:
                 raise ManifestError(f"{path}: format {document['format']!r}; this package reads {FORMAT!r}")
-            if document["key"] != path.stem or not isinstance(document["names"], list):
+            if f"{document['key']}.json" != name or not isinstance(document["names"], list):
                 raise ValueError(f"key {document['key']!r}")
             needed = "images", "ids_sha256", "rows_sha256", "masks_where", "chosen_by", "dataset"
             documents.append({**document, **{name: document[name] for name in needed}})
@@ -228,8 +244,8 @@ def read_views(root: Path) -> list[dict[str, Any]]:
     return documents
 
 
-def _resolve(root: Path, which: str) -> dict[str, Any]:
-    documents = read_views(root)
+def _resolve(reader: Reader, which: str) -> dict[str, Any]:
+    documents = read_views(reader)
     found = [document for document in documents if which in document["names"]]
     if not found and len(which) >= _PREFIX:
         found = [
@@ -242,10 +258,10 @@ def _resolve(root: Path, which: str) -> dict[str, Any]:
     if len(found) == 1:
         return found[0]
     if not documents:
-        raise ManifestError(f"no view {which!r} in {root}: it has none; tools/view.py makes them")
+        raise ManifestError(f"no view {which!r} in {reader.root}: it has none; tools/view.py makes them")
     problem = "stands for more than one view" if found else "is no view"
     known = "; ".join(map(_describe, found or documents))
-    raise ManifestError(f"{which!r} {problem} of {root}. Known: {known}")
+    raise ManifestError(f"{which!r} {problem} of {reader.root}. Known: {known}")
 
 
 def _describe(document: dict[str, Any]) -> str:

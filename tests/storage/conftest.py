@@ -17,10 +17,6 @@ SIZE = 4_000_000
 HASTY = Patience(deadline=60, attempt=0.6, first_wait=0.02, longest_wait=0.2)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ceph: needs Ceph's gateway on this machine; takes a minute or two")
-
-
 @dataclass(frozen=True)
 class Store:
     """Objects below FOLDER/data, served as s3://data."""

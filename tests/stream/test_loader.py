@@ -11,6 +11,7 @@ import torch
 import sa1b
 from sa1b.shards import synthetic
 from sa1b.shards.manifest import read_tasks, write_dataset
+from sa1b.stream.dataset import Begun
 from sa1b.stream.sample import SampleMasks
 from tests.shards import tiny
 from tests.stream.test_stream import SMALL, assert_equal, take
@@ -99,13 +100,13 @@ def test_an_error_in_a_thread_reaches_the_caller_with_its_sample(
 def test_a_stalled_sample_is_named(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = sa1b.Stream.read_sample
+    whole = sa1b.Stream.draw
 
-    def slow(self: sa1b.Stream, row: int, position: int, slot: Any) -> SampleMasks:
-        time.sleep(0.5 if position == 1 else 0)
-        return whole(self, row, position, slot)
+    def slow(self: sa1b.Stream, begun: Begun, i: int, slot: Any) -> SampleMasks:
+        time.sleep(0.5 if begun.piece.start + i == 1 else 0)
+        return whole(self, begun, i, slot)
 
-    monkeypatch.setattr(sa1b.Stream, "read_sample", slow)
+    monkeypatch.setattr(sa1b.Stream, "draw", slow)
     streamed = stream(root)
     first(sa1b.Loader(streamed, stall_seconds=0.1, quiet=True), 1)
     rows, _ = streamed.rows(next(streamed.plan.micro_batches(0)))
@@ -121,6 +122,9 @@ def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:
     assert stats["read"]["bytes"] > 0
     assert stats["limiting"] in ("read", "image", "masks")
     assert 1 / 3 <= stats["limiting_share"] <= 1
+    assert 0 <= stats["collate"]["depth"] <= 1  # batches that were ready when one was asked for
+    assert 0 <= stats["read"]["depth"] <= 6  # samples that waited for a thread
+    assert stats["waited_seconds"] > 0
 
 
 def test_memory_is_said_at_the_start(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from sa1b.storage.publish import LockedError, lock
 from sa1b.stream.order import Order
 from sa1b.stream.predicate import mask_predicate
 from sa1b.stream.selection import Selection, fraction, select
+from sa1b.storage.reader import Reader
 from sa1b.stream.view import open_view, read_views, whole, write_view
 from tests.shards.tiny_source import make_root, pairs, write_source
 
@@ -300,7 +301,7 @@ def test_damage_is_named_with_the_command_that_makes_it_again(root):
             open_view(root, table, "half")
     text.write_bytes(whole_text.replace(b"sa1b-view-1", b"sa1b-view-9"))
     with pytest.raises(ManifestError, match="format 'sa1b-view-9'"):
-        read_views(root)
+        read_views(Reader(root))
 
 
 def test_a_view_of_other_images_is_refused(made, root, tmp_path):
