@@ -77,10 +77,18 @@ class Dataset:
         self.reader = Reader(root, deadline=deadline, options=storage_options)
         self.root = self.reader.root
         self.manifest = self._read_manifest()
-        self.shards: list[str] = [shard["name"] for shard in self.manifest["shards"]]
+        try:
+            self.shards: list[str] = [str(shard["name"]) for shard in self.manifest["shards"]]
+            samples = self.manifest["samples"]
+            promised = samples["columns_sha256"], samples["ids_sha256"]
+        except (KeyError, TypeError) as error:
+            raise manifest.ManifestError(
+                f"{self.reader.url(manifest.DATASET)}: damaged, it lacks {error}; run tools/index.py to make "
+                "it again"
+            ) from None
         self._samples = self._fetch_samples()
         self.table: SampleTable = open_table(self._samples)
-        if self.table.digest != self.manifest["samples"]["columns_sha256"]:
+        if (self.table.digest, self.table.ids_digest) != promised:
             raise manifest.ManifestError(
                 f"{self._samples} is not the one {manifest.DATASET} was written with; "
                 "run tools/index.py to make both again"
@@ -112,8 +120,16 @@ class Dataset:
         return (self[i] for i in range(len(self)))
 
     def begin(self, rows: Sequence[int]) -> list[Reading]:
-        """Begin to read samples, each a row of the table; see sa1b.shards.reading."""
-        return begin(self.reader, [place_of(self.table, row, self.shards) for row in rows])
+        """Begin to read samples, each a row of the table; see sa1b.shards.reading.
+
+        Raises:
+            sa1b.shards.table.TableError: the table is damaged, as far as that shows here.
+        """
+        try:
+            return begin(self.reader, [place_of(self.table, row, self.shards) for row in rows])
+        except (IndexError, OverflowError):  # no such shard or offset
+            self.check_table()
+            raise
 
     def row(self, image_id: int) -> int:
         """The row of an image.

@@ -135,6 +135,7 @@ class Stream(IterableDataset[Batch]):
         self.root = self.dataset.root
         self.view = open_view(self.dataset.reader, self.dataset.table, view)
         if run > 1:
+            self.dataset.check_table()  # the order comes from places now, not from a digest alone
             self.view = self.view.by_place(self.dataset.table)
         count = len(self.view)
         formula = Order(count, self.view.digest, seed, run) if order == "shuffle" else Sequential(count)
@@ -226,7 +227,6 @@ class Stream(IterableDataset[Batch]):
                 error.add_note(f"at position {position}: {self.where(row)}")
                 raise
             else:
-                self.ledger.good()
                 return made
         raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
 
@@ -242,6 +242,7 @@ class Stream(IterableDataset[Batch]):
             offset=int(table.offset[row]),
             image_id=int(table.image_id[row]),
             position=position,
+            read=position // self.world,
             reason=str(error),
         )
 

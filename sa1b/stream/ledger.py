@@ -23,18 +23,19 @@ class Ledger:
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path
         self.rank = rank
-        self._read = 0
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type["Ledger"], tuple[Path, int]]:
         return Ledger, (self.path, self.rank)
 
-    def good(self) -> None:
-        """Count a sample that was read."""
-        self._read += 1
-
-    def damaged(self, *, shard: str, offset: int, image_id: int, position: int, reason: str) -> None:
+    def damaged(
+        self, *, shard: str, offset: int, image_id: int, position: int, read: int, reason: str
+    ) -> None:
         """Write a line.
+
+        Args:
+            read: samples that this rank has read up to here in all, those before a restart too, whose lines
+                are in the file.
 
         Raises:
             DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) of them.
@@ -55,7 +56,7 @@ class Ledger:
             finally:
                 os.close(descriptor)
             count = len(self.entries())
-        if count > max(LEAST, FRACTION * self._read):
+        if count > max(LEAST, FRACTION * read):
             raise DamageLimitError(
                 f"{count} damaged samples on rank {self.rank}, more than {LEAST} and 0.1 % of what was read; "
                 f"they are listed in {self.path}. tools/verify.py checks the whole root"

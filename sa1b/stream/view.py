@@ -28,7 +28,7 @@ from sa1b.storage.cache import fetch_once
 from sa1b.storage.failure import DamageError, MissingError
 from sa1b.storage.publish import write_whole
 from sa1b.storage.reader import Reader
-from sa1b.stream.predicate import Predicate, mask_predicate
+from sa1b.stream.predicate import Predicate, PredicateError, mask_predicate
 
 FORMAT = "sa1b-view-1"
 VIEWS = "views"
@@ -116,9 +116,17 @@ def open_view(
         return whole(table)
     reader = root if isinstance(root, Reader) else Reader(root)
     document = _resolve(reader, which)
-    name = f"{VIEWS}/{document['key']}"
+    key, digest, masks_where = str(document["key"]), str(document["ids_sha256"]), document["masks_where"]
+    name = f"{VIEWS}/{key}"
     again = f"make it again: python tools/view.py {reader.root} {_flags(document)}".rstrip()
-    if document["dataset"]["ids_sha256"] != table.ids_digest:
+    try:
+        condition = None if masks_where is None else mask_predicate(masks_where)
+        made_for = document["dataset"]["ids_sha256"]
+        if view_key(digest, condition) != key:
+            raise ValueError("its digest and condition are not those of its name")
+    except (PredicateError, ValueError, KeyError, TypeError) as error:
+        raise ManifestError(f"{reader.url(name)}.json: damaged ({error!r}); {again}") from None
+    if made_for != table.ids_digest:
         raise ManifestError(
             f"{reader.url(name)}.json: chosen from other images than {reader.root} holds now; {again}"
         )
@@ -133,14 +141,13 @@ def open_view(
     count = int(document["images"])
     if len(data) != 4 * count or (check and hashlib.sha256(data).hexdigest() != document["rows_sha256"]):
         raise ManifestError(f"{rows_path}: not the {count:,} row numbers of its view; {again}")
-    masks_where = document["masks_where"]
     return View(
         rows=np.frombuffer(data, "<u4"),
         count=count,
-        digest=str(document["ids_sha256"]),
+        digest=digest,
         bytes_digest=table.digest,
-        key=str(document["key"]),
-        masks_where=None if masks_where is None else mask_predicate(masks_where),
+        key=key,
+        masks_where=condition,
     )
 
 

@@ -41,6 +41,7 @@ def test_purposes_keep_their_numbers():
         "POINT": 6,
         "PROMPT": 7,
         "SUBSET": 8,
+        "VISIT": 9,
     }
 
 

@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ from sa1b.shards import synthetic
 from sa1b.shards.manifest import read_tasks, write_dataset
 from sa1b.shards.table import open_table
 from sa1b.stream.dataset import ResumeError, Stream
-from sa1b.stream.ledger import DamageLimitError
+from sa1b.stream.ledger import DamageLimitError, Ledger
 from tests.shards import tiny
 
 IMAGES = 23
@@ -97,36 +95,6 @@ def test_a_step_is_the_same_set_of_samples_at_any_world_size(root: Path, world: 
         assert torch.equal(torch.cat([b.points for b in pieces]), one.points)
         # Where every rank stands behind the step is the same.
         assert {rank[(step + 1) * per_step - 1].position for rank in batches} == {one.position}
-
-
-def test_torchrun_ranks_see_their_parts(root: Path, tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        "import json, os, sys, torch.distributed as dist, sa1b\n"
-        "from torch.utils.data import DataLoader\n"
-        "dist.init_process_group('gloo')\n"
-        "os.environ.pop('RANK'), os.environ.pop('WORLD_SIZE')\n"
-        "stream = sa1b.Stream(sys.argv[1], global_batch=7, micro_batch=2, image_size=64, masks=5, flip=0.5)\n"
-        "found = []\n"
-        "for batch in DataLoader(stream, batch_size=None, num_workers=2):\n"
-        "    found.append([batch.position, batch.ids.tolist(), int(batch.images.sum()), int(batch.masks.runs.sum())])\n"
-        "    if len(found) == 6: break\n"
-        "json.dump(found, open(f'{sys.argv[2]}/{dist.get_rank()}.json', 'w'))\n"
-        "dist.destroy_process_group()\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--standalone",
-        str(script),
-    ]
-    subprocess.run([*command, str(root), str(tmp_path)], check=True, capture_output=True, cwd=REPOSITORY)
-    for rank in range(2):
-        own = take(Stream(root, global_batch=7, micro_batch=2, rank=rank, world=2, **SMALL), 6)
-        expected = [[b.position, b.ids.tolist(), int(b.images.sum()), int(b.masks.runs.sum())] for b in own]
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
 
 
 def test_a_resumed_stream_is_the_rest_of_the_sequence(root: Path) -> None:
@@ -283,6 +251,18 @@ def test_too_much_damage_ends_the_stream_and_names_the_ledger(root: Path, tmp_pa
     ledger = tmp_path / "ledger.jsonl"
     with pytest.raises(DamageLimitError, match=f"11 damaged samples on rank 0.*{ledger}"):
         take(Stream(tmp_path / "root", global_batch=1, ledger=ledger, **SMALL), IMAGES)
+
+
+def test_damage_of_before_a_restart_is_held_against_all_that_was_read(tmp_path: Path) -> None:
+    def damage_at(ledger: Ledger, position: int) -> None:
+        ledger.damaged(shard="s", offset=1, image_id=2, position=position, read=position, reason="r")
+
+    first = Ledger(tmp_path / "ledger", 0)
+    for position in range(0, 20_000, 2000):
+        damage_at(first, position)
+    damage_at(Ledger(tmp_path / "ledger", 0), 20_000)  # the 11th of 20,000: within 0.1 %
+    with pytest.raises(DamageLimitError, match="12 damaged samples"):
+        damage_at(Ledger(tmp_path / "ledger", 0), 5_000)
 
 
 def test_an_evaluation_never_takes_a_substitute(root: Path, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from sa1b.shards.errors import UsageError
 from sa1b.shards.manifest import ManifestError, Options
 from sa1b.shards.shard import ShardError
 from sa1b.storage.publish import LockedError, lock
+from sa1b.storage.reader import Reader
 from sa1b.stream.order import Order
 from sa1b.stream.predicate import mask_predicate
 from sa1b.stream.selection import Selection, fraction, select
-from sa1b.storage.reader import Reader
 from sa1b.stream.view import open_view, read_views, whole, write_view
 from tests.shards.tiny_source import make_root, pairs, write_source
 

@@ -1,0 +1,54 @@
+"""What a process holds, and what processes leave behind when they are gone."""
+
+import gc
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+
+def held() -> dict[str, list[str]]:
+    """Threads, open descriptors and child processes of this process."""
+    gc.collect()
+    descriptors = []
+    for link in list(Path("/proc/self/fd").iterdir()):
+        try:
+            descriptors.append(f"{link.name} {link.readlink()}")
+        except FileNotFoundError:
+            continue  # the one that lists them
+    multiprocessing.active_children()  # collects those that have ended
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "descriptors": sorted(descriptors),
+        "children": children,
+    }
+
+
+def session(leader: int) -> list[int]:
+    """Processes that run in the session that `leader` began, without those that ended."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                state, _, _, number = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(number) == leader and state != "Z":
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def wait_for_end(leader: int, seconds: float) -> None:
+    """Wait until the session is empty; AssertionError after so many seconds."""
+    end = time.monotonic() + seconds
+    while left := session(leader):
+        assert time.monotonic() < end, f"processes {left} still run after {seconds} s"
+        time.sleep(0.02)
+
+
+def shared_memory(pids: list[int]) -> list[str]:
+    """Segments that these processes made with torch, by name."""
+    names = [path.name for path in Path("/dev/shm").iterdir()]
+    return [name for name in names if any(f"torch_{pid}_" in name for pid in pids)]

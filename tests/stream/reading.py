@@ -1,0 +1,166 @@
+"""A process that reads a stream, to be interrupted, killed and looked at: `python -m tests.stream.reading`.
+
+    KIND ROOT endings       leaves its loop in three ways; prints what each left in the process
+    KIND ROOT endless       prints a line for each batch until it is interrupted, then what is left
+    workers ROOT murders    kills a worker of its own and goes on with new ones, four times; prints the batches
+
+KIND is "loader" for sa1b.Loader, "workers" for a DataLoader with two of them. Every line is JSON.
+"""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils.data import DataLoader
+
+import sa1b
+from sa1b.stream.sample import draw_image
+from tests.stream.leftovers import held
+from tests.stream.recorded import RECIPE, digest
+
+REPOSITORY = Path(__file__).parents[2]
+STEP = {"global_batch": 6, "micro_batch": 2}
+PIECES = 3  # micro-batches of a step
+KINDS = ("loader", "workers")
+
+
+class CallerError(Exception):
+    """What a training loop may raise in the middle of an epoch."""
+
+
+def start(kind: str, root: Path, what: str, temporary: Path) -> "subprocess.Popen[str]":
+    """Begin such a process, the leader of a session of its own, with a temporary folder of its own."""
+    temporary.mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.stream.reading", kind, str(root), what],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+
+
+def stream_of(root: Path, **options: Any) -> sa1b.Stream:
+    return sa1b.Stream(root, ledger=root / "ledger.jsonl", **STEP, **RECIPE, **options)
+
+
+def batches(kind: str, stream: sa1b.Stream) -> Any:
+    if kind == "loader":
+        return sa1b.Loader(stream, threads=3, ahead=3, quiet=True)
+    return DataLoader(stream, batch_size=None, num_workers=2)
+
+
+def say(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def endings(kind: str, root: Path) -> None:
+    """Leave the loop at its end, in the middle, and by an error in its body, with work under way."""
+
+    def whole(loader: Any) -> None:
+        assert sum(int(batch.valid.sum()) for batch in loader) == len(sa1b.open(root))
+
+    def early(loader: Any) -> None:
+        assert len(list(islice(loader, 5))) == 5
+
+    def broken(loader: Any) -> None:
+        with suppress(CallerError):
+            for i, _ in enumerate(loader):
+                if i == 4:
+                    raise CallerError
+
+    def slowly(*arguments: Any) -> bool:
+        time.sleep(0.03)
+        return draw_image(*arguments)
+
+    ways: dict[str, Callable[[Any], None]] = {"whole": whole, "early": early, "broken": broken}
+    with mock.patch("sa1b.stream.dataset.draw_image", slowly):
+        for name, way in ways.items():
+            empty = held()
+            stream = stream_of(root, order="sequential" if name == "whole" else "shuffle")
+            loader = batches(kind, stream)
+            before = held()
+            way(loader)
+            after = held()
+            del stream, loader
+            say(way=name, before=before, after=after, empty=empty, at_last=held())
+
+
+def endless(kind: str, root: Path) -> None:
+    """Read until the process is interrupted or killed."""
+    before = held()
+
+    def read() -> None:
+        stream = stream_of(root)
+        loader = batches(kind, stream)
+        for batch in loader:
+            state = loader.state_dict() if kind == "loader" else stream.state_dict(batch)
+            say(digest=digest(batch), state=state)
+
+    with suppress(KeyboardInterrupt):
+        read()
+    say(before=before, after=held())
+
+
+def murders(root: Path) -> None:
+    """Kill one of two workers at four moments, each time going on behind the last batch that was taken."""
+    stream = stream_of(root)
+    before = held()
+    state = stream.state_dict()
+    for life in range(4):
+        begun = state["position"]
+        stream.load_state_dict(json.loads(json.dumps(state)))
+        seen, error, seconds = one_life(stream, life)
+        digests = [one for one, _ in seen]
+        state = seen[-1][1]
+        say(begun=begun, digests=digests, error=error, seconds=seconds, before=before, after=held())
+    stream.load_state_dict(state)
+    digests = [digest(batch) for batch in islice(batches("workers", stream), 6)]
+    say(begun=state["position"], digests=digests, error=None, seconds=0.0, before=before, after=held())
+
+
+def one_life(stream: sa1b.Stream, life: int) -> tuple[list[tuple[str, dict[str, Any]]], str, float]:
+    """Read, kill a worker, read on until that is noticed.
+
+    Returns each batch's digest with the state behind it, the error, and the seconds it took to come.
+    """
+    reading = iter(batches("workers", stream))
+    seen: list[tuple[str, dict[str, Any]]] = []
+    killed = 0.0
+    try:
+        while True:
+            batch = next(reading)
+            seen.append((digest(batch), stream.state_dict(batch)))
+            if len(seen) == 3 + life:
+                time.sleep(0.004 * life)  # in the middle of work, or when all is read ahead
+                killed = time.monotonic()
+                os.kill(reading._workers[life % 2].pid, signal.SIGKILL)
+    except (RuntimeError, OSError, EOFError) as error:
+        if not killed:
+            raise
+        words, seconds = repr(error), time.monotonic() - killed
+    del reading, batch
+    gc.collect()
+    return seen, words, seconds
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    kind, folder, what = sys.argv[1:]
+    if what == "murders":
+        murders(Path(folder))
+    else:
+        {"endings": endings, "endless": endless}[what](kind, Path(folder))

@@ -1,0 +1,270 @@
+"""Damage under a stream: a batch is the healthy one, or the ledger names the sample, or an error is raised."""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import sa1b
+from sa1b.shards.manifest import ManifestError, read_tasks, write_dataset
+from sa1b.shards.shard import ShardError
+from sa1b.shards.table import COLUMNS, SampleTable, TableError, open_table
+from sa1b.shards.verify import verify
+from sa1b.storage.failure import MissingError
+from sa1b.stream.view import write_view
+from tests.shards import tiny
+from tests.stream.recorded import FIRST_ID, RECIPE, digest, make_root, sequence
+
+IMAGES, BATCH = 12, 3
+SHARD = "sa1b-000001-0001.tar"  # the middle one of three
+
+examples = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("damage"), IMAGES)
+
+
+@pytest.fixture
+def copy(root: Path, tmp_path: Path) -> Path:
+    """A root to be damaged."""
+    return shutil.copytree(root, tmp_path / "root")
+
+
+@pytest.fixture(scope="module")
+def healthy(root: Path) -> list[str]:
+    """One epoch, by its formula."""
+    return [digest(b) for b in sequence(root, IMAGES // BATCH, global_batch=BATCH, micro_batch=BATCH)]
+
+
+@contextmanager
+def flipped(path: Path, offset: int, bits: int) -> Iterator[None]:
+    """The file with one byte changed."""
+    data = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(bytes([data[offset] ^ bits]))
+    yield
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data[offset : offset + 1])
+    assert path.read_bytes() == data
+
+
+def epoch(root: Path, ledger: Path, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """The digests of one epoch's batches, and the lines of the ledger."""
+    ledger.unlink(missing_ok=True)
+    stream = sa1b.Stream(root, global_batch=BATCH, ledger=ledger, **{**RECIPE, **options})
+    found = [digest(batch) for batch in islice(stream, IMAGES // BATCH)]
+    lines = ledger.read_text().splitlines() if ledger.exists() else []
+    return found, [json.loads(line) for line in lines]
+
+
+def rows_at(table: SampleTable, shard: int, offset: int) -> list[int]:
+    """The samples whose jpg or mask record holds this byte of a shard."""
+    ends = table.offset + table.jpg_bytes
+    masks = np.array([table.masks_offset(row) for row in range(len(table))])
+    in_jpg = (table.offset <= offset) & (offset < ends)
+    in_masks = (masks <= offset) & (offset < masks + table.masks_bytes)
+    return np.flatnonzero((table.shard == shard) & (in_jpg | in_masks)).tolist()
+
+
+def a_byte(file: Path, seed: int, first: int = 0) -> tuple[int, int]:
+    """Offset, from `first` on, and bits of a change drawn from a seed."""
+    draw = random.Random(seed)
+    return draw.randrange(first, file.stat().st_size), draw.randrange(1, 256)
+
+
+# Any byte
+
+
+@settings(examples, max_examples=60)
+@given(shard=st.integers(0, 2), seed=st.integers(0, 2**64))
+def test_a_changed_byte_of_a_shard_is_in_the_ledger_or_in_no_sample(
+    root: Path, healthy: list[str], tmp_path_factory: pytest.TempPathFactory, shard: int, seed: int
+) -> None:
+    path = root / sa1b.open(root).shards[shard]
+    table = open_table(root / "samples.bin")
+    offset, bits = a_byte(path, seed)
+    with flipped(path, offset, bits):
+        found, lines = epoch(root, tmp_path_factory.getbasetemp() / "ledger")
+    # Headers and padding are in no sample; tools/verify.py finds damage there.
+    owners = rows_at(table, shard, offset)
+    assert {line["image_id"] for line in lines} == set(table.image_id[owners].tolist())
+    for line in lines:
+        (row,) = owners
+        assert (line["shard"], line["offset"]) == (path.name, int(table.offset[row]))
+    replaced = {line["position"] // BATCH for line in lines}
+    assert [i for i in range(len(healthy)) if found[i] != healthy[i]] == sorted(replaced)
+
+
+@settings(examples, max_examples=100)
+@given(file=st.sampled_from(["samples.bin", "dataset.json"]), seed=st.integers(0, 2**64))
+def test_a_changed_byte_of_the_manifest_or_of_the_table_gives_no_other_batch(
+    root: Path, healthy: list[str], tmp_path_factory: pytest.TempPathFactory, file: str, seed: int
+) -> None:
+    offset, bits = a_byte(root / file, seed)
+    with flipped(root / file, offset, bits):
+        try:
+            found, lines = epoch(root, tmp_path_factory.getbasetemp() / "ledger")
+        except Exception:
+            return  # refused, at the start or at the first sample that it concerns
+    replaced = {line["position"] // BATCH for line in lines}
+    assert {i for i in range(len(healthy)) if found[i] != healthy[i]} <= replaced
+
+
+@pytest.mark.parametrize("column", list(COLUMNS))
+def test_a_damaged_column_of_the_table_is_refused_as_such_and_not_taken_for_damaged_samples(
+    copy: Path, healthy: list[str], tmp_path: Path, column: str
+) -> None:
+    table = open_table(copy / "samples.bin")
+    start = (copy / "samples.bin").read_bytes().index(getattr(table, column).tobytes())
+    width = COLUMNS[column].itemsize
+    for byte in range(width):
+        with (
+            flipped(copy / "samples.bin", start + 7 * width + byte, 132),
+            pytest.raises((TableError, ManifestError), match="samples.bin"),
+        ):
+            epoch(copy, tmp_path / "ledger")
+    # A damaged table is no damage of the samples.
+    assert not (tmp_path / "ledger").exists()
+    assert epoch(copy, tmp_path / "ledger") == (healthy, [])
+
+
+# One part after the other
+
+
+@pytest.mark.parametrize("part", ["jpg", "masks"])
+def test_a_changed_byte_of_a_sample_is_named_with_shard_offset_and_image(
+    copy: Path, healthy: list[str], tmp_path: Path, part: str
+) -> None:
+    table = open_table(copy / "samples.bin")
+    row = int(np.flatnonzero(table.shard == 1)[2])
+    offset = int(table.offset[row]) if part == "jpg" else table.masks_offset(row)
+    with flipped(copy / SHARD, offset + 40, 1):
+        found, lines = epoch(copy, tmp_path / "ledger")
+        for loader in (
+            sa1b.Loader(stream_of(copy, tmp_path / "other"), quiet=True),
+            DataLoader(stream_of(copy, tmp_path / "other"), batch_size=None, num_workers=2),
+        ):
+            assert [digest(batch) for batch in islice(loader, len(found))] == found
+    assert found != healthy
+    (line,) = lines
+    assert (line["shard"], line["offset"]) == (SHARD, int(table.offset[row]))
+    assert line["image_id"] == int(table.image_id[row])
+    assert f"sa_{line['image_id']}.{part}" in line["reason"]
+
+
+def stream_of(root: Path, ledger: Path) -> sa1b.Stream:
+    return sa1b.Stream(root, global_batch=BATCH, ledger=ledger, **RECIPE)
+
+
+def test_a_changed_byte_of_a_shard_index_touches_no_sample_and_verify_names_it(
+    copy: Path, healthy: list[str], tmp_path: Path
+) -> None:
+    index = copy / SHARD.replace(".tar", ".parquet")
+    for seed in range(8):
+        offset, bits = a_byte(index, seed)
+        with flipped(index, offset, bits):
+            assert epoch(copy, tmp_path / "ledger") == (healthy, [])
+            report = verify(copy, workers=0, quiet=True)
+            assert {finding.file for finding in report.findings} == {index.name}
+    assert verify(copy, workers=0, quiet=True).findings == []
+
+
+def test_a_cut_shard_costs_the_samples_behind_the_cut_and_no_other(
+    copy: Path, healthy: list[str], tmp_path: Path
+) -> None:
+    """Also where a plain reader of tars finds nothing wrong: at the header of a mask record."""
+    table = open_table(copy / "samples.bin")
+    inside = np.flatnonzero(table.shard == 1)
+    middle = int(inside[np.argsort(table.offset[inside])[2]])
+    for cut in (table.masks_offset(middle) - 512, table.masks_offset(middle) + 10, int(table.offset[middle])):
+        shutil.copyfile(copy / SHARD, tmp_path / "whole")
+        with (copy / SHARD).open("r+b") as file:
+            file.truncate(cut)
+        found, lines = epoch(copy, tmp_path / "ledger")
+        lost = inside[table.offset[inside] >= table.offset[middle]]
+        assert {line["image_id"] for line in lines} == set(table.image_id[lost].tolist())
+        assert {line["shard"] for line in lines} == {SHARD}
+        replaced = {line["position"] // BATCH for line in lines}
+        assert [i for i in range(len(healthy)) if found[i] != healthy[i]] == sorted(replaced)
+        shutil.copyfile(tmp_path / "whole", copy / SHARD)
+
+
+def test_a_missing_shard_stops_the_stream_with_its_name_and_replaces_nothing(
+    copy: Path, tmp_path: Path
+) -> None:
+    (copy / SHARD).unlink()
+    with pytest.raises(MissingError, match=SHARD) as error:
+        epoch(copy, tmp_path / "ledger")
+    assert any("at position" in note for note in error.value.__notes__)
+    assert not (tmp_path / "ledger").exists()
+
+
+def test_a_shard_in_place_of_another_gives_none_of_its_samples(copy: Path, tmp_path: Path) -> None:
+    """Whole and readable, but not the bytes that were promised."""
+    dataset = sa1b.open(copy)
+    shutil.copyfile(copy / SHARD.replace("0001.tar", "0000.tar"), copy / SHARD)
+    for row in np.flatnonzero(dataset.table.shard == 1).tolist():
+        with pytest.raises(ShardError, match=f"sa_{dataset.table.image_id[row]}.*{SHARD}"):
+            dataset[row]
+    evaluation = sa1b.Stream(copy, global_batch=1, order="sequential", ledger=tmp_path / "ledger", **RECIPE)
+    with pytest.raises(ShardError, match=SHARD):
+        list(evaluation)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'{"format": "sa1b-shards-9"}'])
+def test_a_manifest_that_is_none_is_refused_by_name(copy: Path, tmp_path: Path, content: bytes) -> None:
+    (copy / "dataset.json").write_bytes(content)
+    with pytest.raises(ManifestError, match="dataset.json"):
+        epoch(copy, tmp_path / "ledger")
+
+
+@pytest.mark.parametrize("size", [0, 50, 128, 500, -1])
+def test_a_cut_table_is_refused_by_name(copy: Path, tmp_path: Path, size: int) -> None:
+    data = (copy / "samples.bin").read_bytes()
+    (copy / "samples.bin").write_bytes(data[:size])
+    with pytest.raises((TableError, ManifestError), match="samples.bin"):
+        epoch(copy, tmp_path / "ledger")
+
+
+def test_every_changed_byte_of_a_views_rows_is_refused(copy: Path, tmp_path: Path) -> None:
+    view = write_view(copy, open_table(copy / "samples.bin"), np.arange(1, 10, dtype=np.uint32), name="nine")
+    rows = copy / "views" / f"{view.key}.rows"
+    for offset in range(rows.stat().st_size):
+        with flipped(rows, offset, 1 << offset % 8), pytest.raises(ManifestError, match=rows.name):
+            epoch(copy, tmp_path / "ledger", view="nine")
+    rows.write_bytes(rows.read_bytes()[:-4])
+    with pytest.raises(ManifestError, match=rows.name):
+        epoch(copy, tmp_path / "ledger", view="nine")
+
+
+# Pictures that are whole as files and no pictures
+
+
+def test_half_a_picture_is_never_trained_on(tmp_path: Path) -> None:
+    """A JPEG cut in the source fits its checksum in the shard; a lenient decoder would fill it up with grey."""
+    members = tiny.pairs(range(FIRST_ID, FIRST_ID + 4), None)
+    name, jpeg = members[2]
+    members[2] = name, jpeg[: len(jpeg) // 2] + b"\xff\xd9"
+    root = tmp_path / "root"
+    tiny.ingest_tar(tiny.write_tar(tmp_path / "sa_000001.tar", members), root)
+    write_dataset(root, read_tasks(root))
+    stream = sa1b.Stream(root, global_batch=4, ledger=tmp_path / "ledger", **RECIPE)
+    (batch,) = islice(stream, 1)
+    (line,) = [json.loads(text) for text in (tmp_path / "ledger").read_text().splitlines()]
+    assert line["image_id"] == FIRST_ID + 1
+    assert "does not decode" in line["reason"]
+    assert FIRST_ID + 1 not in batch.ids.tolist()

@@ -1,0 +1,61 @@
+"""What a root and a view say of themselves, with a byte changed: refused by name, or nothing is different."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sa1b
+from sa1b.shards.manifest import ManifestError
+from sa1b.shards.table import TableError, open_table
+from sa1b.stream.predicate import mask_predicate
+from sa1b.stream.view import write_view
+from tests.stream.test_damage import IMAGES, RECIPE, copy, epoch, flipped, healthy, root
+
+__all__ = ["copy", "healthy", "root"]  # fixtures
+
+
+def test_every_changed_byte_of_the_tables_header_is_refused_or_changes_nothing(
+    copy: Path, healthy: list[str], tmp_path: Path
+) -> None:
+    refused = 0
+    for offset in range(128):
+        with flipped(copy / "samples.bin", offset, 1 << offset % 8):
+            try:
+                found = epoch(copy, tmp_path / "ledger")
+            except (TableError, ManifestError) as error:
+                refused += "samples.bin" in str(error)
+            else:
+                assert found == (healthy, []), offset
+    assert refused >= 8 + 4 + 4 + 8 + 32 + 32  # magic, version, size, count and both digests
+
+
+def test_a_views_document_that_says_something_else_is_refused(copy: Path, tmp_path: Path) -> None:
+    """Every byte of it: the batches are those of the view, or there are none."""
+    table = open_table(copy / "samples.bin")
+    condition = mask_predicate("area >= 200")
+    view = write_view(copy, table, np.arange(IMAGES, dtype=np.uint32), masks_where=condition, name="large")
+    document = copy / "views" / f"{view.key}.json"
+    expected = epoch(copy, tmp_path / "ledger", view="large")
+    for offset in range(document.stat().st_size):
+        with flipped(document, offset, 1 << offset % 7):
+            try:
+                found = epoch(copy, tmp_path / "ledger", view="large")
+            except (ManifestError, ValueError):
+                continue
+        assert found == expected, offset
+
+
+def test_a_damaged_id_is_refused_where_it_would_change_the_order_of_runs(copy: Path, tmp_path: Path) -> None:
+    with (
+        flipped(copy / "samples.bin", 128 + 8 * 7, 64),
+        pytest.raises((TableError, ManifestError), match="samples.bin"),
+    ):
+        sa1b.Stream(copy, global_batch=4, run=2, ledger=tmp_path / "ledger", **RECIPE)
+
+
+def test_a_manifest_without_a_key_is_refused_by_name(copy: Path, tmp_path: Path) -> None:
+    text = (copy / "dataset.json").read_text()
+    (copy / "dataset.json").write_text(text.replace('"columns_sha256"', '"columns_sha255"'))
+    with pytest.raises(ManifestError, match="dataset.json"):
+        epoch(copy, tmp_path / "ledger")

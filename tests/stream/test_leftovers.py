@@ -1,0 +1,65 @@
+"""However reading ends, no thread, process, descriptor, shared memory or temporary file is left."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.stream.leftovers import session, shared_memory
+from tests.stream.reading import KINDS, start
+from tests.stream.recorded import make_root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("leftovers"), 17)
+
+
+def files(root: Path) -> set[Path]:
+    return set(root.rglob("*"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_after_the_end_an_early_close_or_an_error_of_the_caller(
+    root: Path, kind: str, tmp_path: Path
+) -> None:
+    before = files(root)
+    process = start(kind, root, "endings", tmp_path / "tmp")
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    ways = [json.loads(line) for line in out.splitlines()]
+    assert [way["way"] for way in ways] == ["whole", "early", "broken"]
+    for way in ways:
+        # With stream and loader still there, and without them.
+        assert way["after"] == way["before"], way["way"]
+        assert way["at_last"] == way["empty"], way["way"]
+    assert session(process.pid) == []
+    assert shared_memory([process.pid]) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert files(root) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "whom"), [("loader", "process"), ("workers", "process"), ("workers", "group")]
+)
+def test_nothing_is_left_after_an_interrupt(root: Path, kind: str, whom: str, tmp_path: Path) -> None:
+    """A terminal's Ctrl-C goes to the process and its workers alike, a scheduler's signal to the process."""
+    before = files(root)
+    process = start(kind, root, "endless", tmp_path / "tmp")
+    for _ in range(7):
+        assert "digest" in process.stdout.readline()
+    members = session(process.pid)
+    if whom == "process":
+        os.kill(process.pid, signal.SIGINT)
+    else:
+        os.killpg(process.pid, signal.SIGINT)
+    out, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    left = json.loads(out.splitlines()[-1])
+    assert left["after"] == left["before"]
+    assert session(process.pid) == []
+    assert shared_memory(members) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert files(root) == before

@@ -1,0 +1,72 @@
+"""Every rank under torchrun sees its part of the recorded sequence, whatever reads it."""
+
+import json
+import math
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.stream.rank_program import COUNT, STEP
+from tests.stream.reading import REPOSITORY
+from tests.stream.recorded import digest, make_root, sequence
+
+WORLDS = (1, 2, 3)
+WAYS = ["0, by torchrun's variables", "0", "1", "2", "Loader"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("torchrun"), 17)
+
+
+@pytest.fixture(scope="module")
+def seen(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with what each rank of each world saw."""
+    out = tmp_path_factory.mktemp("seen")
+    launched = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"),
+                *("-m", "tests.stream.rank_program", str(root), str(out)),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        for world in WORLDS
+    ]
+    for one in launched:
+        output, _ = one.communicate(timeout=120)
+        assert one.returncode == 0, output
+    return out
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ids_positions_and_bytes_are_the_recorded_ones_on_every_rank(
+    root: Path, seen: Path, world: int
+) -> None:
+    for rank in range(world):
+        batches = islice(sequence(root, COUNT, **STEP, rank=rank, world=world), COUNT)
+        recorded = [{"ids": b.ids.tolist(), "position": b.position, "digest": digest(b)} for b in batches]
+        found = json.loads((seen / f"{rank} of {world}.json").read_text())
+        assert list(found) == WAYS
+        for way in WAYS:
+            assert found[way] == recorded, f"rank {rank} of {world}, {way}"
+
+
+def test_no_step_depends_on_how_many_ranks_there_are(seen: Path) -> None:
+    steps: dict[int, list[list[int]]] = {}
+    for world in WORLDS:
+        pieces = math.ceil(math.ceil(STEP["global_batch"] / world) / STEP["micro_batch"])
+        ranks = [json.loads((seen / f"{rank} of {world}.json").read_text())["2"] for rank in range(world)]
+        steps[world] = [
+            [i for rank in ranks for batch in rank[step * pieces : (step + 1) * pieces] for i in batch["ids"]]
+            for step in range(COUNT // pieces)
+        ]
+    shortest = min(map(len, steps.values()))
+    assert shortest == 4
+    assert steps[1][:shortest] == steps[2][:shortest] == steps[3][:shortest]
