@@ -1,0 +1,1 @@
+"""How it is trained: configuration, precision, ranks, gradients, optimizer, checkpoints, health, metrics."""

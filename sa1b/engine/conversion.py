@@ -1,0 +1,91 @@
+"""Weights out of checkpoints and published files, for training to start from and for others to use."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sa1b.engine import history, tensors
+from sa1b.engine.sealed import CheckpointError
+from sa1b.sam.published import FORMATS, config_of, preset_of, read_weights, write_weights
+from sa1b.shards.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was written.
+
+    Attributes:
+        source: what was read: a checkpoint or a file.
+        target: the file.
+        bytes: of the file.
+        model: name of the preset; None: sizes of no preset.
+        image_size: pixels.
+        parameters: numbers in the model.
+    """
+
+    source: str
+    target: str
+    bytes: int
+    model: str | None
+    image_size: int
+    parameters: int
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """For people."""
+        model = self.model or "of no preset's sizes"
+        return (
+            f"{self.source}\n  model {model}, {self.image_size} pixels, {self.parameters:,} parameters\n"
+            f"Complete: {self.target} ({self.bytes:,} bytes)"
+        )
+
+
+def find_weights(source: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The weights that a run may start from, by published names, float32, on the CPU, and where they lie.
+
+    Args:
+        source: a checkpoint, the folder of a run (its newest good one is taken), or a published file.
+
+    Raises:
+        CheckpointError: a damaged checkpoint, or a folder without any.
+        WeightsError: a damaged or foreign file.
+        OSError: it cannot be read.
+    """
+    if not source.is_dir():
+        return source, read_weights(source)
+    if (source / "checkpoints").is_dir():
+        found = history.newest(source / "checkpoints")
+        if found is None:
+            raise CheckpointError(f"{source} has no checkpoint yet")
+    else:
+        found = history.read(source)
+    return found.folder, tensors.read_weights(found.folder, found.metadata)
+
+
+def convert(source: Path, target: Path, *, overwrite: bool = False) -> Converted:
+    """Write the weights of a checkpoint or published file to one file.
+
+    Raises:
+        UsageError: the target exists, or its name does not say a format.
+        CheckpointError, WeightsError, OSError: see `find_weights`.
+    """
+    if target.suffix not in FORMATS:
+        raise UsageError(f"--out {target} must end with .safetensors or .pth")
+    if target.exists() and not overwrite:
+        raise UsageError(f"--out {target} exists: pass --overwrite to replace it")
+    place, weights = find_weights(source)
+    write_weights(target, weights)
+    config = config_of(weights)
+    return Converted(
+        source=str(place),
+        target=str(target),
+        bytes=target.stat().st_size,
+        model=preset_of(config),
+        image_size=config.image_size,
+        parameters=sum(tensor.numel() for tensor in weights.values()),
+    )

@@ -1,0 +1,89 @@
+"""How good the model is: mean IoU after 1, 3 and 5 clicks and with a box, on images it never trains on."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from sa1b.engine.feed import DataConfig, Feed
+from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.place import Place
+from sa1b.engine.precision import autocast
+from sa1b.sam.score import Score
+from sa1b.shards.errors import UsageError
+from sa1b.stream.dataset import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """When and on what the model is evaluated.
+
+    Attributes:
+        view: View to evaluate on (tools/view.py --held-out ... --split held-out); it must share no image with
+            the one trained on.
+        every: Steps from one evaluation to the next, and one at the end; 0: never while training.
+        masks: At most so many masks an image, the same ones every time.
+    """
+
+    view: str | None = None
+    every: int = 0
+    masks: int = 16
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.masks < 1:
+            raise UsageError("--evaluation.every must not be negative, --evaluation.masks at least 1")
+
+
+def held_out_feed(
+    config: EvaluationConfig, data: DataConfig, image_size: int, place: Place, run: Path, training: Stream
+) -> Feed:
+    """The feed of an evaluation: every image of the view once over all ranks.
+
+    Args:
+        training: must share no image with the view.
+
+    Raises:
+        UsageError: it does; the message says how many.
+    """
+    batch = max(place.world, min(data.global_batch, place.world * (data.micro_batch or data.global_batch)))
+    settings = replace(data, masks=config.masks, strategy="uniform", global_batch=batch)
+    # Another seed would score other masks: figures of different runs could not be compared.
+    feed = Feed(settings, image_size, place, run, seed=0, view=config.view, order="sequential")
+    own, others = (view.table_rows(np.arange(len(view))) for view in (feed.stream.view, training.view))
+    if shared := len(np.intersect1d(own, others)):
+        raise UsageError(
+            f"--evaluation.view {config.view} shares {shared:,} images with what is trained on; make two "
+            "views with the same tools/view.py --held-out PART, one with --split train and one with "
+            "--split held-out, and pass the first as --data.view"
+        )
+    return feed
+
+
+@torch.no_grad()
+def evaluate(module: nn.Module, feed: Feed, parallel: ParallelConfig, place: Place) -> dict[str, float]:
+    """Mean IoU by prompt and mask size, the same figure at any world size; see sa1b.sam.score.
+
+    Collective. The module is left as it was.
+
+    Args:
+        module: wrapped `Interactive`.
+        feed: from its beginning.
+    """
+    training = module.training
+    module.eval()
+    score = Score.empty(place.device)
+    beginning = {**feed.state_dict(), "position": 0}
+    feed.load_state_dict(beginning)
+    for micros in feed.steps():
+        for micro in micros:
+            targets = micro.targets
+            with autocast(parallel.precision, place.device):
+                found = module(micro.images, targets, micro.image_keys, evaluate=True)
+            score.add(found["intersections"], found["unions"], micro.areas, targets.weights)
+    feed.close()
+    if place.world > 1:
+        score.all_reduce()
+    module.train(training)
+    return score.result()

@@ -1,0 +1,81 @@
+"""Steps whose loss or gradient is not finite: skipped by all ranks together and written down, for a while."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from sa1b.engine.place import Place
+from sa1b.shards.errors import UsageError
+
+
+class HealthError(RuntimeError):
+    """So many steps in a row were not finite that training on would train nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthConfig:
+    """What happens when a loss is not finite: all ranks skip the step, and the images are written down.
+
+    Attributes:
+        patience: Such steps in a row that a run survives. With fp16, overflows that the scaler answers by a
+            smaller scale count too.
+    """
+
+    patience: int = 20
+
+    def __post_init__(self) -> None:
+        if self.patience < 0:
+            raise UsageError("--health.patience must not be negative")
+
+
+class Health:
+    """Judges steps, on every rank alike: what it is given must be the same on all of them.
+
+    Args:
+        run: folder of the run; `not-finite.jsonl` lies there.
+    """
+
+    def __init__(self, config: HealthConfig, run: Path, place: Place) -> None:
+        self.path = run / "not-finite.jsonl"
+        self.skipped = 0
+        self._config = config
+        self._place = place
+        self._in_row = 0
+
+    def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:
+        """Whether the optimizer may take the step.
+
+        Args:
+            step: number of the step.
+            loss, norm: over all ranks.
+            own_loss: of this rank; a rank whose own is not finite writes its image ids down.
+            ids: of this rank's images, int64 [B] for each micro-batch.
+
+        Raises:
+            HealthError: too many steps in a row were not.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._in_row = 0
+            return True
+        self.skipped += 1
+        self._in_row += 1
+        if not math.isfinite(own_loss):
+            line = {
+                "step": step,
+                "rank": self._place.rank,
+                "loss": str(own_loss),
+                "image_ids": [image_id for micro in ids for image_id in micro.tolist()],
+            }
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        if self._in_row > self._config.patience:
+            raise HealthError(
+                f"{self._in_row} steps in a row until step {step} had a loss or gradient that is not finite "
+                f"(loss {loss}, gradient norm {norm}); images whose loss was not are listed in {self.path}. "
+                "Lower --optim.rate, or --parallel.precision bf16 in place of fp16; the last checkpoint is "
+                "from before"
+            )
+        return False

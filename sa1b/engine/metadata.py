@@ -1,0 +1,141 @@
+"""The table of contents of torch.distributed.checkpoint, `.metadata`, read without running what it says.
+
+It is a pickle, and a pickle can call any function. Here it is decoded into inert records that exist for this
+one call, whatever their classes do in torch; each record is then checked, and torch's objects are built anew
+from what it holds. Only tensors are accepted: torch unpickles everything else without a check.
+"""
+
+import pickle
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from sa1b.engine.sealed import CheckpointError
+
+METADATA = ".metadata"
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "BytesStorageMetadata",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    # The folder it was written to, which nobody asks for; its module has moved with Python's versions.
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+
+
+class _Record:
+    """What stands in a pickle where an object was: its class by name, and its state as it came."""
+
+    kind = ""
+
+    def __init__(self, *arguments: object) -> None:
+        self.state: Any = None
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self.kinds: dict[str, type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name in _RECORDS.get(module, ()):
+            return self.kinds.setdefault(name, type(name, (_Record,), {"kind": name}))
+        raise CheckpointError(f"it names {module}.{name}, which no table of contents needs")
+
+
+def read_metadata(folder: Path, sizes: dict[str, int]) -> Metadata:
+    """Which tensors a checkpoint holds, and where.
+
+    Args:
+        sizes: bytes of each file in the folder; all tensors must lie inside of them.
+
+    Raises:
+        CheckpointError: the file is not what torch writes for tensors.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            record = _Unpickler(file).load()
+        return _build(record, sizes)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a table of tensors: {error or type(error).__name__}") from None
+
+
+def _build(record: Any, sizes: dict[str, int]) -> Metadata:
+    fields = _state(record, "Metadata")
+    tensors = {name: _tensor(name, entry) for name, entry in fields["state_dict_metadata"].items()}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, value in fields["storage_data"].items():
+        index, place = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+        file, offset, length = place["relative_path"], place["offset"], place["length"]
+        if place.get("transform_descriptors"):
+            raise CheckpointError(f"{index['fqn']} is stored transformed, which is never written here")
+        _whole((offset, length))
+        if file not in sizes or offset + length > sizes[file]:
+            raise CheckpointError(f"{index['fqn']} lies at {file!r}, bytes {offset} + {length}: not there")
+        places[MetadataIndex(index["fqn"], _whole(index["offset"]))] = _StorageInfo(file, offset, length)
+    chunks = {MetadataIndex(name, chunk.offsets) for name, entry in tensors.items() for chunk in entry.chunks}
+    if chunks != set(places):
+        raise CheckpointError("the parts of tensors and their places do not match")
+    return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
+
+
+def _tensor(name: str, record: Any) -> TensorStorageMetadata:
+    if getattr(record, "kind", "") == "BytesStorageMetadata":
+        raise CheckpointError(f"{name} is a pickled object, not a tensor")
+    fields = _state(record, "TensorStorageMetadata")
+    dtype = fields["properties"].state[0]
+    if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{name} has no dtype")
+    size = _whole(fields["size"])
+    chunks = []
+    for chunk in fields["chunks"]:
+        part = _state(chunk, "ChunkStorageMetadata")
+        offsets, extent = _whole(part["offsets"]), _whole(part["sizes"])
+        if any(first + more > all_ for first, more, all_ in zip(offsets, extent, size, strict=True)):
+            raise CheckpointError(f"{name} has a part outside of its size")
+        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(extent)))
+    if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
+        raise CheckpointError(f"{name} is not whole")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
+
+
+def _state(record: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(record, _Record) or record.kind != kind or not isinstance(record.state, dict):
+        raise CheckpointError(f"it holds no {kind} where there must be one")
+    return record.state
+
+
+def _whole(numbers: Any) -> tuple[int, ...]:
+    if not isinstance(numbers, tuple) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise CheckpointError(f"{numbers!r} are no sizes or offsets")
+    return numbers

@@ -1,0 +1,209 @@
+"""The optimizer and its learning rates: AdamW, layer-wise decay, schedules that are functions of the step.
+
+The defaults are the published recipe of ViT-H ("Segment Anything", Kirillov et al. 2023, appendix A): AdamW
+with betas 0.9 and 0.999, weight decay 0.1, layer-wise decay 0.8, 8e-4 at a batch of 256 images, 250 steps of
+linear warm-up, a tenth of the rate at 60,000 and again at 86,666 of 90,000 steps. It names no limit of the
+gradient's norm, here 1; SAM 2's is 0.1.
+"""
+
+import math
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from sa1b.shards.errors import UsageError
+
+_BLOCK = re.compile(r"\bimage_encoder\.blocks\.(\d+)\.")
+_EMBEDDING = re.compile(r"\bimage_encoder\.(patch_embed|pos_embed)\b")
+_POSITIONS = {"pos_embed", "rel_pos_h", "rel_pos_w"}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    """Optimizer, learning rates and schedule.
+
+    Attributes:
+        rate: Learning rate of the last layer after warm-up, at the reference batch.
+        reference_batch: Images in the global batch that the rate is meant for.
+        batch_scaling: How the rate follows the global batch: linear, sqrt, or none: not at all.
+        schedule: step: a tenth at each milestone. cosine: half a cosine down to floor times the rate.
+        steps: Length of the schedule in steps.
+        warmup: Steps in which the rate rises linearly.
+        milestones: step: where the rate falls to a tenth.
+        floor: cosine: part of the rate that is left at the end.
+        layer_decay: Factor on the rate from each encoder block to the one before it; 1: the same everywhere.
+        weight_decay: On weights; biases, norms and position embeddings have none.
+        beta1: Decay of the running mean of gradients.
+        beta2: Decay of the running mean of their squares.
+        epsilon: Added to the root of the latter.
+        clip: Largest norm of the gradient over all parameters; 0: no limit.
+        freeze_encoder: Train prompt encoder and mask decoder only.
+    """
+
+    rate: float = 8e-4
+    reference_batch: int = 256
+    batch_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    schedule: Literal["step", "cosine"] = "step"
+    steps: int = 90_000
+    warmup: int = 250
+    milestones: tuple[int, ...] = (60_000, 86_666)
+    floor: float = 0.0
+    layer_decay: float = 0.8
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    clip: float = 1.0
+    freeze_encoder: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            UsageError: the message names the flag.
+        """
+        for flag in ("rate", "reference_batch", "steps", "epsilon"):
+            if not getattr(self, flag) > 0:
+                raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)} must be more than 0")
+        for flag in ("warmup", "weight_decay", "clip"):
+            if not getattr(self, flag) >= 0:
+                raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)} must not be negative")
+        for flag in ("beta1", "beta2"):
+            if not 0 <= getattr(self, flag) < 1:
+                raise UsageError(f"--optim.{flag} {getattr(self, flag)} must be from 0 to below 1")
+        if not 0 < self.layer_decay <= 1:
+            raise UsageError(f"--optim.layer-decay {self.layer_decay} must be above 0 and at most 1")
+        if not 0 <= self.floor <= 1:
+            raise UsageError(f"--optim.floor {self.floor} must be from 0 to 1")
+        if self.floor and self.schedule == "step":
+            raise UsageError("--optim.floor is for --optim.schedule cosine, not step")
+        if self.warmup >= self.steps:
+            raise UsageError(
+                f"--optim.warmup {self.warmup} does not end before the last of --optim.steps {self.steps}"
+            )
+        marks = pairwise([self.warmup, *self.milestones])
+        if self.schedule == "step" and any(one >= other for one, other in marks):
+            raise UsageError(
+                f"--optim.milestones {self.milestones} must lie in ascending order behind "
+                f"--optim.warmup {self.warmup}"
+            )
+
+
+def freeze(module: nn.Module, config: OptimConfig) -> None:
+    """With freeze_encoder: its parameters need no gradient, so no backward pass through it is recorded.
+
+    Call it before `wrap` and `make_optimizer`, on all ranks alike.
+    """
+    for name, parameter in module.named_parameters():
+        if config.freeze_encoder and "image_encoder." in name:
+            parameter.requires_grad_(False)
+
+
+def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
+    """AdamW over the parameters that are trained, one group per layer and kind of decay.
+
+    Groups are in order of layers, parameters in order of the module's: the same in all modes and on all
+    ranks. Each group has its factor on the rate in "lr_scale", for `set_rate`.
+
+    Args:
+        module: wrapped or not; after `wrap`, because FSDP replaces parameters.
+        batch: images in the global batch.
+
+    Raises:
+        UsageError: no parameter is trained.
+    """
+    layers = {name: layer_of(name) for name, _ in module.named_parameters()}
+    blocks = [layer for layer in layers.values() if layer is not None]
+    last = max(blocks, default=0) + 1
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            layer = layers[name]
+            key = (last if layer is None else layer, decays(name, parameter))
+            groups.setdefault(key, []).append(parameter)
+    if not groups:
+        raise UsageError("no parameter is trained")
+    peak = peak_rate(config, batch)
+    return AdamW(
+        [
+            {
+                "params": parameters,
+                "lr": peak * config.layer_decay ** (last - layer),
+                "lr_scale": config.layer_decay ** (last - layer),
+                "weight_decay": config.weight_decay if decaying else 0.0,
+            }
+            for (layer, decaying), parameters in sorted(groups.items(), key=lambda item: item[0])
+        ],
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,  # one kernel for all weights, on GPUs and CPUs; leaves fp16's overflow flag on the device
+    )
+
+
+def layer_of(name: str) -> int | None:
+    """Layer of a parameter: 0 for the encoder's embeddings, i + 1 for its block i, None behind them."""
+    if block := _BLOCK.search(name):
+        return int(block[1]) + 1
+    return 0 if _EMBEDDING.search(name) else None
+
+
+def decays(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay applies: not to biases and norms, which have one dimension, nor to positions."""
+    return parameter.ndim > 1 and name.rpartition(".")[2] not in _POSITIONS
+
+
+def peak_rate(config: OptimConfig, batch: int) -> float:
+    """Learning rate of the last layer after warm-up, for a global batch of `batch` images.
+
+    Raises:
+        UsageError: batch is not positive.
+    """
+    if batch < 1:
+        raise UsageError(f"a global batch of {batch} images has no learning rate")
+    ratio = batch / config.reference_batch
+    return config.rate * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[config.batch_scaling]
+
+
+def rate_line(config: OptimConfig, batch: int) -> str:
+    """One line that says where the rate comes from."""
+    return (
+        f"learning rate {peak_rate(config, batch):g}: {config.rate:g} at {config.reference_batch} images, "
+        f"scaled to {batch} ({config.batch_scaling}); {config.warmup} steps of warm-up, "
+        f"then {config.schedule}"
+    )
+
+
+def lr_at(config: OptimConfig, batch: int, step: int) -> float:
+    """Learning rate of the last layer in a step, counted from 0; a function of its arguments only.
+
+    Step 0 has 1 / warmup of the peak, step warmup - 1 is the first that has all of it. Behind the schedule's
+    end the rate stays what it was there.
+
+    Raises:
+        UsageError: step is negative, or batch is not positive.
+    """
+    if step < 0:
+        raise UsageError(f"step {step} is negative")
+    peak = peak_rate(config, batch)
+    if step < config.warmup:
+        return peak * (step + 1) / config.warmup
+    if config.schedule == "step":
+        return peak * 0.1 ** bisect_right(config.milestones, step)
+    passed = min((step - config.warmup) / (config.steps - config.warmup), 1.0)
+    return peak * (config.floor + (1 - config.floor) * (1 + math.cos(math.pi * passed)) / 2)
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set each group's rate for the next step: `rate` times the group's "lr_scale"."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
+
+
+def _dashed(flag: str) -> str:
+    return flag.replace("_", "-")

@@ -1,0 +1,250 @@
+"""How the ranks of a run share the work: a single process, DDP, or FSDP2, by one switch.
+
+    place = start(config)                                  # device first, then the process group
+    freeze(interactive, optim)                             # sa1b.engine.optim: before wrapping
+    module = wrap(interactive, config, place)              # checks that all ranks built the same model
+    optimizer = make_optimizer(unwrap(module), optim, batch)
+    scaler = grad_scaler(config.precision, place.device)   # sa1b.engine.precision
+    ...load a checkpoint...; agree(module, place)          # sa1b.engine.agreement
+    prime(module, one_forward_and_backward)                # sa1b.engine.gradients: fresh and resumed alike
+    set_timeout(place, config.timeout)                     # from here on a silent rank is found quickly
+    for step in ...:
+        set_rate(optimizer, lr_at(optim, batch, step))
+        for number, (images, targets, keys) in enumerate(micro_batches):
+            with micro_batch(module, last=number + 1 == len(micro_batches)):
+                with autocast(config.precision, place.device):
+                    sums = module(images, targets, keys)
+                scaler.scale(sums["loss"]).backward()
+            count += sums["count"]
+        norm = finish(module, optimizer, scaler, count, place, clip=optim.clip)
+        scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
+    stop()
+
+The gradient is the same in all modes, whatever the number of ranks and micro-batches.
+"""
+
+import os
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sa1b.engine.agreement import agree
+from sa1b.engine.place import Place
+from sa1b.engine.precision import Precision, compute_dtype, set_float32
+from sa1b.shards.errors import UsageError
+from sa1b.stream import ranks
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How a run is spread over devices.
+
+    Attributes:
+        mode: none: one process. ddp: every rank holds the whole model. fsdp: ranks hold shards of it.
+        precision: Number format of the matrix products; weights and optimizer are float32 in all of them.
+        device: auto: the GPU of this rank if there is one, else the CPU.
+        shard: fsdp: full: parameters too. grad_op: gradients and optimizer only; parameters stay gathered
+            between forward and backward.
+        replicas: fsdp: copies of the model; each is sharded over world size / replicas ranks.
+        offload: fsdp: where shards and optimizer rest: on the device, in host memory (cpu), or in pinned host
+            memory (pinned: faster copies, GPU only).
+        bucket: ddp: MiB of gradients that travel together.
+        static_graph: ddp: promise that every step runs the same graph; lets torch plan from the first step.
+        timeout_first: Seconds that a rank waits for the others until the first step is done: reading,
+            compiling and connecting happen here.
+        timeout: Seconds that a rank waits for the others from then on.
+    """
+
+    mode: Literal["none", "ddp", "fsdp"] = "none"
+    precision: Precision = "fp32"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    shard: Literal["full", "grad_op"] = "full"
+    replicas: int = 1
+    offload: Literal["none", "cpu", "pinned"] = "none"
+    bucket: int = 25
+    static_graph: bool = False
+    timeout_first: float = 1800.0
+    timeout: float = 300.0
+
+
+def start(config: ParallelConfig) -> Place:
+    """Take this process's device and join the other ranks.
+
+    Under torchrun rank and world size come from its variables. Without it the process is rank 0 of 1, in any
+    mode: ddp and fsdp then make a group of one. A process group that exists already is used as it is.
+
+    Raises:
+        UsageError: what was asked for does not fit together or needs a GPU; the message names the flag.
+    """
+    found = ranks.place()
+    _refuse(config, found.world)
+    local_rank = int(os.environ.get("LOCAL_RANK", str(found.rank)))
+    device = _device(config, local_rank)
+    if config.offload == "pinned" and device.type != "cuda":
+        raise UsageError("--parallel.offload pinned needs a GPU: pass --parallel.offload cpu or none")
+    set_float32(config.precision, device)
+    if config.mode == "none":
+        return Place(found.rank, found.world, local_rank, device, None)
+    if not dist.is_initialized():
+        # Checkpoints are saved from the CPU beside training, so GPUs need gloo too.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        wait = timedelta(seconds=config.timeout_first)
+        if found.world == 1:
+            store = HashStore()  # needs no address and no port
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=wait)
+        else:
+            dist.init_process_group(backend, timeout=wait)
+    mesh = _mesh(device, found.world, config.replicas) if config.mode == "fsdp" else None
+    place = Place(found.rank, found.world, local_rank, device, mesh)
+    set_timeout(place, config.timeout_first)
+    return place
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        _left.append(dist.group.WORLD)
+        dist.destroy_process_group()
+
+
+# A DDP module that dies as the last holder of its group ends gloo's threads while it holds the interpreter's
+# lock, for which such a thread may wait to let go of its last tensor: both wait for ever, in about one of
+# forty short runs. Groups held here are let go with the lock released.
+_left: list[object] = []
+
+
+def set_timeout(place: Place, seconds: float) -> None:
+    """How long collectives that begin from now on wait for the other ranks: the long time for the first step.
+
+    With gloo a call that waited longer raises RuntimeError. With NCCL calls return at once, and torch's
+    watchdog thread ends the process. Torch offers it for these two back ends only, by a private function.
+    """
+    if not dist.is_initialized():
+        return
+    for group in [None, *(place.mesh.get_all_groups() if place.mesh else [])]:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def wrap(module: nn.Module, config: ParallelConfig, place: Place) -> nn.Module:
+    """The module on its device, made to work with the other ranks; train and evaluate through the result.
+
+    Args:
+        module: `Interactive`: its child `model.image_encoder.blocks` is a list whose members have children
+            `attn` and `mlp`. What shall not be trained has requires_grad False already.
+
+    FSDP: one group per block, of its attention and MLP, in the number format of the products, so that half
+    the bytes travel; one root group in float32 for the rest: prompt encoder, decoder, neck, embeddings and
+    the blocks' norms. In a block's own group norms would lose 16 of their 24 bits for no gain, and torch's
+    CPU norm refuses a gain of another format than its float32 input. Inputs are never cast: prompts are
+    coordinates. Gradients are averaged in float32.
+
+    DDP: gradients are views of the buckets, which saves their second copy. Buffers are constants and are not
+    sent again in each step.
+
+    Raises:
+        DisagreementError: ranks have built different models, so FSDP would mix them and DDP hide it.
+    """
+    agree(module, place)
+    if config.mode == "none":
+        return module.to(place.device)
+    if config.mode == "fsdp":
+        return _fully_shard(module, config, place)
+    wrapped = DistributedDataParallel(
+        module.to(place.device),
+        device_ids=[place.device.index] if place.device.type == "cuda" else None,
+        bucket_cap_mb=config.bucket,
+        gradient_as_bucket_view=True,
+        static_graph=config.static_graph,
+    )
+    # The constructor's argument of this name is deprecated, its successor missing before torch 2.13.
+    wrapped.broadcast_buffers = False
+    return wrapped
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """What `wrap` was given; under FSDP, where sharding happens in place, the same object."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _fully_shard(module: nn.Module, config: ParallelConfig, place: Place) -> nn.Module:
+    offload = OffloadPolicy()
+    if config.offload != "none":
+        offload = CPUOffloadPolicy(pin_memory=config.offload == "pinned")
+    # Attention and MLP end in a view of a matrix product. Torch warns of changing such a result in place,
+    # which would cut off the hook that gathers weights for backward; the blocks add it to the residual.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    low = MixedPrecisionPolicy(compute_dtype(config.precision), torch.float32, cast_forward_inputs=False)
+    for block in module.get_submodule("model.image_encoder.blocks").children():
+        parts = [block.get_submodule("attn"), block.get_submodule("mlp")]
+        fully_shard(
+            parts,
+            mesh=place.mesh,
+            reshard_after_forward=config.shard == "full",
+            mp_policy=low,
+            offload_policy=offload,
+        )
+    fully_shard(
+        module,
+        mesh=place.mesh,
+        reshard_after_forward=False,
+        mp_policy=MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False),
+        offload_policy=offload,
+    )
+    return module
+
+
+def _refuse(config: ParallelConfig, world: int) -> None:
+    if config.mode == "none" and world > 1:
+        raise UsageError(
+            f"--parallel.mode none is for one process, this run has {world}: pass --parallel.mode ddp or fsdp"
+        )
+    for flag, default in (("shard", "full"), ("replicas", 1), ("offload", "none")):
+        if config.mode != "fsdp" and getattr(config, flag) != default:
+            raise UsageError(f"--parallel.{flag} is for --parallel.mode fsdp, not {config.mode}")
+    if config.static_graph and config.mode != "ddp":
+        raise UsageError(f"--parallel.static-graph is for --parallel.mode ddp, not {config.mode}")
+    if config.bucket < 1:
+        raise UsageError("--parallel.bucket must be at least 1 MiB")
+    if config.replicas < 1 or world % config.replicas:
+        raise UsageError(
+            f"--parallel.replicas {config.replicas} does not divide the {world} ranks of this run"
+        )
+    if config.replicas == world > 1:
+        raise UsageError(
+            f"--parallel.replicas {world} on {world} ranks leaves nothing to shard: pass --parallel.mode ddp"
+        )
+    for flag in ("timeout_first", "timeout"):
+        if not getattr(config, flag) > 0:
+            raise UsageError(f"--parallel.{flag.replace('_', '-')} must be more than 0 seconds")
+
+
+def _device(config: ParallelConfig, local_rank: int) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--parallel.device cuda, but torch finds no GPU: pass --parallel.device cpu")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"local rank {local_rank} has no GPU of its own, this machine has {torch.cuda.device_count()}: "
+            "start fewer processes on it, or pass --parallel.device cpu"
+        )
+    # Before anything else: whatever allocates on "the current device" must not do so on the first GPU.
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _mesh(device: torch.device, world: int, replicas: int) -> DeviceMesh:
+    if replicas == 1:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    shape = (replicas, world // replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,232 @@
+"""The tensors of a model and its optimizer under names that do not depend on how ranks share them.
+
+`model.` and the published name of a parameter; `optimizer.`, that name, and the optimizer's own name for its
+state: `optimizer.mask_decoder.iou_token.weight.exp_avg`. DDP and FSDP leave no trace in the names, so a
+checkpoint of one fits the other, at any world size.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sa1b.engine.collective import Ranks
+from sa1b.engine.sealed import CheckpointError
+from sa1b.sam.interactive import Interactive
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+
+
+class MismatchError(CheckpointError):
+    """A good checkpoint of another model; no older one would fit either."""
+
+
+class _Reader(FileSystemReader):
+    """Reads tensors by a table of contents that has been checked, never by the pickle in the folder."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.metadata = metadata
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        return self.metadata
+
+
+class _Writer(FileSystemWriter):
+    """Tells why a write has failed, where torch tells what its archive found in the end."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
+
+
+def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+    """The tensors themselves, not copies; under FSDP each rank's shards, as DTensors.
+
+    Args:
+        model: `Sam`, or what holds it: `Interactive`, with or without DDP or FSDP around it.
+
+    Raises:
+        TypeError: the optimizer's state is more than tensors.
+    """
+    found = _weights(model)
+    if optimizer is not None:
+        names = _names(model)
+        for parameter, values in optimizer.state.items():
+            for key, value in values.items():
+                if not isinstance(value, Tensor):
+                    raise TypeError(f"{type(optimizer).__name__} keeps {key} as {type(value)}, not a tensor")
+                found[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
+    return found
+
+
+def share(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
+    """What this rank copies and writes: its shards, and its share, by bytes, of what all ranks hold whole."""
+    own: dict[str, Tensor] = {}
+    load = [0] * world
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            own[name] = tensor
+            continue
+        owner = load.index(min(load))
+        load[owner] += tensor.nbytes
+        if owner == rank:
+            own[name] = tensor
+    return own
+
+
+def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    """Write each rank's tensors into `folder`, one file a rank, and the table of contents; collective."""
+    state_dict_saver.save(
+        dict(tensors),
+        # One thread, because torch loses the errors of others; no copying ahead, because that would make
+        # streams on the first GPU in the thread of every rank.
+        storage_writer=_Writer(folder, thread_count=1, per_thread_copy_ahead=0),
+        process_group=ranks.group,
+        no_dist=ranks.group is None,
+    )
+
+
+def load(
+    folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer | None, ranks: Ranks
+) -> None:
+    """Fill a model, and an optimizer, in place; collective. Without an optimizer, its state is left out.
+
+    The optimizer's groups keep their numbers: they come from the configuration, not from a checkpoint.
+
+    Raises:
+        MismatchError: names or shapes are not the model's.
+        CheckpointError: tensors cannot be read; then what was filled is undefined.
+    """
+    targets = _weights(model)
+    _compare(folder, metadata, targets)
+    states = _empty_states(folder, metadata, model, optimizer) if optimizer is not None else {}
+    for name, values in states.items():
+        targets |= {f"{OPTIMIZER}{name}.{key}": value for key, value in values.items()}
+    ranks.on_all(lambda: _read(folder, metadata, targets, ranks))
+    if optimizer is not None:
+        names = _names(model)
+        packed = optimizer.state_dict()
+        numbered = zip(
+            (number for group in packed["param_groups"] for number in group["params"]),
+            (parameter for group in optimizer.param_groups for parameter in group["params"]),
+            strict=True,
+        )
+        packed["state"] = {
+            number: states[names[parameter]] for number, parameter in numbered if names[parameter] in states
+        }
+        optimizer.load_state_dict(packed)
+
+
+def read_weights(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
+    """The model of a checkpoint by its published names, on the CPU; in this process alone.
+
+    Raises:
+        CheckpointError
+    """
+    single = Ranks(0, 1, None)
+    targets = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in _entries(metadata).items()
+        if name.startswith(MODEL)
+    }
+    single.on_all(lambda: _read(folder, metadata, targets, single))
+    return {name.removeprefix(MODEL): tensor for name, tensor in targets.items()}
+
+
+def _read(folder: Path, metadata: Metadata, targets: dict[str, Tensor], ranks: Ranks) -> None:
+    # Every payload is loaded with weights_only=True by torch's reader; tensors are filled in place.
+    state_dict_loader.load(
+        dict(targets),
+        storage_reader=_Reader(folder, metadata),
+        process_group=ranks.group,
+        no_dist=ranks.group is None,
+    )
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model.model if isinstance(model, Interactive) else model
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    # Under FSDP this call also lets go of gathered parameters: what follows sees the shards.
+    return {f"{MODEL}{name}": tensor for name, tensor in _inner(model).state_dict().items()}
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in _inner(model).named_parameters()}
+
+
+def _entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    entries = metadata.state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _compare(folder: Path, metadata: Metadata, targets: Mapping[str, Tensor]) -> None:
+    entries = {name: entry for name, entry in _entries(metadata).items() if name.startswith(MODEL)}
+    saved = {name: _described(entry) for name, entry in entries.items()}
+    needed = {name: _described(tensor) for name, tensor in targets.items()}
+    differing = [
+        f"{name.removeprefix(MODEL)} is {saved.get(name, 'absent')}, the model's {needed.get(name, 'absent')}"
+        for name in sorted(saved.keys() | needed.keys())
+        if saved.get(name) != needed.get(name)
+    ]
+    if differing:
+        raise MismatchError(
+            f"{folder} is of another model: {'; '.join(differing[:3])}"
+            f"{f'; and {len(differing) - 3} more' if len(differing) > 3 else ''}: "
+            "start with the configuration that it was trained with"
+        )
+
+
+def _described(tensor: Tensor | TensorStorageMetadata) -> str:
+    if isinstance(tensor, Tensor):
+        return f"{tensor.dtype} {list(tensor.shape)}"
+    return f"{tensor.properties.dtype} {list(tensor.size)}"
+
+
+def _empty_states(
+    folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """By parameter and key, of the shapes in the checkpoint and placed as the parameter is."""
+    names = _names(model)
+    trained = {
+        names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
+    }
+    states: dict[str, dict[str, Tensor]] = {}
+    for full, entry in _entries(metadata).items():
+        if full.startswith(MODEL):
+            continue
+        name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+        if name not in trained:
+            raise MismatchError(
+                f"{folder} has optimizer state for {name or full}, which is not trained in this run: "
+                "resume with the parameters frozen that were, or start anew from its weights"
+            )
+        like, dtype = trained[name], entry.properties.dtype
+        if entry.size == like.shape:
+            value = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        elif prod(entry.size) == 1:  # a count of steps
+            value = torch.zeros(entry.size, dtype=dtype)
+        else:
+            raise MismatchError(f"{folder}: {full} is {list(entry.size)}, its parameter {list(like.shape)}")
+        states.setdefault(name, {})[key] = value
+    return states

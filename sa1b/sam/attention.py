@@ -1,0 +1,141 @@
+"""Attention of the model, always fused: no tokens x tokens matrix is ever in memory.
+
+The image encoder adds a decomposed relative position to the logits of its attention (Li et al., "MViTv2",
+2022; as in "Segment Anything", Kirillov et al., 2023): with q at row r, column c and k at row s, column t,
+
+    logit = q.k / sqrt(d) + q.Rh[r - s] + q.Rw[c - t]
+
+A bias of tokens x tokens would shut out the fused kernels and take 4096 * 4096 numbers a head at 1024 pixels.
+So the bias is folded into longer queries and keys, and stays exact:
+
+    q' = [q / sqrt(d), q.Rh[r - 0], q.Rh[r - 1], ..., q.Rw[c - 0], q.Rw[c - 1], ...]
+    k' = [k,           1 where s = 0, 1, ...,         1 where t = 0, 1, ...        ]
+
+and q'.k' is the logit above. A head of d numbers becomes one of d + rows + columns: 92 in a window of 14 with
+d = 64, padded to 96, and 192 in a global block at 1024 pixels. The kernels want all three of one length, so
+the values are padded with zeros; the output is cut back to d.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+HEAD_MULTIPLE = 8  # flash attention wants heads of a multiple of 8 numbers
+
+
+class RelativeAttention(nn.Module):
+    """Self-attention on a grid of tokens with decomposed relative positions: the `attn` of a ViT block.
+
+    Args:
+        width: numbers a token.
+        heads: how many; must divide width.
+        side: tokens of the grid per axis, the window's or the image's.
+    """
+
+    def __init__(self, width: int, heads: int, side: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.side = side
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.rel_pos_h = nn.Parameter(torch.zeros(2 * side - 1, width // heads))
+        self.rel_pos_w = nn.Parameter(torch.zeros(2 * side - 1, width // heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens float [B, side, side, width] -> the same shape; B images or windows.
+
+        Raises:
+            ValueError: a grid of another size. The tables of relative positions are not resized.
+        """
+        batch, rows, columns, width = x.shape
+        if (rows, columns) != (self.side, self.side):
+            raise ValueError(
+                f"tokens of {rows} x {columns}, but the relative positions are those of a grid of"
+                f" {self.side} x {self.side}: build the model with the image_size of the images"
+            )
+        grid = self.qkv(x).view(batch, rows, columns, 3, self.heads, -1).permute(3, 0, 4, 1, 2, 5)
+        q, k, v = grid.unbind(0)  # (B, heads, rows, columns, d)
+        length = q.shape[-1]
+
+        rows_of_q = torch.einsum("bnrcd,rds->bnrcs", q, distances(self.rel_pos_h))
+        columns_of_q = torch.einsum("bnrcd,cdt->bnrct", q, distances(self.rel_pos_w))
+        one_hot = torch.eye(self.side, dtype=k.dtype, device=k.device)
+        rows_of_k = one_hot[:, None, :].expand(*k.shape[:-1], -1)
+        columns_of_k = one_hot[None, :, :].expand(*k.shape[:-1], -1)
+
+        # Autocast may give the products of q another type than q has.
+        q = torch.cat([q * length**-0.5, rows_of_q.to(q.dtype), columns_of_q.to(q.dtype)], dim=-1)
+        k = torch.cat([k, rows_of_k, columns_of_k], dim=-1)
+        padding = -q.shape[-1] % HEAD_MULTIPLE
+        if padding:
+            q, k = F.pad(q, (0, padding)), F.pad(k, (0, padding))
+        v = F.pad(v, (0, q.shape[-1] - length))
+
+        out = F.scaled_dot_product_attention(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3), scale=1.0)
+        out = out[..., :length].transpose(1, 2).reshape(batch, rows, columns, width)
+        projected: Tensor = self.proj(out)
+        return projected
+
+
+def distances(table: Tensor) -> Tensor:
+    """The embedding of the distance from each query to each key along one axis.
+
+    Args:
+        table: float [2n - 1, d], row i the embedding of the distance i - (n - 1).
+
+    Returns:
+        float [n, d, n]: [r, :, s] is that of r - s. Windows of the table instead of indices: the gradient of
+        an index is a scattered sum, slower and not in a fixed order on every device.
+    """
+    return table.unfold(0, (table.shape[0] + 1) // 2, 1).flip(-1)
+
+
+def split_windows(x: Tensor, window: int) -> Tensor:
+    """Tokens [B, H, W, C] -> [B * windows, window, window, C], row after row of windows.
+
+    The grid is padded with zeros at the bottom and on the right. The padding takes part in the attention, as
+    in the published model.
+    """
+    batch, height, width, channels = x.shape
+    x = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))
+    down, across = x.shape[1] // window, x.shape[2] // window
+    x = x.view(batch, down, window, across, window, channels).transpose(2, 3)
+    return x.reshape(batch * down * across, window, window, channels)
+
+
+def join_windows(windows: Tensor, height: int, width: int) -> Tensor:
+    """The inverse of `split_windows`: [B * windows, window, window, C] -> [B, height, width, C]."""
+    window, channels = windows.shape[1], windows.shape[3]
+    down, across = -(-height // window), -(-width // window)
+    x = windows.view(-1, down, across, window, window, channels).transpose(2, 3)
+    return x.reshape(-1, down * window, across * window, channels)[:, :height, :width]
+
+
+class ProjectedAttention(nn.Module):
+    """Attention from one sequence to another, of the mask decoder, optionally at a smaller width inside.
+
+    Args:
+        width: numbers a token, outside.
+        heads: how many; must divide the inner width.
+        reduction: the inner width is width // reduction.
+    """
+
+    def __init__(self, width: int, heads: int, reduction: int = 1) -> None:
+        super().__init__()
+        inner = width // reduction
+        self.heads = heads
+        self.reduction = reduction
+        self.q_proj = nn.Linear(width, inner)
+        self.k_proj = nn.Linear(width, inner)
+        self.v_proj = nn.Linear(width, inner)
+        self.out_proj = nn.Linear(inner, width)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries [M, T, C], keys and values [M, N, C] -> [M, T, C]."""
+        heads = (self.split(self.q_proj(q)), self.split(self.k_proj(k)), self.split(self.v_proj(v)))
+        out: Tensor = self.out_proj(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return out
+
+    def split(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        return x.view(batch, length, self.heads, -1).transpose(1, 2)  # (M, heads, T, d)

@@ -1,0 +1,103 @@
+"""Random choices on the device without a generator: the hash of sa1b.stream.draws, on int64 tensors.
+
+    draws(keys, Purpose.CLICK, 3)                                   a word for each mask's third click
+    draws(keys[:, None], Purpose.DROP_PATH, torch.arange(depth))    a word for each image and block
+
+Every word depends on its own key and numbers alone: not on the device, on the other masks of the batch, or on
+what was drawn before. The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+generators", 2014), bit for bit as `sa1b.stream.draws.draws` with the key as seed; torch has no unsigned
+words, so the same 64 bits are read as int64.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+GAMMA = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
+
+
+class Purpose(IntEnum):
+    """The first number behind a key, so that no two kinds of choices share their words.
+
+    The numbers are part of what a key means: add to them, never change them. They start behind those of
+    sa1b.stream.draws.Purpose; the keys differ anyway, since a mask's or an image's key is a hash itself.
+    """
+
+    FIRST_PROMPT = 17  # point or box
+    BOX_NOISE = 18
+    REST = 19  # in which rounds there is no new prompt
+    CLICK = 20  # a pixel of the error region
+    DROP_PATH = 21  # which residual branches an image goes through
+
+
+def draws(keys: Tensor, *numbers: int | Tensor) -> Tensor:
+    """Words for keys and numbers: int64 of the shape that they broadcast to, all 64 bits random.
+
+    `draws(k, a, b)` continues `draws(k, a)`: each number picks an output of the sequence that starts at the
+    word so far.
+
+    Args:
+        keys: int64, any shape.
+        numbers: ints, or int64 tensors on the same device.
+    """
+    words = keys
+    for number in numbers:
+        if isinstance(number, Tensor):
+            words = words + (number + 1) * _signed(GAMMA)
+        else:
+            words = words + _signed(GAMMA * (number + 1))
+        words = (words ^ _shifted(words, 30)) * _signed(FIRST)
+        words = (words ^ _shifted(words, 27)) * _signed(SECOND)
+        words = words ^ _shifted(words, 31)
+    return words
+
+
+def uniforms(words: Tensor) -> Tensor:
+    """Words as float32 in the open interval (0, 1): odd multiples of 2**-24, from the highest 23 bits."""
+    return (_shifted(words, 41).float() + 0.5) * 2.0**-23
+
+
+def below(words: Tensor, bounds: Tensor) -> Tensor:
+    """Words as int64 from 0 to bound - 1, for int64 bounds from 1 on.
+
+    The remainder of the highest 63 bits: no number is likelier than another by more than bound / 2**63.
+    """
+    return _shifted(words, 1) % bounds
+
+
+def normals(keys: Tensor, *numbers: int) -> Tensor:
+    """Standard normal float32 draws, cut at 6: the sum of twelve uniform 16-bit numbers, mean 0, deviation 1.
+
+    Integers up to the last division, so that every device gives the same bits; a logarithm and a cosine
+    would not. The fourth moment is 2.9, that of the normal distribution 3.
+    """
+    total = torch.zeros_like(keys)
+    for part in range(3):
+        words = draws(keys, *numbers, part)
+        for shift in (0, 16, 32, 48):
+            total = total + ((words >> shift) & 0xFFFF)
+    return (total - 6 * 0xFFFF).float() / 2.0**16
+
+
+def kept_branches(keys: Tensor, depth: int, drop_path: float) -> Tensor:
+    """Which residual branches each image goes through: bool [B, depth] for int64 keys [B].
+
+    Block i of depth is left out with probability drop_path * i / (depth - 1): never the first, the last one
+    with drop_path (stochastic depth, Huang et al. 2016, with the linear rule that SAM's encoder uses).
+    """
+    blocks = torch.arange(depth, device=keys.device)
+    rates = blocks * (drop_path / max(depth - 1, 1))
+    return uniforms(draws(keys[:, None], Purpose.DROP_PATH, blocks)) >= rates
+
+
+def _shifted(words: Tensor, places: int) -> Tensor:
+    """A logical shift to the right: torch's own repeats the highest bit."""
+    return (words >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same 64 bits."""
+    return (word + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,150 @@
+"""The image encoder: a plain ViT with windowed and global attention, and a neck of two convolutions.
+
+Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", 2022, as taken over by
+"Segment Anything", Kirillov et al., 2023. Parameters have the published names and shapes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sa1b.sam.attention import RelativeAttention, join_windows, split_windows
+from sa1b.sam.transformer import feed_forward
+
+EPSILON = 1e-6  # of the layer norms of encoder, neck and mask prompt
+
+
+class ImageEncoder(nn.Module):
+    """Normalised pixels to an embedding a sixteenth of the size (with patches of 16 pixels).
+
+    Args:
+        image_size: pixels of the square images.
+        patch_size: pixels of a patch, which is a token; must divide image_size.
+        width: numbers a token.
+        depth: blocks.
+        heads: of each block; must divide width.
+        global_blocks: which blocks see the whole image; the others see windows.
+        window: tokens of a window per axis.
+        channels: of the embedding.
+        drop_rates: of each block, the probability that drop path skips it.
+        checkpoint_blocks: compute the activations of each block again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        patch_size: int,
+        width: int,
+        depth: int,
+        heads: int,
+        global_blocks: Sequence[int],
+        window: int,
+        channels: int,
+        drop_rates: Sequence[float],
+        checkpoint_blocks: bool,
+    ) -> None:
+        super().__init__()
+        side = image_size // patch_size
+        self.drop_rates = tuple(drop_rates)
+        self.patch_embed = PatchEmbedding(patch_size, width)
+        self.pos_embed = nn.Parameter(torch.zeros(1, side, side, width))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, side, 0 if index in global_blocks else window, checkpoint_blocks)
+            for index in range(depth)
+        )
+        self.neck = nn.Sequential(
+            nn.Conv2d(width, channels, kernel_size=1, bias=False),
+            ChannelNorm(channels),
+            nn.Conv2d(channels, channels, kernel_size=3, padding=1, bias=False),
+            ChannelNorm(channels),
+        )
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        for module in self.blocks.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, pixels: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Normalised pixels float [B, 3, S, S] -> embedding float [B, channels, S / patch, S / patch].
+
+        Args:
+            keep: bool [B, depth], which images go through the residual branches of which blocks; what goes
+                through is scaled by 1 / (1 - rate), so that the mean over draws stays. None: all, unscaled.
+        """
+        x = self.patch_embed(pixels) + self.pos_embed
+        for index, block in enumerate(self.blocks):
+            gain = None if keep is None else keep[:, index].to(x.dtype) / (1 - self.drop_rates[index])
+            x = block(x, gain)
+        embedding: Tensor = self.neck(x.permute(0, 3, 1, 2))
+        return embedding
+
+
+class PatchEmbedding(nn.Module):
+    """One token for each patch of pixels."""
+
+    def __init__(self, patch_size: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, 3, S, S] -> tokens [B, S / patch, S / patch, width]."""
+        tokens: Tensor = self.proj(pixels.to(self.proj.weight.dtype))
+        return tokens.permute(0, 2, 3, 1)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each behind a layer norm and beside a residual.
+
+    Args:
+        side: tokens of the image per axis.
+        window: tokens of a window per axis, 0 for attention over the whole image.
+        recompute: keep nothing but the input for the backward pass.
+    """
+
+    def __init__(self, width: int, heads: int, side: int, window: int, recompute: bool) -> None:
+        super().__init__()
+        self.window = window
+        self.recompute = recompute
+        self.norm1 = nn.LayerNorm(width, eps=EPSILON)
+        self.attn = RelativeAttention(width, heads, window or side)
+        self.norm2 = nn.LayerNorm(width, eps=EPSILON)
+        self.mlp = feed_forward(width, 4 * width, nn.GELU())
+
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        """Tokens [B, H, W, width] -> the same shape; gain float [B] scales each image's residual branches."""
+        if self.recompute and torch.is_grad_enabled():
+            # In here, and not around the block: a compiled block then holds forward and recomputation in one
+            # graph. From outside the two may meet different graphs, where a batch of another size has come
+            # between. Nothing in a block is random, so there is no state of a generator to keep.
+            out: Tensor = checkpoint(self.compute, x, gain, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return self.compute(x, gain)
+
+    def compute(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        attended = self.attend(self.norm1(x))
+        x = x + (attended if gain is None else attended * gain[:, None, None, None])
+        fed: Tensor = self.mlp(self.norm2(x))
+        return x + (fed if gain is None else fed * gain[:, None, None, None])
+
+    def attend(self, x: Tensor) -> Tensor:
+        if self.window == 0:
+            attended: Tensor = self.attn(x)
+            return attended
+        return join_windows(self.attn(split_windows(x, self.window)), x.shape[1], x.shape[2])
+
+
+class ChannelNorm(nn.Module):
+    """Layer norm over the channels of each pixel of [B, channels, H, W]."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any memory format in, channels last out."""
+        x = F.layer_norm(x.permute(0, 2, 3, 1), self.weight.shape, self.weight, self.bias, EPSILON)
+        return x.permute(0, 3, 1, 2)

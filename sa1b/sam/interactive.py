@@ -1,0 +1,261 @@
+"""All rounds of one micro-batch in one forward: what DDP and FSDP wrap.
+
+    interactive = Interactive(Sam(PRESETS["vit_b"]), Recipe())
+    sums = interactive(images, targets, image_keys)
+    (sums["loss"] / masks_of_all_ranks).backward()
+
+The image encoder runs once, the mask decoder once a round. The number of rounds and all shapes are those of
+the recipe and of the micro-batch: no rank decides anything that another one must follow, and nothing waits
+for the device. What happens to a mask depends on its key, its targets and its image alone.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from sa1b.sam import clicks
+from sa1b.sam.draws import kept_branches
+from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
+from sa1b.sam.model import Sam
+from sa1b.sam.recipe import Recipe
+
+SCORED_CLICKS = (1, 3, 5)  # after which an evaluation looks at the masks; a box comes last
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Targets:
+    """What belongs to the M masks of a micro-batch of B images.
+
+    Attributes:
+        masks: uint8 [M, R, R], 1 is foreground; a raster of the padded square, R at least image_size / 4.
+        boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square, the outer edges.
+        points: float32 [M, 2], x and y in the padded square of a foreground pixel's centre, x + 0.5.
+        image: int64 [M], the image in the micro-batch that each mask belongs to.
+        weights: float32 [M], how much a mask counts; 0 for fillers, and for masks that have no pixel at R.
+        keys: int64 [M], a hash for each mask; every draw for the mask is made from it.
+        sizes: int64 [B, 2], rows and columns of each image in the padded square.
+    """
+
+    masks: Tensor
+    boxes: Tensor
+    points: Tensor
+    image: Tensor
+    weights: Tensor
+    keys: Tensor
+    sizes: Tensor
+
+
+class _Scene(NamedTuple):
+    """What stays the same over the rounds."""
+
+    embeddings: Tensor  # [B, C, h, w]
+    image: Tensor  # [M]
+    masks: Tensor  # bool [M, R, R]
+    inside: Tensor  # bool [M, R, R], pixels of the image
+
+
+class _Answer(NamedTuple):
+    """The candidates of one round, K = 3 in the first and 1 later, and the one that a user would take."""
+
+    logits: Tensor  # float32 [M, K, R, R]
+    predicted: Tensor  # [M, K], IoU
+    masks: Tensor  # bool [M, K, R, R], without what lies outside the image
+    chosen: Tensor  # int64 [M], the candidate with the highest predicted IoU
+    feedback: Tensor  # [M, 1, 4h, 4w], its logits for the next round, without gradient
+
+
+class _Round(NamedTuple):
+    """What one round of training leaves: losses [M], and what the next one builds on."""
+
+    focal: Tensor
+    dice: Tensor
+    iou_loss: Tensor
+    iou: Tensor  # [M], of the chosen mask
+    mask: Tensor  # bool [M, R, R], the chosen mask
+    feedback: Tensor
+
+
+class Interactive(nn.Module):
+    """A model under training, with the user whom the recipe imitates.
+
+    The rules, from "Segment Anything" (2023) unless said otherwise:
+    - The first prompt is a point or a box. One prompt may mean several objects, so three masks answer it, of
+      which the best one is trained: the lowest weighted sum of focal and dice loss. The paper has three masks
+      for any single prompt, a box too. In every later round the answer is the single mask, number 0.
+    - The answer with the highest predicted IoU goes on to the next round: its logits as they are, and its
+      errors for the next click. The logits are detached: each round is trained to be right by itself. (The
+      paper does not say; SAM 2's published code lets gradients through.)
+    - A round without a new prompt has an empty slot where the others have a click.
+    - What the model draws outside the image counts in focal and dice loss, not in IoU, clicks or scores.
+
+    Args:
+        model: what is trained.
+        recipe: prompts, rounds, losses.
+    """
+
+    def __init__(self, model: Sam, recipe: Recipe) -> None:
+        super().__init__()
+        self.model = model
+        self.recipe = recipe
+
+    def forward(
+        self, images: Tensor, targets: Targets, image_keys: Tensor, *, evaluate: bool = False
+    ) -> dict[str, Tensor]:
+        """Losses of a micro-batch, or its scores.
+
+        Args:
+            images: uint8 [B, 3, S, S]; B may be 0.
+            targets: of M masks; M may be 0.
+            image_keys: int64 [B], a hash for each image and visit; drop path is drawn from it.
+            evaluate: score the masks without gradient and without noise; the first click is the target's
+                point, the others are drawn as in training. Put the module into evaluation mode before.
+
+        Returns:
+            Training: sums over masks, weighted by targets.weights, float32 scalars; divide by the count over
+            all ranks. "loss" has the gradient; "focal", "dice" and "iou_loss" are its parts before their
+            weights, "iou_first" and "iou_last" the chosen mask's IoU after the first and the last round,
+            "count" the sum of the weights. All parameters get a gradient in any case, zeros where nothing
+            counts.
+            Evaluation: "intersections" and "unions", int64 [M, 4], in pixels of the raster inside the image,
+            after 1, 3 and 5 clicks and for the exact box alone. With one prompt the mask is the one with the
+            highest predicted IoU of three, later number 0.
+
+        Raises:
+            ValueError: the raster of the targets is smaller than the decoder's masks.
+        """
+        raster, image_size = targets.masks.shape[-1], images.shape[-1]
+        if raster < image_size // 4:
+            raise ValueError(
+                f"targets of {raster} pixels for an image size of {image_size}: the decoder's masks have "
+                f"{image_size // 4}; rasterise the targets at that size or above"
+            )
+        if evaluate:
+            with torch.no_grad():
+                return self._evaluate(images, targets)
+        return self._train(images, targets, image_keys)
+
+    def _train(self, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
+        recipe, config = self.recipe, self.model.config
+        keep = None
+        if self.training and config.drop_path > 0:
+            keep = kept_branches(image_keys, config.depth, config.drop_path)
+        scene = self._look(images, targets, keep)
+        keys, image_size = targets.keys, images.shape[-1]
+        limit = recipe.box_noise_limit * image_size / 1024
+        sizes = targets.sizes[targets.image]
+        boxes = clicks.noised_boxes(targets.boxes, keys, sizes, recipe.box_noise, limit)
+        points, labels = clicks.first_prompts(targets.points, boxes, keys, recipe.box_probability)
+        rests = clicks.resting_rounds(keys, recipe.clicks, recipe.unprompted)
+        rounds = [self._round(scene, points, labels, None)]
+        for number in range(rests.shape[1]):
+            if recipe.unprompted == 0 or number < rests.shape[1] - 1:
+                click, label = clicks.corrective_clicks(
+                    rounds[-1].mask, scene.masks, keys, number, image_size
+                )
+                label = torch.where(rests[:, number], clicks.NOTHING, label)
+                points, labels = _with_click(points, labels, click, label)
+            rounds.append(self._round(scene, points, labels, rounds[-1].feedback))
+
+        def weighted(losses: list[Tensor]) -> Tensor:
+            stacked = torch.stack(losses)  # [rounds, M]
+            together = stacked.mean(dim=0) if recipe.rounds == "mean" else stacked.sum(dim=0)
+            return (targets.weights * together).sum()
+
+        focal = weighted([one.focal for one in rounds])
+        dice = weighted([one.dice for one in rounds])
+        quality = weighted([one.iou_loss for one in rounds])
+        return {
+            "loss": recipe.focal_weight * focal + recipe.dice_weight * dice + recipe.iou_weight * quality,
+            "focal": focal.detach(),
+            "dice": dice.detach(),
+            "iou_loss": quality.detach(),
+            "iou_first": (targets.weights * rounds[0].iou).sum(),
+            "iou_last": (targets.weights * rounds[-1].iou).sum(),
+            "count": targets.weights.sum(),
+        }
+
+    def _evaluate(self, images: Tensor, targets: Targets) -> dict[str, Tensor]:
+        scene = self._look(images, targets, None)
+        points, labels = clicks.point_prompts(targets.points)
+        answer = self._answer(scene, points, labels, None)
+        scores = []
+        for clicked in range(1, max(SCORED_CLICKS) + 1):
+            if clicked > 1:
+                click, label = clicks.corrective_clicks(
+                    _pick(answer.masks, answer.chosen), scene.masks, targets.keys, clicked, images.shape[-1]
+                )
+                points, labels = _with_click(points, labels, click, label)
+                answer = self._answer(scene, points, labels, answer.feedback)
+            if clicked in SCORED_CLICKS:
+                scores.append(overlaps(_pick(answer.masks, answer.chosen), scene.masks))
+        answer = self._answer(scene, *clicks.box_prompts(targets.boxes), None)
+        scores.append(overlaps(_pick(answer.masks, answer.chosen), scene.masks))
+        intersections, unions = zip(*scores, strict=True)
+        return {
+            "intersections": torch.stack(intersections, dim=1),
+            "unions": torch.stack(unions, dim=1),
+        }
+
+    def _look(self, images: Tensor, targets: Targets, keep: Tensor | None) -> _Scene:
+        embeddings = self.model.embed(images, keep, targets.sizes)
+        raster = targets.masks.shape[-1]
+        inside = clicks.inside_image(targets.sizes, images.shape[-1], raster)[targets.image]
+        return _Scene(embeddings, targets.image, targets.masks.bool() & inside, inside)
+
+    def _round(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Round:
+        """One round, the first where there is no feedback; done again in backward if the recipe says so."""
+        if self.recipe.checkpoint_rounds and torch.is_grad_enabled():
+            arguments = (scene, points, labels, feedback)
+            # Nothing in a round is random, so there is no state of a generator to keep.
+            again: _Round = checkpoint(self._judge, *arguments, use_reentrant=False, preserve_rng_state=False)
+            return again
+        return self._judge(scene, points, labels, feedback)
+
+    def _judge(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Round:
+        recipe = self.recipe
+        answer = self._answer(scene, points, labels, feedback)
+        targets = scene.masks[:, None]
+        focal = focal_loss(answer.logits, targets, recipe.focal_alpha, recipe.focal_gamma)
+        dice = dice_loss(answer.logits, targets)
+        actual = iou(*overlaps(answer.masks, targets))
+        quality = iou_loss(answer.predicted, actual)
+        best = (recipe.focal_weight * focal + recipe.dice_weight * dice).argmin(dim=1)
+        return _Round(
+            focal=_pick(focal, best),
+            dice=_pick(dice, best),
+            iou_loss=_pick(quality, best) if recipe.iou_masks == "best" else quality.mean(dim=1),
+            iou=_pick(actual, answer.chosen),
+            mask=_pick(answer.masks, answer.chosen),
+            feedback=answer.feedback,
+        )
+
+    def _answer(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Answer:
+        known = None if feedback is None else torch.ones_like(labels[:, 0], dtype=torch.bool)
+        logits, predicted = self.model.decode(scene.embeddings, scene.image, points, labels, feedback, known)
+        candidates = slice(1, 4) if feedback is None else slice(0, 1)
+        logits, predicted = logits[:, candidates], predicted[:, candidates]
+        large, raster = logits.float(), scene.masks.shape[-1]
+        if raster > logits.shape[-1]:
+            large = functional.interpolate(large, (raster, raster), mode="bilinear", align_corners=False)
+        chosen = predicted.detach().argmax(dim=1)
+        return _Answer(
+            logits=large,
+            predicted=predicted,
+            masks=(large.detach() > 0) & scene.inside[:, None],
+            chosen=chosen,
+            feedback=_pick(logits.detach(), chosen)[:, None],
+        )
+
+
+def _pick(values: Tensor, chosen: Tensor) -> Tensor:
+    """Of [M, K, ...] the chosen one of each mask, [M, ...]; the others get a gradient of zeros."""
+    return values[torch.arange(len(values), device=values.device), chosen]
+
+
+def _with_click(points: Tensor, labels: Tensor, click: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    """Prompts with one slot more."""
+    return torch.cat((points, click[:, None]), dim=1), torch.cat((labels, label[:, None]), dim=1)

@@ -1,0 +1,62 @@
+"""The losses of SAM ("Segment Anything", 2023, appendix A), one number for each predicted mask.
+
+All of them work in float32, whatever the logits' type and under autocast too, and over the whole padded
+square, as the published code does: what lies outside the image is background that the model has to learn.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
+    """Sigmoid focal loss (Lin et al., "Focal loss for dense object detection", 2017), mean over the pixels.
+
+    Args:
+        logits: [..., H, W], any float type.
+        targets: [..., H, W], 1 is foreground, 0 background; any type; broadcast against logits.
+        alpha: weight of foreground pixels; background pixels have 1 - alpha.
+        gamma: the more, the less a pixel counts that is right already.
+
+    Returns:
+        float32 [...].
+    """
+    foreground = targets.float()
+    # The logit against the truth: its sigmoid is the probability given to the wrong class.
+    wrong = logits.float() * (1 - 2 * foreground)
+    weights = (2 * alpha - 1) * foreground + (1 - alpha)
+    return (weights * torch.sigmoid(wrong) ** gamma * functional.softplus(wrong)).mean(dim=(-2, -1))
+
+
+def dice_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """1 - (2 * overlap + 1) / (predicted + true + 1), in sums of probabilities over the pixels.
+
+    Milletari et al., "V-Net", 2016, with plain sums; the ones keep a mask without a pixel finite.
+    Arguments and result as for `focal_loss`.
+    """
+    probabilities = torch.sigmoid(logits.float())
+    foreground = targets.float()
+    overlap = (probabilities * foreground).sum(dim=(-2, -1))
+    total = probabilities.sum(dim=(-2, -1)) + foreground.sum(dim=(-2, -1))
+    return 1 - (2 * overlap + 1) / (total + 1)
+
+
+def iou_loss(predicted: Tensor, actual: Tensor) -> Tensor:
+    """Squared error of a predicted IoU, float32 of the arguments' shape; no gradient goes to `actual`."""
+    return (predicted.float() - actual.float().detach()) ** 2
+
+
+def overlaps(masks: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Pixels in both and in either: two int64 [...] for bool [..., H, W] that broadcast."""
+    intersections = _pixels(masks & targets)
+    return intersections, _pixels(masks) + _pixels(targets) - intersections
+
+
+def iou(intersections: Tensor, unions: Tensor) -> Tensor:
+    """float32 IoU of pixel counts; 0 where there is no pixel at all, as in the published code."""
+    return intersections.float() / unions.clamp(min=1).float()
+
+
+def _pixels(masks: Tensor) -> Tensor:
+    """How many are True: int64 [...] for [..., H, W]."""
+    return masks.sum(dim=-1, dtype=torch.int32).sum(dim=-1)  # on the CPU faster than int64 at once

@@ -1,0 +1,220 @@
+"""The model: SAM, "Segment Anything", Kirillov et al., 2023, with the published parameter names and shapes.
+
+    torch.manual_seed(0)
+    model = Sam(PRESETS["tiny"])
+    embeddings = model.embed(images)  # (B, C, h, w): the slow part, once an image
+    logits, iou = model.decode(embeddings, image, points, labels)  # (M, 4, 4h, 4w), (M, 4): once a prompt
+
+One frame for all: the padded square of S x S pixels (S = image_size), the image at its top left, x right and
+y down, the centre of a pixel at integer coordinates. `load_state_dict` takes the published checkpoints of
+vit_b, vit_l and vit_h as they are.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sa1b.sam.decoder import MaskDecoder
+from sa1b.sam.encoder import ImageEncoder
+from sa1b.sam.prompts import PromptEncoder
+
+CHANNELS_MULTIPLE = 32  # the decoder halves its width, then has heads of 16 numbers
+PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 0..255, RGB
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes of the model, by default those of vit_b.
+
+    Attributes:
+        image_size: pixels of the padded square that holds an image.
+        patch_size: pixels of a patch, which is a token of the encoder.
+        width: numbers a token of the encoder.
+        depth: blocks of the encoder.
+        heads: attention heads of a block; head dimension is width / heads.
+        global_blocks: blocks whose attention sees the whole image; the others see windows.
+        window: tokens of a window per axis.
+        channels: of the image embedding, the prompts and the decoder, a multiple of 32.
+        drop_path: rate at which an image skips the last block; linear from 0 at the first.
+        checkpoint_blocks: compute each block's activations again in the backward pass, to save memory.
+        compile_blocks: torch.compile each block of the encoder.
+    """
+
+    image_size: int = 1024
+    patch_size: int = 16
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    global_blocks: tuple[int, ...] = (2, 5, 8, 11)
+    window: int = 14
+    channels: int = 256
+    drop_path: float = 0.0
+    checkpoint_blocks: bool = False
+    compile_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "patch_size", "width", "depth", "heads", "window", "channels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for whole, part in (("image_size", "patch_size"), ("width", "heads")):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(
+                    f"{whole} {getattr(self, whole)} is not a multiple of {part} {getattr(self, part)}"
+                )
+        if self.channels % CHANNELS_MULTIPLE:
+            raise ValueError(f"channels {self.channels} is not a multiple of {CHANNELS_MULTIPLE}")
+        if not set(self.global_blocks) <= set(range(self.depth)):
+            raise ValueError(f"global_blocks {self.global_blocks}: blocks are 0 to {self.depth - 1} (depth)")
+        if not 0 <= self.drop_path < 1:
+            raise ValueError(f"drop_path {self.drop_path}: a rate from 0 to below 1")
+
+    @property
+    def side(self) -> int:
+        """Tokens of the image per axis, which is the size of its embedding; masks come at 4 times that."""
+        return self.image_size // self.patch_size
+
+    @property
+    def drop_rates(self) -> tuple[float, ...]:
+        """The rate at which an image skips each block: whoever draws `keep` keeps with 1 - rate."""
+        return tuple(self.drop_path * index / max(self.depth - 1, 1) for index in range(self.depth))
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(
+        image_size=256, width=128, depth=4, heads=4, global_blocks=(1, 3), window=8, channels=64
+    ),
+    "vit_b": ModelConfig(),
+    "vit_l": ModelConfig(width=1024, depth=24, heads=16, global_blocks=(5, 11, 17, 23)),
+    "vit_h": ModelConfig(width=1280, depth=32, heads=16, global_blocks=(7, 15, 23, 31)),
+}
+
+
+class Sam(nn.Module):
+    """Image encoder, prompt encoder and mask decoder.
+
+    Weights are drawn on the CPU from torch's generator: the same after the same torch.manual_seed, whatever
+    checkpoint_blocks and compile_blocks are; neither changes the name of a parameter.
+    """
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.image_encoder = ImageEncoder(
+            image_size=config.image_size,
+            patch_size=config.patch_size,
+            width=config.width,
+            depth=config.depth,
+            heads=config.heads,
+            global_blocks=config.global_blocks,
+            window=config.window,
+            channels=config.channels,
+            drop_rates=config.drop_rates,
+            checkpoint_blocks=config.checkpoint_blocks,
+        )
+        self.prompt_encoder = PromptEncoder(config.channels, config.image_size, config.side)
+        self.mask_decoder = MaskDecoder(config.channels)
+        self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
+        if config.compile_blocks:
+            for block in self.image_encoder.blocks:
+                block.compile()
+
+    def embed(self, images: Tensor, keep: Tensor | None = None, sizes: Tensor | None = None) -> Tensor:
+        """The embedding of each image.
+
+        Args:
+            images: uint8 [B, 3, S, S], RGB, of any memory format; B may be 0.
+            keep: bool [B, depth], whether an image goes through the residual branches of each block (drop
+                path), drawn with the probabilities 1 - config.drop_rates, by which what goes through is
+                divided. None: every image through every block, nothing divided.
+            sizes: int64 [B, 2], rows and columns of each image inside the square: pixels outside become 0
+                after normalisation, as in the published code. None: all pixels count.
+
+        Returns:
+            float [B, channels, side, side].
+
+        Raises:
+            ValueError: images, keep or sizes of another shape or type.
+        """
+        self.check_images(images, keep, sizes)
+        if len(images) == 0:
+            # One blank image that is cut away again: no kernel has to know empty batches, and every parameter
+            # gets its gradient (of zeros), which the ranks that have images wait for.
+            blank = images.new_zeros(1, *images.shape[1:])
+            return self.embed(blank, None if keep is None else F.pad(keep, (0, 0, 0, 1), value=True))[:0]
+        pixels = images.to(torch.float32).sub_(self.pixel_mean).div_(self.pixel_std)
+        if sizes is not None:
+            place = torch.arange(self.config.image_size, device=images.device)
+            rows, columns = (place < sizes.to(images.device)[:, :, None]).unbind(1)
+            pixels *= rows[:, None, :, None]
+            pixels *= columns[:, None, None, :]
+        embeddings: Tensor = self.image_encoder(pixels, keep)
+        return embeddings
+
+    def check_images(self, images: Tensor, keep: Tensor | None, sizes: Tensor | None) -> None:
+        size = self.config.image_size
+        if images.dtype != torch.uint8 or images.shape[1:] != (3, size, size):
+            raise ValueError(
+                f"images are {images.dtype} {list(images.shape)}, but the model takes uint8"
+                f" [B, 3, {size}, {size}]: its image_size and that of the stream must agree"
+            )
+        if keep is not None and (keep.dtype, keep.shape) != (torch.bool, (len(images), self.config.depth)):
+            raise ValueError(f"keep is {keep.dtype} {list(keep.shape)}, not bool [B, depth]")
+        if sizes is not None and sizes.shape != (len(images), 2):
+            raise ValueError(f"sizes are {list(sizes.shape)}, not [B, 2]")
+
+    def decode(
+        self,
+        embeddings: Tensor,
+        image: Tensor,
+        points: Tensor,
+        labels: Tensor,
+        low_res: Tensor | None = None,
+        has_low_res: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The masks that prompts ask for, M at once, of any of the images.
+
+        Args:
+            embeddings: float [B, channels, side, side], of `embed`.
+            image: int64 [M], whose embedding each mask is decoded with; M may be 0, B too then.
+            points: float32 [M, P, 2], pixels of the padded square (see above); P may be 0.
+            labels: int64 [M, P]: 1 foreground, 0 background, 2 and 3 first and second corner of a box, -1
+                nothing. Where there is no box, the published code adds a point of label -1; here the caller
+                does.
+            low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier round. None: no mask has one.
+            has_low_res: bool [M], which masks have one. None: all, if low_res is given.
+
+        Returns:
+            Logits float [M, 4, 4 * side, 4 * side] (mask 0 is the single one for prompts that leave no doubt,
+            1 to 3 the three for those that do) and their predicted IoU, float [M, 4]. All prompt parameters
+            take part, whatever the prompts are: none is ever without a gradient.
+
+        Memory until the backward pass, with 256 channels at 1024 pixels: 85 MiB a mask in float32, 51 under
+        autocast to bfloat16, and 2 more where low_res is given; "tiny" 1.5. A training loop of several rounds
+        of prompts gives each round to torch.utils.checkpoint, or takes few masks at a time.
+        """
+        source = embeddings.index_select(0, image)
+        if len(image) == 0:  # As in `embed`: one mask without prompts, cut away again.
+            points, labels = F.pad(points, (0, 0, 0, 0, 0, 1)), F.pad(labels, (0, 0, 0, 1), value=-1)
+            logits, iou = self.decode_each(
+                F.pad(source, (0, 0, 0, 0, 0, 0, 0, 1)), points, labels, None, None
+            )
+            return logits[:0], iou[:0]
+        return self.decode_each(source, points, labels, low_res, has_low_res)
+
+    def decode_each(
+        self,
+        source: Tensor,
+        points: Tensor,
+        labels: Tensor,
+        low_res: Tensor | None,
+        has_low_res: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        sparse, dense = self.prompt_encoder(points, labels, low_res, has_low_res)
+        logits, iou = self.mask_decoder(source, self.prompt_encoder.image_position(), sparse, dense)
+        return logits, iou

@@ -1,0 +1,116 @@
+"""The prompt encoder: points, box corners and an earlier mask as embeddings, always in float32.
+
+"Segment Anything", Kirillov et al., 2023. Parameters have the published names and shapes. Half precision
+would move a coordinate by up to 2 pixels at 1024, and TF32 by half a pixel: autocast is off in here, and
+coordinates meet the frequencies in products of single numbers, not in a matrix product.
+
+Labels of points, which are prompts of any kind:
+
+    -1  nothing: its coordinates do not count. Where no box is given, the published code adds one to the
+        points; here the caller does.
+     0  background     1  foreground     2  first corner of a box (x0, y0)     3  second corner (x1, y1)
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sa1b.sam.encoder import ChannelNorm
+
+LABELS = 4  # background, foreground, two corners
+MASK_CHANNELS = 16  # inside the embedding of a mask, whatever its width
+
+
+class PromptEncoder(nn.Module):
+    """Prompts of M masks at once.
+
+    Args:
+        channels: of all embeddings.
+        image_size: pixels of the square in which coordinates are given.
+        side: of the image embedding; masks come at four times that.
+    """
+
+    def __init__(self, channels: int, image_size: int, side: int) -> None:
+        super().__init__()
+        self.image_size = image_size
+        self.side = side
+        self.pe_layer = PositionEncoding(channels)
+        self.point_embeddings = nn.ModuleList(nn.Embedding(1, channels) for _ in range(LABELS))
+        self.not_a_point_embed = nn.Embedding(1, channels)
+        self.mask_downscaling = nn.Sequential(
+            nn.Conv2d(1, MASK_CHANNELS // 4, kernel_size=2, stride=2),
+            ChannelNorm(MASK_CHANNELS // 4),
+            nn.GELU(),
+            nn.Conv2d(MASK_CHANNELS // 4, MASK_CHANNELS, kernel_size=2, stride=2),
+            ChannelNorm(MASK_CHANNELS),
+            nn.GELU(),
+            nn.Conv2d(MASK_CHANNELS, channels, kernel_size=1),
+        )
+        self.no_mask_embed = nn.Embedding(1, channels)
+
+    def forward(
+        self, points: Tensor, labels: Tensor, low_res: Tensor | None = None, has_low_res: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            points: float32 [M, P, 2], x right and y down, pixels of the padded square; the centre of a pixel
+                has integer coordinates.
+            labels: int64 [M, P], as above.
+            low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier mask. None: no mask has one.
+            has_low_res: bool [M], which masks have one; what low_res holds for the others does not count.
+                None: all.
+
+        Returns:
+            Sparse float32 [M, P, channels] and dense float32 [M, channels, side, side]. Both depend on every
+            parameter in every call, if only with weight zero, so that none is ever without a gradient.
+        """
+        with torch.autocast(points.device.type, enabled=False):
+            return self.embed_points(points, labels), self.embed_masks(len(points), low_res, has_low_res)
+
+    def embed_points(self, points: Tensor, labels: Tensor) -> Tensor:
+        position: Tensor = self.pe_layer((points.float() + 0.5) / self.image_size)
+        position = position.masked_fill((labels < 0)[..., None], 0)
+        of_label = [self.not_a_point_embed.weight, *(kind.weight for kind in self.kinds())]
+        return position + F.embedding(labels + 1, torch.cat(of_label).float())
+
+    def kinds(self) -> list[nn.Embedding]:
+        return [kind for kind in self.point_embeddings if isinstance(kind, nn.Embedding)]
+
+    def embed_masks(self, count: int, low_res: Tensor | None, has_low_res: Tensor | None) -> Tensor:
+        nothing = self.no_mask_embed.weight.float()[:, :, None, None].expand(count, -1, self.side, self.side)
+        parameters = list(self.mask_downscaling.parameters())
+        if low_res is None:
+            return nothing + 0 * torch.stack([parameter.float().sum() for parameter in parameters]).sum()
+        if has_low_res is None:
+            has_low_res = torch.ones(count, dtype=torch.bool, device=low_res.device)
+        has_low_res = has_low_res[:, None, None, None]
+        # Zeros go in where there is no mask: a NaN there would reach the gradient through a weight of zero.
+        given = torch.where(has_low_res, low_res, 0).to(parameters[0].dtype)
+        return torch.where(has_low_res, self.mask_downscaling(given).float(), nothing)
+
+    def image_position(self) -> Tensor:
+        """The position of each token of the image, encoded like points: float32 [1, channels, side, side]."""
+        centres = (torch.arange(self.side, device=self.no_mask_embed.weight.device) + 0.5) / self.side
+        rows, columns = torch.meshgrid(centres, centres, indexing="ij")
+        with torch.autocast(centres.device.type, enabled=False):
+            position: Tensor = self.pe_layer(torch.stack([columns, rows], dim=-1))
+        return position.permute(2, 0, 1)[None]
+
+
+class PositionEncoding(nn.Module):
+    """Sine and cosine of random spatial frequencies (Tancik et al., "Fourier Features", 2020)."""
+
+    positional_encoding_gaussian_matrix: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("positional_encoding_gaussian_matrix", torch.randn(2, channels // 2))
+
+    def forward(self, coordinates: Tensor) -> Tensor:
+        """Coordinates float32 [..., 2], (x, y) from 0 to 1 over the image -> float32 [..., channels]."""
+        across, down = self.positional_encoding_gaussian_matrix.float()
+        x, y = (2 * coordinates - 1).unbind(-1)
+        angle = 2 * math.pi * (x[..., None] * across + y[..., None] * down)
+        return torch.cat([angle.sin(), angle.cos()], dim=-1)

@@ -1,0 +1,177 @@
+"""Weights as they are passed around: one file with the published names, `.pth` or `.safetensors`.
+
+A `.pth` is a plain dictionary from names to tensors, as published with "Segment Anything" (2023); it is a
+pickle in a zip archive, of which nothing but tensors is ever unpickled here. A `.safetensors` holds the same
+names without a pickle. Neither format notices flipped bits by itself: archives are held against their
+checksums, and what is written here as `.safetensors` carries a digest.
+"""
+
+import hashlib
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sa1b.sam.model import PRESETS, ModelConfig, Sam
+from sa1b.shards.errors import SourceError, UsageError
+from sa1b.storage.publish import flush, naming, publish
+
+FORMATS = (".pth", ".safetensors")
+_DIGEST = "sa1b_sha256"
+
+
+class WeightsError(SourceError):
+    """A file that does not hold the weights of a SAM; the message names it and says what it holds."""
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights in a file, float32, on the CPU; its format is told by its content, not its name.
+
+    Runs no code of the file.
+
+    Raises:
+        WeightsError: damaged, or of anything but a SAM: other names, or shapes that do not fit together.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        start = file.read(16)
+    found = _read_safetensors(path) if start[8:9] == b"{" else _read_pickled(path)
+    config = _config(path, found)
+    with torch.device("meta"):
+        needed = Sam(config).state_dict()
+    shapes = {name: list(tensor.shape) for name, tensor in found.items()}
+    for name in sorted(shapes.keys() | needed.keys()):
+        want = list(needed[name].shape) if name in needed else None
+        if shapes.get(name) != want:
+            raise WeightsError(
+                f"{path} is no SAM: {name} is {shapes.get(name, 'missing')}, where the rest of the file "
+                f"needs {want or 'nothing'}"
+            )
+    if strange := sorted(name for name, tensor in found.items() if not tensor.is_floating_point()):
+        raise WeightsError(f"{path} is no SAM: {strange[0]} is {found[strange[0]].dtype}")
+    return {name: tensor.to(torch.float32) for name, tensor in found.items()}
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write weights in the format that the name of the file asks for; it appears whole or not at all.
+
+    Raises:
+        UsageError: a name with another ending.
+        OSError: it cannot be written; the message names it.
+    """
+    if path.suffix not in FORMATS:
+        raise UsageError(f"{path} must end with .pth or .safetensors, the formats that can be written")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Copies of its own: neither format is to hold a larger tensor of which a weight is a part.
+    whole = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in weights.items()
+    }
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        with naming(path):
+            if path.suffix == ".pth":
+                torch.save(whole, aside)
+            else:
+                save_file(whole, aside, {"format": "pt", _DIGEST: _digest(whole)})
+            flush(aside)
+            publish(aside, path)
+    except (RuntimeError, SafetensorError) as error:  # what torch and safetensors say of a full disk
+        raise OSError(f"{path} cannot be written: {_first_line(error)}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
+    """The sizes of the model that weights belong to, as far as names and shapes tell them.
+
+    Where windows are as large as the image, all blocks count as global.
+
+    Raises:
+        KeyError, ValueError, IndexError: the names or shapes are not a SAM's.
+    """
+    _, side, _, width = weights["image_encoder.pos_embed"].shape
+    patch_size = weights["image_encoder.patch_embed.proj.weight"].shape[-1]
+    blocks = {int(name.split(".")[2]) for name in weights if name.startswith("image_encoder.blocks.")}
+    tables = [weights[f"image_encoder.blocks.{block}.attn.rel_pos_h"].shape for block in range(len(blocks))]
+    reach = [(length + 1) // 2 for length, _ in tables]  # tokens that a block sees per axis
+    return ModelConfig(
+        image_size=side * patch_size,
+        patch_size=patch_size,
+        width=width,
+        depth=len(blocks),
+        heads=width // tables[0][1],
+        global_blocks=tuple(block for block, tokens in enumerate(reach) if tokens == side),
+        window=min(reach),
+        channels=weights["image_encoder.neck.0.weight"].shape[0],
+    )
+
+
+def preset_of(config: ModelConfig) -> str | None:
+    """The name of the preset with these sizes."""
+    bare = replace(config, drop_path=0.0, checkpoint_blocks=False, compile_blocks=False)
+    return next((name for name, preset in PRESETS.items() if preset == bare), None)
+
+
+def _config(path: Path, found: dict[str, Tensor]) -> ModelConfig:
+    try:
+        return config_of(found)
+    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
+        names = ", ".join(sorted(found)[:3])
+        raise WeightsError(
+            f"{path} is no SAM ({error}): it holds {len(found)} tensors, such as {names or 'none'}"
+        ) from None
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            found = {name: file.get_tensor(name) for name in names}
+            digest = (file.metadata() or {}).get(_DIGEST)
+    except SafetensorError as error:
+        raise WeightsError(f"{path} is damaged, or no .safetensors: {error}") from None
+    if digest not in (None, _digest(found)):
+        raise WeightsError(f"{path} is damaged: it has other bytes than were written")
+    return found
+
+
+def _read_pickled(path: Path) -> dict[str, Tensor]:
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():
+                    raise WeightsError(f"{path} is damaged: its part {damaged} has a wrong checksum")
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (WeightsError, OSError):
+        raise
+    except Exception as error:
+        raise WeightsError(
+            f"{path} is damaged, or holds more than tensors, which is not loaded: {_first_line(error)}"
+        ) from None
+    if not isinstance(loaded, dict):
+        raise WeightsError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
+    for name, value in loaded.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise WeightsError(
+                f"{path} is no plain dictionary of tensors: {name!r} is a {type(value).__name__}; "
+                "where an entry holds the weights, save that entry alone with torch.save"
+            )
+    return loaded
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

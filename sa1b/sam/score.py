@@ -1,0 +1,77 @@
+"""The mean IoU of an evaluation, summed in integers: the same figure in any order, at any world size.
+
+score = Score.empty("cuda")
+for images, targets, keys, areas in batches:
+    found = interactive(images, targets, keys, evaluate=True)
+    score.add(found["intersections"], found["unions"], areas, targets.weights)
+score.all_reduce()
+score.result()["miou_1_click"]
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PROMPTS = ("1_click", "3_clicks", "5_clicks", "box")
+SIZES = ("small", "medium", "large")
+MEDIUM, LARGE = 32**2, 96**2  # least source pixels of medium and large masks: COCO's limits
+UNIT = 1 << 32  # an IoU of 1: 2**31 masks fit, and 2**31 pixels a mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Score:
+    """Sums over masks by size and prompt.
+
+    An IoU counts as floor(UNIT * intersection / union), so that sums are exact; the rounding is 2**-32.
+
+    Attributes:
+        sums: int64 [3, 5]: a row for each of SIZES; the IoU of each of PROMPTS, then the number of masks.
+    """
+
+    sums: Tensor
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> "Score":
+        """A score without a mask."""
+        return cls(torch.zeros((len(SIZES), len(PROMPTS) + 1), dtype=torch.int64, device=device))
+
+    def add(self, intersections: Tensor, unions: Tensor, areas: Tensor, weights: Tensor) -> None:
+        """Count the masks of a batch; nothing waits for the device.
+
+        Args:
+            intersections, unions: int64 [M, 4], pixels, a column for each of PROMPTS. A union of 0 is an IoU
+                of 0, as in training.
+            areas: int64 [M], source pixels.
+            weights: [M]; 0 leaves a mask out, any other weight counts it once.
+        """
+        ious = intersections * UNIT // unions.clamp(min=1)
+        row = (areas >= MEDIUM).long() + (areas >= LARGE).long()
+        belongs = (row[:, None] == torch.arange(len(SIZES), device=row.device)) & (weights != 0)[:, None]
+        entries = torch.cat((ious, torch.ones_like(ious[:, :1])), dim=1)
+        self.sums.add_((belongs[:, :, None] * entries[:, None, :]).sum(dim=0))
+
+    def merge(self, other: "Score") -> None:
+        """Add what another score counted."""
+        self.sums.add_(other.sums)
+
+    def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
+        """Add what the other ranks counted, in one collective; every rank of the group takes part."""
+        dist.all_reduce(self.sums, group=group)
+
+    def result(self) -> dict[str, float]:
+        """Mean IoU, 0 to 1, and counts: "miou_1_click", "miou_1_click_small", ..., "masks", "masks_small".
+
+        A size without a mask has its count, 0, and no mean.
+        """
+        rows = self.sums.tolist()
+        by_size = {"": [sum(column) for column in zip(*rows, strict=True)]}
+        by_size |= {f"_{size}": row for size, row in zip(SIZES, rows, strict=True)}
+        found: dict[str, float] = {}
+        for suffix, (*ious, masks) in by_size.items():
+            found[f"masks{suffix}"] = masks
+            if masks:
+                means = zip(PROMPTS, ious, strict=True)
+                found |= {f"miou_{prompt}{suffix}": total / (UNIT * masks) for prompt, total in means}
+        return found

@@ -1,0 +1,270 @@
+"""Train SAM on SA-1B: one loop, from one CPU process to many nodes, that resumes exactly.
+
+    python sa1b/train.py --preset tiny --data.root shards --out run
+    torchrun --nproc_per_node=8 sa1b/train.py --preset vit_b --data.root s3://bucket/shards
+        --parallel.mode ddp --parallel.precision bf16 --data.micro-batch 4 --out run
+
+The same command goes on where a run ended or was killed, with any number of ranks and in any mode. Exit code
+0: done, or stopped with a checkpoint; 1: failed; 2: a setting does not fit.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+# torchrun starts this file by its path: its folder is then where Python looks first, not the package's.
+if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent):
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from torch import Tensor, nn
+
+from sa1b.engine import config as settings
+from sa1b.engine import estimate, metrics
+from sa1b.engine.agreement import DisagreementError, agree
+from sa1b.engine.checkpoint import Checkpoints
+from sa1b.engine.chrome_trace import ChromeTrace
+from sa1b.engine.config import Config
+from sa1b.engine.conversion import find_weights
+from sa1b.engine.evaluation import evaluate, held_out_feed
+from sa1b.engine.feed import Feed, Micro, blank
+from sa1b.engine.gradients import finish, micro_batch, prime
+from sa1b.engine.health import Health, HealthError
+from sa1b.engine.optim import freeze, lr_at, make_optimizer, rate_line, set_rate
+from sa1b.engine.parallel import set_timeout, start, stop, unwrap, wrap
+from sa1b.engine.place import Place
+from sa1b.engine.precision import autocast, grad_scaler
+from sa1b.engine.sealed import CheckpointError
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.model import Sam
+from sa1b.shards.errors import UsageError
+from sa1b.shards.manifest import ManifestError
+from sa1b.shards.table import TableError
+from sa1b.storage.failure import StorageError
+from sa1b.storage.publish import write_whole
+from sa1b.stream.dataset import ResumeError
+from sa1b.stream.ledger import DamageLimitError
+
+EXPECTED = (
+    CheckpointError, DamageLimitError, DisagreementError, HealthError, ManifestError, OSError, ResumeError,
+    StorageError, TableError,
+)  # fmt: skip
+
+
+class Run:
+    """All that a run is made of, on one rank, as it was after the last step that a checkpoint holds."""
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self.config, self.place = config, place
+        self.step = 0
+        self.stop_asked = False
+        config.out.mkdir(parents=True, exist_ok=True)
+        data = config.data
+        self.feed, self.held_out = feeds(config, place)
+        interactive = build(config, config.init)
+        freeze(interactive, config.optim)
+        self.module: nn.Module = wrap(interactive, config.parallel, place)
+        self.model = unwrap(self.module)
+        self.optimizer = make_optimizer(self.model, config.optim, data.global_batch)
+        self.scaler = grad_scaler(config.parallel.precision, place.device)
+        self.checkpoints = Checkpoints(config.out, config.checkpoint)
+        self._resume()
+        self.health = Health(config.health, config.out, place)
+        self.metrics = metrics.Metrics(config.watch, config.out, place, self.step, config.optim.steps)
+
+    def _resume(self) -> None:
+        """Go on from the newest good checkpoint, if there is one."""
+        if self.config.resume == "no" and self.checkpoints.newest() is not None:
+            raise UsageError(
+                f"--resume no, but {self.config.out} has checkpoints: choose another --out, or move it away"
+            )
+        state = self.checkpoints.resume(self.model, self.optimizer)
+        if state is not None:
+            self.step = int(state["step"])
+            self.feed.load_state_dict(state["stream"])
+            self.scaler.load_state_dict(state["scaler"])
+            if self.place.rank == 0:
+                print(f"going on behind step {self.step:,} at position {state['stream']['position']:,}")
+        agree(self.module, self.place)
+
+    def save(self) -> None:
+        """A checkpoint of what was trained so far."""
+        state = {
+            "step": self.step,
+            "stream": self.feed.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "config": self.config.document(),
+        }
+        self.checkpoints.save(self.step, self.model, self.optimizer, state)
+
+    def evaluate(self) -> None:
+        """Score the held-out images and write the scores down."""
+        if self.held_out is not None:
+            scores = evaluate(self.module, self.held_out, self.config.parallel, self.place)
+            self.metrics.evaluation(self.step, scores)
+
+    def close(self) -> None:
+        """End threads and files; waits for the checkpoint that is being written."""
+        self.feed.close()
+        self.metrics.close()
+        self.checkpoints.close()
+
+
+def build(config: Config, weights: Path | None) -> Interactive:
+    """The model with the user that trains it, from the seed or from weights."""
+    torch.manual_seed(config.seed)  # the same on every rank
+    model = Sam(config.model)
+    if weights is not None:
+        where, found = find_weights(weights)
+        try:
+            model.load_state_dict(found)
+        except RuntimeError as error:
+            first = str(error).splitlines()[1].strip()
+            raise UsageError(f"{where} holds another model than --model and --preset say: {first}") from None
+    return Interactive(model, config.recipe)
+
+
+def feeds(config: Config, place: Place) -> tuple[Feed, Feed | None]:
+    """What is trained on, and what is held out."""
+    size = config.model.image_size
+    feed = Feed(config.data, size, place, config.out, config.seed)
+    if config.evaluation.view is None:
+        return feed, None
+    return feed, held_out_feed(config.evaluation, config.data, size, place, config.out, feed.stream)
+
+
+def score(config: Config, place: Place) -> None:
+    """Evaluate weights that are there, without training: --evaluate-only."""
+    _, held_out = feeds(config, place)
+    assert held_out is not None  # the settings were checked
+    module = wrap(build(config, config.init or config.out), config.parallel, place)
+    scores = evaluate(module, held_out, config.parallel, place)
+    if place.rank == 0:
+        print(json.dumps(scores) if config.json_output else metrics.score_line(scores))
+
+
+def train(run: Run) -> None:
+    """The loop: until the last step, or until a rank was asked to stop."""
+    config, place, module, feed = run.config, run.place, run.module, run.feed
+    precision, scaler, optimizer = config.parallel.precision, run.scaler, run.optimizer
+    batch, target_size = config.data.global_batch, config.data.target_size or config.model.image_size // 4
+    trace = ChromeTrace(config.watch.profile, config.out, place)
+    module.train()
+
+    def forward_backward(micro: Micro) -> dict[str, Tensor]:
+        with autocast(precision, place.device):
+            sums: dict[str, Tensor] = module(micro.images, micro.targets, micro.image_keys)
+        torch.autograd.backward(scaler.scale(sums["loss"]))
+        return {name: value.detach() for name, value in sums.items()}
+
+    prime(module, lambda: forward_backward(blank(config.model.image_size, target_size, place.device)))
+    while run.step < config.optim.steps and not run.stop_asked:
+        trace.before(run.step)
+        began, waited, seconds = time.perf_counter(), feed.waited, metrics.StepTime()
+        rate = lr_at(config.optim, batch, run.step)
+        set_rate(optimizer, rate)
+        totals: dict[str, Tensor] = {}
+        ids: list[Tensor] = []
+        with seconds.part("compute"):
+            for micro in feed.step():
+                with micro_batch(module, last=micro.last):
+                    sums = forward_backward(micro)
+                totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
+                ids.append(micro.ids)
+        seconds.data = feed.waited - waited
+        seconds.compute -= seconds.data
+        with seconds.part("update"):
+            norm = finish(module, optimizer, scaler, totals["count"], place, clip=config.optim.clip)
+            own_loss, gradient = float(totals["loss"]), float(norm)
+        seconds.total = time.perf_counter() - began
+        means = metrics.step_means(totals, sum(map(len, ids)), run.stop_asked, seconds, place)
+        if run.health.is_good(run.step, means["loss"], gradient, own_loss, ids):
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        trace.after(run.step)
+        if run.step == 0:
+            set_timeout(place, config.parallel.timeout)
+        run.step += 1
+        run.stop_asked = means["stop"] > 0  # all ranks stop behind the same step
+        ideal = estimate.peak_seconds(config.model, config.recipe, means["images"], means["masks"], place)
+        run.metrics.step(run.step, metrics.figures_of(means, rate, gradient, place, ideal))
+        run.checkpoints.poll()
+        ends = run.stop_asked or run.step == config.optim.steps
+        if ends or run.step % config.checkpoint.every == 0:
+            run.save()
+        every = config.evaluation.every
+        if every and not run.stop_asked and (ends or run.step % every == 0):
+            run.evaluate()
+    trace.close()
+
+
+def run(config: Config) -> None:
+    """Do what the settings ask for, on this rank."""
+    place = start(config.parallel)
+    try:
+        config = settings.agree(config, place)
+        if config.dry_run:
+            plan(config, place)
+            return
+        if config.evaluate_only:
+            score(config, place)
+            return
+        current = Run(config, place)
+        if place.rank == 0:
+            write_whole(config.out / "config.json", (json.dumps(config.document(), indent=1) + "\n").encode())
+            print(rate_line(config.optim, config.data.global_batch), flush=True)
+
+        def ask_to_stop(number: int, frame: object) -> None:
+            current.stop_asked = True
+            signal.signal(number, signal.SIG_DFL)  # the second time means at once
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, ask_to_stop)
+        try:
+            train(current)
+        finally:
+            current.close()
+        if current.stop_asked and place.rank == 0:
+            print(
+                f"stopped behind step {current.step:,} with a checkpoint; the same command goes on from there"
+            )
+    finally:
+        stop()
+
+
+def plan(config: Config, place: Place) -> None:
+    """Print what a run would be."""
+    feed = Feed(config.data, config.model.image_size, place, config.out, config.seed)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Sam(config.model).parameters())
+    if place.rank == 0:
+        images = len(feed.stream.view)
+        print(estimate.describe(config, place, parameters, feed.micro_batches, images))
+        print(rate_line(config.optim, config.data.global_batch))
+
+
+def main() -> int:
+    """The command line."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        run(settings.parse(sys.argv[1:], __doc__))
+    except UsageError as error:
+        if rank == 0:  # the same on all ranks
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except EXPECTED as error:
+        for note in getattr(error, "__notes__", []):
+            print(f"rank {rank}: {note}", file=sys.stderr)
+        print(f"error on rank {rank}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What the ranks of a launch do with checkpoints; the tests look at what they return."""
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sa1b.engine import tensors
+from sa1b.engine.checkpoint import CheckpointConfig, Checkpoints
+from sa1b.engine.parallel import ParallelConfig, wrap
+from sa1b.engine.place import Place
+from sa1b.engine.sealed import CheckpointError
+from tests.engine.launch import group
+from tests.engine.training import Run, begin, samples, whole
+
+SAVED_AT = 2  # steps
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        output: Tensor = numbers + self.mlp(self.attn(numbers).relu())
+        return output
+
+
+class StandIn(nn.Module):
+    """The outline of `Interactive` with a dozen parameters; no number of ranks divides their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Module()
+        self.model.image_encoder = nn.Module()
+        self.model.image_encoder.blocks = nn.Sequential(Block(), Block())
+        self.model.mask_decoder = nn.Linear(3, 1)  # its bias is one number: most ranks have none of it
+        self.model.register_buffer("matrix", torch.randn(3, 3))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        embedding = self.model.get_submodule("image_encoder.blocks")(numbers @ self.model.matrix)
+        output: Tensor = self.model.get_submodule("mask_decoder")(embedding)
+        return output
+
+
+@dataclass
+class Tiny:
+    module: nn.Module
+    optimizer: torch.optim.AdamW
+
+    def step(self, number: int) -> None:
+        numbers = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+        self.module(numbers).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def begin_tiny(place: Place, config: ParallelConfig) -> Tiny:
+    module = wrap(StandIn(), config, place)
+    return Tiny(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+
+
+def everything(run: Tiny | Run) -> dict[str, Tensor]:
+    return {name: whole(tensor) for name, tensor in tensors.gather(run.module, run.optimizer).items()}
+
+
+def save(folder: Path, configs: dict[str, ParallelConfig]) -> dict[str, dict[str, Tensor]]:
+    """Train, save, go on training while it is written; what was there at the save, by name of the run."""
+    saved = {}
+    for name, config in configs.items():
+        with group(config) as place:
+            run = begin_tiny(place, config)
+            for number in range(SAVED_AT):
+                run.step(number)
+            with torch.no_grad():
+                run.module(torch.ones(1, 3))  # leaves FSDP's root gathered
+            checkpoints = Checkpoints(folder / name, CheckpointConfig())
+            saved[name] = everything(run)
+            checkpoints.save(SAVED_AT, run.module, run.optimizer, {"position": 10, "rate": 0.1})
+            for number in range(SAVED_AT, SAVED_AT + 4):
+                run.step(number)
+                checkpoints.poll()
+            checkpoints.close()
+    return saved
+
+
+def load(
+    folder: Path, names: list[str], configs: dict[str, ParallelConfig]
+) -> dict[tuple[str, str], tuple[Any, dict[str, Tensor]]]:
+    """State and tensors that each run's checkpoint gives to a fresh run in each mode."""
+    loaded = {}
+    for mode, config in configs.items():
+        with group(config) as place:
+            for name in names:
+                run = begin_tiny(place, config)
+                checkpoints = Checkpoints(folder / name, CheckpointConfig())
+                state = checkpoints.resume(run.module, run.optimizer)
+                loaded[name, mode] = (state, everything(run))
+                checkpoints.close()
+                run.step(SAVED_AT)  # the optimizer takes what it was given
+    return loaded
+
+
+def fail_on_the_last_rank(folder: Path, config: ParallelConfig) -> list[str]:
+    """One rank's disk takes no more than some bytes; what each of three saves raised, and the close."""
+    raised = []
+    with group(config) as place:
+        run = begin_tiny(place, config)
+        run.step(0)
+        checkpoints = Checkpoints(folder, CheckpointConfig())
+        checkpoints.save(1, run.module, run.optimizer, {})
+        checkpoints.close()
+        if place.rank == place.world - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        checkpoints = Checkpoints(folder, CheckpointConfig(tolerate=1))
+        for step in (2, 3, 4):
+            raised.append(_error(lambda step=step: checkpoints.save(step, run.module, run.optimizer, {})))
+            dist.barrier()  # training goes on together
+        raised.append(_error(checkpoints.close))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return raised
+
+
+def save_twice(folder: Path, config: ParallelConfig) -> list[dict[str, Tensor]]:
+    """Of the real model."""
+    saved = []
+    with group(config) as place:
+        run = begin(place, config, primed=False)
+        checkpoints = Checkpoints(folder, CheckpointConfig())
+        for step in (1, 2):
+            run.step(step - 1)
+            run.module.eval()(*samples(range(1)), evaluate=True)
+            run.module.train()
+            saved.append(everything(run))
+            checkpoints.save(step, run.module, run.optimizer, {"step": step})
+        checkpoints.close()
+    return saved
+
+
+def resume(folder: Path, config: ParallelConfig) -> tuple[Any, dict[str, Tensor]]:
+    """Of the real model."""
+    with group(config) as place:
+        run = begin(place, config, primed=False)
+        checkpoints = Checkpoints(folder, CheckpointConfig())
+        state = checkpoints.resume(run.module, run.optimizer)
+        checkpoints.close()
+        return state, everything(run)
+
+
+def _error(work: Any) -> str:
+    try:
+        work()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,220 @@
+"""What the ranks of a launch do; the tests look at what they return."""
+
+import faulthandler
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sa1b.engine.agreement import DisagreementError, agree
+from sa1b.engine.parallel import ParallelConfig, set_timeout, unwrap, wrap
+from sa1b.engine.place import Place
+from sa1b.engine.precision import autocast
+from tests.engine import training
+from tests.engine.launch import group
+from tests.engine.training import begin, build, samples, whole
+
+STEPS = 2
+
+
+def trace(config: ParallelConfig, accumulation: int) -> dict[str, Any]:
+    """A short run: losses, norms, first gradient and last weights; an evaluation lies between the steps."""
+    with group(config) as place:
+        run = begin(place, config, accumulation)
+        for number in range(STEPS):
+            run.step(number)
+            if place.world > 1 and number == 0:
+                with autocast(config.precision, place.device):
+                    scores = run.module.eval()(*samples(range(1)), evaluate=True)
+                assert scores["unions"].sum() > 0
+                agree(run.module, place)
+                run.module.train()
+        return {
+            "losses": run.losses,
+            "norms": run.norms,
+            "gradients": run.gradients,
+            "weights": run.weights(),
+        }
+
+
+def many_short_runs(config: ParallelConfig) -> int:
+    """Ends the process if one of them hangs."""
+    runs = 40
+    for _ in range(runs):
+        faulthandler.dump_traceback_later(60, exit=True)
+        trace(config, 1)
+    faulthandler.cancel_dump_traceback_later()
+    return runs
+
+
+def traces(cases: dict[str, tuple[ParallelConfig, int]]) -> dict[str, dict[str, Any]]:
+    return {name: trace(config, accumulation) for name, (config, accumulation) in cases.items()}
+
+
+def straight_and_resumed(config: ParallelConfig) -> tuple[Any, Any]:
+    """Weights after four steps, and after two, a new process group, and two more."""
+    with group(config) as place:
+        run = begin(place, config)
+        for number in range(2):
+            run.step(number)
+        state = run.state()
+        for number in (2, 3):
+            run.step(number)
+        straight = run.weights()
+    with group(config) as place:
+        run = begin(place, config, state=state)
+        for number in (2, 3):
+            run.step(number)
+        return straight, run.weights()
+
+
+def overflow(config: ParallelConfig) -> dict[str, Any]:
+    """fp16: three steps; in the second a gradient has an infinity, on one rank before DDP sums, in one shard."""
+    name = "model.image_encoder.blocks.0.attn.qkv.weight"
+    with group(config) as place:
+        run = begin(place, config, accumulation=2)
+        run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": 128.0})
+        run.step(0)
+        before, scale = run.weights(), run.scaler.get_scale()
+        last = place.world - 1
+        if config.mode == "fsdp":
+            run.step(1, lambda module: overflow_shard(module.get_parameter(name), place))
+        else:
+            parameter = unwrap(run.module).get_parameter(name)
+            handle = parameter.register_hook(lambda grad: grad * torch.inf if place.rank == last else grad)
+            run.step(1)
+            handle.remove()
+        after, lowered = run.weights(), run.scaler.get_scale()
+        run.step(2)
+        return {
+            "before": before,
+            "after": after,
+            "end": run.weights(),
+            "scales": [scale, lowered, run.scaler.get_scale()],
+            "norms": run.norms,
+        }
+
+
+def overflow_shard(parameter: nn.Parameter, place: Place) -> None:
+    """In the last shard, which every replica has: gradients are summed by now."""
+    if place.rank % place.shards == place.shards - 1:
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor)
+        gradient.to_local()[-1, -1] = torch.inf
+
+
+def seen_in_forward(config: ParallelConfig) -> dict[str, Any]:
+    """Number formats inside the forward pass, and the points that reach the prompt encoder."""
+    seen: dict[str, Any] = {"points alone": points_alone()}
+    with group(config) as place:
+        run = begin(place, config)
+        model = unwrap(run.module).model
+        block = model.image_encoder.blocks[0]
+        parts = {"norm": block.norm1, "attention": block.attn.qkv, "mlp": block.mlp.lin1}
+        parts |= {"neck": model.image_encoder.neck[0], "decoder": model.mask_decoder.iou_prediction_head}
+        for name, part in parts.items():
+            part.register_forward_hook(
+                lambda module, *_, name=name: seen.update({name: next(module.parameters()).dtype})
+            )
+        block.attn.qkv.register_forward_hook(lambda *passed: seen.update(product=passed[2].dtype))
+        model.prompt_encoder.register_forward_pre_hook(lambda _, inputs: seen.update(points=inputs[0]))
+        run.accumulate(samples(range(2)), last=True)
+        seen["gradients"] = {parameter.grad.dtype for _, parameter in run.named()}
+    return seen
+
+
+def points_alone() -> Tensor:
+    """What reaches the prompt encoder of the bare module, in float32."""
+    seen: list[Tensor] = []
+    interactive = build()
+    interactive.model.prompt_encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    interactive(*samples(range(2)))
+    return seen[0]
+
+
+class Embedding(nn.Module):
+    """Trains the encoder alone: no choice between masks, which rounding could tip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build().model
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("image_encoder" in name)
+
+    def forward(self, images: Tensor) -> Tensor:
+        embedding = self.model.embed(images).float()
+        return (embedding * torch.linspace(-1, 1, embedding.numel()).view_as(embedding)).sum()
+
+
+def encoder_gradient(config: ParallelConfig) -> Tensor:
+    """Of the weights, without biases, as one vector."""
+    with group(config) as place:
+        module = wrap(Embedding(), config, place)
+        with autocast(config.precision, place.device):
+            loss = module(samples(range(place.rank, 4, place.world))[0])
+        loss.backward()
+        gradients = [
+            whole(parameter.grad).flatten() for parameter in module.parameters() if parameter.requires_grad
+        ]
+        return torch.cat(gradients) * place.world
+
+
+def frozen(config: ParallelConfig) -> dict[str, Any]:
+    optim = replace(training.OPTIM, freeze_encoder=True)
+    with group(config) as place:
+        run = begin(place, config, accumulation=2, optim=optim)
+        before = run.weights()
+        for number in range(2):
+            run.step(number)
+        return {"before": before, "after": run.weights(), "norms": run.norms}
+
+
+def disagreement(config: ParallelConfig, what: str) -> str:
+    """The message with which ranks stop when the last one differs in this; empty if they go on."""
+    with group(config) as place:
+        odd = place.rank == place.world - 1
+        try:
+            if what == "seed":
+                wrap(build(seed=int(odd)), config, place)
+            elif what == "shape":
+                interactive = build()
+                if odd:
+                    interactive.model.mask_decoder.iou_token = nn.Embedding(2, 32)
+                wrap(interactive, config, place)
+            else:
+                module = wrap(build(), config, place)
+                agree(module, place)
+                if odd:
+                    tensor = unwrap(module).state_dict()[what]
+                    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    held.view(-1)[-1] += 1e-6
+                agree(module, place)
+        except DisagreementError as error:
+            return str(error)
+    return ""
+
+
+def seconds_until_a_silent_rank_is_noticed(config: ParallelConfig, seconds: float) -> float:
+    """How long a collective waits for a rank that does not come, on each group of the mesh."""
+    with group(config) as place:
+        groups = [None, *(place.mesh.get_all_groups() if place.mesh else [])]
+        for each in groups:
+            dist.all_reduce(torch.ones(1), group=each)
+        set_timeout(place, seconds)
+        longest = 0.0
+        for each in groups:
+            began = time.monotonic()
+            if place.rank == 0:
+                try:
+                    dist.all_reduce(torch.ones(1), group=each)
+                except RuntimeError:
+                    longest = max(longest, time.monotonic() - began)
+                else:
+                    return -1.0
+        if place.rank:
+            time.sleep(len(groups) * seconds + 2)
+        return longest

@@ -1,0 +1,203 @@
+"""Checkpoints of a single process: when they are written, what they hold, which are kept."""
+
+import json
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sa1b.engine import tensors
+from sa1b.engine.checkpoint import CheckpointConfig, Checkpoints
+from sa1b.engine.history import read, steps
+from sa1b.engine.sealed import CheckpointError
+from sa1b.engine.tensors import MismatchError
+from sa1b.shards.errors import UsageError
+from tests.engine.small_run import SmallRun, place, resume, write_run
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As on a full disk, writes fail; without a file system of one's own."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+def kept(run: Path) -> list[int]:
+    return steps(run / "checkpoints")
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_is_saved_is_what_was_there_at_the_call(asynchronous: bool, tmp_path: Path) -> None:
+    small = SmallRun()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=asynchronous))
+    for step in range(1, 10):
+        small.become(step)
+        checkpoints.save(step, small.model, small.optimizer, {"steps": step})
+        small.become(-step)
+    checkpoints.close()
+    state, found = resume(tmp_path)
+    assert (state, found.steps()) == ({"steps": 9}, {9.0})
+
+
+def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    state = {"position": 2**62, "rate": 0.1 + 0.2, "scaler": {}, "digests": ["ä"], "none": None}
+    small = SmallRun()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(7, small.model, small.optimizer, state)
+    checkpoints.close()
+    found = read(place(tmp_path, 7))
+    assert (found.step, found.world, found.state) == (7, 1, state)
+
+
+@pytest.mark.parametrize("state", [{"rate": float("nan")}, {"tensor": torch.ones(1)}])
+def test_a_state_that_is_not_json_is_refused_at_once(state: dict[str, object], tmp_path: Path) -> None:
+    small = SmallRun()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    with pytest.raises((TypeError, ValueError)):
+        checkpoints.save(1, small.model, small.optimizer, state)
+    checkpoints.close()
+    assert kept(tmp_path) == []
+
+
+def test_the_last_n_and_every_mth_are_kept(tmp_path: Path) -> None:
+    write_run(tmp_path, tuple(range(1, 12)), keep_last=3, keep_every=4)
+    assert kept(tmp_path) == [4, 8, 9, 10, 11]
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sa1b.engine.checkpoint._LOCK_PATIENCE", 0.1)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    with pytest.raises(CheckpointError, match="in use by another process"):
+        Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.close()
+    Checkpoints(tmp_path, CheckpointConfig()).close()
+
+
+def test_what_killed_runs_have_left_is_removed_at_the_start_and_nothing_else(tmp_path: Path) -> None:
+    write_run(tmp_path, (1,))
+    folder = tmp_path / "checkpoints"
+    for name in ("step-00000002.partial", "step-00000001.deleted", "notes.partial", "mine"):
+        (folder / name / "deep").mkdir(parents=True)
+    Checkpoints(tmp_path, CheckpointConfig()).close()
+    assert sorted(path.name for path in folder.iterdir()) == ["mine", "notes.partial", "step-00000001"]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_failed_writes_are_reported_and_survived_as_often_as_tolerated(
+    asynchronous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = write_run(tmp_path, (1,))
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=asynchronous, tolerate=1))
+    with files_of_at_most(2048):
+        checkpoints.save(2, small.model, small.optimizer, {})
+        while "checkpoint failed" not in caplog.text:
+            checkpoints.poll()
+    partial = tmp_path / "checkpoints" / "step-00000002.partial"
+    assert f"{partial} cannot be written: rank 0: OSError: [Errno 27] File too large" in caplog.text
+    assert not partial.exists()
+    assert kept(tmp_path) == [1]
+    checkpoints.save(3, small.model, small.optimizer, {})  # the disk has space again
+    checkpoints.save(4, small.model, small.optimizer, {})
+    checkpoints.close()
+    assert kept(tmp_path) == [3, 4]
+
+
+def test_too_many_failed_writes_end_the_run_with_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    small = write_run(tmp_path, (1,))
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(tolerate=1))
+    with files_of_at_most(2048):
+        checkpoints.save(2, small.model, small.optimizer, {})
+        checkpoints.save(3, small.model, small.optimizer, {})
+        with pytest.raises(CheckpointError, match="step-00000003.partial .*2 failed in a row"):
+            checkpoints.save(4, small.model, small.optimizer, {})
+    with pytest.raises(CheckpointError, match="2 failed in a row"):
+        checkpoints.close()
+    state, found = resume(tmp_path)
+    assert (state, found.steps()) == ({"steps": 1}, {1.0})
+
+
+def test_a_checkpoint_of_another_model_is_named_as_such_and_no_older_one_is_tried(tmp_path: Path) -> None:
+    write_run(tmp_path, (1, 2))
+    other = nn.Linear(3, 5)
+    optimizer = torch.optim.AdamW(other.parameters())
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    with pytest.raises(MismatchError) as error:
+        checkpoints.resume(other, optimizer)
+    checkpoints.close()
+    assert "step-00000002 is of another model" in str(error.value)
+    assert "weight is torch.float32 [2, 3], the model's torch.float32 [5, 3]" in str(error.value)
+
+
+def test_the_optimizer_keeps_its_own_rates_and_groups(tmp_path: Path) -> None:
+    write_run(tmp_path, (1,))
+    small = SmallRun()
+    optimizer = torch.optim.AdamW(
+        [{"params": [small.model.bias], "lr": 0.5, "scale": 2}, {"params": [small.model.weight]}], lr=0.25
+    )
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.resume(small.model, optimizer)
+    checkpoints.close()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    assert optimizer.param_groups[0]["scale"] == 2
+    assert torch.equal(optimizer.state[small.model.bias]["exp_avg"], torch.ones(2))
+    assert torch.equal(optimizer.state[small.model.weight]["exp_avg"], torch.ones(2, 3))
+
+
+def test_state_of_parameters_that_are_not_trained_any_more_is_a_mismatch(tmp_path: Path) -> None:
+    write_run(tmp_path, (1,))
+    small = SmallRun()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    with pytest.raises(MismatchError, match="optimizer state for weight, which is not trained"):
+        checkpoints.resume(small.model, torch.optim.AdamW([small.model.bias]))
+    checkpoints.close()
+
+
+def test_weights_alone_can_be_loaded(tmp_path: Path) -> None:
+    write_run(tmp_path, (3,))
+    found = read(place(tmp_path, 3))
+    weights = tensors.read_weights(found.folder, found.metadata)
+    assert {name: set(tensor.flatten().tolist()) for name, tensor in weights.items()} == {
+        "weight": {3.0},
+        "bias": {3.0},
+    }
+
+
+def test_the_folder_tells_a_person_what_it_is(tmp_path: Path) -> None:
+    write_run(tmp_path, (3,))
+    folder = place(tmp_path, 3)
+    assert {path.name for path in folder.iterdir()} == {
+        "__0_0.distcp",
+        ".metadata",
+        "state.json",
+        "manifest.json",
+    }
+    state = json.loads((folder / "state.json").read_text())
+    assert (state["step"], state["world_size"], state["torch"]) == (3, 1, torch.__version__)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest["files"]) == {"__0_0.distcp", ".metadata", "state.json"}
+
+
+@pytest.mark.parametrize("field", ["every", "keep_last", "keep_every", "tolerate"])
+def test_a_configuration_that_makes_no_sense_names_the_flag(field: str) -> None:
+    with pytest.raises(UsageError, match=f"--checkpoint.{field.replace('_', '-')} must be at least"):
+        CheckpointConfig(**{field: -1})
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

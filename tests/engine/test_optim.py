@@ -1,0 +1,195 @@
+"""Groups, rates and schedules: what each parameter is trained with, and when."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sa1b.engine.optim import (
+    OptimConfig,
+    decays,
+    freeze,
+    layer_of,
+    lr_at,
+    make_optimizer,
+    peak_rate,
+    rate_line,
+    set_rate,
+)
+from sa1b.shards.errors import UsageError
+from tests.engine.training import MODEL, build
+
+PUBLISHED = OptimConfig()
+COSINE = OptimConfig(schedule="cosine", rate=1e-3, warmup=10, steps=110, floor=0.1)
+ENCODER = "model.image_encoder"
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        (f"{ENCODER}.pos_embed", 0),
+        (f"{ENCODER}.patch_embed.proj.weight", 0),
+        (f"{ENCODER}.blocks.0.norm1.weight", 1),
+        (f"{ENCODER}.blocks.11.attn.rel_pos_h", 12),
+        ("module.model.image_encoder.blocks.2.mlp.lin1.bias", 3),
+        ("image_encoder.blocks.2.mlp.lin1.bias", 3),
+        (f"{ENCODER}.neck.0.weight", None),
+        ("model.mask_decoder.iou_token.weight", None),
+        ("model.prompt_encoder.point_embeddings.0.weight", None),
+    ],
+)
+def test_layers_are_counted_from_the_embeddings_through_the_blocks(name: str, layer: int | None) -> None:
+    assert layer_of(name) == layer
+
+
+def test_biases_norms_and_positions_do_not_decay() -> None:
+    kept = {name for name, parameter in build().named_parameters() if not decays(name, parameter)}
+    assert {f"{ENCODER}.pos_embed", f"{ENCODER}.blocks.0.attn.rel_pos_h", f"{ENCODER}.neck.1.weight"} <= kept
+    assert {name for name, _ in build().named_parameters() if name.endswith(".bias")} <= kept
+    assert f"{ENCODER}.blocks.0.attn.qkv.weight" not in kept
+    assert "model.mask_decoder.mask_tokens.weight" not in kept
+
+
+def test_each_trained_parameter_is_in_one_group_with_the_decays_of_its_layer() -> None:
+    interactive = build()
+    names = {id(parameter): name for name, parameter in interactive.named_parameters()}
+    found = {}
+    for group in make_optimizer(interactive, PUBLISHED, 256).param_groups:
+        for parameter in group["params"]:
+            assert id(parameter) in names
+            assert names[id(parameter)] not in found
+            found[names[id(parameter)]] = group
+    assert found.keys() == set(names.values())
+    last = MODEL.depth + 1
+    for name, parameter in interactive.named_parameters():
+        layer = layer_of(name)
+        exponent = 0 if layer is None else last - layer
+        assert found[name]["lr_scale"] == pytest.approx(0.8**exponent)
+        assert found[name]["weight_decay"] == (0.1 if decays(name, parameter) else 0.0)
+        assert found[name]["betas"] == (0.9, 0.999)
+
+
+def test_the_groups_of_two_builds_are_the_same_and_in_the_order_of_layers() -> None:
+    groups = [make_optimizer(build(seed), PUBLISHED, 256).param_groups for seed in (0, 1)]
+    shapes = [[[tuple(tensor.shape) for tensor in group["params"]] for group in one] for one in groups]
+    assert shapes[0] == shapes[1]
+    scales = [group["lr_scale"] for group in groups[0]]
+    assert scales == sorted(scales)
+
+
+def test_a_frozen_encoder_is_in_no_group_and_its_forward_leaves_no_gradient() -> None:
+    interactive = build()
+    config = OptimConfig(freeze_encoder=True)
+    freeze(interactive, config)
+    trained = {id(parameter) for parameter in interactive.parameters() if parameter.requires_grad}
+    groups = make_optimizer(interactive, config, 256).param_groups
+    assert {id(parameter) for group in groups for parameter in group["params"]} == trained
+    assert not any(parameter.requires_grad for parameter in interactive.model.image_encoder.parameters())
+    images = torch.zeros(1, 3, MODEL.image_size, MODEL.image_size, dtype=torch.uint8)
+    assert not interactive.model.embed(images).requires_grad
+
+
+def test_without_freezing_every_parameter_is_trained() -> None:
+    interactive = build()
+    freeze(interactive, PUBLISHED)
+    assert all(parameter.requires_grad for parameter in interactive.parameters())
+
+
+def test_the_rates_of_the_groups_follow_the_step() -> None:
+    optimizer = make_optimizer(build(), PUBLISHED, 256)
+    assert optimizer.param_groups[-1]["lr"] == 8e-4
+    set_rate(optimizer, 1e-5)
+    assert [group["lr"] for group in optimizer.param_groups] == [
+        1e-5 * group["lr_scale"] for group in optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 8e-4 / 250),
+        (124, 4e-4),
+        (249, 8e-4),
+        (59_999, 8e-4),
+        (60_000, 8e-5),
+        (86_665, 8e-5),
+        (86_666, 8e-6),
+        (89_999, 8e-6),
+        (200_000, 8e-6),
+    ],
+)
+def test_the_default_is_the_published_schedule(step: int, rate: float) -> None:
+    assert lr_at(PUBLISHED, 256, step) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"), [(0, 1e-4), (9, 1e-3), (10, 1e-3), (60, 5.5e-4), (110, 1e-4), (9999, 1e-4)]
+)
+def test_the_cosine_falls_from_the_peak_to_its_floor(step: int, rate: float) -> None:
+    assert lr_at(COSINE, 256, step) == pytest.approx(rate)
+
+
+@given(
+    st.sampled_from([PUBLISHED, COSINE, OptimConfig(warmup=0)]),
+    st.integers(1, 10_000),
+    st.lists(st.integers(0, 100_000), min_size=2, max_size=5),
+)
+def test_the_rate_is_positive_never_above_the_peak_and_falls_after_warm_up(
+    config: OptimConfig, batch: int, steps: list[int]
+) -> None:
+    rates = [(step, lr_at(config, batch, step)) for step in sorted(steps)]
+    assert all(0 < rate <= peak_rate(config, batch) for _, rate in rates)
+    for (one, higher), (_, lower) in pairwise(rates):
+        if one >= config.warmup:
+            assert lower <= higher
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("linear", 0.25), ("sqrt", 0.5), ("none", 1.0)])
+def test_the_rate_follows_the_batch(scaling: str, factor: float) -> None:
+    config = OptimConfig(batch_scaling=scaling)
+    assert peak_rate(config, 64) == pytest.approx(8e-4 * factor)
+    assert lr_at(config, 64, 1000) == pytest.approx(8e-4 * factor)
+
+
+def test_one_line_says_where_the_rate_comes_from() -> None:
+    line = rate_line(OptimConfig(batch_scaling="sqrt"), 64)
+    assert "\n" not in line
+    assert all(part in line for part in ("0.0004", "0.0008", "256", "64", "sqrt", "250", "step"))
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"rate": 0.0}, "--optim.rate"),
+        ({"rate": math.nan}, "--optim.rate"),
+        ({"reference_batch": 0}, "--optim.reference-batch"),
+        ({"weight_decay": -0.1}, "--optim.weight-decay"),
+        ({"clip": -1.0}, "--optim.clip"),
+        ({"beta2": 1.0}, "--optim.beta2"),
+        ({"layer_decay": 0.0}, "--optim.layer-decay"),
+        ({"layer_decay": 1.1}, "--optim.layer-decay"),
+        ({"floor": 0.1}, "--optim.schedule cosine"),
+        ({"schedule": "cosine", "floor": 2.0}, "--optim.floor"),
+        ({"warmup": 90_000}, "--optim.warmup"),
+        ({"milestones": (86_666, 60_000)}, "--optim.milestones"),
+        ({"warmup": 70_000}, "--optim.milestones"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_the_flag_named(options: dict[str, object], flag: str) -> None:
+    with pytest.raises(UsageError, match=flag):
+        OptimConfig(**options)
+
+
+def test_a_negative_step_and_an_empty_batch_have_no_rate() -> None:
+    with pytest.raises(UsageError, match="negative"):
+        lr_at(PUBLISHED, 256, -1)
+    with pytest.raises(UsageError, match="batch"):
+        peak_rate(PUBLISHED, 0)
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(UsageError, match="no parameter"):
+        make_optimizer(build().requires_grad_(False), PUBLISHED, 256)

@@ -1,0 +1,261 @@
+"""One process, DDP and FSDP train the same model; ranks agree; what does not fit is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sa1b.engine.parallel import ParallelConfig, start, stop, unwrap, wrap
+from sa1b.shards.errors import UsageError
+from tests.engine import checks
+from tests.engine.launch import launch
+from tests.engine.training import OPTIM, begin, build
+
+NONE = ParallelConfig()
+DDP = ParallelConfig(mode="ddp")
+FSDP = ParallelConfig(mode="fsdp")
+HYBRID = ParallelConfig(mode="fsdp", replicas=2)
+STATIC = ParallelConfig(mode="ddp", static_graph=True)
+
+# Configuration and micro-batches a step, by number of ranks. Five images on two or three ranks are uneven; in
+# three micro-batches some are empty.
+CASES: dict[int, dict[str, tuple[ParallelConfig, int]]] = {
+    2: {
+        "ddp": (DDP, 1),
+        "ddp, static graph, 3 micro-batches": (STATIC, 3),
+        "fsdp, 3 micro-batches": (FSDP, 3),
+        "fsdp, gradients and optimizer only": (ParallelConfig(mode="fsdp", shard="grad_op"), 1),
+        "fsdp, offload": (ParallelConfig(mode="fsdp", offload="cpu"), 1),
+    },
+    3: {
+        "ddp, 3 micro-batches": (DDP, 3),
+        "fsdp": (FSDP, 1),
+        "fsdp, gradients and optimizer only, 3 micro-batches": (
+            ParallelConfig(mode="fsdp", shard="grad_op"),
+            3,
+        ),
+    },
+    4: {"hybrid": (HYBRID, 1), "hybrid, 3 micro-batches": (HYBRID, 3)},
+}
+NAMES = [(world, name) for world, cases in CASES.items() for name in cases]
+
+
+def two_ranks() -> dict[str, Any]:
+    return {
+        "traces": checks.traces(CASES[2]),
+        "resumed": checks.straight_and_resumed(DDP),
+        "seed, ddp": checks.disagreement(DDP, "seed"),
+        "seed, fsdp": checks.disagreement(FSDP, "seed"),
+        "shape": checks.disagreement(DDP, "shape"),
+        "weight": checks.disagreement(DDP, "model.mask_decoder.iou_token.weight"),
+        "buffer": checks.disagreement(
+            FSDP, "model.prompt_encoder.pe_layer.positional_encoding_gaussian_matrix"
+        ),
+        "waited": checks.seconds_until_a_silent_rank_is_noticed(DDP, 1.0),
+    }
+
+
+def three_ranks() -> dict[str, Any]:
+    return {
+        "traces": checks.traces(CASES[3]),
+        "resumed": checks.straight_and_resumed(DDP),
+        "resumed, fsdp": checks.straight_and_resumed(FSDP),
+        "weight": checks.disagreement(DDP, "model.mask_decoder.iou_token.weight"),
+    }
+
+
+def four_ranks() -> dict[str, Any]:
+    return {
+        "traces": checks.traces(CASES[4]),
+        "resumed": checks.straight_and_resumed(DDP),
+        "replica": checks.disagreement(HYBRID, "model.image_encoder.blocks.0.attn.qkv.weight"),
+        "waited": checks.seconds_until_a_silent_rank_is_noticed(HYBRID, 1.0),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[int, list[dict[str, Any]]]:
+    """What each rank of two, three and four returned."""
+    works = {2: two_ranks, 3: three_ranks, 4: four_ranks}
+    return {world: launch(work, world) for world, work in works.items()}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """The same steps by one process, in one micro-batch each."""
+    torch.set_num_threads(1)
+    return checks.trace(NONE, 1)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(("world", "name"), NAMES)
+def test_every_mode_takes_the_steps_of_one_process_with_an_evaluation_between_them(
+    ranks: dict[int, list[dict[str, Any]]], alone: dict[str, Any], world: int, name: str
+) -> None:
+    traces = [rank["traces"][name] for rank in ranks[world]]
+    assert torch.tensor([trace["losses"] for trace in traces]).sum(dim=0).tolist() == pytest.approx(
+        alone["losses"], rel=1e-5
+    )
+    for trace in traces:
+        assert trace["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert_close(trace["gradients"], alone["gradients"], 1e-5)
+        assert_close(trace["weights"], alone["weights"], 1e-5)
+
+
+def test_the_steps_move_the_weights_and_the_norm_is_clipped(alone: dict[str, Any]) -> None:
+    before = dict(build().named_parameters())
+    moved = {name for name, tensor in alone["weights"].items() if not torch.equal(tensor, before[name])}
+    ends = ("encoder.pos_embed", "blocks.1.mlp.lin2.weight", "not_a_point_embed.weight", "mask_tokens.weight")
+    assert all(any(name.endswith(end) for name in moved) for end in ends)
+    assert alone["gradients"].keys() == before.keys()
+    assert min(alone["norms"]) > OPTIM.clip
+    squares = [float(gradient.square().sum()) for gradient in alone["gradients"].values()]
+    assert sum(squares) ** 0.5 == pytest.approx(OPTIM.clip, rel=1e-4)
+
+
+@pytest.mark.parametrize("accumulation", [3, 5])
+def test_micro_batches_of_one_process_add_up_to_one_large_batch(
+    alone: dict[str, Any], accumulation: int
+) -> None:
+    trace = checks.trace(NONE, accumulation)
+    assert trace["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert_close(trace["weights"], alone["weights"], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp, 3 micro-batches"])
+def test_ranks_hold_the_same_weights_bit_for_bit(ranks: dict[int, list[dict[str, Any]]], name: str) -> None:
+    one, other = (rank["traces"][name] for rank in ranks[2])
+    assert all(torch.equal(tensor, other["weights"][key]) for key, tensor in one["weights"].items())
+    assert one["norms"] == other["norms"]
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [(2, "resumed"), (3, "resumed"), (4, "resumed"), (3, "resumed, fsdp")]
+)
+def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one_bit_for_bit(
+    ranks: dict[int, list[dict[str, Any]]], world: int, name: str
+) -> None:
+    for rank in ranks[world]:
+        straight, resumed = rank[name]
+        assert [key for key, tensor in straight.items() if not torch.equal(tensor, resumed[key])] == []
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_models_from_different_seeds_are_refused(ranks: dict[int, list[dict[str, Any]]], mode: str) -> None:
+    for rank in ranks[2]:
+        assert "model.image_encoder.blocks.0.attn.proj.weight differs between ranks" in rank[f"seed, {mode}"]
+        assert "ranks [0] hold" in rank[f"seed, {mode}"]
+        assert "ranks [1] hold" in rank[f"seed, {mode}"]
+
+
+def test_models_of_different_shapes_are_refused(ranks: dict[int, list[dict[str, Any]]]) -> None:
+    for rank in ranks[2]:
+        assert "ranks [0] hold model.mask_decoder.iou_token.weight: (1, 32)" in rank["shape"]
+        assert "ranks [1] hold model.mask_decoder.iou_token.weight: (2, 32)" in rank["shape"]
+
+
+@pytest.mark.parametrize(("world", "others"), [(2, [0]), (3, [0, 1])])
+def test_a_weight_that_changed_on_one_rank_is_named(
+    ranks: dict[int, list[dict[str, Any]]], world: int, others: list[int]
+) -> None:
+    for rank in ranks[world]:
+        assert rank["weight"].startswith("model.mask_decoder.iou_token.weight differs")
+        assert f"ranks {others} hold" in rank["weight"]
+        assert f"ranks [{world - 1}] hold" in rank["weight"]
+
+
+def test_a_buffer_that_changed_on_one_rank_is_named_under_fsdp(
+    ranks: dict[int, list[dict[str, Any]]],
+) -> None:
+    for rank in ranks[2]:
+        assert "positional_encoding_gaussian_matrix differs" in rank["buffer"]
+
+
+def test_a_shard_that_differs_from_its_replica_is_named(ranks: dict[int, list[dict[str, Any]]]) -> None:
+    for rank in ranks[4]:
+        assert rank["replica"].startswith("model.image_encoder.blocks.0.attn.qkv.weight differs")
+        assert "ranks [1] hold" in rank["replica"]
+        assert "ranks [3] hold" in rank["replica"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_silent_rank_is_noticed_after_the_short_timeout(
+    ranks: dict[int, list[dict[str, Any]]], world: int
+) -> None:
+    assert 0.9 < ranks[world][0]["waited"] < 10
+
+
+@pytest.mark.parametrize("config", [DDP, FSDP])
+def test_a_single_process_without_torchrun_is_a_group_of_one(
+    config: ParallelConfig, alone: dict[str, Any]
+) -> None:
+    place = start(config)
+    try:
+        assert (place.rank, place.world, place.device) == (0, 1, torch.device("cpu"))
+        run = begin(place, config)
+        run.step(0)
+        assert_close(run.gradients, alone["gradients"], 1e-5)
+    finally:
+        stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [DDP, FSDP])
+def test_runs_end_when_their_last_collective_has_just_ended(config: ParallelConfig) -> None:
+    assert launch(checks.many_short_runs, 2, config) == [40, 40]
+
+
+def test_unwrap_gives_back_what_was_wrapped() -> None:
+    interactive = build()
+    place = start(DDP)
+    try:
+        assert unwrap(wrap(interactive, DDP, place)) is interactive
+    finally:
+        stop()
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "message"),
+    [
+        (ParallelConfig(), 2, "--parallel.mode ddp or fsdp"),
+        (ParallelConfig(mode="ddp", shard="grad_op"), 2, "--parallel.shard is for --parallel.mode fsdp"),
+        (ParallelConfig(mode="ddp", replicas=2), 2, "--parallel.replicas is for --parallel.mode fsdp"),
+        (ParallelConfig(mode="ddp", offload="cpu"), 2, "--parallel.offload is for --parallel.mode fsdp"),
+        (
+            ParallelConfig(mode="fsdp", static_graph=True),
+            2,
+            "--parallel.static-graph is for --parallel.mode ddp",
+        ),
+        (ParallelConfig(mode="fsdp", replicas=2), 3, "--parallel.replicas 2 does not divide"),
+        (ParallelConfig(mode="fsdp", replicas=2), 2, "leaves nothing to shard"),
+        (ParallelConfig(mode="ddp", bucket=0), 2, "--parallel.bucket"),
+        (ParallelConfig(mode="ddp", timeout_first=0), 2, "--parallel.timeout-first"),
+        (
+            ParallelConfig(precision="tf32", device="cpu"),
+            1,
+            "--parallel.precision tf32 needs a GPU: pass fp32 or bf16",
+        ),
+        (ParallelConfig(mode="fsdp", offload="pinned", device="cpu"), 1, "--parallel.offload cpu or none"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_the_flag_named(
+    monkeypatch: pytest.MonkeyPatch, config: ParallelConfig, world: int, message: str
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(UsageError, match=message):
+        start(config)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match="--parallel.device cpu"):
+        start(ParallelConfig(device="cuda"))

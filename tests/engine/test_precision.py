@@ -1,0 +1,132 @@
+"""Number formats: what is computed in which, and overflows of fp16 that all ranks skip together."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.precision import autocast, grad_scaler
+from tests.engine import checks
+from tests.engine.launch import launch
+
+MODES = ["ddp", "fsdp"]
+
+
+def configured(mode: Any, precision: Any, **options: Any) -> ParallelConfig:
+    return ParallelConfig(mode=mode, precision=precision, **options)
+
+
+def two_ranks() -> dict[str, Any]:
+    bf16 = {mode: configured(mode, "bf16") for mode in MODES}
+    fp16 = {mode: configured(mode, "fp16") for mode in MODES}
+    return {
+        "gradient": {mode: checks.encoder_gradient(config) for mode, config in bf16.items()},
+        "float32": checks.encoder_gradient(configured("ddp", "fp32")),
+        "seen": {mode: checks.seen_in_forward(config) for mode, config in bf16.items()},
+        "overflow": {mode: checks.overflow(config) for mode, config in fp16.items()},
+        "frozen": {mode: checks.frozen(configured(mode, "fp32")) for mode in MODES},
+    }
+
+
+def four_ranks() -> dict[str, Any]:
+    hybrid = configured("fsdp", "fp16", replicas=2)
+    return {
+        "overflow": checks.overflow(hybrid),
+        "gradient": checks.encoder_gradient(configured("fsdp", "bf16", replicas=2)),
+        "float32": checks.encoder_gradient(configured("ddp", "fp32")),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return launch(two_ranks, 2)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_compute_in_bf16_and_norms_and_prompts_in_float32(
+    ranks: list[dict[str, Any]], mode: str
+) -> None:
+    low = torch.bfloat16 if mode == "fsdp" else torch.float32  # autocast casts what FSDP has not cast yet
+    for rank in ranks:
+        seen = rank["seen"][mode]
+        assert (seen["attention"], seen["mlp"]) == (low, low)
+        assert {seen[name] for name in ("norm", "neck", "decoder")} == {torch.float32}
+        assert seen["product"] == torch.bfloat16
+        assert seen["gradients"] == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_clicks_are_not_rounded(ranks: list[dict[str, Any]], mode: str) -> None:
+    for rank in ranks:
+        points, alone = rank["seen"][mode]["points"], rank["seen"][mode]["points alone"]
+        assert points.dtype == torch.float32
+        assert torch.equal(points, alone)
+        assert not torch.equal(points, points.bfloat16().float())
+
+
+def test_bf16_gradients_are_those_of_float32_within_its_precision_and_alike_in_both_modes(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        ddp, fsdp = (rank["gradient"][mode] for mode in MODES)
+        assert 1e-4 < distance(ddp, rank["float32"]) < 0.02
+        assert 1e-4 < distance(fsdp, rank["float32"]) < 0.02
+        assert distance(fsdp, ddp) < 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: list[dict[str, Any]], mode: str) -> None:
+    for rank in ranks:
+        found = rank["overflow"][mode]
+        assert all(torch.equal(tensor, found["after"][key]) for key, tensor in found["before"].items())
+        assert found["scales"] == [128.0, 64.0, 64.0]
+        assert not all(torch.equal(tensor, found["end"][key]) for key, tensor in found["after"].items())
+        assert torch.tensor(found["norms"]).isfinite().tolist() == [True, False, True]
+    one, other = (rank["overflow"][mode] for rank in ranks)
+    assert all(torch.equal(tensor, other["end"][key]) for key, tensor in one["end"].items())
+
+
+def test_the_state_of_the_scaler_is_numbers_and_goes_on_in_another_one() -> None:
+    cpu = torch.device("cpu")
+    scaler = grad_scaler("fp16", cpu)
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 32.0})
+    assert {type(value) for value in scaler.state_dict().values()} == {float, int}
+    assert float(scaler.scale(torch.ones(()))) == 32.0
+    assert grad_scaler("bf16", cpu).state_dict() == {}
+    assert float(grad_scaler("bf16", cpu).scale(torch.ones(()))) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_matrix_products_have_the_format_that_was_asked_for(precision: Any, dtype: torch.dtype) -> None:
+    ones = torch.ones(2, 2)
+    with autocast(precision, torch.device("cpu")):
+        assert (ones @ ones).dtype == dtype
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_encoder_stays_and_the_rest_learns(ranks: list[dict[str, Any]], mode: str) -> None:
+    for rank in ranks:
+        found = rank["frozen"][mode]
+        moved = {
+            key for key, tensor in found["before"].items() if not torch.equal(tensor, found["after"][key])
+        }
+        assert "model.mask_decoder.mask_tokens.weight" in moved
+        assert not any("image_encoder" in key for key in moved)
+        assert found["norms"] == pytest.approx(ranks[0]["frozen"]["ddp"]["norms"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_hybrid_shards_in_half_precision_agree_on_overflows_and_gradients() -> None:
+    for rank in launch(four_ranks, 4):
+        found = rank["overflow"]
+        assert all(torch.equal(tensor, found["after"][key]) for key, tensor in found["before"].items())
+        assert found["scales"] == [128.0, 64.0, 64.0]
+        assert distance(rank["gradient"], rank["float32"]) < 0.02

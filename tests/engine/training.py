@@ -1,0 +1,158 @@
+"""A training run of a few steps on a SAM of a few thousand numbers, as the loop does it."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from sa1b.engine.agreement import agree
+from sa1b.engine.gradients import finish, micro_batch, prime
+from sa1b.engine.optim import OptimConfig, freeze, lr_at, make_optimizer, set_rate
+from sa1b.engine.parallel import ParallelConfig, unwrap, wrap
+from sa1b.engine.place import Place
+from sa1b.engine.precision import autocast, grad_scaler
+from sa1b.sam.interactive import Interactive, Targets
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.recipe import Recipe
+
+SIZE, RASTER = 32, 8
+MODEL = ModelConfig(
+    image_size=SIZE, patch_size=16, width=16, depth=2, heads=2, global_blocks=(1,), window=2, channels=32
+)
+BATCH = 5  # images of a step: no world size divides it
+# Some gradients are zero but for rounding (a key's bias changes no attention): a large epsilon keeps Adam
+# from making full steps of them.
+OPTIM = OptimConfig(
+    rate=1e-2, batch_scaling="none", warmup=2, steps=10, milestones=(8,), epsilon=1e-3, clip=0.2
+)
+
+MicroBatch = tuple[Tensor, Targets, Tensor]
+
+
+def build(seed: int = 0) -> Interactive:
+    torch.manual_seed(seed)
+    return Interactive(Sam(MODEL), Recipe(clicks=1, unprompted=0))
+
+
+def samples(positions: range) -> MicroBatch:
+    """Images and masks of these positions; none at all for an empty range."""
+    images = torch.empty(len(positions), 3, SIZE, SIZE, dtype=torch.uint8)
+    masks, image, keys, weights, boxes = [], [], [], [], []
+    for place, position in enumerate(positions):
+        generator = torch.Generator().manual_seed(position)
+        images[place] = torch.randint(0, 256, (3, SIZE, SIZE), generator=generator)
+        for number in range(1 + position % 3):
+            x, y = torch.randint(0, RASTER // 2, (2,), generator=generator).tolist()
+            mask = torch.zeros(RASTER, RASTER, dtype=torch.uint8)
+            mask[y : y + 3, x : x + 2 + number] = 1
+            masks.append(mask)
+            image.append(place)
+            keys.append(1000 * position + number)
+            weights.append(float(number != 1 or position % 2))  # one of them does not count
+            boxes.append([4.0 * x, 4.0 * y, 4.0 * (x + 2 + number), 4.0 * (y + 3)])
+    corners = torch.tensor(boxes).reshape(-1, 4)
+    targets = Targets(
+        masks=torch.stack(masks) if masks else torch.empty(0, RASTER, RASTER, dtype=torch.uint8),
+        boxes=corners,
+        points=corners[:, :2] + 4.5,
+        image=torch.tensor(image, dtype=torch.int64),
+        weights=torch.tensor(weights),
+        keys=torch.tensor(keys, dtype=torch.int64),
+        sizes=torch.full((len(positions), 2), SIZE),
+    )
+    return images, targets, torch.tensor(positions, dtype=torch.int64)
+
+
+def micro_batches(place: Place, step: int, accumulation: int) -> Iterator[MicroBatch]:
+    """This rank's part of a step in equally many micro-batches, of which some are empty."""
+    begin, end = (step * BATCH + rank * BATCH // place.world for rank in (place.rank, place.rank + 1))
+    for number in range(accumulation):
+        low, high = (begin + k * (end - begin) // accumulation for k in (number, number + 1))
+        yield samples(range(low, high))
+
+
+@dataclass
+class Run:
+    """A run between steps, and what it has left."""
+
+    place: Place
+    config: ParallelConfig
+    accumulation: int
+    optim: OptimConfig
+    module: nn.Module
+    optimizer: AdamW
+    scaler: GradScaler
+    losses: list[float] = field(default_factory=list)  # this rank's sums
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step, clipped
+
+    def accumulate(self, micro: MicroBatch, *, last: bool) -> tuple[Tensor, Tensor]:
+        with micro_batch(self.module, last=last):
+            with autocast(self.config.precision, self.place.device):
+                sums = self.module(*micro)
+            self.scaler.scale(sums["loss"]).backward()
+        return sums["loss"].detach(), sums["count"]
+
+    def step(self, number: int, spoil: Callable[[nn.Module], object] = lambda _: None) -> None:
+        set_rate(self.optimizer, lr_at(self.optim, BATCH, number))
+        loss, count = torch.zeros(()), torch.zeros(())
+        for index, micro in enumerate(micro_batches(self.place, number, self.accumulation)):
+            one, counted = self.accumulate(micro, last=index + 1 == self.accumulation)
+            loss, count = loss + one, count + counted
+        spoil(self.module)
+        norm = finish(self.module, self.optimizer, self.scaler, count, self.place, clip=self.optim.clip)
+        self.losses.append(float(loss))
+        self.norms.append(float(norm))
+        if not self.gradients:
+            self.gradients = {
+                name: whole(parameter.grad) for name, parameter in self.named() if parameter.grad is not None
+            }
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return unwrap(self.module).named_parameters()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: whole(parameter.detach()) for name, parameter in self.named()}
+
+    def state(self) -> Any:
+        return deepcopy(get_state_dict(self.module, self.optimizer))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def begin(
+    place: Place,
+    config: ParallelConfig,
+    accumulation: int = 1,
+    optim: OptimConfig = OPTIM,
+    state: Any = None,
+    primed: bool = True,
+) -> Run:
+    """A run before its first step, fresh or from a state."""
+    interactive = build(seed=0 if state is None else 1)
+    freeze(interactive, optim)
+    module = wrap(interactive, config, place)
+    optimizer = make_optimizer(module, optim, BATCH)
+    run = Run(
+        place, config, accumulation, optim, module, optimizer, grad_scaler(config.precision, place.device)
+    )
+    if state is not None:
+        set_state_dict(
+            module, optimizer, model_state_dict=deepcopy(state[0]), optim_state_dict=deepcopy(state[1])
+        )
+        agree(module, place)
+    if primed:
+        prime(module, lambda: run.accumulate(samples(range(2)), last=True))
+    return run

@@ -1,0 +1,68 @@
+"""The published implementation, the package segment_anything, at any size and with random weights.
+
+The reference of the tests beside it. Its package imports torchvision for parts that no test here touches, and
+torchvision does not import beside a CPU build of torch: an empty stand-in takes its place meanwhile.
+"""
+
+import importlib
+import sys
+from functools import partial
+from types import ModuleType
+from unittest.mock import MagicMock, patch
+
+import torch
+from torch import nn
+
+from sa1b.sam.model import ModelConfig
+
+STAND_INS = ("torchvision", "torchvision.ops", "torchvision.ops.boxes", "torchvision.transforms")
+
+
+def modeling() -> ModuleType:
+    functional = "torchvision.transforms.functional"
+    with patch.dict(sys.modules, {name: MagicMock() for name in (*STAND_INS, functional)}):
+        importlib.import_module("segment_anything")
+        return importlib.import_module("segment_anything.modeling")
+
+
+def build(config: ModelConfig, seed: int = 0) -> nn.Module:
+    """The published model with the sizes of `config`, in eval mode, no weight left at zero or one."""
+    published = modeling()
+    torch.manual_seed(seed)
+    model = published.Sam(
+        image_encoder=published.ImageEncoderViT(
+            img_size=config.image_size,
+            patch_size=config.patch_size,
+            embed_dim=config.width,
+            depth=config.depth,
+            num_heads=config.heads,
+            norm_layer=partial(nn.LayerNorm, eps=1e-6),
+            use_rel_pos=True,
+            window_size=config.window,
+            global_attn_indexes=config.global_blocks,
+            out_chans=config.channels,
+        ),
+        prompt_encoder=published.PromptEncoder(
+            embed_dim=config.channels,
+            image_embedding_size=(config.side, config.side),
+            input_image_size=(config.image_size, config.image_size),
+            mask_in_chans=16,
+        ),
+        mask_decoder=published.MaskDecoder(
+            transformer_dim=config.channels,
+            transformer=published.TwoWayTransformer(
+                depth=2,
+                embedding_dim=config.channels,
+                num_heads=config.channels // 32,
+                mlp_dim=8 * config.channels,
+            ),
+            iou_head_hidden_dim=config.channels,
+        ),
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "rel_pos" in name or "pos_embed" in name:
+                parameter.normal_(std=0.5)  # they start at zero
+            elif parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))  # biases and norms
+    return model.eval()

@@ -1,0 +1,177 @@
+"""Prompts: where they may lie, how often each kind comes, and that a mask's are its own."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sa1b.masks.grid import framed_size
+from sa1b.sam import clicks
+from sa1b.sam.draws import draws
+
+examples = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def some_keys(count: int) -> torch.Tensor:
+    return draws(torch.zeros((), dtype=torch.int64), torch.arange(count))
+
+
+@examples
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 80))
+def test_a_pixel_is_in_the_image_where_its_centre_is(rows, columns, image_size, raster):
+    rows, columns = framed_size(rows, columns, image_size)
+    found = clicks.inside_image(torch.tensor([[rows, columns]]), image_size, raster)
+    centres = (np.arange(raster) + 0.5) / raster * image_size
+    np.testing.assert_array_equal(found[0], np.outer(centres < rows, centres < columns))
+
+
+def test_points_lose_the_half_that_the_prompt_encoder_adds():
+    points, labels = clicks.point_prompts(torch.tensor([[3.5, 7.25]]))
+    assert points[:, 0].tolist() == [[3.0, 6.75]]
+    assert labels.tolist() == [[clicks.FOREGROUND, clicks.NOTHING]]
+
+
+def test_boxes_are_two_corners():
+    points, labels = clicks.box_prompts(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    assert points.tolist() == [[[1, 2], [3, 4]]]
+    assert labels.tolist() == [[clicks.TOP_LEFT, clicks.BOTTOM_RIGHT]]
+
+
+def test_point_and_box_come_with_the_chance_that_was_asked_for():
+    count = 20_000
+    points, boxes = torch.full((count, 2), 5.0), torch.tensor([[1.0, 2, 8, 9]]).expand(count, 4)
+    prompts, labels = clicks.first_prompts(points, boxes, some_keys(count), 0.5)
+    boxed = labels[:, 0] == clicks.TOP_LEFT
+    assert abs(boxed.double().mean() - 0.5) < 0.015
+    near, corners = clicks.point_prompts(points), clicks.box_prompts(boxes)
+    for chosen, (expected_points, expected_labels) in ((~boxed, near), (boxed, corners)):
+        assert torch.equal(prompts[chosen], expected_points[chosen])
+        assert torch.equal(labels[chosen], expected_labels[chosen])
+    assert (clicks.first_prompts(points, boxes, some_keys(count), 0.0)[1][:, 0] == clicks.FOREGROUND).all()
+    assert (clicks.first_prompts(points, boxes, some_keys(count), 1.0)[1][:, 0] == clicks.TOP_LEFT).all()
+
+
+def test_box_noise_has_its_deviation_and_its_limit():
+    count = 20_000
+    boxes = torch.tensor([[300.0, 400.0, 400.0, 900.0]]).expand(count, 4)
+    sizes = torch.full((count, 2), 1024)
+    moved = clicks.noised_boxes(boxes, some_keys(count), sizes, 0.1, 1e9) - boxes
+    deviations = torch.tensor([10.0, 50.0, 10.0, 50.0])
+    torch.testing.assert_close(moved.std(dim=0), deviations, rtol=0.03, atol=0)
+    assert (moved.mean(dim=0).abs() < deviations / 25).all()
+    assert (torch.corrcoef(moved.T) - torch.eye(4)).abs().max() < 0.04  # each side moves by itself
+    limited = clicks.noised_boxes(boxes, some_keys(count), sizes, 0.1, 20.0) - boxes
+    torch.testing.assert_close(limited, moved.clamp(-20, 20), rtol=0, atol=1e-3)
+
+
+def test_noised_boxes_stay_in_the_image_and_keep_their_corners_in_order():
+    count = 5000
+    boxes = torch.tensor([[0.0, 1.0, 30.0, 20.0]]).expand(count, 4)
+    sizes = torch.tensor([[20, 30]]).expand(count, 2)
+    x0, y0, x1, y1 = clicks.noised_boxes(boxes, some_keys(count), sizes, 0.6, 1e9).T
+    assert ((x0 >= 0) & (x0 <= x1) & (x1 <= 30)).all()
+    assert ((y0 >= 0) & (y0 <= y1) & (y1 <= 20)).all()
+
+
+def test_one_round_without_a_prompt_lies_anywhere_among_the_clicks_and_one_is_the_last():
+    rests = clicks.resting_rounds(some_keys(9000), 8, 2)
+    assert rests.shape == (9000, 10)
+    assert (rests.sum(dim=1) == 2).all()
+    assert rests[:, -1].all()
+    counts = rests[:, :-1].sum(dim=0).double()
+    assert ((counts - 1000) ** 2 / 1000).sum() < 32  # 8 degrees: chance 1e-4
+
+
+@pytest.mark.parametrize(("count", "unprompted"), [(0, 0), (0, 1), (3, 0), (3, 1), (3, 3), (0, 2)])
+def test_as_many_rounds_rest_as_the_recipe_says(count, unprompted):
+    rests = clicks.resting_rounds(some_keys(50), count, unprompted)
+    assert rests.shape == (50, count + unprompted)
+    assert (rests.sum(dim=1) == unprompted).all()
+    assert unprompted == 0 or rests[:, -1].all()
+
+
+@examples
+@given(st.integers(0, 6), st.integers(1, 7), st.integers(1, 9), st.floats(0, 1), st.integers(0, 2**32))
+def test_a_picked_pixel_is_one_of_the_region(count, height, width, density, seed):
+    torch.manual_seed(seed)
+    regions = torch.rand(count, height, width) < density
+    words = draws(torch.tensor(seed), torch.arange(count))
+    rows, columns, counts = clicks.uniform_pixels(regions, words)
+    assert torch.equal(counts, regions.sum(dim=(1, 2)))
+    for mask, word, row, column in zip(regions, words.tolist(), rows, columns, strict=True):
+        pixels = mask.nonzero()
+        if len(pixels):
+            assert pixels[(word % 2**64 >> 1) % len(pixels)].tolist() == [row, column]
+        else:
+            assert [row, column] == [height - 1, width - 1]
+
+
+def test_every_pixel_of_a_region_is_as_likely_as_another():
+    region = torch.rand(5, 8, generator=torch.Generator().manual_seed(2)) < 0.4
+    words = some_keys(20_000)
+    rows, columns, _ = clicks.uniform_pixels(region.expand(len(words), 5, 8), words)
+    hits = torch.bincount(rows * 8 + columns, minlength=40).reshape(5, 8)
+    assert (hits[~region] == 0).all()
+    expected = len(words) / region.sum()
+    assert ((hits[region] - expected) ** 2 / expected).sum() < 45  # at most 20 degrees: chance 1e-3
+
+
+def clicked(masks, targets, number=1, image_size=16, keys=None):
+    keys = some_keys(len(masks)) if keys is None else keys
+    return clicks.corrective_clicks(masks, targets, keys, number, image_size)
+
+
+def test_clicks_are_foreground_where_pixels_were_missed_and_background_where_they_were_taken():
+    count = 4000
+    targets = torch.zeros(count, 8, 8, dtype=torch.bool)
+    targets[:, 1:4, 2:6] = True
+    masks = targets.clone()
+    masks[:, 1, 2:6] = False  # missed
+    masks[:, 6, 1:5] = True  # taken
+    points, labels = clicked(masks, targets)
+    places = (points + 0.5) / 2 - 0.5  # pixels of the raster
+    columns, rows = places.long().T
+    assert torch.equal(places, places.floor())
+    missed = labels == clicks.FOREGROUND
+    assert ((rows[missed] == 1) & (columns[missed] >= 2) & (columns[missed] < 6)).all()
+    assert (labels[~missed] == clicks.BACKGROUND).all()
+    assert ((rows[~missed] == 6) & (columns[~missed] >= 1) & (columns[~missed] < 5)).all()
+    assert abs(missed.double().mean() - 0.5) < 0.04  # as many pixels of either kind
+
+
+def test_a_right_answer_gets_a_click_on_its_target_and_an_empty_one_none():
+    targets = torch.zeros(2, 4, 4, dtype=torch.bool)
+    targets[0, 2, 1] = True
+    points, labels = clicked(targets.clone(), targets)
+    assert labels.tolist() == [clicks.FOREGROUND, clicks.NOTHING]
+    assert points[0].tolist() == [1 * 4 + 1.5, 2 * 4 + 1.5]  # the centre of 4 x 4 pixels of the square
+
+
+def test_clicks_differ_from_round_to_round():
+    masks, targets = torch.zeros(50, 16, 16, dtype=torch.bool), torch.ones(50, 16, 16, dtype=torch.bool)
+    assert (clicked(masks, targets, 1)[0] != clicked(masks, targets, 2)[0]).any(dim=1).sum() > 40
+
+
+def test_a_masks_prompts_are_the_same_in_whatever_batch():
+    count, order = 30, torch.randperm(30, generator=torch.Generator().manual_seed(0))[:11]
+    torch.manual_seed(0)
+    masks, targets = torch.rand(2, count, 12, 12) < 0.3
+    keys, sizes = some_keys(count), torch.full((count, 2), 16)
+    boxes = torch.tensor([[2.0, 3.0, 9.0, 11.0]]).expand(count, 4) * torch.rand(count, 1)
+    points = 16 * torch.rand(count, 2)
+    pairs = [
+        (clicked(masks, targets, keys=keys), clicked(masks[order], targets[order], keys=keys[order])),
+        (
+            (clicks.noised_boxes(boxes, keys, sizes, 0.1, 2.0),),
+            (clicks.noised_boxes(boxes[order], keys[order], sizes[order], 0.1, 2.0),),
+        ),
+        (
+            clicks.first_prompts(points, boxes, keys, 0.5),
+            clicks.first_prompts(points[order], boxes[order], keys[order], 0.5),
+        ),
+        ((clicks.resting_rounds(keys, 8, 2),), (clicks.resting_rounds(keys[order], 8, 2),)),
+    ]
+    for together, alone in pairs:
+        for one, other in zip(together, alone, strict=True):
+            assert torch.equal(one[order], other)

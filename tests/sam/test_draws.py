@@ -1,0 +1,91 @@
+"""Counter-based draws on tensors: those of the stream bit for bit, even enough, each mask's own."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sa1b.sam.draws import Purpose, below, draws, kept_branches, normals, uniforms
+from sa1b.stream import draws as stream
+
+examples = settings(max_examples=100, deadline=None, derandomize=True)
+words = st.integers(-(2**63), 2**63 - 1)
+
+
+def some_keys(count: int) -> torch.Tensor:
+    return draws(torch.zeros((), dtype=torch.int64), torch.arange(count))
+
+
+@examples
+@given(words, words, st.lists(words, max_size=5), st.lists(words, max_size=5), words)
+def test_words_are_those_of_the_stream(key, first, rows, columns, last):
+    down, along = torch.tensor(rows, dtype=torch.int64).reshape(-1, 1), torch.tensor(columns).long()
+    found = draws(torch.tensor(key), first, down, along, last)
+    expected = stream.draws(key, first, down.numpy(), along.numpy(), last)
+    assert found.dtype == torch.int64
+    assert found.shape == expected.shape
+    np.testing.assert_array_equal(found.numpy().view(np.uint64), expected)
+
+
+@examples
+@given(st.lists(words, max_size=5), words)
+def test_every_key_draws_for_itself(keys, number):
+    found = draws(torch.tensor(keys, dtype=torch.int64), number).numpy().view(np.uint64)
+    assert found.tolist() == [stream.draw(key, number) for key in keys]
+
+
+def test_purposes_keep_their_numbers_and_share_none_with_the_stream():
+    assert {purpose.name: int(purpose) for purpose in Purpose} == {
+        "FIRST_PROMPT": 17,
+        "BOX_NOISE": 18,
+        "REST": 19,
+        "CLICK": 20,
+        "DROP_PATH": 21,
+    }
+    assert not {int(purpose) for purpose in Purpose} & {int(purpose) for purpose in stream.Purpose}
+
+
+def test_uniforms_lie_strictly_between_0_and_1():
+    ends = uniforms(torch.tensor([0, -1, 2**63 - 1, -(2**63)]))
+    assert ends.dtype == torch.float32
+    assert ends.tolist() == [2.0**-24, 1 - 2.0**-24, 0.5 - 2.0**-24, 0.5 + 2.0**-24]
+
+
+def test_uniforms_are_even():
+    found = uniforms(some_keys(100_000)).numpy()
+    counts = np.histogram(found, 20, (0, 1))[0]
+    assert ((counts - 5000) ** 2 / 5000).sum() < 50  # 19 degrees: chance 1e-4
+    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 5 / len(found) ** 0.5
+
+
+@examples
+@given(st.lists(st.tuples(words, st.integers(1, 2**62)), min_size=1, max_size=8))
+def test_bounded_draws_are_the_remainder_of_63_bits(pairs):
+    drawn, bounds = torch.tensor(pairs).T
+    expected = [(word % 2**64 >> 1) % bound for word, bound in pairs]
+    assert below(drawn, bounds).tolist() == expected
+
+
+def test_normal_draws_have_the_moments_of_the_normal_distribution():
+    found = normals(some_keys(200_000), 3).double()
+    assert abs(found.mean()) < 0.01
+    assert abs(found.var() - 1) < 0.015
+    assert abs((found**3).mean()) < 0.03
+    assert abs((found**4).mean() - 2.9) < 0.06  # of twelve uniform numbers; 3 for the normal distribution
+    assert abs((found.abs() < 1).double().mean() - 0.6827) < 0.01
+
+
+def test_an_image_goes_through_the_same_blocks_in_whatever_batch():
+    keys = some_keys(12)
+    together = kept_branches(keys, 8, 0.5)
+    assert together.shape == (12, 8)
+    assert together.dtype == torch.bool
+    order = torch.tensor([7, 3, 11])
+    assert torch.equal(kept_branches(keys[order], 8, 0.5), together[order])
+
+
+def test_blocks_are_left_out_at_rates_that_grow_linearly_from_none():
+    left_out = (~kept_branches(some_keys(20_000), 5, 0.4)).double().mean(dim=0)
+    assert left_out[0] == 0
+    torch.testing.assert_close(left_out, torch.tensor([0, 0.1, 0.2, 0.3, 0.4]).double(), atol=0.015, rtol=0)
+    assert kept_branches(some_keys(100), 1, 0.4).all()

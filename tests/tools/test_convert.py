@@ -1,0 +1,105 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from sa1b.engine.checkpoint import CheckpointConfig, Checkpoints
+from sa1b.engine.conversion import convert, find_weights
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.published import read_weights
+from sa1b.sam.recipe import Recipe
+from sa1b.shards.errors import SourceError, UsageError
+
+TOOL = Path(__file__).parents[2] / "tools" / "convert.py"
+SMALL = ModelConfig(image_size=32, width=16, depth=1, heads=2, global_blocks=(0,), window=2, channels=32)
+
+
+def run(*arguments):
+    command = [sys.executable, TOOL, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run with two checkpoints, and the weights in each."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    module = Interactive(Sam(SMALL), Recipe())
+    optimizer = AdamW(module.parameters())
+    checkpoints = Checkpoints(folder, CheckpointConfig())
+    weights = {}
+    for step in (10, 20):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(step)
+        weights[step] = {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
+        checkpoints.save(step, module, optimizer, {})
+    checkpoints.close()
+    return folder, weights
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_becomes_one_file_and_files_become_each_other(trained, tmp_path):
+    folder, weights = trained
+    safetensors, pth = tmp_path / "sam.safetensors", tmp_path / "sam.pth"
+    done = run(folder / "checkpoints" / "step-00000010", "--out", safetensors)
+    assert done.returncode == 0, done.stderr
+    assert f"Complete: {safetensors}" in done.stdout
+    assert_equal(read_weights(safetensors), weights[10])
+
+    done = run(safetensors, "--out", pth, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["source"] == str(safetensors)
+    assert report["image_size"] == 32
+    assert report["parameters"] == sum(tensor.numel() for tensor in weights[10].values())
+    assert_equal(torch.load(pth, weights_only=True), weights[10])
+
+
+def test_of_a_run_the_newest_good_checkpoint_is_taken(trained, tmp_path):
+    folder, weights = trained
+    assert_equal(find_weights(folder)[1], weights[20])
+    copy = tmp_path / "copy"
+    (copy / "checkpoints").mkdir(parents=True)
+    for path in (folder / "checkpoints").iterdir():
+        (copy / "checkpoints" / path.name).mkdir()
+        for file in path.iterdir():
+            (copy / "checkpoints" / path.name / file.name).write_bytes(file.read_bytes())
+    damaged = copy / "checkpoints" / "step-00000020" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    done = run(copy, "--out", tmp_path / "sam.pth")
+    assert done.returncode == 0, done.stderr
+    assert str(damaged) in done.stderr
+    assert "step-00000010" in done.stdout
+    assert_equal(read_weights(tmp_path / "sam.pth"), weights[10])
+
+
+def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_path):
+    folder, _ = trained
+    out = tmp_path / "out.pth"
+    text, empty = tmp_path / "text.pth", tmp_path / "empty"
+    text.write_text("not weights")
+    empty.mkdir()
+    done = run(text, "--out", out)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"{text} is damaged, or holds more than tensors" in line
+    for source, target, complaint in (
+        (empty, out, "empty is no checkpoint"),
+        (tmp_path / "missing.pth", out, "missing.pth"),
+        (folder, tmp_path / "out.bin", "must end with .safetensors or .pth"),
+        (folder, text, "text.pth exists: pass --overwrite"),
+    ):
+        with pytest.raises((SourceError, UsageError, OSError), match=complaint):
+            convert(source, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.pth"]
+    assert text.read_text() == "not weights"
