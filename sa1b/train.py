@@ -61,7 +61,8 @@ class Run:
     def __init__(self, config: Config, place: Place) -> None:
         self.config, self.place = config, place
         self.step = 0
-        self.stop_asked = False
+        self.stop_asked = False  # of this rank, at any moment
+        self.stopping = False  # of all ranks, behind the same step
         config.out.mkdir(parents=True, exist_ok=True)
         data = config.data
         self.feed, self.held_out = feeds(config, place)
@@ -104,7 +105,9 @@ class Run:
     def evaluate(self) -> None:
         """Score the held-out images and write the scores down."""
         if self.held_out is not None:
-            scores = evaluate(self.module, self.held_out, self.config.parallel, self.place)
+            config = self.config
+            show = config.evaluation.show
+            scores = evaluate(self.module, self.held_out, config.parallel, self.place, show, config.out)
             self.metrics.evaluation(self.step, scores)
 
     def close(self) -> None:
@@ -142,7 +145,7 @@ def score(config: Config, place: Place) -> None:
     _, held_out = feeds(config, place)
     assert held_out is not None  # the settings were checked
     module = wrap(build(config, config.init or config.out), config.parallel, place)
-    scores = evaluate(module, held_out, config.parallel, place)
+    scores = evaluate(module, held_out, config.parallel, place, config.evaluation.show, config.out)
     if place.rank == 0:
         print(json.dumps(scores) if config.json_output else metrics.score_line(scores))
 
@@ -161,8 +164,11 @@ def train(run: Run) -> None:
         torch.autograd.backward(scaler.scale(sums["loss"]))
         return {name: value.detach() for name, value in sums.items()}
 
+    if run.step == 0 and config.evaluation.every:
+        run.evaluate()  # what there is to gain
     prime(module, lambda: forward_backward(blank(config.model.image_size, target_size, place.device)))
-    while run.step < config.optim.steps and not run.stop_asked:
+    first = run.step
+    while run.step < config.optim.steps and not run.stopping:
         trace.before(run.step)
         began, waited, seconds = time.perf_counter(), feed.waited, metrics.StepTime()
         rate = lr_at(config.optim, batch, run.step)
@@ -187,18 +193,18 @@ def train(run: Run) -> None:
         scaler.update()
         optimizer.zero_grad()
         trace.after(run.step)
-        if run.step == 0:
+        if run.step == first:
             set_timeout(place, config.parallel.timeout)
         run.step += 1
-        run.stop_asked = means["stop"] > 0  # all ranks stop behind the same step
+        run.stopping = means["stop"] > 0
         ideal = estimate.peak_seconds(config.model, config.recipe, means["images"], means["masks"], place)
         run.metrics.step(run.step, metrics.figures_of(means, rate, gradient, place, ideal))
         run.checkpoints.poll()
-        ends = run.stop_asked or run.step == config.optim.steps
+        ends = run.stopping or run.step == config.optim.steps
         if ends or run.step % config.checkpoint.every == 0:
             run.save()
         every = config.evaluation.every
-        if every and not run.stop_asked and (ends or run.step % every == 0):
+        if every and not run.stopping and (ends or run.step % every == 0):
             run.evaluate()
     trace.close()
 
@@ -221,7 +227,10 @@ def run(config: Config) -> None:
 
         def ask_to_stop(number: int, frame: object) -> None:
             current.stop_asked = True
-            signal.signal(number, signal.SIG_DFL)  # the second time means at once
+            if "TORCHELASTIC_RUN_ID" not in os.environ:
+                # The second time means at once. torchrun sends a second one itself, when the first one went
+                # to the whole group as Ctrl-C does, and kills after 30 s.
+                signal.signal(number, signal.SIG_DFL)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, ask_to_stop)
@@ -229,7 +238,7 @@ def run(config: Config) -> None:
             train(current)
         finally:
             current.close()
-        if current.stop_asked and place.rank == 0:
+        if current.stopping and place.rank == 0:
             print(
                 f"stopped behind step {current.step:,} with a checkpoint; the same command goes on from there"
             )

@@ -1,9 +1,10 @@
-"""From nothing to verified shards and a page of pictures: what `make demo` runs.
+"""From nothing to verified shards, a trained model and a page of pictures: what `make demo` runs.
 
 Every step is one of the command lines you would use on real tars; each is printed before it runs. Safe to
 run again: finished steps are recognised.
 """
 
+import json
 import os
 import shlex
 import subprocess
@@ -20,13 +21,14 @@ PYTHON = os.path.relpath(sys.executable)
 
 
 def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
-    """Make synthetic source tars, reshard and verify them, draw a gallery.
+    """Make synthetic source tars, reshard and verify them, train a small model, draw a gallery.
 
     Args:
         folder: Where everything goes, made if need be.
         workers: Processes at a time.
     """
     source, shards, gallery = folder / "source", folder / "shards", folder / "gallery.html"
+    run = folder / "run"
     began = time.monotonic()
     if not all((source / f"sa_00000{i}.tar").exists() for i in range(2)):
         _step("two synthetic source tars in the download's form", "synthesize.py", source, "--tars", 2,
@@ -35,12 +37,29 @@ def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
           "--workers", workers)  # fmt: skip
     _step("every byte, image and mask of the shards checked", "verify.py", shards, "--deep",
           "--workers", workers)  # fmt: skip
-    _step("pictures with their masks", "gallery.py", shards, "--out", gallery)
+    # Masks of a few pixels are nothing for a model that sees 256 x 256 and learns for two minutes.
+    large = ["--masks-where", "area_fraction >= 0.005 and area_fraction <= 0.5", "--held-out", "12%"]
+    _step("most images to train on", "view.py", shards, *large, "--name", "train")
+    _step("the others to evaluate on", "view.py", shards, *large, "--split", "held-out", "--name", "held-out")
+    _train(
+        "a small model, by two processes; it goes on where it was interrupted",
+        *("--preset", "tiny", "--parallel.mode", "ddp", "--out", run, "--data.root", shards),
+        *("--data.view", "train", "--evaluation.view", "held-out", "--evaluation.every", 100),
+    )
+    _step("pictures with true and predicted masks", "gallery.py", shards, "--predictions",
+          run / "predictions.jsonl", "--out", gallery)  # fmt: skip
+    before, after = _scores(run)
     print(f"""
 Done in {time.monotonic() - began:.0f} s.
   source tars    {source}
   shards, index  {shards}
+  trained model  {run}
   pictures       {gallery.resolve().as_uri()}
+
+                             untrained   trained
+  loss                       {before["loss"]:9.3f} {after["loss"]:9.3f}
+  mIoU at 1 click, held out  {before["miou_1_click"]:9.3f} {after["miou_1_click"]:9.3f}
+  mIoU at 5 clicks           {before["miou_5_clicks"]:9.3f} {after["miou_5_clicks"]:9.3f}
 
 Next:
   open {gallery} in a browser
@@ -50,10 +69,28 @@ Next:
 
 
 def _step(what: str, tool: str, *arguments: object) -> None:
-    words = [str(TOOLS / tool), *map(str, arguments)]
+    _do(what, [str(TOOLS / tool), *map(str, arguments)])
+
+
+def _train(what: str, *arguments: object) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    _do(what, [*torchrun, os.path.normpath(TOOLS / "../sa1b/train.py"), *map(str, arguments)])
+
+
+def _scores(run: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """First and last loss and evaluation of a run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    scores = [line["evaluation"] for line in lines if "evaluation" in line]
+    return {"loss": losses[0], **scores[0]}, {"loss": losses[-1], **scores[-1]}
+
+
+def _do(what: str, words: list[str]) -> None:
     shown = shlex.join([PYTHON, *words])
     print(f"\n== {what}\n$ {shown}", flush=True)
-    code = subprocess.run([sys.executable, *words], check=False).returncode
+    # One thread a process: two trainers on two cores are in each other's way otherwise.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    code = subprocess.run([sys.executable, *words], check=False, env=environment).returncode
     if code:
         print(f"\nstopped: this command ended with code {code}:\n  {shown}", file=sys.stderr)
         sys.exit(code)

@@ -29,6 +29,7 @@ def main(
     out: Path = Path("gallery.html"),
     max_side: int = 1000,
     seed: int = 0,
+    predictions: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Show images with their masks, and the distributions of a whole input, as one HTML page.
@@ -45,11 +46,19 @@ def main(
         out: The page. An existing one is replaced.
         max_side: Longer side of the pictures in pixels, 64 to 1000.
         seed: Another seed, another sample.
+        predictions: File of a model's masks, as sa1b/train.py writes it into its folder: shows its images,
+            with the model's masks beside the true ones.
         json_output: Print the summary as JSON, without progress.
     """
     chosen = tuple(dict.fromkeys(image_id for some in ids for image_id in some))
     summary = write_gallery(
-        source, out, Choice(chosen, count, seed), sort=sort, max_side=max_side, quiet=json_output
+        source,
+        out,
+        Choice(chosen, count, seed),
+        sort=sort,
+        max_side=max_side,
+        predictions=predictions,
+        quiet=json_output,
     )
     print(json.dumps(summary.document(), indent=1) if json_output else summary.text())
     return 0

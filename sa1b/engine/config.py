@@ -110,7 +110,7 @@ PRESETS: dict[str, Config] = {
             rate=1e-3,
             reference_batch=8,
             schedule="cosine",
-            steps=200,
+            steps=300,
             warmup=10,
             layer_decay=1.0,
             weight_decay=0.05,
@@ -180,6 +180,8 @@ def _check(config: Config) -> None:
         )
     if config.evaluate_only and config.evaluation.view is None:
         raise UsageError("--evaluate-only needs --evaluation.view")
+    if config.json_output and not config.evaluate_only:
+        raise UsageError("--json is for --evaluate-only")
     if config.evaluation.view is not None and config.evaluation.view == config.data.view:
         raise UsageError(f"--evaluation.view and --data.view are both {config.data.view!r}")
 

@@ -5,14 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from sa1b.engine import prediction
 from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.place import Place
 from sa1b.engine.precision import autocast
 from sa1b.sam.score import Score
 from sa1b.shards.errors import UsageError
+from sa1b.storage.publish import write_whole
 from sa1b.stream.dataset import Stream
 
 
@@ -25,15 +28,20 @@ class EvaluationConfig:
             the one trained on.
         every: Steps from one evaluation to the next, and one at the end; 0: never while training.
         masks: At most so many masks an image, the same ones every time.
+        show: So many images, the first ones of the view, have the model's masks written to
+            OUT/predictions.jsonl: tools/gallery.py --predictions draws them beside the true ones.
     """
 
     view: str | None = None
     every: int = 0
     masks: int = 16
+    show: int = 24
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.masks < 1:
-            raise UsageError("--evaluation.every must not be negative, --evaluation.masks at least 1")
+        if self.every < 0 or self.masks < 1 or self.show < 0:
+            raise UsageError(
+                "--evaluation.masks must be at least 1, --evaluation.every and --evaluation.show 0 or more"
+            )
 
 
 def held_out_feed(
@@ -62,18 +70,23 @@ def held_out_feed(
 
 
 @torch.no_grad()
-def evaluate(module: nn.Module, feed: Feed, parallel: ParallelConfig, place: Place) -> dict[str, float]:
+def evaluate(
+    module: nn.Module, feed: Feed, parallel: ParallelConfig, place: Place, show: int, out: Path
+) -> dict[str, float]:
     """Mean IoU by prompt and mask size, the same figure at any world size; see sa1b.sam.score.
 
     Collective. The module is left as it was.
 
     Args:
         module: wrapped `Interactive`.
-        feed: from its beginning.
+        feed: of held-out images; goes from its beginning.
+        show: images whose predicted masks are written down.
+        out: folder of the run, for predictions.jsonl.
     """
     training = module.training
     module.eval()
     score = Score.empty(place.device)
+    shown: list[tuple[int, str]] = []
     beginning = {**feed.state_dict(), "position": 0}
     feed.load_state_dict(beginning)
     for micros in feed.steps():
@@ -82,8 +95,15 @@ def evaluate(module: nn.Module, feed: Feed, parallel: ParallelConfig, place: Pla
             with autocast(parallel.precision, place.device):
                 found = module(micro.images, targets, micro.image_keys, evaluate=True)
             score.add(found["intersections"], found["unions"], micro.areas, targets.weights)
+            if bool((micro.positions < show).any()):
+                shown += [line for line in prediction.lines(micro, found) if line[0] < show]
     feed.close()
     if place.world > 1:
         score.all_reduce()
+        of_all: list[list[tuple[int, str]]] = [[] for _ in range(place.world)]
+        dist.all_gather_object(of_all, shown)
+        shown = [line for some in of_all for line in some]
+    if show and place.rank == 0:
+        write_whole(out / "predictions.jsonl", "".join(line for _, line in sorted(shown)).encode())
     module.train(training)
     return score.result()

@@ -63,6 +63,16 @@ class DataConfig:
     endpoint: str | None = None
     deadline: float = 300.0
 
+    def __post_init__(self) -> None:
+        for flag in ("global_batch", "micro_batch", "masks", "run", "target_size", "threads", "ahead"):
+            value = getattr(self, flag)
+            if value is not None and value < 1:
+                raise UsageError(f"--data.{flag.replace('_', '-')} {value} must be at least 1")
+        if not 0 <= self.flip <= 1:
+            raise UsageError(f"--data.flip {self.flip} must be from 0 to 1")
+        if not self.deadline > 0:
+            raise UsageError(f"--data.deadline {self.deadline} must be more than 0 seconds")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Micro:
@@ -73,7 +83,8 @@ class Micro:
         targets: of the masks.
         image_keys: int64 [B], a hash for each visit of an image.
         areas: int64 [M], source pixels.
-        ids: int64 [B], image ids.
+        ids: int64 [B], image ids; positions: int64 [B], in the order; source_sizes: int64 [B, 2].
+        mask_ids: int64 [M].
         last: whether the step ends behind it.
     """
 
@@ -82,6 +93,9 @@ class Micro:
     image_keys: Tensor
     areas: Tensor
     ids: Tensor
+    positions: Tensor
+    source_sizes: Tensor
+    mask_ids: Tensor
     last: bool
 
 
@@ -114,6 +128,7 @@ class Feed:
         order: Literal["shuffle", "sequential"] = "shuffle",
     ) -> None:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        together = config.run if order == "shuffle" else 1
         try:
             self.stream = Stream(
                 config.root,
@@ -122,7 +137,7 @@ class Feed:
                 view=view or config.view,
                 order=order,
                 seed=seed,
-                run=config.run if order == "shuffle" else 1,
+                run=together,
                 ledger=run / "damaged.jsonl",
                 rank=place.rank,
                 world=place.world,
@@ -145,7 +160,7 @@ class Feed:
         )
         plan = self.stream.plan
         self.micro_batches = micro_batch_count(
-            config.global_batch, place.world, plan.micro_batch, run=config.run
+            config.global_batch, place.world, plan.micro_batch, run=together
         )
         self.waited = 0.0
         self._key = torch.tensor(seed, device=place.device)
@@ -186,6 +201,9 @@ class Feed:
             image_keys=draws(self._key, int(Purpose.VISIT), positions),
             areas=batch.areas,
             ids=batch.ids,
+            positions=positions,
+            source_sizes=batch.source_sizes,
+            mask_ids=batch.mask_ids,
             last=last,
         )
 
@@ -222,6 +240,9 @@ def blank(image_size: int, target_size: int, device: torch.device) -> Micro:
         image_keys=one,
         areas=one,
         ids=one,
+        positions=one,
+        source_sizes=torch.full((1, 2), image_size, device=device),
+        mask_ids=one,
         last=True,
     )
 

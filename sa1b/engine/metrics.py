@@ -119,7 +119,7 @@ class Metrics:
             from torch.utils import tensorboard
 
             writer: Any = tensorboard.SummaryWriter
-            self._board = writer(run / "tensorboard", purge_step=done)
+            self._board = writer(run / "tensorboard", purge_step=done + 1)
         self._bar = tqdm(
             total=steps,
             initial=done,
@@ -182,7 +182,8 @@ class Metrics:
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
-                keep = line.endswith("\n") and json.loads(line)["step"] <= done
+                # A run that begins again from nothing evaluates step 0 again.
+                keep = done > 0 and line.endswith("\n") and json.loads(line)["step"] <= done
             except ValueError:
                 keep = False  # cut off by a kill
             if keep:

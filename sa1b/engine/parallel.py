@@ -159,6 +159,8 @@ def wrap(module: nn.Module, config: ParallelConfig, place: Place) -> nn.Module:
         return module.to(place.device)
     if config.mode == "fsdp":
         return _fully_shard(module, config, place)
+    # The gradient of a 1 x 1 convolution of channels-last pixels: other strides, the same bytes.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     wrapped = DistributedDataParallel(
         module.to(place.device),
         device_ids=[place.device.index] if place.device.type == "cuda" else None,

@@ -121,7 +121,8 @@ class Interactive(nn.Module):
             "count" the sum of the weights. All parameters get a gradient in any case, zeros where nothing
             counts.
             Evaluation: "intersections" and "unions", int64 [M, 4], in pixels of the raster inside the image,
-            after 1, 3 and 5 clicks and for the exact box alone. With one prompt the mask is the one with the
+            after 1, 3 and 5 clicks and for the exact box alone; "masks", bool [M, R, R], and "predicted_iou",
+            float32 [M], of the answer to the first click. With one prompt the mask is the one with the
             highest predicted IoU of three, later number 0.
 
         Raises:
@@ -182,7 +183,7 @@ class Interactive(nn.Module):
         scene = self._look(images, targets, None)
         points, labels = clicks.point_prompts(targets.points)
         answer = self._answer(scene, points, labels, None)
-        scores = []
+        first, scores = answer, []
         for clicked in range(1, max(SCORED_CLICKS) + 1):
             if clicked > 1:
                 click, label = clicks.corrective_clicks(
@@ -198,6 +199,8 @@ class Interactive(nn.Module):
         return {
             "intersections": torch.stack(intersections, dim=1),
             "unions": torch.stack(unions, dim=1),
+            "masks": _pick(first.masks, first.chosen),
+            "predicted_iou": _pick(first.predicted, first.chosen).float(),
         }
 
     def _look(self, images: Tensor, targets: Targets, keep: Tensor | None) -> _Scene:

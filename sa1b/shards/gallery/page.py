@@ -6,7 +6,7 @@ escaped, and the page's own policy forbids every request, so that even a hostile
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +19,7 @@ from sa1b.shards.gallery.chart import charts
 from sa1b.shards.gallery.choice import Choice, Gathered
 from sa1b.shards.gallery.inputs import gather, total_bytes
 from sa1b.shards.gallery.picture import SORTS, Picture, figure, prepare, sort_key
+from sa1b.shards.gallery.predicted import Predicted, read_predictions
 from sa1b.storage.publish import write_whole
 
 MAX_PAGE_BYTES = 19_990_000
@@ -82,6 +83,7 @@ def write_gallery(
     sort: str = "stability_score",
     max_side: int = MAX_SIDE,
     max_bytes: int = MAX_PAGE_BYTES,
+    predictions: Path | None = None,
     quiet: bool = False,
 ) -> Summary:
     """Write the gallery of an input; the same input and options give the same bytes.
@@ -92,6 +94,8 @@ def write_gallery(
         sort: one of SORTS, the order of the pictures.
         max_side: pixels of the longer side of a picture, at most.
         max_bytes: of the page.
+        predictions: file of a model's masks, see sa1b.shards.gallery.predicted: its images are shown, unless
+            `choice` names ids, and its masks beside the true ones.
         quiet: no progress bar.
 
     Raises:
@@ -99,6 +103,9 @@ def write_gallery(
         SourceError, ManifestError, ShardError: nothing there that can be shown.
     """
     check_options(choice, sort, max_side)
+    predicted = {} if predictions is None else read_predictions(predictions)
+    if predicted and not choice.ids:
+        choice = replace(choice, ids=tuple(predicted)[: choice.count])
     # The bar comes late: most inputs are done before it would appear.
     bar = tqdm(
         total=total_bytes(path), desc="gallery", unit="B", unit_scale=True, delay=2, disable=quiet or None
@@ -109,7 +116,7 @@ def write_gallery(
 
     with bar:
         gathered = gather(path, choice, advance)
-        pictures = _prepare(gathered, choice, max_side)
+        pictures = _prepare(gathered, choice, max_side, predicted)
     if choice.ids and not pictures:
         examples = "; ".join(message for some in gathered.skipped.examples.values() for message in some)
         raise UsageError(f"none of the images asked for can be shown: {examples}")
@@ -138,13 +145,16 @@ def check_options(choice: Choice, sort: str, max_side: int) -> None:
         raise UsageError(f"--max-side is from 64 to {MAX_SIDE} pixels")
 
 
-def _prepare(gathered: Gathered, choice: Choice, max_side: int) -> list[Picture]:
+def _prepare(
+    gathered: Gathered, choice: Choice, max_side: int, predicted: dict[int, Predicted]
+) -> list[Picture]:
     """The pictures to show, most wanted first; what does not decode is counted and the next one taken."""
     pictures: list[Picture] = []
     wanted = len(choice.ids) or choice.count
     for exhibit in gathered.exhibits:
         try:
-            pictures.append(prepare(exhibit, max_side))
+            drawn = predicted.get(exhibit.annotations.image_id)
+            pictures.append(prepare(exhibit, max_side, drawn))
         except BadSample as error:
             where = f"sa_{exhibit.annotations.image_id} in {exhibit.place}"
             gathered.skipped.add(error.reason, f"{where}: {error}")

@@ -23,6 +23,7 @@ from sa1b.shards import jpeg
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.errors import BadSample
 from sa1b.shards.gallery.choice import Exhibit
+from sa1b.shards.gallery.predicted import Predicted
 
 _NUMBERS = (
     "mask_id",
@@ -45,6 +46,7 @@ class Picture:
         pixels: RGB uint8 [height, width, 3].
         runs: its masks at source resolution, in the order of `order`.
         order: int64 [N], mask indices by area, largest first: what is drawn later lies on top.
+        predicted: what a model drew for these masks, in the same order; drawn beside them.
     """
 
     annotations: Annotations
@@ -52,6 +54,7 @@ class Picture:
     pixels: npt.NDArray[np.uint8]
     runs: Runs
     order: npt.NDArray[np.int64]
+    predicted: Predicted | None = None
 
     @property
     def image_id(self) -> int:
@@ -68,8 +71,10 @@ SORTS: dict[str, tuple[Callable[[Annotations], float], bool, str]] = {
 }
 
 
-def prepare(exhibit: Exhibit, longer_side: int) -> Picture:
+def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = None) -> Picture:
     """Decode an image and its masks; keeps at most `longer_side` pixels of the picture.
+
+    With predictions, only the masks that have one.
 
     Raises:
         BadSample: JPEG or masks do not decode.
@@ -82,8 +87,32 @@ def prepare(exhibit: Exhibit, longer_side: int) -> Picture:
     except MaskError as error:
         raise BadSample("bad_rle", str(error)) from None
     order = np.argsort(-geometry.area(runs), kind="stable")
+    if predicted is not None:
+        order, predicted = _paired(exhibit.annotations, order, predicted)
     return Picture(
-        exhibit.annotations, exhibit.place, _scaled(pixels, longer_side), runs.select(order), order
+        exhibit.annotations, exhibit.place, _scaled(pixels, longer_side), runs.select(order), order, predicted
+    )
+
+
+def _paired(
+    annotations: Annotations, order: npt.NDArray[np.int64], predicted: Predicted
+) -> tuple[npt.NDArray[np.int64], Predicted]:
+    """Masks that a model drew, and its masks in the same order.
+
+    Raises:
+        BadSample: the predictions are of another image.
+    """
+    if (predicted.runs.height, predicted.runs.width) != (annotations.height, annotations.width):
+        raise BadSample("predictions_differ", "the predicted masks have another size than the image")
+    at = {mask_id: i for i, mask_id in enumerate(predicted.mask_id.tolist())}
+    order = np.array([i for i in order.tolist() if int(annotations.mask_id[i]) in at], np.int64)
+    chosen = np.array([at[int(annotations.mask_id[i])] for i in order], np.int64)
+    return order, Predicted(
+        mask_id=predicted.mask_id[chosen],
+        points=predicted.points[chosen],
+        iou=predicted.iou[chosen],
+        predicted_iou=predicted.predicted_iou[chosen],
+        runs=predicted.runs.select(chosen),
     )
 
 
@@ -108,17 +137,26 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
         f'data-{name.replace("_", "-")}="{_finite(number(annotations))}"'
         for name, (number, *_) in SORTS.items()
     )
-    count = len(annotations)
+    count = len(picture.order)
     title = f"sa_{annotations.image_id}"
+    twin, words = "", ""
+    if picture.predicted is not None:
+        twin = (
+            '<div class="stage twin" role="img" aria-label="What the model drew from one click each">'
+            f'<img alt="" width="{width}" height="{height}">'
+            f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>'
+        )
+        mean = f"{picture.predicted.iou.mean():.3f}" if count else "none"
+        words = f"<p>Left the true masks, right the model's from one click each; mean IoU {mean}.</p>"
     return (
         f'<figure class="picture" id="{title}" {keys} style="--ratio:{width / height:.6f}">'
         f'<div class="stage" tabindex="0" role="group" '
         f'aria-label="Image {annotations.image_id} with {count:,} masks; arrow keys go through them">'
         f'<img alt="" width="{width}" height="{height}" src="data:image/jpeg;base64,{image}">'
-        f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>'
+        f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>{twin}'
         f'<figcaption><h2><a href="#{title}">{title}</a></h2>'
         f"<p>{annotations.width:,} × {annotations.height:,} px, "
-        f"{count:,} {'mask' if count == 1 else 'masks'}, {escape(picture.place)}</p>"
+        f"{count:,} {'mask' if count == 1 else 'masks'}, {escape(picture.place)}</p>{words}"
         f'<dl class="numbers" aria-live="polite"></dl></figcaption>'
         f'<script type="application/json">{_script_json(_masks(picture, longer_side))}</script></figure>'
     )
@@ -138,6 +176,15 @@ def _masks(picture: Picture, longer_side: int) -> dict[str, Any]:
     columns = {name: _plain(getattr(annotations, name)[order]) for name in _NUMBERS}
     masks = display_masks(picture, longer_side)
     strings = [string.decode("ascii") for string in coco.encode(masks)]
+    predicted = {}
+    if picture.predicted is not None:
+        drawn = geometry.resize(picture.predicted.runs, masks.height, masks.width)
+        columns["point_coords"] = _plain(picture.predicted.points)
+        predicted = {
+            "predicted": [string.decode("ascii") for string in coco.encode(drawn)],
+            "iou": _plain(picture.predicted.iou),
+            "model_iou": _plain(picture.predicted.predicted_iou),
+        }
     return {
         "width": masks.width,
         "height": masks.height,
@@ -145,6 +192,7 @@ def _masks(picture: Picture, longer_side: int) -> dict[str, Any]:
         "source_height": annotations.height,
         "counts": strings,
         **columns,
+        **predicted,
     }
 
 
