@@ -38,10 +38,9 @@ from sa1b.engine.optim import freeze, lr_at, make_optimizer, rate_line, set_rate
 from sa1b.engine.parallel import set_timeout, start, stop, unwrap, wrap
 from sa1b.engine.place import Place
 from sa1b.engine.precision import autocast, grad_scaler
-from sa1b.engine.sealed import CheckpointError
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
-from sa1b.shards.errors import UsageError
+from sa1b.shards.errors import SourceError, UsageError
 from sa1b.shards.manifest import ManifestError
 from sa1b.shards.table import TableError
 from sa1b.storage.failure import StorageError
@@ -50,7 +49,7 @@ from sa1b.stream.dataset import ResumeError
 from sa1b.stream.ledger import DamageLimitError
 
 EXPECTED = (
-    CheckpointError, DamageLimitError, DisagreementError, HealthError, ManifestError, OSError, ResumeError,
+    DamageLimitError, DisagreementError, HealthError, ManifestError, OSError, ResumeError, SourceError,
     StorageError, TableError,
 )  # fmt: skip
 

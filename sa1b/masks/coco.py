@@ -117,6 +117,29 @@ def decode_joined(
     return runs
 
 
+def select_joined(
+    text: Text, lengths: npt.NDArray[np.integer], indices: npt.NDArray[np.integer]
+) -> tuple[Text, npt.NDArray[np.int64]]:
+    """Some of the strings that lie one behind the other in `text`, and their lengths in bytes.
+
+    Args:
+        text: uint8 [bytes].
+        lengths: integers [N], bytes of each string.
+        indices: integers [K], from 0 to N - 1, repeats allowed.
+
+    Raises:
+        IndexError: an index outside the strings.
+    """
+    chosen = np.asarray(indices).astype(np.int64)
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(lengths):
+        raise IndexError(f"indices from {chosen.min()} to {chosen.max()} of {len(lengths)} strings")
+    ends = np.cumsum(lengths, dtype=np.int64)
+    taken = lengths[chosen].astype(np.int64)
+    out = np.empty(int(taken.sum()), np.uint8)
+    strings.gather(text, ends, chosen, out)
+    return out, taken
+
+
 def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str]:
     """The verdict of every mask of one image: "valid" or the reason why it does not decode.
 

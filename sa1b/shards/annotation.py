@@ -82,11 +82,8 @@ class Annotations:
         """
         if select is None:
             return coco.decode_joined(self.rle, self.rle_bytes, self.height, self.width)
-        ends = np.cumsum(self.rle_bytes, dtype=np.int64)
-        starts = ends - self.rle_bytes
-        pieces = [self.rle[starts[i] : ends[i]] for i in np.asarray(select)]
-        joined = np.concatenate(pieces) if pieces else self.rle[:0]
-        return coco.decode_joined(joined, self.rle_bytes[select], self.height, self.width)
+        chosen, lengths = coco.select_joined(self.rle, self.rle_bytes, select)
+        return coco.decode_joined(chosen, lengths, self.height, self.width)
 
     def to_json(self) -> Any:
         """The annotation file as `json.loads` gives it: same values, types and key order."""

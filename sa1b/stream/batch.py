@@ -83,7 +83,7 @@ class RaggedMasks(_Tensors):
             )
             return pixels
         if out is None:
-            out = torch.empty((len(self), size, size), dtype=torch.uint8)
+            out = fresh((len(self), size, size))
         # The compiled raster takes the masks of one image at a time; they lie together.
         ends = torch.cumsum(torch.bincount(self.image), 0).tolist()
         for start, stop in zip([0, *ends[:-1]], ends, strict=True):
@@ -133,6 +133,15 @@ class Batch(_Tensors):
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def fresh(shape: tuple[int, ...]) -> Tensor:
+    """Memory for pixels, uint8, not filled.
+
+    By numpy, which asks the system for huge pages: touching fresh memory for the first time takes a third
+    of the time then (0.11 against 0.32 ms for an image of 1024 x 1024), as much as touching it again.
+    """
+    return torch.from_numpy(np.empty(shape, np.uint8))
 
 
 def collate(

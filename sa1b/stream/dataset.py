@@ -26,7 +26,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.errors import BadSample
 from sa1b.shards.reading import Reading
 from sa1b.shards.shard import ShardError
-from sa1b.stream.batch import Batch, collate
+from sa1b.stream.batch import Batch, collate, fresh
 from sa1b.stream.ledger import Ledger
 from sa1b.stream.order import Order, Sequential, rank_slice
 from sa1b.stream.plan import MicroBatch, Plan
@@ -193,7 +193,7 @@ class Stream(IterableDataset[Batch]):
 
     def _finish(self, begun: Begun) -> Batch:
         size = self.recipe.image_size
-        images = torch.empty((len(begun.rows), size, size, 3), dtype=torch.uint8)
+        images = fresh((len(begun.rows), size, size, 3))
         slots = images.numpy()
         samples = [self.draw(begun, i, slots[i]) for i in range(len(begun.rows))]
         return begun.collate(images, samples)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sa1b.stream.batch import Batch
+from sa1b.stream.batch import Batch, fresh
 from sa1b.stream.dataset import Begun, Stream
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.sample import SampleMasks
@@ -145,7 +145,7 @@ class Loader:
         size = self.stream.recipe.image_size
         shape = (self.stream.plan.micro_batch, size, size, 3)
         # In ordinary memory the batch itself is the slot, and belongs to the caller.
-        return _Slot(torch.empty(shape, dtype=torch.uint8, pin_memory=self._cuda))
+        return _Slot(torch.empty(shape, dtype=torch.uint8, pin_memory=True) if self._cuda else fresh(shape))
 
     def _submit(self, pool: ThreadPoolExecutor, piece: MicroBatch, slot: _Slot) -> _Pending:
         begun = self.stream.begin(piece)

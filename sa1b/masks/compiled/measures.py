@@ -28,20 +28,25 @@ def bbox(
     for mask in range(len(out)):
         left, top = np.int64(width), np.int64(height)
         right, bottom = np.int64(-1), np.int64(-1)
-        position = np.int64(0)
+        column, row = np.int64(0), np.int64(0)
         for index in range(offsets[mask], offsets[mask + 1]):
             run = np.int64(runs[index])
+            end = row + run
             if (index - offsets[mask]) & 1 and run > 0:
-                start_column = position // height
-                stop_column = (position + run - 1) // height
-                left = min(left, start_column)
-                right = max(right, stop_column)
-                if stop_column > start_column:  # on to the bottom of one column, from the top of the next
+                left = min(left, column)
+                if end > height:  # on to the bottom of one column, from the top of the next
+                    right = max(right, column + (end - 1) // height)
                     top, bottom = np.int64(0), np.int64(height - 1)
                 else:
-                    top = min(top, position - start_column * height)
-                    bottom = max(bottom, position + run - 1 - start_column * height)
-            position += run
+                    right = max(right, column)
+                    top, bottom = min(top, row), max(bottom, end - 1)
+            # Most runs end in their own column or the next: a division for each would take most of the time.
+            if end < height:
+                row = end
+            elif end < 2 * height:
+                column, row = column + 1, end - height
+            else:
+                column, row = column + end // height, end % height
         if right < 0:
             left, top = np.int64(0), np.int64(0)
         out[mask, 0] = left

@@ -27,6 +27,22 @@ def count_numbers(text: npt.NDArray[np.uint8]) -> int:
 
 
 @kernel
+def gather(
+    text: npt.NDArray[np.uint8],
+    ends: npt.NDArray[np.int64],
+    chosen: npt.NDArray[np.int64],
+    out: npt.NDArray[np.uint8],
+) -> None:
+    """Write the strings number `chosen` of those that end at `ends` into `out`, one behind the other."""
+    place = 0
+    for number in chosen:
+        start = ends[number - 1] if number else 0
+        length = ends[number] - start
+        out[place : place + length] = text[start : start + length]
+        place += length
+
+
+@kernel
 def judge(text: npt.NDArray[np.uint8], pixels: int) -> int:
     """The verdict on one string: what is wrong first, from left to right."""
     left = np.int64(pixels)
