@@ -66,7 +66,7 @@ class Page(HTMLParser):
         self.tags.append((tag, found))
         if found.get("class") == "picture":
             self.image_id = int(str(found["id"]).removeprefix("sa_"))
-        if tag == "img":
+        if tag == "img" and "src" in found:
             self.jpegs[self.image_id] = base64.b64decode(str(found["src"]).split(",")[1])
 
     def handle_data(self, data: str) -> None:
