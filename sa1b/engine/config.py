@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -138,7 +139,7 @@ def parse(arguments: Sequence[str], description: str | None) -> Config:
         SystemExit: help was asked for, or a flag cannot be read; only rank 0 says so.
     """
     preset = "vit_b"
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in pairwise([*arguments, ""]):
         name, _, value = word.partition("=")
         if name == "--preset":
             preset = value or following
@@ -190,16 +191,23 @@ def agree(config: Config, place: Place) -> Config:
     """The configuration of rank 0, which every rank holds its own against.
 
     Raises:
-        DisagreementError: on a rank that was given another one; the message names the first flag.
+        DisagreementError: on all ranks, if one was given another one; the message names the first flag.
     """
     if place.world == 1 or not dist.is_initialized():
         return config
     own = config.document()
     sent: list[Any] = [own]
     dist.broadcast_object_list(sent, src=0)
+    refused = None
     if (difference := _difference(sent[0], own)) is not None:
         flag, first, other = difference
-        raise DisagreementError(f"--{flag} is {other!r} on rank {place.rank} and {first!r} on rank 0")
+        refused = f"--{flag} is {other!r} on rank {place.rank} and {first!r} on rank 0"
+    # A rank that left alone would leave the others waiting for it.
+    of_all: list[str | None] = [None] * place.world
+    dist.all_gather_object(of_all, refused)
+    for one in of_all:
+        if one is not None:
+            raise DisagreementError(one)
     return config
 
 

@@ -1,10 +1,11 @@
 """A micro-batch as tensors: images as uint8, masks as ragged runs that become pixels on demand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, Self
 
@@ -84,16 +85,28 @@ class RaggedMasks(_Tensors):
             return pixels
         if out is None:
             out = fresh((len(self), size, size))
+        for draw in self.drawings(size, out):
+            draw()
+        return out
+
+    def drawings(self, size: int, out: Tensor) -> list[Callable[[], object]]:
+        """What `dense` does on a CPU, image by image: calls that threads may share.
+
+        Args:
+            out: uint8 [M, size, size] on the CPU; each call fills the masks of its image.
+        """
         # The compiled raster takes the masks of one image at a time; they lie together.
         ends = torch.cumsum(torch.bincount(self.image), 0).tolist()
-        for start, stop in zip([0, *ends[:-1]], ends, strict=True):
+        found: list[Callable[[], object]] = []
+        for start, stop in pairwise([0, *ends]):
             if start < stop:
                 height, width = self.sizes[start].tolist()
                 offsets = self.offsets[start : stop + 1].numpy()
                 runs = self.runs[offsets[0] : offsets[-1]].numpy().view(np.uint32)
                 own = Runs(runs, offsets - offsets[0], height, width)
-                raster.rasterize_frame(own, self.image_size, size, out=out[start:stop].numpy())
-        return out
+                pixels = out[start:stop].numpy()
+                found.append(partial(raster.rasterize_frame, own, self.image_size, size, out=pixels))
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sa1b.stream.batch import Batch, fresh
+from sa1b.stream.batch import Batch
 from sa1b.stream.dataset import Begun, Stream
+from sa1b.stream.memory import Memory
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.sample import SampleMasks
 
@@ -87,13 +88,17 @@ class Loader:
             raise ValueError("device='cuda', but torch sees no GPU here; device='cpu' works everywhere")
         self._state = stream.state_dict()
         size = stream.recipe.image_size
+        images = stream.plan.micro_batch
+        # Those that are worked on, the caller's, and the one that it still holds while it asks for the next.
+        self._images = Memory(images * size * size * 3, ahead + 3)
+        self._masks = Memory(images * stream.recipe.masks * (dense or 0) ** 2, 2)
         if not quiet:
             # On the way to a GPU one batch more is still being copied.
             kind, slots = ("pinned", ahead + 2) if self._cuda else ("ordinary", ahead + 1)
-            images = stream.plan.micro_batch
             print(
                 f"sa1b.Loader: {self.threads} threads, {slots} batches of up to {images} images, "
                 f"{slots * images * size * size * 3 / 1e6:,.0f} MB of {kind} memory for images"
+                + (f", {self._masks.capacity / 1e6:,.0f} MB a batch for masks" if dense else "")
             )
 
     def __iter__(self) -> Generator[Batch, None, None]:
@@ -112,7 +117,7 @@ class Loader:
                     return
                 self._look(pending)
                 one = pending.popleft()
-                batch = self._finish(one, side)
+                batch = self._finish(one, side, pool)
                 if self._cuda:
                     free.append(one.slot)
                 self._state = self.stream.state_dict(batch)
@@ -144,8 +149,10 @@ class Loader:
             return slot
         size = self.stream.recipe.image_size
         shape = (self.stream.plan.micro_batch, size, size, 3)
-        # In ordinary memory the batch itself is the slot, and belongs to the caller.
-        return _Slot(torch.empty(shape, dtype=torch.uint8, pin_memory=True) if self._cuda else fresh(shape))
+        # In ordinary memory the batch itself is the slot, and the caller's for as long as it is held.
+        return _Slot(
+            torch.empty(shape, dtype=torch.uint8, pin_memory=True) if self._cuda else self._images.take(shape)
+        )
 
     def _submit(self, pool: ThreadPoolExecutor, piece: MicroBatch, slot: _Slot) -> _Pending:
         begun = self.stream.begin(piece)
@@ -153,7 +160,7 @@ class Loader:
         samples = [pool.submit(self.stream.draw, begun, i, arrays[i]) for i in range(len(begun.rows))]
         return _Pending(begun, slot, samples)
 
-    def _finish(self, one: _Pending, side: Any) -> Batch:
+    def _finish(self, one: _Pending, side: Any, pool: ThreadPoolExecutor) -> Batch:
         began = time.perf_counter()
         self._watch(one)
         self.stream.stages.waited(time.perf_counter() - began)
@@ -163,7 +170,7 @@ class Loader:
             batch = one.begun.collate(images, samples)
         if side is None:
             with self.stream.stages.busy("device"):
-                return self._on_device(batch)
+                return self._dense(batch, pool) if self.device.type == "cpu" else self._on_device(batch)
         with self.stream.stages.busy("device", images.numel()), torch.cuda.stream(side):
             # The images lie in pinned memory already; the ragged rest is small.
             batch = self._on_device(batch.pinned_but_images())
@@ -173,6 +180,15 @@ class Loader:
         current.wait_stream(side)
         batch.record_stream(current)
         return batch
+
+    def _dense(self, batch: Batch, pool: ThreadPoolExecutor) -> Batch:
+        """With the masks as pixels, drawn by the loader's threads."""
+        if self.dense is None:
+            return batch
+        out = self._masks.take((len(batch.masks), self.dense, self.dense))
+        for drawing in [pool.submit(draw) for draw in batch.masks.drawings(self.dense, out)]:
+            drawing.result()
+        return replace(batch, dense=out)
 
     def _on_device(self, batch: Batch) -> Batch:
         if self.device.type != "cpu":

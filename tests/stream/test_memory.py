@@ -1,0 +1,46 @@
+"""Memory that is used again: never while anybody can see it."""
+
+import torch
+
+from sa1b.stream.memory import Memory
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_what_nobody_holds_is_used_again() -> None:
+    memory = Memory(64, keep=2)
+    first = address(memory.take((4, 4)))
+    assert address(memory.take((2, 8))) == first
+
+
+def test_what_is_held_by_any_view_is_left_alone() -> None:
+    memory = Memory(64, keep=3)
+    whole = memory.take((4, 4))
+    for hold in (
+        lambda t: t,
+        lambda t: t[1:, ::2],
+        lambda t: t.numpy()[0],
+        lambda t: t.permute(1, 0),
+    ):
+        held = hold(memory.take((4, 4)).fill_(7))
+        other = memory.take((4, 4)).fill_(9)
+        assert address(other) != address(whole)
+        assert (torch.as_tensor(held) == 7).all()
+        del held, other
+
+
+def test_beyond_what_is_kept_memory_is_fresh() -> None:
+    memory = Memory(64, keep=1)
+    held = [memory.take((64,)).fill_(i) for i in range(5)]
+    assert len({address(tensor) for tensor in held}) == 5
+    assert [int(tensor[0]) for tensor in held] == list(range(5))
+
+
+def test_a_tensor_of_no_bytes_is_no_problem() -> None:
+    assert memory_shape((0, 8, 8)) == (0, 8, 8)
+
+
+def memory_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(Memory(64, keep=1).take(shape).shape)
