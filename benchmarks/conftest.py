@@ -1,12 +1,31 @@
-"""Prints, for each group of benchmarks, how many times faster than the group's reference each one is.
+"""Options of the comparison, its tables, and the ratios of the other benchmarks.
 
-The reference of a group is the benchmark that sets `benchmark.extra_info["reference"] = True`.
+For each group of pytest-benchmark it prints how many times faster than the group's reference each one is: the
+reference of a group is the benchmark that sets `benchmark.extra_info["reference"] = True`.
 """
 
 from collections import defaultdict
 
+import pytest
+
+TABLES = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("comparison", "benchmarks/test_peers.py")
+    group.addoption("--full", action="store_true", help="all outputs, workers and sizes; about an hour")
+    group.addoption("--data", metavar="ROOT", help="images from these shards instead of synthetic ones")
+    group.addoption("--images", type=int, default=24, help="images to compare on (24)")
+    group.addoption("--rounds", type=int, default=3, help="interleaved repetitions (3)")
+
+
+def pytest_configure(config):
+    config.stash[TABLES] = []
+
 
 def pytest_terminal_summary(terminalreporter, config):
+    for text in config.stash[TABLES]:
+        terminalreporter.write_line(text)
     session = getattr(config, "_benchmarksession", None)
     groups = defaultdict(list)
     for benchmark in session.benchmarks if session else []:

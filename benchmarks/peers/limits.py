@@ -1,0 +1,66 @@
+"""What nobody can beat on this machine: each does one part of the work and nothing else, in one process."""
+
+import os
+from collections.abc import Iterator
+
+import cv2
+import simplejpeg
+
+import sa1b
+from benchmarks.peers.pixels import memory
+from benchmarks.peers.task import Delivered, Place, Task
+from sa1b.masks.grid import framed_size
+
+
+def _none(size: int) -> Delivered:
+    return Delivered([0] * size, [], None, None, 0)
+
+
+def reading(
+    place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False
+) -> Iterator[Delivered]:
+    """The samples' bytes from their shard, one range each, unchecked."""
+    dataset = sa1b.open(place.root)
+    table = dataset.table
+    files = [os.open(place.root / name, os.O_RDONLY) for name in dataset.shards]
+    while True:
+        for i in range(0, len(table) - task.batch + 1, task.batch):
+            for row in range(i, i + task.batch):
+                length = int(table.jpg_bytes[row]) + int(table.masks_bytes[row]) + 512
+                os.pread(files[int(table.shard[row])], length, int(table.offset[row]))
+            yield _none(task.batch)
+        if not endless:
+            return
+
+
+def decoding(
+    place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False
+) -> Iterator[Delivered]:
+    """The JPEGs, from memory, at the smallest sufficient scale, resized into one buffer."""
+    samples = [(s.jpeg, s.annotations.height, s.annotations.width) for s in sa1b.open(place.root)]
+    slot = memory("slot", (task.image_size, task.image_size, 3)).numpy()
+    while True:
+        for i in range(0, len(samples) - task.batch + 1, task.batch):
+            for jpeg, height, width in samples[i : i + task.batch]:
+                rows, columns = framed_size(height, width, task.image_size)
+                image = simplejpeg.decode_jpeg(jpeg, "RGB", min_height=rows, min_width=columns)
+                cv2.resize(image, (columns, rows), dst=slot[:rows, :columns])
+            yield _none(task.batch)
+        if not endless:
+            return
+
+
+def clearing(
+    place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False
+) -> Iterator[Delivered]:
+    """A used output buffer filled with zeros: images and masks of a batch."""
+    images = memory("images", (task.batch, task.image_size, task.image_size, 3))
+    masks = memory("masks", (task.batch * task.masks, task.size or 0, task.size or 0))
+    steps = len(sa1b.open(place.root)) // task.batch
+    while True:
+        for _ in range(steps):
+            images.zero_()
+            masks.zero_()
+            yield _none(task.batch)
+        if not endless:
+            return

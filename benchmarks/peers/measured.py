@@ -1,0 +1,161 @@
+"""Runs contenders side by side, one process each, in turns, and compares them round by round."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import process_tree
+from benchmarks.peers.contenders import Contender
+from benchmarks.peers.task import Place, Task
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Running:
+    """A contender's process; use as a context."""
+
+    def __init__(self, contender: Contender, place: Place, task: Task, workers: int) -> None:
+        command = [contender.name, str(place.root), str(place.folder), json.dumps(asdict(task)), str(workers)]
+        self._errors = (place.folder / f"errors-{workers}.txt").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.peers.program", *command, str(time.monotonic())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        self.first: float = self._line()["first"]
+
+    def ask(self, do: str, **more: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self._errors.close()
+
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait(10)
+            self._errors.seek(0)
+            raise RuntimeError(f"{' '.join(self.process.args[3:5])}: {self._errors.read()[-2000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@dataclass(slots=True)
+class Row:
+    """What one contender did with one number of workers.
+
+    Attributes:
+        first: seconds from the start of its process to its first batch.
+        resume: seconds to the first batch in a running process, by part of the epoch.
+        peak: bytes of the process tree at their highest, PSS.
+        delivered: of one epoch, see program.once.
+        rounds: of each round, see program.timed.
+    """
+
+    name: str
+    kind: str
+    workers: int
+    first: float = 0.0
+    resume: dict[str, float] = field(default_factory=dict)
+    peak: int = 0
+    delivered: dict[str, Any] = field(default_factory=dict)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+
+    def seconds(self) -> list[float]:
+        """Per image, of each round."""
+        return [one["seconds"] / one["images"] for one in self.rounds]
+
+    def document(self) -> dict[str, Any]:
+        """For the results: medians of the rounds, per image."""
+        each = {
+            name: median(one[name] / one["images"] for one in self.rounds)
+            for name in ("seconds", "cpu", "read")
+        }
+        per_second = [1 / second for second in self.seconds()]
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "workers": self.workers,
+            "images_per_second": median(per_second),
+            "images_per_second_range": [min(per_second), max(per_second)],
+            "images_per_cpu_second": 1 / each["cpu"] if each["cpu"] else None,
+            "cpu_seconds": each["cpu"],
+            "bytes_read": each["read"],
+            "bytes_to_device": self.delivered.get("device_bytes", 0),
+            "peak_bytes": self.peak,
+            "first_batch_cold_seconds": self.first,
+            "first_batch_seconds": self.resume,
+        }
+
+
+def compare(
+    entries: list[tuple[Contender, Place, int]],
+    task: Task,
+    rounds: int,
+    images: dict[str, int],
+    *,
+    quick: bool = False,
+    resume: bool = False,
+) -> list[Row]:
+    """Start all, let each deliver an epoch, then time them in turns.
+
+    Args:
+        entries: contender, its files, workers.
+        images: of a round, by kind of contender: fast ones need more for a clock to tell.
+        quick: only the rounds, no epoch with its memory before them.
+        resume: also go on within an epoch, once each.
+    """
+    rows, running = [], []
+    try:
+        for contender, place, workers in entries:
+            one = Running(contender, place, task, workers)
+            running.append(one)
+            rows.append(Row(contender.name, contender.kind, workers, one.first))
+        for row, one in zip(rows, running, strict=True) if not quick else ():
+            with process_tree.Watch(one.process.pid) as watch:
+                row.delivered = one.ask("pass")
+            row.peak = watch.peak
+        for number in range(rounds):
+            turn = list(zip(rows, running, strict=True))
+            for row, one in turn[number % len(turn) :] + turn[: number % len(turn)]:
+                row.rounds.append(one.ask("round", images=images[row.kind]))
+        for row, one in zip(rows, running, strict=True):
+            if row.kind != "limit" and resume:
+                for start in (0.0, 0.5, 0.9):
+                    row.resume[f"{start:g}"] = one.ask("resume", start=start)["seconds"]
+    finally:
+        for one in running:
+            one.stop()
+    return rows
+
+
+def ratio(slow: Row, fast: Row) -> dict[str, float]:
+    """How many times faster one is than another: median and range of the ratios of the same rounds."""
+    ratios = [s / f for s, f in zip(slow.seconds(), fast.seconds(), strict=True)]
+    return {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
+
+
+def best(rows: list[Row], kind: str) -> Row:
+    """The quickest of a kind, by its median."""
+    return min((row for row in rows if row.kind == kind), key=lambda row: median(row.seconds()))

@@ -1,0 +1,112 @@
+"""The process that one contender is measured in: `python -m benchmarks.peers.program`, see `main`.
+
+It delivers its first batch, says how long that took since its parent began to start it, and then obeys its
+standard input, one JSON document a line, with one line of JSON each:
+
+    {"do": "pass"}                one epoch, untimed: what came
+    {"do": "round", "images": n}  n images in the steady state: seconds, processor seconds, bytes read
+    {"do": "resume", "start": f}  seconds until the first batch from f of an epoch on, in this process
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import torch
+
+from benchmarks import process_tree
+from benchmarks.peers.contenders import CONTENDERS, Contender
+from benchmarks.peers.task import Delivered, Place, Task
+
+
+def once(contender: Contender, place: Place, task: Task, workers: int) -> dict[str, Any]:
+    """One epoch: ids, masks, pixels in the foreground, mean of the pictures, bytes to a device."""
+    ids: list[int] = []
+    masks = foreground = device_bytes = 0
+    level = 0.0
+    for batch in contender.batches(place, task, workers):
+        ids += batch.ids
+        device_bytes += batch.device_bytes
+        if batch.images is not None:
+            level += float(batch.images.sum(dtype=torch.int64)) / batch.images[0].numel()
+        if batch.masks is not None:
+            masks += len(batch.masks)
+            foreground += int(torch.count_nonzero(batch.masks))
+    return {
+        "ids": sorted(ids),
+        "masks": masks,
+        "foreground": foreground,
+        "level": level / len(ids),
+        "device_bytes": device_bytes / len(ids),
+    }
+
+
+def timed(contender: Contender, place: Place, task: Task, workers: int, images: int) -> dict[str, Any]:
+    """Some images, from when every worker has delivered on."""
+    own = os.getpid()
+    batches = contender.batches(place, task, workers, endless=True)
+    for _ in range(max(1, workers)):
+        next(batches)
+    read, busy, began = process_tree.bytes_read(own), process_tree.processor_seconds(own), time.monotonic()
+    got = 0
+    while got < images and (batch := next(batches, None)) is not None:
+        got += len(batch.ids)
+    seconds = time.monotonic() - began
+    # The workers of a finite epoch may have ended: what they took counts with their parent then.
+    busy = process_tree.processor_seconds(own) - busy
+    read = process_tree.bytes_read(own) - read
+    _close(batches)
+    return {"images": got, "seconds": seconds, "cpu": busy, "read": read}
+
+
+def resumed(contender: Contender, place: Place, task: Task, workers: int, start: float) -> dict[str, Any]:
+    if start and contender.prepare is not None:
+        contender.prepare(place, task, workers, start)
+    began = time.monotonic()
+    batches = contender.batches(place, task, workers, start)
+    next(batches)
+    seconds = time.monotonic() - began
+    _close(batches)
+    return {"seconds": seconds}
+
+
+def _close(batches: Iterator[Delivered]) -> None:
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()
+
+
+def main(name: str, root: str, folder: str, task_json: str, workers_text: str, began: str) -> None:
+    cv2.setNumThreads(1)
+    torch.set_num_threads(1)
+    contender, place = CONTENDERS[name], Place(Path(root), Path(folder))
+    task, workers = Task(**json.loads(task_json)), int(workers_text)
+    batches = contender.batches(place, task, workers)
+    next(batches)
+    say({"first": time.monotonic() - float(began)})
+    _close(batches)
+    del batches
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked["do"] == "pass":
+            say(once(contender, place, task, workers))
+        elif asked["do"] == "round":
+            say(timed(contender, place, task, workers, asked["images"]))
+        else:
+            say(resumed(contender, place, task, workers, asked["start"]))
+
+
+def say(document: dict[str, Any]) -> None:
+    print(json.dumps(document), file=_OUT, flush=True)
+
+
+if __name__ == "__main__":
+    # What libraries print goes to standard error: the answers have their own line.
+    _OUT = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    main(*sys.argv[1:])

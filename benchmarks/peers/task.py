@@ -1,0 +1,101 @@
+"""What every contender delivers, and which masks of an image: the same for all."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+import sa1b
+from sa1b.stream.choice import choose
+
+CHOSEN = "chosen.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked for.
+
+    Attributes:
+        size: pixels of a mask's sides; None: the masks need not become pixels.
+        image_size: pixels of the padded square that holds the image.
+        masks: at most so many of an image.
+        batch: images.
+    """
+
+    size: int | None
+    image_size: int = 1024
+    masks: int = 64
+    batch: int = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delivered:
+    """One batch. Its tensors may be written again when the next one is asked for.
+
+    Attributes:
+        ids: of the images; counts: masks of each.
+        images: uint8 [B, 3, S, S], RGB, padded right and below with 0; None: a limit that makes none.
+        masks: uint8 [M, size, size] of one image after the other; None: none, or as runs.
+        device_bytes: what would travel to a GPU.
+    """
+
+    ids: list[int]
+    counts: list[int]
+    images: Tensor | None
+    masks: Tensor | None
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """An image and its annotation file as bytes: the source of everybody's files."""
+
+    image_id: int
+    jpeg: bytes
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where things lie.
+
+    Attributes:
+        root: this package's shards.
+        folder: the contender's own files.
+    """
+
+    root: Path
+    folder: Path
+
+
+def pairs(root: Path) -> Iterator[Pair]:
+    """All images of a root of this package, with the stored JPEG and the annotation file."""
+    dataset = sa1b.open(root)
+    for i, sample in enumerate(dataset):
+        yield Pair(sample.image_id, sample.jpeg, json.dumps(dataset.annotations(i)).encode())
+
+
+def write_choices(root: Path, limits: Iterable[int], seed: int = 0) -> None:
+    """Note which masks the stream takes at its first visit, so that looking it up costs all the same."""
+    table = {
+        limit: {
+            sample.image_id: choose(
+                sample.annotations, sample.annotations.runs_count > 1, limit, "uniform", seed, 0
+            ).tolist()
+            for sample in sa1b.open(root)
+        }
+        for limit in limits
+    }
+    (root / CHOSEN).write_text(json.dumps(table))
+
+
+@cache
+def choices(root: Path, limit: int) -> dict[int, npt.NDArray[np.int64]]:
+    """Image id to the indices of the masks to deliver, ascending."""
+    table = json.loads((root / CHOSEN).read_text())[str(limit)]
+    return {int(image_id): np.array(indices) for image_id, indices in table.items()}

@@ -1,0 +1,79 @@
+"""What a process and all below it take: processor seconds, bytes read, memory, from /proc."""
+
+import os
+import threading
+from pathlib import Path
+
+_TICK = os.sysconf("SC_CLK_TCK")
+PERIOD = 0.02  # seconds between two looks at memory
+
+
+def below(process: int) -> list[int]:
+    """The process and all its descendants that live."""
+    found, todo = [], [process]
+    while todo:
+        each = todo.pop()
+        found.append(each)
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            todo += map(int, (_text(children) or "").split())
+    return found
+
+
+def processor_seconds(process: int) -> float:
+    """User and system time of the tree; of those that have ended and were waited for, too."""
+    total = 0
+    for each in below(process):
+        stat = _text(Path(f"/proc/{each}/stat"))
+        if stat:
+            total += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
+    return total / _TICK
+
+
+def bytes_read(process: int) -> int:
+    """What the tree has asked read() and its kin for, from disk or not; mapped files do not show."""
+    total = 0
+    for each in below(process):
+        fields = dict(line.split(": ") for line in (_text(Path(f"/proc/{each}/io")) or "").splitlines())
+        total += int(fields.get("rchar", 0))
+    return total
+
+
+def memory(process: int) -> int:
+    """Bytes of the tree, shared pages counted once (PSS)."""
+    total = 0
+    for each in below(process):
+        for line in (_text(Path(f"/proc/{each}/smaps_rollup")) or "").splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+class Watch:
+    """The highest memory of a tree while the context is open: `peak`, bytes."""
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+        self.peak = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while True:
+            self.peak = max(self.peak, memory(self.process))
+            if self._over.wait(PERIOD):
+                return
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:  # it has ended, or belongs to someone else
+        return None

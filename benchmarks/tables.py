@@ -1,0 +1,160 @@
+"""The results as text: one table for each question, for a terminal and for README.md."""
+
+from typing import Any
+
+
+def all_tables(document: dict[str, Any]) -> list[str]:
+    """Everything that was measured, in the order of the page."""
+    found = [heading(document)]
+    found += [comparison(question) for question in document.get("comparison", [])]
+    if "stages" in document:
+        found.append(stages(document["stages"]))
+    if "tools" in document:
+        found.append(tools(document["tools"]))
+    if "object_store" in document:
+        found.append(object_store(document["object_store"]))
+    found += [curve(each) for each in document.get("growth", [])]
+    if not document["machine"]["gpu"]:
+        found.append("On a GPU: not run, there is none here.")
+    if "verdict" in document:
+        verdict = document["verdict"]
+        found.append(f"VERDICT: {verdict['text']} {verdict['change']}")
+    return found
+
+
+def heading(document: dict[str, Any]) -> str:
+    machine, material = document["machine"], document["material"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return (
+        f"\n{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu'] or 'none'}, "
+        f"Python {machine['python']}, {machine['date']}; {versions}\n"
+        f"{material['origin']}: {material['masks_per_image']:.0f} masks an image, "
+        f"{material['runs_per_mask']:.0f} runs a mask, area fraction p50 "
+        f"{material['area_fraction_median']:.2%} mean {material['area_fraction_mean']:.2%}, "
+        f"JPEG {megabytes(material['jpeg_bytes'])} MB, at 1024 px "
+        f"{megabytes(material['jpeg_bytes_1024'])} MB, annotation {material['annotation_bytes'] / 1e3:.0f} kB"
+    )
+
+
+def comparison(question: dict[str, Any]) -> str:
+    head = [
+        "", "workers", "images/s", "range", "per core", "x slower", "range", "CPU ms", "MB read",
+        "MB to device", "peak MB", "first s", "0 %", "50 %", "90 %",
+    ]  # fmt: skip
+    lines = []
+    for row in question["rows"]:
+        limit = row["kind"] == "limit"
+        slower = row.get("slower")
+        resume = row["first_batch_seconds"]
+        per_core = row["images_per_cpu_second"]
+        lines.append(
+            [
+                row["name"],
+                str(row["workers"]),
+                f"{row['images_per_second']:.1f}",
+                "-".join(f"{value:.1f}" for value in row["images_per_second_range"]),
+                f"{per_core:.1f}" if per_core else "",
+                f"{slower['median']:.1f}" if slower else "",
+                f"{slower['least']:.1f}-{slower['most']:.1f}" if slower else "",
+                f"{1e3 * row['cpu_seconds']:.1f}",
+                megabytes(row["bytes_read"]),
+                "" if limit else megabytes(row["bytes_to_device"]),
+                f"{row['peak_bytes'] / 1e6:.0f}",
+                f"{row['first_batch_cold_seconds']:.2f}",
+                *(f"{resume[start]:.2f}" if start in resume else "" for start in ("0", "0.5", "0.9")),
+            ]
+        )
+    notes = [headline(question)] + [f"{name}: {why}" for name, why in question["missing"].items()]
+    return "\n".join([f"\n{question['title']}", grid(head, lines), *(note for note in notes if note)])
+
+
+def headline(question: dict[str, Any]) -> str:
+    parts = []
+    for kind, words in (("peer", "the best peer"), ("tuned", "a peer tuned beyond its documentation")):
+        ratio = question["ratios"].get(kind)
+        if ratio:
+            parts.append(
+                f"{ratio['median']:.1f} times (from {ratio['least']:.1f} to {ratio['most']:.1f}) "
+                f"{words}, {ratio['name']} with {ratio['workers']} workers; "
+                f"{ratio['cpu']:.1f} times fewer processor seconds"
+            )
+    if not parts:
+        return ""
+    return f"{question['best']} with {question['best_workers']}: " + "; ".join(parts)
+
+
+def stages(times: dict[str, dict[str, float]]) -> str:
+    names = list(next(iter(times.values())))
+    lines = [
+        [kind, *(f"{own[name]:.2f}" for name in names), f"{sum(list(own.values())[:-1]):.2f}"]
+        for kind, own in times.items()
+    ]
+    return (
+        "\nWhere our own time goes: milliseconds of one core and image, masks at 1024; the sum is without "
+        "the last\n" + grid(["JPEGs", *names, "sum"], lines)
+    )
+
+
+def tools(rates: dict[str, Any]) -> str:
+    lines = [
+        [name, f"{rate['bytes_per_second'] / 1e6:.0f}", f"{rate['times_gzip']:.2f}"]
+        for name, rate in rates.items()
+        if name != "index query"
+    ]
+    query = rates["index query"]
+    return (
+        "\nTools, one core\n" + grid(["", "MB/s", "of gzip -dc"], lines) + "\n"
+        f"A question to the index about {query['masks']:,} masks of {query['images']:,} images: "
+        f"{1e3 * query['seconds']:.0f} ms"
+    )
+
+
+def object_store(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        [
+            f"{1e3 * row['latency_seconds']:.0f} ms",
+            f"{row['s3']:.1f}",
+            f"{row['s3_far_ahead']:.1f}",
+            f"{row['of_local']:.2f}",
+            "-".join(f"{value:.2f}" for value in row["of_local_range"]),
+            f"{row['webdataset']:.1f}" if "webdataset" in row else "",
+        ]
+        for row in rows
+    ]
+    head = ["latency", "ahead=2", "ahead=16", "of local", "range", "webdataset over curl"]
+    title = "sa1b.Loader from an S3 server on this machine: images/s, 2 threads, 1024-px JPEGs, masks as runs"
+    return f"\n{title}\n{grid(head, lines)}"
+
+
+def curve(each: dict[str, Any]) -> str:
+    places = sorted({x for points in each["series"].values() for x, _ in points})
+    lines = []
+    for name, points in each["series"].items():
+        known = dict(map(tuple, points))
+        lines.append([name, *(number(known[x]) if x in known else "" for x in places)])
+    return f"\n{each['title']} ({each['unit']})\n" + grid([each["axis"], *map(number, places)], lines)
+
+
+def grid(head: list[str], lines: list[list[str]]) -> str:
+    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in [head, *lines]
+    )
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:.2f}" if count < 1e7 else f"{count / 1e6:.1f}"
+
+
+def number(value: float) -> str:
+    """Whole below 100,000 as it is; else three digits, with a letter for large numbers."""
+    if value == int(value) and abs(value) < 1e5:
+        return f"{value:,.0f}"
+    for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"

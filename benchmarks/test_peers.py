@@ -1,0 +1,239 @@
+"""How fast will my training be fed, what limits it, and what would the alternatives give?
+
+    pytest benchmarks/test_peers.py                  24 synthetic images, under ten minutes on two cores
+    pytest benchmarks/test_peers.py --data ROOT      on one's own shards
+    pytest benchmarks/test_peers.py --full           all outputs, workers, sizes
+
+Same images, same masks, same output from everybody: pictures as uint8 in the padded square of 1024 pixels and
+at most 64 masks, (a) at 1024 x 1024, (b) at 256 x 256, nearest, as torch tensors on the CPU. Contenders run
+in turns, each in a process of its own, and are compared round by round: a machine's speed drifts, the ratios
+of a round much less. The tables come at the end, as benchmarks/results/<machine>.json, and as report.html.
+
+The other loaders: `pip install --no-deps -r benchmarks/peers/requirements.txt`.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import growth, material, object_store, own_time, report, tables, tool_rates
+from benchmarks.conftest import TABLES
+from benchmarks.peers import extracted_files, measured, pixels
+from benchmarks.peers.contenders import CONTENDERS, Contender
+from benchmarks.peers.task import Delivered, Pair, Place, Task, pairs
+from sa1b.masks.grid import framed, framed_size
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+RESULTS = Path(__file__).parent / "results"
+QUESTIONS = {
+    "a-original": ("(a) masks at 1024 x 1024, original-size JPEGs", "original", 1024),
+    "a-1024": ("(a) masks at 1024 x 1024, 1024-px JPEGs", "1024", 1024),
+    "b-1024": ("(b) masks at 256 x 256, 1024-px JPEGs", "1024", 256),
+    "b-original": ("(b) masks at 256 x 256, original-size JPEGs", "original", 256),
+    "runs-original": ("Masks as runs, original-size JPEGs", "original", None),
+    "runs-1024": ("Masks as runs, 1024-px JPEGs", "1024", None),
+}
+BATCHES = 1  # compared pixel by pixel
+CORES = 2  # workers of the others where only one number is measured: what the default is made for
+DEFAULT = ("a-original", "a-1024", "b-1024")
+PEERS = [name for name, contender in CONTENDERS.items() if contender.kind != "limit"]
+
+
+@pytest.fixture(scope="module")
+def options(request: pytest.FixtureRequest) -> Any:
+    return request.config.option
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory, options: Any) -> material.Material:
+    return material.make(tmp_path_factory.mktemp("peers"), options.images, options.data)
+
+
+@pytest.fixture(scope="module")
+def document(request: pytest.FixtureRequest, images: material.Material) -> Iterator[dict[str, Any]]:
+    """The results: filled by the tests, written when they are over."""
+    made: dict[str, Any] = {
+        "machine": material.machine(),
+        "load": os.getloadavg()[0],
+        "material": material.statistics(images),
+    }
+    yield made
+    if not {"comparison", "stages"} <= made.keys():
+        return  # a part of the tests: nothing to publish
+    made["growth"] = made.get("growth", []) + [
+        curve.document() for curve in growth.workers(made["comparison"])
+    ]
+    made["verdict"] = own_time.verdict(made)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{material.name_of(made['machine'])}.json"
+    path.write_text(json.dumps(made, indent=1) + "\n")
+    report.write(made, RESULTS / "report.html")
+    request.config.stash[TABLES].extend([*tables.all_tables(made), f"\n{path}\n{RESULTS / 'report.html'}"])
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("size", [1024, 256])
+def test_everybody_delivers_the_same_tensors(images: material.Material, name: str, size: int) -> None:
+    """Bit for bit; those with OpenCV's resize, wherever that takes the same pixel."""
+    contender, task = installed(name), Task(size=size)
+    sources = {pair.image_id: pair for pair in pairs(images.root)}
+    place = images.place(contender, next(iter(images.roots)))
+    for image_id, (picture, masks) in first(contender.batches(place, task, 0), BATCHES):
+        source = sources[image_id]
+        expected_picture, expected_masks = expected(place, task, source)
+        assert np.abs(picture.astype(np.int16) - expected_picture).mean() < 2
+        if contender.kind == "peer":
+            size_of_source = json.loads(source.text)["image"]
+            rows, columns = (
+                same_pixel(size_of_source["height"], size_of_source["width"], size, axis) for axis in (0, 1)
+            )
+            assert rows.any()
+            assert columns.any()
+            assert np.array_equal(masks[:, rows][:, :, columns], expected_masks[:, rows][:, :, columns])
+        else:
+            assert np.array_equal(masks, expected_masks)
+
+
+@pytest.mark.parametrize("key", QUESTIONS)
+def test_comparison(images: material.Material, document: dict[str, Any], options: Any, key: str) -> None:
+    """Everybody in turns."""
+    if key not in DEFAULT and not options.full:
+        pytest.skip("only with --full")
+    title, kind, size = QUESTIONS[key]
+    having(images, kind)
+    task = Task(size=size)
+    entries, missing = [], {}
+    for name, contender in CONTENDERS.items():
+        if size is None and contender.kind != "ours":
+            continue
+        if contender.missing():
+            missing[name] = f"not run: {', '.join(contender.missing())} not installed"
+            continue
+        entries += [
+            (contender, images.place(contender, kind), workers)
+            for workers in contender.workers
+            if options.full or contender.kind not in ("peer", "tuned") or workers == CORES
+        ]
+    count = options.images
+    rounds = {"ours": 4 * count, "peer": count - 4, "tuned": count - 4, "limit": 8 * count}
+    rows = measured.compare(entries, task, options.rounds, rounds, resume=key == "a-original")
+    best = measured.best(rows, "ours")
+    documents = [row.document() for row in rows]
+    for row, made in zip(rows, documents, strict=True):
+        if row.kind in ("peer", "tuned"):
+            made["slower"] = measured.ratio(row, best)
+    ratios = {}
+    for other_kind in ("peer", "tuned"):
+        if any(row.kind == other_kind for row in rows):
+            other = measured.best(rows, other_kind)
+            ratios[other_kind] = measured.ratio(other, best) | {
+                "name": other.name,
+                "workers": other.workers,
+                "cpu": other.document()["cpu_seconds"] / best.document()["cpu_seconds"],
+            }
+    document.setdefault("comparison", []).append(
+        {
+            "key": key,
+            "title": title,
+            "rows": documents,
+            "best": best.name,
+            "best_workers": best.workers,
+            "ratios": ratios,
+            "missing": missing,
+        }
+    )
+    delivered = [row.delivered for row in rows if row.kind != "limit"]
+    assert len({tuple(each["ids"]) for each in delivered}) == 1
+    if size is not None:
+        assert len({each["masks"] for each in delivered}) == 1
+        foreground = [each["foreground"] for each in delivered]
+        assert max(foreground) < 1.005 * min(foreground)
+
+
+def test_where_our_time_goes(images: material.Material, document: dict[str, Any]) -> None:
+    document["stages"] = {kind: own_time.stages(root, Task(size=1024)) for kind, root in images.roots.items()}
+    document["storage"] = own_time.storage(images.folder, images.root)
+
+
+def test_tools(images: material.Material, document: dict[str, Any], options: Any) -> None:
+    having(images, "original")
+    document["tools"] = tool_rates.measure(images.folder / "tools", images.roots["original"], options.rounds)
+
+
+def test_growth(images: material.Material, document: dict[str, Any], options: Any) -> None:
+    counts = [10_000, 100_000, 1_000_000, growth.ALL] if options.full else [10_000, 1_000_000]
+    sizes = [256, 512, 1024, 2048] if options.full else [512, 1024]
+    rounds = options.rounds if options.full else 1
+    curves = growth.samples(images.folder, counts, rounds)
+    assert [len(next(iter(curve.series.values()))) for curve in curves] == [len(counts)] * 2
+    document["growth"] = [curve.document() for curve in curves]
+    having(images, "original")
+    curves = [
+        growth.masks(images.folder, images, [10, 100, 400], rounds),
+        growth.image_sizes(images, sizes, rounds),
+    ]
+    assert [len(next(iter(curve.series.values()))) for curve in curves] == [3, len(sizes)]
+    document["growth"] += [curve.document() for curve in curves]
+
+
+def test_object_store(images: material.Material, document: dict[str, Any], options: Any) -> None:
+    pytest.importorskip("s3fs")
+    document["object_store"] = object_store.measure(images.folder / "store", images, 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: no GPU here")
+def test_device(images: material.Material, document: dict[str, Any]) -> None:
+    document["gpu"] = own_time.device(images.root, Task(size=1024))
+
+
+def having(images: material.Material, kind: str) -> None:
+    if kind not in images.roots:
+        pytest.skip(f"not run: these shards hold no JPEGs of {kind} size")
+
+
+def installed(name: str) -> Contender:
+    contender = CONTENDERS[name]
+    if contender.missing():
+        pytest.skip(f"{', '.join(contender.missing())}: see benchmarks/peers/requirements.txt")
+    return contender
+
+
+def expected(place: Place, task: Task, source: Pair) -> tuple[Any, Any]:
+    """Picture and masks of an image by pycocotools and integer indexing."""
+    how = {"picture": extracted_files.scaled, "mask": pixels.pick}
+    ((_, parts),) = split(pixels.collate(place, task, [(source.jpeg, source.text)], **how))
+    return parts
+
+
+def first(batches: Iterator[Delivered], count: int) -> list[tuple[int, tuple[Any, Any]]]:
+    """The images of the first batches, copied: id, picture [S, S, 3] and masks."""
+    return [each for _ in range(count) for each in split(next(batches))]
+
+
+def split(batch: Delivered) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    assert batch.images is not None
+    assert batch.masks is not None
+    ends = np.cumsum(batch.counts)
+    for i, image_id in enumerate(batch.ids):
+        masks = batch.masks[ends[i] - batch.counts[i] : ends[i]]
+        yield image_id, (batch.images[i].permute(1, 2, 0).numpy().copy(), masks.numpy().copy())
+
+
+def same_pixel(height: int, width: int, size: int, axis: int) -> Any:
+    """Where OpenCV's nearest takes the source pixel that integers name, along one axis; bool [size]."""
+    own = framed((height, width), 1024, size)[axis].sources()
+    taken = framed_size(height, width, size)[axis]
+    line = np.arange((height, width)[axis], dtype=np.int32)
+    theirs = np.full(size, -1)
+    theirs[:taken] = cv2.resize(line[None], (taken, 1), interpolation=cv2.INTER_NEAREST_EXACT)[0]
+    same = own == theirs
+    same[taken:] &= own[taken:] == -1
+    return same
