@@ -275,4 +275,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is written and closed. Threads of torch's process groups that outlive the interpreter can abort it,
+    # and torchrun would then call a run failed that has ended well.
+    os._exit(code)

@@ -24,6 +24,8 @@ The gradient is the same in all modes, whatever the number of ranks and micro-ba
 """
 
 import os
+import secrets
+import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,10 +34,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.agreement import agree
@@ -100,10 +103,13 @@ def start(config: ParallelConfig) -> Place:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         wait = timedelta(seconds=config.timeout_first)
         if found.world == 1:
-            store = HashStore()  # needs no address and no port
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=wait)
+            alone = HashStore()  # needs no address and no port
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=wait)
         else:
-            dist.init_process_group(backend, timeout=wait)
+            store = _fresh_store(found.rank, found.world, wait)
+            dist.init_process_group(
+                backend, store=store, rank=found.rank, world_size=found.world, timeout=wait
+            )
     mesh = _mesh(device, found.world, config.replicas) if config.mode == "fsdp" else None
     place = Place(found.rank, found.world, local_rank, device, mesh)
     set_timeout(place, config.timeout_first)
@@ -203,6 +209,37 @@ def _fully_shard(module: nn.Module, config: ParallelConfig, place: Place) -> nn.
         offload_policy=offload,
     )
     return module
+
+
+def _fresh_store(rank: int, world: int, wait: timedelta) -> Store:
+    """The ranks' store under a prefix that no earlier attempt has used.
+
+    torchrun keeps one store over its restarts (torch 2.13, torch/distributed/elastic/rendezvous/
+    dynamic_rendezvous.py): ranks would find the addresses of dead ones there. So each rank greets with a word
+    of its own, and rank 0 answers that word with its own one, until all have heard it.
+
+    Raises:
+        DistStoreError: a rank did not come in time.
+    """
+    store: Store = next(rendezvous("env://", rank, world, timeout=wait))[0]
+    store.set_timeout(wait)
+    word = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"greeting/{rank}", word)
+        word, own = store.get(f"answer/{word}").decode(), word
+        store.set(f"heard/{word}/{rank}", own)
+        return PrefixStore(word, store)
+    missing = set(range(1, world))
+    end = time.monotonic() + wait.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"greeting/{other}"]):  # it may be that of a dead rank
+                store.set(f"answer/{store.get(f'greeting/{other}').decode()}", word)
+        missing -= {other for other in missing if store.check([f"heard/{word}/{other}"])}
+        if time.monotonic() > end:
+            raise dist.DistStoreError(f"ranks {sorted(missing)} did not come in {wait}")
+        time.sleep(0.01)
+    return PrefixStore(word, store)
 
 
 def _refuse(config: ParallelConfig, world: int) -> None:

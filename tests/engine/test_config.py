@@ -1,0 +1,134 @@
+"""The command line as settings: presets, help, and what is refused."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from docstring_parser import parse as parse_docstring
+
+from sa1b.engine import config as settings
+from sa1b.engine.config import PRESETS, Config, parse
+from sa1b.sam.model import PRESETS as MODELS
+from sa1b.shards.errors import UsageError
+
+ROOT = ("--data.root", "shards")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_decides_all_that_no_flag_decides(preset: str) -> None:
+    for spelled in (["--preset", preset], [f"--preset={preset}"]):
+        found = parse([*spelled, *ROOT, "--data.masks", "7"], None)
+        expected = PRESETS[preset]
+        data = dataclasses.replace(expected.data, root="shards", masks=7)
+        assert found == dataclasses.replace(expected, data=data)
+
+
+def test_presets_have_the_published_models_and_batches() -> None:
+    for name in ("vit_b", "vit_l", "vit_h"):
+        assert dataclasses.replace(PRESETS[name].model, drop_path=0.0) == MODELS[name]
+    batches = {name: PRESETS[name].data.global_batch for name in ("vit_b", "vit_l", "vit_h")}
+    assert batches == {"vit_b": 128, "vit_l": 128, "vit_h": 256}
+    assert PRESETS["vit_h"].optim.steps == 90_000
+    assert parse(list(ROOT), None).preset == "vit_b"
+
+
+def _parts() -> list[tuple[str, type[Any]]]:
+    nested = [("", Config)]
+    for field in dataclasses.fields(Config):
+        kind = field.default_factory
+        if dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            nested.append((f"{field.name}.", kind))
+    return nested
+
+
+@pytest.mark.parametrize(("prefix", "part"), _parts())
+def test_help_shows_every_field_with_its_text(
+    prefix: str, part: type[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # wider ones have several columns of flags
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"], "Trains.")
+    assert ended.value.code == 0
+    shown = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    texts = {}
+    for parameter in parse_docstring(part.__doc__ or "").params:
+        texts |= dict.fromkeys(re.split(r", ", parameter.arg_name), parameter.description or "")
+    names = [field.name for field in dataclasses.fields(part)]
+    assert set(names) <= set(texts), f"no text: {set(names) - set(texts)}"
+    nested = {f"{name}." for name in names} & {prefix for prefix, _ in _parts()}
+    for name in names:
+        if f"{name}." not in nested:
+            flag = f"{prefix}{'json' if name == 'json_output' else name}".replace("_", "-")
+            off = re.sub(r"^(.*\.)?", r"\1no-", flag)  # how a switch that is on is shown
+            text = re.escape(" ".join(texts[name].split())[:24])
+            assert re.search(rf"--({flag}|{off}) .{{0,80}}?{text}", shown), f"--{flag} has no help"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ([], "--data.root is missing"),
+        ([*ROOT, "--data.target-size", "8"], "--data.target-size 8 is below the 256 pixels"),
+        ([*ROOT, "--evaluation.every", "5"], "--evaluation.every needs --evaluation.view"),
+        ([*ROOT, "--evaluate-only"], "--evaluate-only needs --evaluation.view"),
+        ([*ROOT, "--json"], "--json is for --evaluate-only"),
+        ([*ROOT, "--data.view", "a", "--evaluation.view", "a"], "--evaluation.view and --data.view are both"),
+        ([*ROOT, "--evaluation.masks", "0"], "--evaluation.masks must be at least 1"),
+        ([*ROOT, "--data.global-batch", "0"], "--data.global-batch 0 must be at least 1"),
+        ([*ROOT, "--data.micro-batch", "0"], "--data.micro-batch 0 must be at least 1"),
+        ([*ROOT, "--data.masks", "0"], "--data.masks 0 must be at least 1"),
+        ([*ROOT, "--data.run", "0"], "--data.run 0 must be at least 1"),
+        ([*ROOT, "--data.threads", "0"], "--data.threads 0 must be at least 1"),
+        ([*ROOT, "--data.ahead", "0"], "--data.ahead 0 must be at least 1"),
+        ([*ROOT, "--data.flip", "1.5"], "--data.flip 1.5 must be from 0 to 1"),
+        ([*ROOT, "--data.deadline", "nan"], "--data.deadline nan must be more than 0 seconds"),
+        ([*ROOT, "--optim.warmup", "900000"], "--optim.warmup 900000 does not end before"),
+        ([*ROOT, "--optim.floor", "0.1"], "--optim.floor is for --optim.schedule cosine"),
+        ([*ROOT, "--checkpoint.every", "0"], "--checkpoint.every must be at least 1"),
+        ([*ROOT, "--health.patience", "-1"], "--health.patience must not be negative"),
+        ([*ROOT, "--watch.every", "0"], "--watch.every must be at least 1"),
+        ([*ROOT, "--watch.profile", "3", "2"], "--watch.profile takes a first step and a last one"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_the_name_of_its_flag(flags: list[str], named: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(named)):
+        parse(flags, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--data.nosuch", "1"], "--data.nosuch"),
+        (["--preset", "vit_g"], "--preset"),
+        (["--optim.steps", "many"], "--optim.steps"),
+        (["--model.heads", "5"], "width 768 is not a multiple of heads 5"),
+        (["--recipe.clicks", "-1"], "clicks is -1"),
+    ],
+)
+def test_what_cannot_be_read_ends_with_2_and_names_it(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse([*ROOT, *flags], None)
+    assert ended.value.code == 2
+    assert named in re.sub(r"[\s│]+", " ", capsys.readouterr().err)
+
+
+def test_other_ranks_say_nothing_of_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        parse([*ROOT, "--data.nosuch", "1"], None)
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "")
+
+
+def test_the_first_difference_between_two_configurations_is_named_by_its_flag() -> None:
+    own = parse([*ROOT, "--data.micro-batch", "4"], None).document()
+    other = parse(list(ROOT), None).document()
+    assert settings._difference(other, own) == ("data.micro-batch", None, 4)
+    assert settings._difference(own, own) is None

@@ -1,0 +1,93 @@
+"""What a step costs, by the sizes alone, beside what torch counts."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from sa1b.engine import estimate
+from sa1b.engine.config import PRESETS
+from sa1b.sam.model import PRESETS as MODELS
+from sa1b.sam.model import ModelConfig, Sam
+from tests.engine.stream_root import place_of
+
+SMALL = ModelConfig(image_size=128, width=64, depth=3, heads=2, global_blocks=(1,), window=3, channels=64)
+
+
+def counted(work: Callable[[], object]) -> int:
+    # It does not know the fused attention of CPUs.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("config", [SMALL, MODELS["tiny"]], ids=["small", "tiny"])
+def test_operations_of_the_encoder_are_what_torch_counts_but_for_relative_positions(
+    config: ModelConfig,
+) -> None:
+    model = Sam(config).eval()
+    images = torch.zeros(1, 3, config.image_size, config.image_size, dtype=torch.uint8)
+    found = counted(lambda: model.embed(images))
+    # Beside them torch counts the relative positions, which are folded into queries and keys.
+    assert 0.8 * found < estimate.encoder_flops(config) <= found
+
+
+@pytest.mark.parametrize("config", [SMALL, MODELS["tiny"]], ids=["small", "tiny"])
+def test_operations_of_the_decoder_are_about_what_torch_counts(config: ModelConfig) -> None:
+    model = Sam(config).eval()
+    embeddings = torch.zeros(1, config.channels, config.side, config.side)
+    masks = 4
+    points, labels = torch.zeros(masks, 1, 2), torch.ones(masks, 1, dtype=torch.int64)
+    image = torch.zeros(masks, dtype=torch.int64)
+    found = counted(lambda: model.decode(embeddings, image, points, labels))
+    assert estimate.decoder_flops(config) == pytest.approx(found / masks, rel=0.5)
+
+
+def test_a_step_is_three_forwards_of_images_and_of_rounds_of_masks() -> None:
+    recipe = PRESETS["vit_h"].recipe
+    model = MODELS["vit_b"]
+    expected = 3 * (2 * estimate.encoder_flops(model) + 5 * 11 * estimate.decoder_flops(model))
+    assert estimate.step_flops(model, recipe, 2, 5) == expected
+
+
+def test_the_published_vit_h_has_the_published_order_of_operations() -> None:
+    # Segment Anything's ViT-H encoder is known with about 2.7 T multiplications and additions.
+    assert estimate.encoder_flops(MODELS["vit_h"]) / 2 == pytest.approx(2.7e12, rel=0.15)
+
+
+def test_a_cpu_has_no_known_peak() -> None:
+    assert estimate.peak_flops(torch.device("cpu")) is None
+    assert estimate.peak_seconds(MODELS["tiny"], PRESETS["tiny"].recipe, 8, 100, place_of()) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("GTX 9", None),
+    ],
+)
+def test_peaks_are_found_by_the_devices_name(
+    device: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    assert estimate.peak_flops(torch.device("cuda")) == peak
+
+
+def test_the_plan_says_ranks_batch_run_memory_and_step(tmp_path: Path) -> None:
+    preset = PRESETS["tiny"]
+    data = dataclasses.replace(preset.data, global_batch=8, micro_batch=2)
+    optim = dataclasses.replace(preset.optim, steps=200)
+    config = dataclasses.replace(preset, data=data, optim=optim, out=tmp_path)
+    shown = estimate.describe(config, place_of(0, 2), 250_000_000, 2, 800)
+    assert "2 x cpu, mode none, precision fp32" in shown
+    assert "8 images = 2 ranks x 2 micro-batches of up to 2" in shown
+    assert "200 steps = 2.0 epochs of 800 images" in shown
+    assert "4.00 GB a rank for weights, gradients and optimizer" in shown  # 16 bytes a parameter
+    assert "the peak of this device is not known" in shown

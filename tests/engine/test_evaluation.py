@@ -1,0 +1,179 @@
+"""The mean IoU against plain numpy on the model's own masks, and the feed that it comes from."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import sa1b
+from sa1b.engine.evaluation import EvaluationConfig, evaluate, held_out_feed
+from sa1b.engine.feed import DataConfig, Feed, Micro
+from sa1b.engine.parallel import ParallelConfig, wrap
+from sa1b.engine.place import Place
+from sa1b.sam import clicks
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.recipe import Recipe
+from sa1b.shards.errors import UsageError
+from sa1b.stream.view import write_view
+from tests.engine.launch import group, launch
+from tests.engine.stream_root import IMAGE_SIZE, make_root, place_of
+
+MODEL = ModelConfig(
+    image_size=IMAGE_SIZE, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32
+)
+HELD_OUT = 7  # images; in steps of 2, 3 or 4 there is always one left over
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the views "train" and "held-out", which share no image, and "both"."""
+    root = make_root(tmp_path_factory.mktemp("evaluation"))
+    table = sa1b.open(root).table
+    for name, rows in {
+        "train": range(HELD_OUT, len(table)), "held-out": range(HELD_OUT), "both": range(HELD_OUT + 2),
+    }.items():  # fmt: skip
+        write_view(root, table, np.array(rows, np.uint32), name=name)
+    return root
+
+
+def feed_for(root: Path, out: Path, place: Place, view: str = "held-out", **data: Any) -> Feed:
+    settings = DataConfig(str(root), view="train", global_batch=4, masks=9, threads=1)
+    settings = dataclasses.replace(settings, **data)
+    training = Feed(settings, IMAGE_SIZE, place, out, seed=0)
+    config = EvaluationConfig(view=view, masks=3)
+    return held_out_feed(config, settings, IMAGE_SIZE, place, out, training.stream)
+
+
+def model() -> Interactive:
+    torch.manual_seed(0)
+    return Interactive(Sam(MODEL), Recipe())
+
+
+def scored(root: Path, out: Path, place: Place, config: ParallelConfig, **data: Any) -> dict[str, float]:
+    feed = feed_for(root, out, place, **data)
+    return evaluate(wrap(model(), config, place), feed, config, place, 0, out)
+
+
+@torch.no_grad()
+def drawn(sam: Sam, micro: Micro) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The true masks of a micro-batch, bool [M, R, R], and what the model draws for each of four prompts."""
+    targets, raster = micro.targets, micro.targets.masks.shape[-1]
+    embeddings = sam.embed(micro.images, None, targets.sizes)
+    centres = (np.arange(raster) + 0.5) * IMAGE_SIZE / raster
+    taken = targets.sizes[targets.image].numpy()
+    inside = (centres < taken[:, :1])[:, :, None] & (centres < taken[:, 1:])[:, None, :]
+    truth = targets.masks.numpy().astype(bool) & inside
+
+    def answer(points: Tensor, labels: Tensor, before: Tensor | None) -> tuple[np.ndarray, Tensor]:
+        logits, predicted = sam.decode(embeddings, targets.image, points, labels, before)
+        # After the first prompt the best by the model's own word of masks 1 to 3, then mask 0.
+        best = predicted[:, 1:].argmax(dim=1) + 1 if before is None else torch.zeros_like(targets.image)
+        chosen = logits[torch.arange(len(best)), best]
+        return (chosen.numpy() > 0) & inside, chosen[:, None]
+
+    points, labels = clicks.point_prompts(targets.points)
+    masks, logits = answer(points, labels, None)
+    found = [masks]
+    for number in range(2, 6):
+        click, label = clicks.corrective_clicks(
+            torch.from_numpy(masks), torch.from_numpy(truth), targets.keys, number, IMAGE_SIZE
+        )
+        points, labels = torch.cat([points, click[:, None]], 1), torch.cat([labels, label[:, None]], 1)
+        masks, logits = answer(points, labels, logits)
+        found += [masks] if number in (3, 5) else []
+    return truth, [*found, answer(*clicks.box_prompts(targets.boxes), None)[0]]
+
+
+def numpy_scores(root: Path, out: Path) -> dict[str, float]:
+    """Mask by mask, IoU as a fraction of two counts, means by numpy."""
+    sam = model().model.eval()
+    ious: list[list[float]] = []
+    areas: list[int] = []
+    feed = feed_for(root, out, place_of())
+    for micro in (micro for micros in feed.steps() for micro in micros):
+        truth, answers = drawn(sam, micro)
+        valid = micro.positions < HELD_OUT
+        for i, image in enumerate(micro.targets.image.tolist()):
+            if truth[i].any() and valid[image]:
+                pairs = [(one[i] & truth[i], one[i] | truth[i]) for one in answers]
+                ious.append([both.sum() / either.sum() for both, either in pairs])
+                areas.append(int(micro.areas[i]))
+    feed.close()
+    found: dict[str, float] = {}
+    sizes = np.digitize(areas, [32**2, 96**2])
+    for suffix, chosen in {
+        "": sizes >= 0,
+        "_small": sizes == 0,
+        "_medium": sizes == 1,
+        "_large": sizes == 2,
+    }.items():
+        found[f"masks{suffix}"] = int(chosen.sum())
+        if chosen.any():
+            means = np.array(ious)[chosen].mean(axis=0)
+            found |= {
+                f"miou_{prompt}{suffix}": float(mean)
+                for prompt, mean in zip(("1_click", "3_clicks", "5_clicks", "box"), means, strict=True)
+            }
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """By one process."""
+    return scored(root, tmp_path_factory.mktemp("whole"), place_of(), ParallelConfig())
+
+
+def test_it_is_the_mean_iou_that_numpy_finds(root: Path, tmp_path: Path, whole: dict[str, float]) -> None:
+    assert whole["masks"] > HELD_OUT
+    assert 0 < whole["miou_1_click"] < 1
+    assert whole == pytest.approx(numpy_scores(root, tmp_path), abs=1e-8)
+
+
+@pytest.mark.parametrize("data", [{"micro_batch": 1}, {"micro_batch": 3}, {"global_batch": 7}])
+def test_micro_batches_do_not_change_a_digit(
+    root: Path, tmp_path: Path, whole: dict[str, float], data: dict[str, int]
+) -> None:
+    assert scored(root, tmp_path, place_of(), ParallelConfig(), **data) == whole
+
+
+def test_flips_and_runs_of_the_training_do_not_change_it(
+    root: Path, tmp_path: Path, whole: dict[str, float]
+) -> None:
+    changed = scored(root, tmp_path, place_of(), ParallelConfig(), flip=1.0, strategy="area", run=4)
+    assert changed == whole
+
+
+def on_rank(root: Path, run: Path, mode: Any) -> dict[str, float]:
+    with group(ParallelConfig(mode=mode)) as place:
+        return scored(root, run, place, ParallelConfig(mode=mode))
+
+
+@pytest.mark.parametrize(("mode", "world"), [("ddp", 2), ("ddp", 3), ("fsdp", 2)])
+def test_ranks_do_not_change_a_digit(
+    root: Path, tmp_path: Path, whole: dict[str, float], mode: str, world: int
+) -> None:
+    assert launch(on_rank, world, root, tmp_path, mode) == [whole] * world
+
+
+def test_the_module_is_left_in_its_mode_and_the_same_comes_again(root: Path, tmp_path: Path) -> None:
+    module, feed = model().train(), feed_for(root, tmp_path, place_of())
+    first = evaluate(module, feed, ParallelConfig(), place_of(), 0, tmp_path)
+    assert module.training
+    assert evaluate(module, feed, ParallelConfig(), place_of(), 0, tmp_path) == first
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_view_that_shares_images_with_the_training_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--evaluation.view both shares 2 images with what is trained on"):
+        feed_for(root, tmp_path, place_of(), view="both")
+
+
+@pytest.mark.parametrize("settings", [{"masks": 0}, {"every": -1}])
+def test_what_makes_no_sense_is_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=f"--evaluation.{next(iter(settings))}"):
+        EvaluationConfig(**settings)

@@ -1,0 +1,187 @@
+"""What a step is fed with: pixels, keys and weights that no world size or micro-batch changes."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sa1b
+from sa1b.engine.feed import DataConfig, Micro, framed_sizes
+from sa1b.masks.grid import framed, framed_size
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.recipe import Recipe
+from sa1b.shards.errors import UsageError
+from tests.engine.stream_root import IMAGE_SIZE, feed_of, make_root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("feed"))
+
+
+def steps_of(
+    root: Path, out: Path, steps: int, rank: int = 0, world: int = 1, **data: int
+) -> list[list[Micro]]:
+    feed = feed_of(root, out, rank, world, **data)
+    found = [list(feed.step()) for _ in range(steps)]
+    feed.close()
+    return found
+
+
+def masks_of(micros: list[Micro]) -> dict[tuple[int, int], tuple[int, bytes, list[float], int]]:
+    """By image and mask: key, pixels, box and point, and the image's key."""
+    found = {}
+    for micro in micros:
+        targets = micro.targets
+        for number, image in enumerate(targets.image.tolist()):
+            name = (int(micro.ids[image]), int(micro.mask_ids[number]))
+            assert name not in found
+            numbers = [*targets.boxes[number].tolist(), *targets.points[number].tolist()]
+            pixels = targets.masks[number].numpy().tobytes()
+            found[name] = (int(targets.keys[number]), pixels, numbers, int(micro.image_keys[image]))
+    return found
+
+
+def test_targets_are_the_raster_of_the_masks_in_the_annotation(root: Path, tmp_path: Path) -> None:
+    dataset = sa1b.open(root)
+    rows = {int(image_id): row for row, image_id in enumerate(dataset.table.image_id)}
+    feed = feed_of(root, tmp_path, flip=0.0)
+    compared = 0
+    for micro in itertools.chain(feed.step(), feed.step()):
+        size = micro.targets.masks.shape[-1]
+        for number, image in enumerate(micro.targets.image.tolist()):
+            annotations = dataset[rows[int(micro.ids[image])]].annotations
+            which = annotations.mask_id.tolist().index(int(micro.mask_ids[number]))
+            height, width = annotations.height, annotations.width
+            lengths = annotations.runs([which]).runs
+            pixels = np.repeat(np.arange(len(lengths)) % 2, lengths).reshape(width, height).T
+            down, across = (axis.sources() for axis in framed((height, width), IMAGE_SIZE, size))
+            expected = pixels[down][:, across] * (down >= 0)[:, None] * (across >= 0)
+            assert np.array_equal(micro.targets.masks[number].numpy(), expected)
+            compared += int(expected.any())
+    feed.close()
+    assert compared > 10
+
+
+@pytest.mark.parametrize(("world", "micro_batch"), [(1, 1), (1, 2), (2, 3), (3, 2), (5, 1)])
+def test_masks_and_keys_are_the_same_at_any_world_size_and_micro_batch(
+    root: Path, tmp_path: Path, world: int, micro_batch: int
+) -> None:
+    whole = steps_of(root, tmp_path, 6)
+    ranks = [steps_of(root, tmp_path, 6, rank, world, micro_batch=micro_batch) for rank in range(world)]
+    for step, micros in enumerate(whole):
+        pieces = [micro for rank in ranks for micro in rank[step]]
+        assert torch.equal(torch.cat([micro.ids for micro in pieces]), micros[0].ids)
+        assert masks_of(pieces) == masks_of(micros)
+        assert torch.equal(torch.cat([micro.targets.weights for micro in pieces]), micros[0].targets.weights)
+
+
+@pytest.mark.parametrize(("world", "micro_batch"), [(2, 2), (4, 1)])
+def test_ranks_have_equally_many_micro_batches_even_where_some_are_empty(
+    root: Path, tmp_path: Path, world: int, micro_batch: int
+) -> None:
+    ranks = [steps_of(root, tmp_path, 2, rank, world, micro_batch=micro_batch) for rank in range(world)]
+    for step in range(2):
+        assert len({len(rank[step]) for rank in ranks}) == 1
+    sizes = {len(micro.ids) for rank in ranks for micros in rank for micro in micros}
+    assert 0 in sizes
+    for rank in ranks:
+        for micros in rank:
+            assert [micro.last for micro in micros] == [False] * (len(micros) - 1) + [True]
+
+
+def test_keys_differ_by_mask_by_visit_and_by_seed(root: Path, tmp_path: Path) -> None:
+    found = steps_of(root, tmp_path, 10)  # two epochs
+    keys = [int(key) for micros in found for micro in micros for key in micro.targets.keys]
+    visits = [int(key) for micros in found for micro in micros for key in micro.image_keys]
+    ids = [int(key) for micros in found for micro in micros for key in micro.ids]
+    assert len(set(ids)) < len(ids)
+    assert len(set(keys)) == len(keys)
+    assert len(set(visits)) == len(visits)
+    others = steps_of(root, tmp_path, 10, seed=4)
+    assert not set(keys) & {int(key) for micros in others for micro in micros for key in micro.targets.keys}
+
+
+def test_a_mask_without_a_pixel_does_not_count(root: Path, tmp_path: Path) -> None:
+    micros = [micro for micros in steps_of(root, tmp_path, 5, masks=100) for micro in micros]
+    filled = torch.cat([micro.targets.masks.flatten(1).any(dim=1) for micro in micros])
+    assert torch.equal(torch.cat([micro.targets.weights for micro in micros]), filled.float())
+    assert not bool(filled.all())
+
+
+def test_a_feed_goes_on_behind_the_last_whole_step(root: Path, tmp_path: Path) -> None:
+    feed = feed_of(root, tmp_path, micro_batch=2)
+    first, second = list(feed.step()), list(feed.step())
+    state = feed.state_dict()
+    next(feed.step())  # of a step that a crash interrupts
+    assert feed.state_dict()["position"] == state["position"]
+    feed.load_state_dict({**state, "position": 5})
+    assert masks_of(list(feed.step())) == masks_of(second) != masks_of(first)
+    feed.close()
+
+
+def test_a_sequential_feed_has_every_image_once_and_ends(root: Path, tmp_path: Path) -> None:
+    seen = []
+    for rank in range(3):
+        feed = feed_of(root, tmp_path, rank, 3, order="sequential", micro_batch=1, global_batch=4)
+        for micros in feed.steps():
+            for micro in micros:
+                counted = set(micro.targets.image[micro.targets.weights > 0].tolist())
+                seen += [int(micro.ids[image]) for image in counted]
+        feed.close()
+    assert sorted(seen) == sorted(set(seen))
+    assert set(seen) <= set(range(100, 123))
+    assert len(seen) > 20
+
+
+def test_runs_of_the_training_order_do_not_shorten_a_sequential_feed(root: Path, tmp_path: Path) -> None:
+    feed = feed_of(root, tmp_path, order="sequential", run=8, global_batch=4, micro_batch=4)
+    assert sum(len(micro.ids) for micros in feed.steps() for micro in micros) == 24  # of 23, the last twice
+    feed.close()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 5000)), max_size=8),
+    st.sampled_from([1, 64, 256, 1024]),
+)
+def test_framed_sizes_are_those_of_the_grid(sizes: list[tuple[int, int]], image_size: int) -> None:
+    found = framed_sizes(torch.tensor(sizes, dtype=torch.int64).reshape(-1, 2), image_size)
+    assert found.tolist() == [list(framed_size(*size, image_size)) for size in sizes]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_sums_of_losses_over_micro_batches_are_those_of_the_whole(
+    root: Path, tmp_path: Path, micro_batch: int
+) -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32, drop_path=0.5
+    )
+    interactive = Interactive(Sam(config), Recipe(clicks=1, unprompted=0, checkpoint_rounds=False))
+    totals = []
+    for size in (5, micro_batch):
+        micros = steps_of(root, tmp_path, 1, micro_batch=size)[0]
+        parts = [interactive(micro.images, micro.targets, micro.image_keys) for micro in micros]
+        totals.append({name: sum(float(part[name].detach()) for part in parts) for name in parts[0]})
+    assert totals[1] == pytest.approx(totals[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [({"global_batch": 2}, "3 ranks for a global batch of 2 samples"), ({"run": 4}, "run of 4 samples")],
+)
+def test_what_does_not_fit_the_ranks_is_refused(
+    root: Path, tmp_path: Path, data: dict[str, int], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        feed_of(root, tmp_path, 0, 3, **data)
+
+
+def test_a_configuration_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--data.ahead 0 must be at least 1"):
+        DataConfig(ahead=0)

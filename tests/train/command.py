@@ -1,0 +1,249 @@
+"""The training command in real processes on a small root, and what it leaves in its folder.
+
+`torchrun` starts it as a user does. `start` forks its ranks from a server that has torch, as torchrun's
+variables would have it: the same main() with the same flags, without ten seconds of imports.
+"""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import sa1b
+from sa1b import train
+from sa1b.engine import history
+from sa1b.shards import synthetic
+from sa1b.shards.manifest import read_tasks, write_dataset
+from sa1b.stream.order import Order
+from tests.shards import tiny
+from tests.train import mishap as mishaps
+
+REPOSITORY = Path(__file__).parents[2]
+IMAGES = 23
+STEPS = 6
+BATCH = 5  # over 2 and 3 ranks uneven
+# In micro-batches of 2: two ranks have 2 + 0 and 2 + 1 images, one of them an empty micro-batch.
+FLAGS = (
+    *("--preset", "tiny", "--model.image-size", "64", "--model.width", "32", "--model.depth", "2"),
+    *("--model.heads", "2", "--model.global-blocks", "1", "--model.window", "2", "--model.channels", "32"),
+    *("--model.drop-path", "0.3", "--data.global-batch", str(BATCH), "--data.micro-batch", "2"),
+    *("--data.masks", "4", "--data.flip", "0.5", "--data.threads", "1", "--optim.steps", str(STEPS)),
+    *("--optim.warmup", "2", "--checkpoint.every", "2", "--watch.tensorboard", "False"),
+)
+PATIENCE = 150  # seconds until a command counts as hanging
+
+
+def make_root(folder: Path, images: int = IMAGES) -> Path:
+    """A root of a few small synthetic images, ids from 100 on."""
+    synthetic.write_tar(folder / "sa_000001.tar", images=images, first_id=100, long_side=160)
+    tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=7)
+    write_dataset(folder / "root", read_tasks(folder / "root"))
+    return folder / "root"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a command ended.
+
+    Attributes:
+        codes: exit code of each rank; minus the signal that killed it.
+        outputs: stdout and stderr of each rank.
+    """
+
+    codes: list[int]
+    outputs: list[str]
+
+
+def start(
+    root: Path,
+    out: Path,
+    *flags: str,
+    ranks: int = 1,
+    mode: str = "none",
+    mishap: dict[str, Any] | None = None,
+    of_rank: Sequence[Sequence[str]] = (),
+) -> Ended:
+    """Run the command on so many ranks and wait; `of_rank`: further flags of single ranks."""
+    common = ["--data.root", str(root), "--out", str(out), *FLAGS, "--parallel.mode", mode, *flags]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.train.command", "torch._dynamo"])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(ranks):
+            arguments = [*common, *(of_rank[rank] if of_rank else ())]
+            given = (rank, ranks, store.port, arguments, mishap, f"{folder}/{rank}")
+            processes.append(context.Process(target=_rank, args=given))
+            processes[-1].start()
+        end = time.monotonic() + PATIENCE
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        hanging = [process for process in processes if process.is_alive()]
+        for process in hanging:
+            process.kill()
+            process.join()
+        outputs = [Path(folder, str(rank)).read_text() for rank in range(ranks)]
+    assert not hanging, f"{len(hanging)} of {ranks} ranks hang: {outputs}"
+    return Ended([process.exitcode for process in processes], outputs)
+
+
+def train_to_end(root: Path, out: Path, *flags: str, ranks: int = 1, mode: str = "none", **more: Any) -> Path:
+    """Like `start`; all ranks must end well. Returns `out`."""
+    ended = start(root, out, *flags, ranks=ranks, mode=mode, **more)
+    assert ended.codes == [0] * ranks, "\n".join(ended.outputs)
+    return out
+
+
+def _rank(
+    rank: int, world: int, port: int, arguments: list[str], mishap: dict[str, Any] | None, log: str
+) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    sys.argv = ["train.py", *arguments]
+    if mishap is not None:
+        mishaps.arrange(mishap)
+    sys.exit(train.main())
+
+
+def torchrun(
+    root: Path,
+    out: Path,
+    *flags: str,
+    ranks: int,
+    mode: str,
+    restarts: int = 0,
+    mishap: dict[str, Any] | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Begin the command under torchrun; what it prints goes to a file beside `out`."""
+    script = ["sa1b/train.py"] if mishap is None else ["-m", "tests.train.mishap", json.dumps(mishap)]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+        *(f"--max-restarts={restarts}", *script),
+        *("--data.root", str(root), "--out", str(out), *FLAGS, "--parallel.mode", mode, *flags),
+    ]
+    with _log(out).open("w") as log:
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+
+def output_of(process: "subprocess.Popen[bytes]", out: Path) -> str:
+    """Wait for its end; what it printed."""
+    try:
+        process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        process.wait(60)
+        raise AssertionError(f"it hangs: {_log(out).read_text()}") from None
+    return _log(out).read_text()
+
+
+def _log(out: Path) -> Path:
+    return out.with_name(f"{out.name}.log")
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(out: Path, *names: str) -> list[list[Any]]:
+    """Of each step line, in order: its step and these figures."""
+    return [[line["step"], *(line[name] for name in names)] for line in lines(out) if "loss" in line]
+
+
+def losses(out: Path) -> list[float]:
+    """Of all steps, each of which has exactly one line."""
+    found = figures(out, "loss")
+    assert [step for step, _ in found] == list(range(1, len(found) + 1))
+    return [loss for _, loss in found]
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All of a checkpoint: weights and optimizer state."""
+    with tempfile.TemporaryDirectory() as folder:
+        dcp_to_torch_save(checkpoint, f"{folder}/all.pt")
+        found: dict[str, Tensor] = torch.load(f"{folder}/all.pt", weights_only=True)
+    return found
+
+
+def checkpoint_steps(out: Path) -> list[int]:
+    return history.steps(out / "checkpoints")
+
+
+def newest(out: Path) -> Path:
+    """Its newest checkpoint, checked."""
+    found = history.newest(out / "checkpoints")
+    assert found is not None
+    return found.folder
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Two runs ended with bit-identical weights and optimizer."""
+    first, second = tensors(newest(one)), tensors(newest(other))
+    assert any(name.endswith("exp_avg_sq") for name in first)
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different
+
+
+@cache
+def ids_of_steps(root: Path, steps: int, seed: int = 0) -> list[list[int]]:
+    """The image ids of each step, by the formula of the order."""
+    dataset = sa1b.open(root)
+    order = Order(len(dataset), dataset.table.ids_digest, seed)
+    found = []
+    for step in range(steps):
+        positions = torch.arange(step * BATCH, (step + 1) * BATCH).numpy()
+        found.append([int(dataset.table.image_id[row]) for row in order.rows(positions)])
+    return found
+
+
+def recorded(into: Path, ranks: int) -> dict[int, list[list[int]]]:
+    """By step, what each rank noted: `mishap` with "into"."""
+    found: dict[int, list[list[int]]] = {}
+    for rank in range(ranks):
+        for line in (into / f"{rank}.jsonl").read_text().splitlines():
+            noted = json.loads(line)
+            found.setdefault(noted["step"], []).append(noted["ids"])
+    return found
+
+
+def processes_of(out: Path) -> list[str]:
+    """Command lines of processes that still work on a run."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            try:
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(out) in words:
+                found.append(words)
+    return found

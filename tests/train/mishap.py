@@ -1,0 +1,120 @@
+"""Training with something that happens at a chosen moment: `python -m tests.train.mishap '{...}' --flags`.
+
+The JSON says what, on which rank, at which step (counted from 0) and at which moment of it:
+
+    stop    the rank is sent SIGTERM, "times" times
+    kill    the rank is killed, if the file "once" is not there yet
+    nan     its loss is not finite, from the step on for "times" steps
+    record  nothing happens
+
+With "into", a folder, each rank notes there which images each step had, and how long it waits for others.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sa1b import train
+from sa1b.engine.health import Health
+from sa1b.sam.interactive import Interactive
+
+MOMENTS = ("begun", "judged", "agreed", "saved")
+
+
+def arrange(mishap: dict[str, Any]) -> None:
+    """Prepare it in this process, which is a rank: RANK is set."""
+    rank = int(os.environ.get("RANK", "0"))
+    if "into" in mishap:
+        _record(Path(mishap["into"]), rank)
+    if rank != mishap.get("rank", 0):
+        return
+    if mishap["what"] == "nan":
+        _spoil(range(mishap["step"], mishap["step"] + mishap["times"]))
+    elif mishap["what"] in ("stop", "kill"):
+        _signal(mishap)
+
+
+def _signal(mishap: dict[str, Any]) -> None:
+    what, moment = mishap["what"], mishap.get("moment", "begun")
+
+    def strike(step: int) -> None:
+        if step != mishap["step"]:
+            return
+        if what == "stop":
+            for _ in range(mishap.get("times", 1)):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
+        with contextlib.suppress(FileExistsError):
+            Path(mishap["once"]).touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    current = [-1]
+    at_rate, at_step, at_save = train.lr_at, train.metrics.Metrics.step, train.Run.save
+    judge = Health.is_good
+
+    def lr_at(config: Any, batch: int, step: int) -> float:
+        current[0] = step
+        if moment == "begun":
+            strike(step)
+        return at_rate(config, batch, step)
+
+    def is_good(self: Health, step: int, *arguments: Any) -> bool:
+        if moment == "judged":  # behind the collective that asked all ranks whether to stop
+            strike(step)
+        return judge(self, step, *arguments)
+
+    def metrics_step(self: Any, step: int, figures: dict[str, float]) -> None:
+        at_step(self, step, figures)
+        if moment == "agreed":
+            strike(current[0])
+
+    def save(self: Any) -> None:
+        at_save(self)
+        if moment == "saved":  # the write has begun, beside training
+            strike(current[0])
+
+    train.lr_at, train.metrics.Metrics.step, train.Run.save = lr_at, metrics_step, save
+    Health.is_good = is_good
+
+
+def _spoil(steps: range) -> None:
+    current = [-1]
+    at_rate, forward = train.lr_at, Interactive.forward
+
+    def lr_at(config: Any, batch: int, step: int) -> float:
+        current[0] = step
+        return at_rate(config, batch, step)
+
+    def spoilt(self: Interactive, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
+        sums = forward(self, *arguments, **options)
+        return {**sums, "loss": sums["loss"] * float("nan")} if current[0] in steps else sums
+
+    train.lr_at, Interactive.forward = lr_at, spoilt
+
+
+def _record(folder: Path, rank: int) -> None:
+    judge, set_timeout = Health.is_good, train.set_timeout
+
+    def noted(place: Any, seconds: float) -> None:
+        set_timeout(place, seconds)
+        with (folder / f"{rank}.timeouts").open("a", encoding="utf-8") as file:
+            file.write(f"{seconds}\n")
+
+    def is_good(self: Health, step: int, *arguments: Any) -> bool:
+        ids = torch.cat(arguments[-1]).tolist()
+        with (folder / f"{rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "ids": ids}) + "\n")
+        return judge(self, step, *arguments)
+
+    Health.is_good, train.set_timeout = is_good, noted
+
+
+if __name__ == "__main__":
+    arrange(json.loads(sys.argv.pop(1)))
+    sys.exit(train.main())

@@ -1,0 +1,109 @@
+"""A run that was stopped goes on as if it had not been; and the same run in all modes."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.train.command import (
+    BATCH,
+    STEPS,
+    assert_same_state,
+    checkpoint_steps,
+    ids_of_steps,
+    losses,
+    output_of,
+    recorded,
+    torchrun,
+    train_to_end,
+)
+
+Whole = Callable[[str, int], Path]
+SAME = [
+    ("none", 1),
+    ("ddp", 2),
+    ("fsdp", 2),
+    pytest.param("ddp", 3, marks=pytest.mark.slow),
+    pytest.param("ddp", 4, marks=pytest.mark.slow),
+    pytest.param("fsdp", 3, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)]
+)
+def test_losses_are_those_of_a_single_process_with_uneven_slices_and_accumulation(
+    whole: Whole, mode: str, ranks: int
+) -> None:
+    assert losses(whole(mode, ranks)) == pytest.approx(losses(whole("none", 1)), rel=1e-5, abs=0)
+
+
+def test_micro_batches_do_not_change_the_losses(root: Path, whole: Whole, tmp_path: Path) -> None:
+    at_once = train_to_end(root, tmp_path / "run", "--data.micro-batch", str(BATCH))
+    assert losses(at_once) == pytest.approx(losses(whole("none", 1)), rel=1e-5, abs=0)
+
+
+@pytest.mark.parametrize(("mode", "ranks"), SAME)
+def test_a_stopped_run_goes_on_bit_for_bit(
+    root: Path, whole: Whole, tmp_path: Path, mode: str, ranks: int
+) -> None:
+    out = tmp_path / "run"
+    mishap = {"what": "stop", "rank": ranks - 1, "step": 2}
+    train_to_end(root, out, ranks=ranks, mode=mode, mishap=mishap)
+    assert checkpoint_steps(out)[-1] == 3
+    train_to_end(root, out, ranks=ranks, mode=mode)
+    assert losses(out) == losses(whole(mode, ranks))
+    assert_same_state(out, whole(mode, ranks))
+
+
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_world_sizes_2_1_3_train_on_the_same_samples_each_once(
+    root: Path, whole: Whole, tmp_path: Path, mode: str
+) -> None:
+    out = tmp_path / "run"
+    seen: dict[int, list[list[int]]] = {}
+    for ranks, stop in ((2, 1), (1, 3), (3, None)):
+        into = tmp_path / f"seen by {ranks}"
+        into.mkdir()
+        what = {"what": "record"} if stop is None else {"what": "stop", "step": stop}
+        train_to_end(
+            root, out, "--parallel.timeout", "77", ranks=ranks, mode=mode, mishap={**what, "into": str(into)}
+        )
+        assert (into / "0.timeouts").read_text() == "77.0\n"  # behind the first step, also of a resumed run
+        for step, parts in recorded(into, ranks).items():
+            assert step not in seen
+            assert len(parts) == ranks
+            seen[step] = parts
+    ids = [[image_id for part in seen[step] for image_id in part] for step in range(STEPS)]
+    assert ids == ids_of_steps(root, STEPS)
+    assert losses(out) == pytest.approx(losses(whole(mode, 2)), rel=1e-5, abs=0)
+
+
+def test_a_run_ends_where_it_should_and_is_not_trained_further(
+    root: Path, whole: Whole, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole("none", 1), out)
+    train_to_end(root, out)
+    assert losses(out) == losses(whole("none", 1))
+    assert_same_state(out, whole("none", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_under_torchrun_too_a_stopped_run_goes_on_bit_for_bit(
+    root: Path, tmp_path: Path, mode: str, ranks: int
+) -> None:
+    undisturbed, out = tmp_path / "undisturbed", tmp_path / "run"
+    for folder, mishap in (
+        (undisturbed, None),
+        (out, {"what": "stop", "rank": ranks - 1, "step": 2}),
+        (out, None),
+    ):
+        process = torchrun(root, folder, ranks=ranks, mode=mode, mishap=mishap)
+        output = output_of(process, folder)
+        assert process.returncode == 0, output
+    assert losses(out) == losses(undisturbed)
+    assert_same_state(out, undisturbed)

@@ -1,0 +1,82 @@
+"""SIGTERM and Ctrl-C: all ranks stop behind the same step with a checkpoint, and the same command goes on."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.train.command import (
+    STEPS,
+    checkpoint_steps,
+    lines,
+    losses,
+    output_of,
+    processes_of,
+    start,
+    torchrun,
+    train_to_end,
+)
+from tests.train.mishap import MOMENTS
+
+LONG = ("--optim.steps", "100000")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_one_rank_asked_at_any_moment_of_a_step_stops_all_with_a_checkpoint(
+    root: Path, tmp_path: Path, moment: str
+) -> None:
+    mishap = {"what": "stop", "rank": 1, "step": 1, "moment": moment}
+    ended = start(root, tmp_path / "run", *LONG, ranks=2, mode="ddp", mishap=mishap)
+    assert ended.codes == [0, 0], ended.outputs
+    done = 2 if moment == "begun" else 3  # the ranks agree once a step
+    assert len(losses(tmp_path / "run")) == done
+    assert checkpoint_steps(tmp_path / "run")[-1] == done
+    assert f"stopped behind step {done} with a checkpoint; the same command goes on" in ended.outputs[0]
+
+
+def test_the_second_signal_ends_a_process_that_nobody_supervises_at_once(root: Path, tmp_path: Path) -> None:
+    # The first one is not agreed upon before the next step: the second one comes in between.
+    mishap = {"what": "stop", "step": 1, "moment": "agreed", "times": 2}
+    ended = start(root, tmp_path / "run", *LONG, mishap=mishap)
+    assert ended.codes == [-signal.SIGTERM]
+
+
+def wait_for_step(process: "subprocess.Popen[bytes]", out: Path, step: int) -> None:
+    end = time.monotonic() + 100
+    while not ((out / "metrics.jsonl").exists() and len(lines(out)) >= step):
+        assert process.poll() is None, output_of(process, out)
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
+def test_torchrun_that_is_told_to_end_leaves_a_checkpoint(
+    root: Path, whole: Callable[[str, int], Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    out = tmp_path / "run"
+    process = torchrun(root, out, *LONG, ranks=2, mode="ddp")
+    wait_for_step(process, out, 1)
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    if number == signal.SIGINT:
+        for rank in ranks:  # as Ctrl-C does where ranks and torchrun are one group of processes
+            os.kill(rank, number)
+    os.kill(process.pid, number)
+    output = output_of(process, out)
+    done = len(losses(out))
+    assert f"stopped behind step {done:,} with a checkpoint" in output
+    assert checkpoint_steps(out)[-1] == done
+    assert processes_of(out) == []
+
+
+def test_a_single_process_that_is_interrupted_exits_with_0_and_goes_on(
+    root: Path, whole: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    ended = start(root, out, mishap={"what": "stop", "step": 2})
+    assert ended.codes == [0]
+    assert len(losses(out)) < STEPS
+    assert losses(train_to_end(root, out)) == losses(whole("none", 1))
