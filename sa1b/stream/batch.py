@@ -154,7 +154,8 @@ def fresh(shape: tuple[int, ...]) -> Tensor:
     By numpy, which asks the system for huge pages: touching fresh memory for the first time takes a third
     of the time then (0.11 against 0.32 ms for an image of 1024 x 1024), as much as touching it again.
     """
-    return torch.from_numpy(np.empty(shape, np.uint8))
+    # Shaped by torch: numpy gives an array without elements other strides.
+    return torch.from_numpy(np.empty(int(np.prod(shape, dtype=np.int64)), np.uint8)).view(shape)
 
 
 def collate(

@@ -35,7 +35,7 @@ class Memory:
         size = int(np.prod(shape, dtype=np.int64))
         if size > self.capacity:
             raise ValueError(f"{size} bytes of a buffer of {self.capacity}")
-        return torch.from_numpy(self._free()[:size].reshape(shape))
+        return torch.from_numpy(self._free()[:size]).view(shape)
 
     def _free(self) -> npt.NDArray[np.uint8]:
         for buffer in self._buffers:

@@ -43,6 +43,7 @@ def saved(folder: Path) -> Saved:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", READERS)
 def test_weights_and_optimizer_come_back_bit_for_bit_in_any_mode_on_any_number_of_ranks(
     world: int, folder: Path, saved: Saved
@@ -54,7 +55,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_in_any_mode_on_any_number_o
             assert equal(tensors, saved[name]), f"{name} into {mode} on {world}"
 
 
-@pytest.mark.parametrize("config", [DDP, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("config", [DDP, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
 def test_a_write_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(
     config: ParallelConfig, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_older_checkpoint_when_the_newest_is_damaged(tmp_path: Path) -> None:
     older: Any = launch(checkpoint_ranks.save_twice, 2, tmp_path, FSDP)[0][0]
     weights = {name.removeprefix("model.") for name in older if name.startswith("model.")}

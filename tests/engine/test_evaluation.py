@@ -153,7 +153,14 @@ def on_rank(root: Path, run: Path, mode: Any) -> dict[str, float]:
         return scored(root, run, place, ParallelConfig(mode=mode))
 
 
-@pytest.mark.parametrize(("mode", "world"), [("ddp", 2), ("ddp", 3), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("mode", "world"),
+    [
+        ("ddp", 2),
+        pytest.param("ddp", 3, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_do_not_change_a_digit(
     root: Path, tmp_path: Path, whole: dict[str, float], mode: str, world: int
 ) -> None:

@@ -38,7 +38,7 @@ def rank_means(world: int) -> dict[str, float]:
         return means_of(place.rank, world, place)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_means_over_ranks_are_those_of_a_single_process(world: int) -> None:
     single = means_of(0, 1, place_of())
     assert single["loss"] == sum(part[0][0] for part in PARTS) / 20

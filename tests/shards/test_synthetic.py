@@ -240,6 +240,7 @@ def test_plans_follow_the_laws_of_sa1b():
     assert small == pytest.approx(40, rel=0.15)
 
 
+@pytest.mark.slow
 def test_calibration_at_full_size():
     """Within a tenth of the real data; statistics per mask, as the number of masks varies much by image."""
     jpegs, areas, runs, text, decoding = {95: [], 75: []}, [], 0, 0, []

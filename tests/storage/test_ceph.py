@@ -150,6 +150,7 @@ def test_a_gateway_killed_for_a_minute_is_waited_for(objects: Objects) -> None:
     killed(objects, 60, Patience())
 
 
+@pytest.mark.slow
 def test_a_store_that_throttles_is_read_to_the_end() -> None:
     throttle = "rgw scheduler type = throttler\nrgw max concurrent requests = 2"
     with ceph.Gateway(throttle) as gateway:

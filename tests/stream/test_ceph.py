@@ -25,7 +25,8 @@ pytestmark = [
 STEPS = 60
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [4, 60])
 def test_no_step_is_lost_while_the_gateway_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:

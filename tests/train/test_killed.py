@@ -107,7 +107,8 @@ def assert_as_if_nothing_had_happened(out: Path, undisturbed: Path) -> None:
     assert processes_of(out) == []
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_killed_ranks_cost_nothing_under_torchrun(root: Path, tmp_path: Path, mode: str) -> None:
     steps = 30
     undisturbed = train_to_end(
