@@ -89,7 +89,7 @@ def test_answers_are_told_apart(objects: Objects) -> None:
             reader.read_range("a.tar", 0, 10)
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("rate", [0.01, pytest.param(0.05, marks=pytest.mark.slow), 0.2])
 def test_faults_in_between_change_nothing(objects: Objects, rate: float) -> None:
     ranges = objects.ranges(600, seed=2)
     with (

@@ -133,7 +133,7 @@ def test_batches_of_runs_are_those_of_the_folder(bucket: Path, server: Service) 
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("rate", [0.01, pytest.param(0.05, marks=pytest.mark.slow), 0.2])
 def test_faults_on_the_way_change_nothing(bucket: Path, server: Service, tmp_path: Path, rate: float) -> None:
     ledger = tmp_path / "ledger.jsonl"
     steps = 3 * STEPS if rate > 0.01 else 8 * STEPS
@@ -173,7 +173,7 @@ def test_an_outage_of_a_minute_is_waited_out(bucket: Path, server: Service, tmp_
     outage(bucket, server, tmp_path / "ledger.jsonl", 60)
 
 
-@pytest.mark.parametrize("way", ["stream", "workers", "loader"])
+@pytest.mark.parametrize("way", [pytest.param("stream", marks=pytest.mark.slow), "workers", "loader"])
 def test_a_store_that_is_gone_stops_the_stream_and_is_named(
     server: Service, tmp_path: Path, way: str
 ) -> None:

@@ -119,7 +119,9 @@ def test_killed_ranks_cost_nothing_under_torchrun(root: Path, tmp_path: Path, mo
     assert_as_if_nothing_had_happened(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.parametrize(("mode", "moment"), [("ddp", "judged"), ("fsdp", "saved")])
+@pytest.mark.parametrize(
+    ("mode", "moment"), [("ddp", "judged"), pytest.param("fsdp", "saved", marks=pytest.mark.slow)]
+)
 def test_a_run_whose_rank_was_killed_goes_on_bit_for_bit(
     root: Path, whole: Whole, tmp_path: Path, mode: str, moment: str
 ) -> None:
