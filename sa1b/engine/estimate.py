@@ -84,10 +84,10 @@ def describe(config: Config, place: Place, parameters: int, micro_batches: int, 
     held = 4 * parameters / 1e9
     state = held / shards + 3 * held / place.shards  # weights; gradients and two moments
     flops = step_flops(model, config.recipe, batch, batch * data.masks)
-    peak = peak_flops(place.device)
+    ideal = peak_seconds(model, config.recipe, batch, batch * data.masks, place)
     seconds = "no estimate of the time: the peak of this device is not known"
-    if peak:
-        seconds = f"{flops / (peak * place.world):.2f} s at the GPUs' peak, of which 40 % is good"
+    if ideal is not None:
+        seconds = f"{ideal:.2f} s at the GPUs' peak, of which 40 % is good"
     image_bytes = data.ahead * micro * 3 * model.image_size**2 / 1e9
     target = data.target_size or model.image_size // 4
     mask_bytes = data.ahead * micro * data.masks * target**2 / 1e9

@@ -25,7 +25,6 @@ from sa1b.stream.choice import Strategy
 from sa1b.stream.dataset import Stream
 from sa1b.stream.draws import Purpose
 from sa1b.stream.loader import Loader
-from sa1b.stream.order import micro_batch_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,8 @@ class DataConfig:
         global_batch: Images of a step over all ranks.
         micro_batch: Images of a rank at a time; by default its whole share of a step. Less memory, same step.
         masks: At most so many masks an image.
-        strategy: Which masks of an image: uniform, area, quality or coverage; see README.
+        strategy: Which masks of an image: uniform; area: one of each class of sizes; quality: rather those
+            with high scores; coverage: all of them within as few epochs as can be.
         flip: Probability of mirroring an image left and right.
         run: Images that lie together and are read together, for disks that dislike random reads.
         target_size: Pixels of the square in which losses and scores are computed; by default a quarter of
@@ -128,7 +128,6 @@ class Feed:
         order: Literal["shuffle", "sequential"] = "shuffle",
     ) -> None:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        together = config.run if order == "shuffle" else 1
         try:
             self.stream = Stream(
                 config.root,
@@ -137,7 +136,7 @@ class Feed:
                 view=view or config.view,
                 order=order,
                 seed=seed,
-                run=together,
+                run=config.run if order == "shuffle" else 1,
                 ledger=run / "damaged.jsonl",
                 rank=place.rank,
                 world=place.world,
@@ -158,10 +157,7 @@ class Feed:
             dense=config.target_size or image_size // 4,
             quiet=True,
         )
-        plan = self.stream.plan
-        self.micro_batches = micro_batch_count(
-            config.global_batch, place.world, plan.micro_batch, run=together
-        )
+        self.micro_batches = self.stream.plan.count
         self.waited = 0.0
         self._key = torch.tensor(seed, device=place.device)
         self._batches: Generator[Batch, None, None] | None = None

@@ -21,7 +21,7 @@ from sa1b.shards.errors import UsageError
 from sa1b.storage.publish import write_whole
 
 SUMS = ("loss", "focal", "dice", "iou_loss", "iou_first", "iou_last")  # over masks; see sa1b.sam.interactive
-PARTS = ("data", "compute", "update", "other")  # of a step's time
+PARTS = ("data", "compute", "update")  # of a step's time, which are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def figures_of(
     found |= {"lr": rate, "grad_norm": norm}
     found |= {"images_per_s": means["images"] / total, "masks_per_s": means["masks"] / total}
     found |= {"data_wait": means["data"] / total, "seconds": total}
-    found |= {f"seconds_{name}": means[name] for name in PARTS[:3]}
+    found |= {f"seconds_{name}": means[name] for name in PARTS}
     found |= {"seconds_other": other, "peak_memory_gb": peak_memory(place.device) / 1e9}
     if utilisation is not None:
         found["mfu"] = utilisation / total

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sa1b.engine.feed import Micro, framed_sizes
+from sa1b.engine.feed import Micro
 from sa1b.masks import geometry
 from sa1b.masks.dense import runs_of
-from sa1b.masks.grid import framed
+from sa1b.masks.grid import framed, framed_size
 from sa1b.shards.gallery.predicted import Predicted
 
 
@@ -35,8 +35,7 @@ def lines(micro: Micro, found: dict[str, Tensor]) -> list[tuple[int, str]]:
             max(1, int((axis.sources() >= 0).sum())) for axis in framed(size, image_size, drawn.shape[-1])
         )
         runs = geometry.resize(runs_of(drawn[own][:, :rows, :columns]), *size)
-        taken = framed_sizes(micro.source_sizes[i : i + 1].cpu(), image_size)[0].numpy()
-        scale = np.array([size[1], size[0]]) / taken[::-1]
+        scale = np.array(size[::-1]) / framed_size(*size, image_size)[::-1]
         some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
         made.append((position, some.line(image_id)))
     return made

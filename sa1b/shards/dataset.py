@@ -166,7 +166,7 @@ class Dataset:
             return manifest.read_dataset(Path(self.root))
         url = self.reader.url(manifest.DATASET)
         try:
-            return manifest.parse_dataset(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
+            return manifest.parse(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
         except MissingError as error:
             raise manifest.ManifestError(
                 f"{error}; is {self.root} a copy of the --out folder of tools/reshard.py?"

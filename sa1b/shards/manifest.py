@@ -194,15 +194,6 @@ def read_dataset(root: Path) -> dict[str, Any]:
     return _read(path)
 
 
-def parse_dataset(data: bytes, place: str) -> dict[str, Any]:
-    """dataset.json from its bytes; `place` is where they are from, for messages.
-
-    Raises:
-        ManifestError: damaged or of another format.
-    """
-    return _parsed(data, place)
-
-
 def write_dataset(root: Path, tasks: dict[str, Task]) -> None:
     """Write samples.bin and dataset.json over all finished sources: the root is complete.
 
@@ -280,10 +271,15 @@ def _json(document: dict[str, Any]) -> bytes:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return _parsed(path.read_bytes(), path)
+    return parse(path.read_bytes(), path)
 
 
-def _parsed(data: bytes, path: object) -> dict[str, Any]:
+def parse(data: bytes, path: object) -> dict[str, Any]:
+    """dataset.json or a task file from its bytes; `path` is where they are from, for messages.
+
+    Raises:
+        ManifestError: damaged or of another format.
+    """
     try:
         document = json.loads(data)
         found = document["format"]

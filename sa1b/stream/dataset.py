@@ -26,8 +26,9 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.errors import BadSample
 from sa1b.shards.reading import Reading
 from sa1b.shards.shard import ShardError
-from sa1b.stream.batch import Batch, collate, fresh
+from sa1b.stream.batch import Batch, collate
 from sa1b.stream.ledger import Ledger
+from sa1b.stream.memory import fresh
 from sa1b.stream.order import Order, Sequential, rank_slice
 from sa1b.stream.plan import MicroBatch, Plan
 from sa1b.stream.ranks import place
@@ -182,15 +183,6 @@ class Stream(IterableDataset[Batch]):
         rows, valid = self.rows(piece)
         return Begun(piece, rows, valid, self.dataset.begin(rows))
 
-    def read(self, piece: MicroBatch) -> Batch:
-        """One micro-batch.
-
-        Raises:
-            DamageLimitError: too many damaged samples.
-            sa1b.storage.failure.StorageError: the storage is not available.
-        """
-        return self._finish(self.begin(piece))
-
     def _finish(self, begun: Begun) -> Batch:
         size = self.recipe.image_size
         images = fresh((len(begun.rows), size, size, 3))
@@ -203,6 +195,10 @@ class Stream(IterableDataset[Batch]):
 
         Args:
             slot: uint8 [S, S, 3].
+
+        Raises:
+            DamageLimitError: too many damaged samples.
+            sa1b.storage.failure.StorageError: the storage is not available.
         """
         order, position = self.plan.order, begun.piece.start + i
         epoch = position // order.count

@@ -41,8 +41,20 @@ class Memory:
         for buffer in self._buffers:
             if sys.getrefcount(buffer) == _OURS:
                 return buffer
-        # numpy asks the system for huge pages: a third of the time to touch it first.
-        fresh = np.empty(self.capacity, np.uint8)
+        buffer = _allocate(self.capacity)
         if len(self._buffers) < self.keep:
-            self._buffers.append(fresh)
-        return fresh
+            self._buffers.append(buffer)
+        return buffer
+
+
+def fresh(shape: tuple[int, ...]) -> Tensor:
+    """Memory for pixels, uint8, that nobody has used: filled with anything."""
+    # Shaped by torch: numpy gives an array without elements other strides.
+    return torch.from_numpy(_allocate(int(np.prod(shape, dtype=np.int64)))).view(shape)
+
+
+def _allocate(size: int) -> npt.NDArray[np.uint8]:
+    """By numpy, which asks the system for huge pages: touching them for the first time takes a third of the
+    time (0.11 against 0.32 ms for an image of 1024 x 1024), as much as touching them again.
+    """
+    return np.empty(size, np.uint8)

@@ -24,6 +24,7 @@ class Plan:
         global_batch: samples of a step over all ranks.
         micro_batch: at most so many samples of a rank at a time.
         rank, world: of this process.
+        count: micro-batches of a step, as many on every rank.
     """
 
     order: Order | Sequential
@@ -31,10 +32,10 @@ class Plan:
     micro_batch: int
     rank: int
     world: int
-    _count: int = field(init=False)
+    count: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._count = micro_batch_count(self.global_batch, self.world, self.micro_batch, run=self._run)
+        self.count = micro_batch_count(self.global_batch, self.world, self.micro_batch, run=self._run)
 
     @property
     def _run(self) -> int:
@@ -44,7 +45,7 @@ class Plan:
         """This rank's micro-batches from a position on, which begins a step."""
         while isinstance(self.order, Order) or position < self.order.count:
             start, stop = rank_slice(position, self.global_batch, self.rank, self.world, run=self._run)
-            pieces = micro_batches(start, stop, self.micro_batch, self._count)
+            pieces = micro_batches(start, stop, self.micro_batch, self.count)
             after = position + self.global_batch
             for i, (first, last) in enumerate(pieces):
                 yield MicroBatch(first, last, after if i == len(pieces) - 1 else position)

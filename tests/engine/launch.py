@@ -15,39 +15,31 @@ from torch.multiprocessing.spawn import start_processes
 from sa1b.engine.parallel import ParallelConfig, start, stop
 from sa1b.engine.place import Place
 
-GROUPS = 48  # that one launch may make
-
 
 def launch(work: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
     """What `work(*arguments)` returns on each rank; an exception on any rank is raised here."""
     # The optimizer imports the latter at its first step.
     multiprocessing.set_forkserver_preload(["tests.engine.training", "torch._dynamo"])
-    # As torchrun does: the parent holds the stores, so no port is chosen before somebody listens on it.
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(GROUPS)]
-    ports = [store.port for store in stores]
+    # As torchrun does: the parent holds the store, of all groups, so no port is chosen before somebody listens.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_enter, (work, world, ports, folder, arguments), world, start_method="forkserver")
+        start_processes(
+            _enter, (work, world, store.port, folder, arguments), world, start_method="forkserver"
+        )
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def _enter(
-    rank: int, work: Callable[..., Any], world: int, ports: list[int], folder: str, arguments: Any
-) -> None:
+def _enter(rank: int, work: Callable[..., Any], world: int, port: int, folder: str, arguments: Any) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    _ports.extend(ports)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     torch.save(work(*arguments), Path(folder) / f"{rank}.pt")
-
-
-_ports: list[int] = []  # of this rank, in the same order on all of them
 
 
 @contextmanager
 def group(config: ParallelConfig) -> Iterator[Place]:
     """A process group of its own for one check; none for a single process in mode none."""
-    if _ports:
-        os.environ["MASTER_PORT"] = str(_ports.pop())
     try:
         yield start(config)
     finally:

@@ -106,13 +106,18 @@ def test_killed_at_random_times_it_goes_on_to_the_same_bytes(
     assert contents(tmp_path) == contents(clean)
 
 
+@pytest.fixture(scope="module")
+def long_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("long") / "sa_000007.tar"
+    synthetic.write_tar(source, images=150, first_id=1, long_side=320)
+    return source
+
+
 @pytest.fixture
-def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
+def long_run(long_source: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
     """A run whose worker is in the middle of its source: the process, the source and the root."""
-    source = tmp_path / "sa_000007.tar"
-    synthetic.write_tar(source, images=300, first_id=1, long_side=400)
     process = subprocess.Popen(
-        command(source, tmp_path / "root"),
+        command(long_source, tmp_path / "root"),
         cwd=REPOSITORY,
         text=True,
         start_new_session=True,
@@ -124,7 +129,7 @@ def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.002)
-    yield process, source, tmp_path / "root"
+    yield process, long_source, tmp_path / "root"
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

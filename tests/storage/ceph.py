@@ -53,6 +53,8 @@ mon cluster log to file = false
 mon allow pool size one = true
 mon data avail warn = 2
 mon data avail crit = 1
+paxos propose interval = 0.02
+paxos min wait = 0.01
 osd pool default size = 1
 osd pool default min size = 1
 osd pool default pg num = 2
@@ -62,6 +64,7 @@ osd crush chooseleaf type = 0
 osd objectstore = bluestore
 bluestore block size = 4294967296
 osd memory target = 939524096
+osd op queue = wpq
 [client.rgw.a]
 rgw frontends = beast endpoint=127.0.0.1:{gateway}
 rgw run sync thread = false

@@ -29,14 +29,19 @@ COUNTED = {
 }
 
 
+# An answer is never given up by these, so that a machine under load counts what an idle one does.
+UNHURRIED = Patience(deadline=60, first_wait=HASTY.first_wait, longest_wait=HASTY.longest_wait)
+
+
 def through(
     store: Store, seed: int, rate: float, ranges: list[Range], *kinds: str
 ) -> tuple[list[bytes], Counters, list[list[Any]]]:
     """Read ranges through a proxy; the bytes, the counters, and the log of faults."""
+    stalls = rate and any(kind.startswith("stall") for kind in kinds or KINDS)
     with (
         Service("fault_proxy", store.port, seed, rate, *kinds) as proxy,
         Reader(
-            "s3://data", options=store.options(proxy.port), patience=HASTY if rate else Patience()
+            "s3://data", options=store.options(proxy.port), patience=HASTY if stalls else UNHURRIED
         ) as reader,
     ):
         data = list(reader.read_ranges(ranges, ahead=200))
@@ -50,8 +55,10 @@ def test_bytes_and_sequence_are_those_of_the_clean_run(store: Store, rate: float
     data, counters, faults = through(store, 7, rate, ranges)
     assert data == store.slices(ranges)
     fired = Counter(COUNTED[kind] for _, _, _, kind in faults if kind in COUNTED)
+    given_up = counters.timeouts - fired["timeouts"]  # answers that a busy machine gave too late to be seen
+    assert given_up >= 0
     for name, seen in fired.items():
-        assert getattr(counters, name) >= seen, (name, faults)
+        assert getattr(counters, name) >= seen - given_up, (name, faults)
     assert counters.reads == count
     assert (len(faults) > 0) == (rate > 0)
     if not rate:

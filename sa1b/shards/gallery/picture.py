@@ -147,7 +147,7 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
             f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>'
         )
         mean = f"{picture.predicted.iou.mean():.3f}" if count else "none"
-        words = f"<p>Left the true masks, right the model's from one click each; mean IoU {mean}.</p>"
+        words = f"<p>First the true masks, then the model's from one click each; mean IoU {mean}.</p>"
     return (
         f'<figure class="picture" id="{title}" {keys} style="--ratio:{width / height:.6f}">'
         f'<div class="stage" tabindex="0" role="group" '
