@@ -44,7 +44,7 @@ def loader(
     stream = stream_of(place, task, start)
     steps = range(len(stream.view) // task.batch)
     dense = task.size if fresh else None
-    batches = iter(sa1b.Loader(stream, threads=max(1, workers), dense=dense, quiet=True))
+    batches = iter(sa1b.Loader(stream, threads=max(1, workers), dense=dense, read_only=True, quiet=True))
     for _ in count() if endless else steps:
         yield delivered(next(batches), task)
     batches.close()

@@ -42,7 +42,7 @@ def rasterize(
 
     Raises:
         SizeError: height or width.
-        ValueError: an `out` of another shape, type or layout; another dtype.
+        ValueError: an `out` of another shape, type or layout; another dtype; other boxes.
         IndexError: select.
     """
     source = (runs.height, runs.width)
@@ -58,18 +58,24 @@ def rasterize_frame(
     select: npt.ArrayLike | None = None,
     out: Raster | None = None,
     dtype: npt.DTypeLike = np.uint8,
+    boxes: npt.NDArray[np.int64] | None = None,
 ) -> Raster:
     """Masks in the padded square of image_size pixels, seen at size x size, as `sa1b.masks.geometry.frame`.
 
     Args:
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of the raster.
+        boxes: int64 [K, 4], of each mask of `out` the rows and columns (top, bottom, left, right) outside of
+            which all is 0 already; what is drawn replaces them. So pixels that are drawn on again and again
+            are cleared only where they were set. By default nothing is known and all is cleared.
         Others as for `rasterize`; K masks give [K, size, size].
 
     Raises:
         As for `rasterize`.
     """
-    return fill_axes(runs, grid.framed((runs.height, runs.width), image_size, size), select, out, dtype)
+    return fill_axes(
+        runs, grid.framed((runs.height, runs.width), image_size, size), select, out, dtype, boxes
+    )
 
 
 def fill_axes(
@@ -78,6 +84,7 @@ def fill_axes(
     select: npt.ArrayLike | None,
     out: Raster | None,
     dtype: npt.DTypeLike,
+    boxes: npt.NDArray[np.int64] | None = None,
 ) -> Raster:
     rows, columns = axes
     masks = np.arange(len(runs), dtype=np.int64) if select is None else runs.indices(select)
@@ -92,5 +99,10 @@ def fill_axes(
         raise ValueError(f"out must be uint8 or bool, got {out.dtype}")
     elif not out.flags.c_contiguous or not out.flags.writeable:
         raise ValueError("out must be C-contiguous and writeable")
-    fill.rasterize(runs.runs, runs.offsets, masks, rows.firsts(), columns.firsts(), out.view(np.uint8))
+    if boxes is None:
+        boxes = np.tile([0, rows.target, 0, columns.target], (len(masks), 1))
+    elif boxes.shape != (len(masks), 4) or boxes.dtype != np.int64:
+        raise ValueError(f"boxes must be int64 [{len(masks)}, 4], got {boxes.dtype} {list(boxes.shape)}")
+    firsts = rows.firsts(), columns.firsts()
+    fill.rasterize(runs.runs, runs.offsets, masks, *firsts, out.view(np.uint8), boxes)
     return out

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -90,11 +91,14 @@ class RaggedMasks(_Tensors):
             draw()
         return out
 
-    def drawings(self, size: int, out: Tensor) -> list[Callable[[], object]]:
+    def drawings(
+        self, size: int, out: Tensor, boxes: npt.NDArray[np.int64] | None = None
+    ) -> list[Callable[[], object]]:
         """What `dense` does on a CPU, image by image: calls that threads may share.
 
         Args:
             out: uint8 [M, size, size] on the CPU; each call fills the masks of its image.
+            boxes: int64 [M, 4], where `out` is not 0; see `sa1b.masks.raster.rasterize_frame`.
         """
         # The compiled raster takes the masks of one image at a time; they lie together.
         ends = torch.cumsum(torch.bincount(self.image), 0).tolist()
@@ -105,8 +109,9 @@ class RaggedMasks(_Tensors):
                 offsets = self.offsets[start : stop + 1].numpy()
                 runs = self.runs[offsets[0] : offsets[-1]].numpy().view(np.uint32)
                 own = Runs(runs, offsets - offsets[0], height, width)
-                pixels = out[start:stop].numpy()
-                found.append(partial(raster.rasterize_frame, own, self.image_size, size, out=pixels))
+                draw = partial(raster.rasterize_frame, own, self.image_size, size)
+                known = None if boxes is None else boxes[start:stop]
+                found.append(partial(draw, out=out[start:stop].numpy(), boxes=known))
         return found
 
 

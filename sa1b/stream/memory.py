@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+_BOX = np.dtype((np.int64, 4))  # top, bottom, left, right
 _OURS = 3  # references to a buffer that nobody uses: the list's, the loop's, that of asking
 
 
@@ -41,10 +42,43 @@ class Memory:
         for buffer in self._buffers:
             if sys.getrefcount(buffer) == _OURS:
                 return buffer
-        buffer = _allocate(self.capacity)
+        buffer = self._new()
         if len(self._buffers) < self.keep:
             self._buffers.append(buffer)
         return buffer
+
+    def _new(self) -> npt.NDArray[np.uint8]:
+        return _allocate(self.capacity)
+
+
+class Canvas(Memory):
+    """Buffers for masks as pixels that know where they are not 0, so that only this is cleared.
+
+    The boxes that masks were drawn in lie in front of their pixels: memory fresh from the system says that
+    nothing was drawn, which is so.
+
+    Args:
+        masks: of a buffer at most; size: pixels of their sides.
+        keep: as for `Memory`.
+    """
+
+    def __init__(self, masks: int, size: int, keep: int) -> None:
+        self._masks, self._size = masks, size
+        super().__init__(masks * (_BOX.itemsize + size * size), keep)
+
+    def take_drawn(self, masks: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
+        """Pixels uint8 [masks, size, size], and int64 [masks, 4] for `sa1b.masks.raster.rasterize_frame`.
+
+        Right only if nobody writes into the pixels but that raster, with these boxes.
+        """
+        buffer = self._free()
+        head = self._masks * _BOX.itemsize
+        pixels = buffer[head : head + masks * self._size**2]
+        boxes = buffer[:head].view(np.int64).reshape(-1, 4)[:masks]
+        return torch.from_numpy(pixels).view(masks, self._size, self._size), boxes
+
+    def _new(self) -> npt.NDArray[np.uint8]:
+        return np.zeros(self.capacity, np.uint8)
 
 
 def fresh(shape: tuple[int, ...]) -> Tensor:

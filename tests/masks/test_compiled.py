@@ -79,9 +79,14 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
         ),
     )
     masks = np.arange(count)
+    drawn = [0, size, 0, size // 2]
     both(
         fill.rasterize,
-        lambda: (*pair, masks, rows.firsts(), columns.firsts(), np.full((count, size, size), 7, np.uint8)),
+        lambda: (
+            *(*pair, masks, rows.firsts(), columns.firsts()),
+            np.full((count, size, size), 7, np.uint8),
+            np.tile(drawn, (count, 1)),
+        ),
     )
     pixel = random.integers(-1, height * width, count)
     both(places.contains, lambda: (*pair, pixel, np.zeros(count, np.bool_)))

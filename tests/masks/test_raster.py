@@ -52,6 +52,40 @@ def test_the_frame_reads_the_pixels_of_its_formula(drawn, image_size, size, dtyp
 
 
 @examples
+@given(st.lists(masks_and_runs, min_size=1, max_size=6), targets, targets)
+def test_pixels_that_are_drawn_on_again_need_clearing_only_in_their_boxes(drawings, image_size, size):
+    most = max(len(runs) for _, runs in drawings)
+    canvas, boxes = np.zeros((most, size, size), np.uint8), np.zeros((most, 4), np.int64)
+    for _, runs in drawings:
+        count = len(runs)
+        raster.rasterize_frame(runs, image_size, size, out=canvas[:count], boxes=boxes[:count])
+        np.testing.assert_array_equal(canvas[:count], raster.rasterize_frame(runs, image_size, size))
+        for picture, (top, bottom, left, right) in zip(canvas, boxes, strict=True):
+            assert picture.sum() == picture[top:bottom, left:right].sum()
+
+
+def test_runs_of_another_image_leave_nothing_outside_of_their_boxes():
+    random = np.random.default_rng(5)
+    canvas, boxes = np.zeros((1, 9, 9), np.uint8), np.zeros((1, 4), np.int64)
+    for _ in range(300):
+        wrong = random.integers(0, 40, random.integers(1, 9)).astype(np.uint32)
+        runs = Runs(
+            wrong, np.array([0, len(wrong)]), int(random.integers(1, 12)), int(random.integers(1, 12))
+        )
+        raster.rasterize_frame(runs, 9, 9, out=canvas, boxes=boxes)
+        outside = canvas[0].copy()
+        outside[boxes[0, 0] : boxes[0, 1], boxes[0, 2] : boxes[0, 3]] = 0
+        assert not outside.any()
+
+
+def test_boxes_of_another_shape_or_type_are_refused():
+    runs = to_runs(np.ones((2, 3, 4), np.bool_))
+    for boxes in (np.zeros((1, 4), np.int64), np.zeros((2, 4), np.int32)):
+        with pytest.raises(ValueError, match=r"boxes must be int64 \[2, 4\], got"):
+            raster.rasterize_frame(runs, 8, 8, boxes=boxes)
+
+
+@examples
 @given(pixel_masks())
 def test_the_source_size_is_what_pycocotools_decodes(masks):
     runs = to_runs(masks)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,21 @@ def test_masks_come_as_pixels_if_asked_for(root: Path) -> None:
     assert torch.equal(batch.dense, batch.masks.dense(32))
     (plain,) = first(sa1b.Loader(stream(root), quiet=True), 1)
     assert plain.dense is None
+
+
+@pytest.mark.parametrize("hold", [0, 5])
+def test_pixels_of_a_reader_are_those_of_anybody(root: Path, hold: int) -> None:
+    loader = sa1b.Loader(stream(root, flip=0.5), dense=32, read_only=True, threads=2, quiet=True)
+    held: deque[sa1b.Batch] = deque()
+    for number, batch in enumerate(loader):
+        held.append(batch)
+        for one in held:
+            assert torch.equal(one.dense, one.masks.dense(32))
+        if len(held) > hold:
+            held.popleft()
+        del batch, one
+        if number == 12:
+            break
 
 
 def test_prefetched_batches_do_not_count_in_the_state(root: Path) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from sa1b.stream.memory import Memory
+from sa1b.stream.memory import Canvas, Memory
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -36,6 +36,25 @@ def test_beyond_what_is_kept_memory_is_fresh() -> None:
     held = [memory.take((64,)).fill_(i) for i in range(5)]
     assert len({address(tensor) for tensor in held}) == 5
     assert [int(tensor[0]) for tensor in held] == list(range(5))
+
+
+def test_a_canvas_begins_without_a_drawing_and_remembers_what_was_drawn_in_which_buffer() -> None:
+    canvas = Canvas(masks=3, size=5, keep=2)
+    held = []
+    for number in (1, 2):
+        pixels, boxes = canvas.take_drawn(2)
+        assert (*pixels.shape, pixels.any(), boxes.any()) == (2, 5, 5, False, False)
+        pixels[1, 2, 3] = boxes[1] = number
+        held.append(pixels)
+    beyond, boxes = canvas.take_drawn(3)
+    assert not beyond.any()
+    assert not boxes.any()
+    where = [address(pixels) for pixels in held]
+    del held, pixels, boxes
+    again, boxes = canvas.take_drawn(3)
+    assert address(again) == where[0]
+    assert again[1, 2, 3] == 1
+    assert boxes.tolist() == [[0] * 4, [1] * 4, [0] * 4]
 
 
 def test_a_tensor_of_no_bytes_is_no_problem() -> None:

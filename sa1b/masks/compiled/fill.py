@@ -14,26 +14,34 @@ def rasterize(
     row_firsts: npt.NDArray[np.int64],
     column_firsts: npt.NDArray[np.int64],
     out: npt.NDArray[np.uint8],
+    boxes: npt.NDArray[np.int64],
 ) -> None:
     """Write chosen masks into out [K, H, W], 0 or 1.
 
     A pixel differs from the one above it where a run begins or ends between them. So first only these
     changes are set, two bytes for a run inside a column however long it is, then each row of the mask's box
     takes over the row above it, exclusive or: whole rows at a time, which compiles to vector instructions.
-    64 masks to 1024x1024: 1.3 ms; filling each run pixel by pixel takes 3.1, filling a column-major tile and
-    transposing it 1.5.
+    64 masks to 1024x1024: 1.3 ms, half of it for clearing; filling each run pixel by pixel takes 3.1, filling
+    a column-major tile and transposing it 1.5.
 
     Args:
         masks: int64 [K].
         row_firsts: int64 [source height + 1], the first target row at or behind each source row.
         column_firsts: int64 [source width + 1], likewise for columns.
+        boxes: int64 [K, 4], top, bottom, left, right: all pixels of `out` outside are 0. They become the
+            boxes that the masks were drawn in.
     """
     height = len(row_firsts) - 1
     width = len(column_firsts) - 1
     limit = row_firsts[height]  # rows from here on are outside the image
     for slot in range(len(masks)):
         picture = out[slot]
-        picture[:, :] = 0
+        box = boxes[slot]
+        if box[3] - box[2] == picture.shape[1]:
+            picture[box[0] : box[1]] = 0  # whole rows lie together: a tenth less time for a whole picture
+        else:
+            picture[box[0] : box[1], box[2] : box[3]] = 0
+        box[:] = 0
         if limit == 0:  # a sliver of an image that no target row reads
             continue
         start, stop = offsets[masks[slot]], offsets[masks[slot] + 1]
@@ -86,5 +94,7 @@ def rasterize(
                         left, right = min(left, first), max(right, last)
                         top, bottom = np.int64(0), limit
             row, column = end_row, end_column
+        if left < right:
+            box[0], box[1], box[2], box[3] = top, min(bottom + 1, limit), left, right
         for y in range(top + 1, min(bottom + 1, limit)):
             picture[y, left:right] ^= picture[y - 1, left:right]
