@@ -31,14 +31,20 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dela
             writer.write_eof()
 
     delivery = asyncio.create_task(deliver())
-    with contextlib.suppress(OSError):
+    try:
         while True:
             data = await reader.read(1 << 18)
             under_way.put_nowait((loop.time() + delay, data))
             if not data:
                 break
         await delivery
-    delivery.cancel()
+    except OSError:  # one side is gone: so is the other
+        writer.close()
+    finally:
+        delivery.cancel()
+        await asyncio.wait({delivery})
+        if not delivery.cancelled():
+            delivery.exception()  # the same
 
 
 async def serve(upstream: int, seconds: float) -> None:

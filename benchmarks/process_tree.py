@@ -29,13 +29,13 @@ def processor_seconds(process: int) -> float:
     return total / _TICK
 
 
-def bytes_read(process: int) -> int:
-    """What the tree has asked read() and its kin for, from disk or not; mapped files do not show."""
-    total = 0
+def bytes_read(process: int) -> dict[int, int]:
+    """What each of the tree has asked read() and its kin for, from disk or not; mapped files do not show."""
+    found = {}
     for each in below(process):
         fields = dict(line.split(": ") for line in (_text(Path(f"/proc/{each}/io")) or "").splitlines())
-        total += int(fields.get("rchar", 0))
-    return total
+        found[each] = int(fields.get("rchar", 0))
+    return found
 
 
 def memory(process: int) -> int:

@@ -114,8 +114,8 @@ def _with(row: dict[str, Any]) -> str:
 
 def _stages(times: dict[str, dict[str, float]]) -> str:
     """One bar for each size of JPEG, cut into stages."""
-    longest = max(sum(list(own.values())[:-1]) for own in times.values())
-    names = list(next(iter(times.values())))[:-1]
+    names = tables.STAGES
+    longest = max(sum(own[name] for name in names) for own in times.values())
     bars = "".join(
         f'<div class="row"><span class="name">{escape(kind)}</span><span class="track stages">'
         + "".join(

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+STAGES = ("read", "image", "masks", "raster", "rest")  # of an image; what else was measured comes beside
+
 
 def all_tables(document: dict[str, Any]) -> list[str]:
     """Everything that was measured, in the order of the page."""
@@ -84,14 +86,18 @@ def headline(question: dict[str, Any]) -> str:
 
 
 def stages(times: dict[str, dict[str, float]]) -> str:
-    names = list(next(iter(times.values())))
+    others = [name for name in next(iter(times.values())) if name not in STAGES]
     lines = [
-        [kind, *(f"{own[name]:.2f}" for name in names), f"{sum(list(own.values())[:-1]):.2f}"]
+        [
+            kind,
+            *(f"{own[name]:.2f}" for name in STAGES),
+            f"{sum(own[name] for name in STAGES):.2f}",
+            *(f"{own[name]:.2f}" for name in others),
+        ]
         for kind, own in times.items()
     ]
-    return (
-        "\nWhere our own time goes: milliseconds of one core and image, masks at 1024; the sum is without "
-        "the last\n" + grid(["JPEGs", *names, "sum"], lines)
+    return "\nWhere our own time goes: milliseconds of one core and image, masks at 1024\n" + grid(
+        ["JPEGs", *STAGES, "sum", *others], lines
     )
 
 
@@ -112,17 +118,28 @@ def tools(rates: dict[str, Any]) -> str:
 def object_store(rows: list[dict[str, Any]]) -> str:
     lines = [
         [
-            f"{1e3 * row['latency_seconds']:.0f} ms",
+            f"{row['kind']}, {1e3 * row['latency_seconds']:.0f} ms",
+            f"{row['local']:.1f}",
             f"{row['s3']:.1f}",
             f"{row['s3_far_ahead']:.1f}",
             f"{row['of_local']:.2f}",
             "-".join(f"{value:.2f}" for value in row["of_local_range"]),
+            f"{row['busy_of_local']:.2f}",
             f"{row['webdataset']:.1f}" if "webdataset" in row else "",
         ]
         for row in rows
     ]
-    head = ["latency", "ahead=2", "ahead=16", "of local", "range", "webdataset over curl"]
-    title = "sa1b.Loader from an S3 server on this machine: images/s, 2 threads, 1024-px JPEGs, masks as runs"
+    head = [
+        "JPEGs, latency",
+        "local",
+        "ahead=2",
+        "ahead=16",
+        "of local",
+        "range",
+        "by own CPU",
+        "webdataset over curl",
+    ]
+    title = "sa1b.Loader from an S3 server on this machine: images/s, 2 threads, masks as runs"
     return f"\n{title}\n{grid(head, lines)}"
 
 

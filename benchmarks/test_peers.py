@@ -47,6 +47,23 @@ DEFAULT = ("a-original", "a-1024", "b-1024")
 PEERS = [name for name, contender in CONTENDERS.items() if contender.kind != "limit"]
 
 
+class Clock:
+    """Time that passes by what was measured before. pytest-benchmark runs one after the other what it times,
+    which here would compare moments of the machine; so it is told the rounds that were run in turns.
+    """
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def go_on(self, seconds: float) -> None:
+        self.now += seconds
+
+
+CLOCK = Clock()
+
+
 @pytest.fixture(scope="module")
 def options(request: pytest.FixtureRequest) -> Any:
     return request.config.option
@@ -156,6 +173,27 @@ def test_comparison(images: material.Material, document: dict[str, Any], options
         assert len({each["masks"] for each in delivered}) == 1
         foreground = [each["foreground"] for each in delivered]
         assert max(foreground) < 1.005 * min(foreground)
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+@pytest.mark.parametrize("key", QUESTIONS)
+@pytest.mark.parametrize(
+    ("name", "workers"), [(each.name, workers) for each in CONTENDERS.values() for workers in each.workers]
+)
+def test_seconds_an_image(
+    benchmark: Any, document: dict[str, Any], key: str, name: str, workers: int
+) -> None:
+    """The rounds of the comparison as groups of pytest-benchmark, for its options and its JSON."""
+    questions = {question["key"]: question for question in document.get("comparison", [])}
+    rows = {(row["name"], row["workers"]): row for row in questions.get(key, {"rows": []})["rows"]}
+    if (name, workers) not in rows:
+        pytest.skip("not in this run's comparison")
+    best = questions[key]["ratios"].get("peer", {"name": None, "workers": None})
+    benchmark.group = f"{questions[key]['title']}: an image"
+    benchmark.extra_info["reference"] = (best["name"], best["workers"]) == (name, workers)
+    seconds = rows[name, workers]["seconds_of_rounds"]
+    rounds = iter(seconds)
+    benchmark.pedantic(lambda: CLOCK.go_on(next(rounds)), rounds=len(seconds))
 
 
 def test_where_our_time_goes(images: material.Material, document: dict[str, Any]) -> None:

@@ -88,10 +88,7 @@ class Row:
 
     def document(self) -> dict[str, Any]:
         """For the results: medians of the rounds, per image."""
-        each = {
-            name: median(one[name] / one["images"] for one in self.rounds)
-            for name in ("seconds", "cpu", "read")
-        }
+        each = {name: median(one[name] / one["images"] for one in self.rounds) for name in ("seconds", "cpu")}
         per_second = [1 / second for second in self.seconds()]
         return {
             "name": self.name,
@@ -99,9 +96,10 @@ class Row:
             "workers": self.workers,
             "images_per_second": median(per_second),
             "images_per_second_range": [min(per_second), max(per_second)],
+            "seconds_of_rounds": self.seconds(),
             "images_per_cpu_second": 1 / each["cpu"] if each["cpu"] else None,
             "cpu_seconds": each["cpu"],
-            "bytes_read": each["read"],
+            "bytes_read": self.delivered.get("read", 0.0),
             "bytes_to_device": self.delivered.get("device_bytes", 0),
             "peak_bytes": self.peak,
             "first_batch_cold_seconds": self.first,

@@ -3,8 +3,8 @@
 It delivers its first batch, says how long that took since its parent began to start it, and then obeys its
 standard input, one JSON document a line, with one line of JSON each:
 
-    {"do": "pass"}                one epoch, untimed: what came
-    {"do": "round", "images": n}  n images in the steady state: seconds, processor seconds, bytes read
+    {"do": "pass"}                one epoch, untimed: what came, bytes read
+    {"do": "round", "images": n}  n images in the steady state: seconds, processor seconds
     {"do": "resume", "start": f}  seconds until the first batch from f of an epoch on, in this process
 """
 
@@ -25,12 +25,16 @@ from benchmarks.peers.task import Delivered, Place, Task
 
 
 def once(contender: Contender, place: Place, task: Task, workers: int) -> dict[str, Any]:
-    """One epoch: ids, masks, pixels in the foreground, mean of the pictures, bytes to a device."""
+    """One epoch: ids, masks, pixels in the foreground, mean of the pictures, bytes to a device and read."""
     ids: list[int] = []
+    own = os.getpid()
+    begun = process_tree.bytes_read(own).get(own, 0)
+    read: dict[int, int] = {}
     masks = foreground = device_bytes = 0
     level = 0.0
     for batch in contender.batches(place, task, workers):
         ids += batch.ids
+        read |= process_tree.bytes_read(own)  # workers that end take their count with them
         device_bytes += batch.device_bytes
         if batch.images is not None:
             level += float(batch.images.sum(dtype=torch.int64)) / batch.images[0].numel()
@@ -43,6 +47,7 @@ def once(contender: Contender, place: Place, task: Task, workers: int) -> dict[s
         "foreground": foreground,
         "level": level / len(ids),
         "device_bytes": device_bytes / len(ids),
+        "read": (sum(read.values()) - begun) / len(ids),
     }
 
 
@@ -52,16 +57,15 @@ def timed(contender: Contender, place: Place, task: Task, workers: int, images: 
     batches = contender.batches(place, task, workers, endless=True)
     for _ in range(max(1, workers)):
         next(batches)
-    read, busy, began = process_tree.bytes_read(own), process_tree.processor_seconds(own), time.monotonic()
+    busy, began = process_tree.processor_seconds(own), time.monotonic()
     got = 0
     while got < images and (batch := next(batches, None)) is not None:
         got += len(batch.ids)
     seconds = time.monotonic() - began
     # The workers of a finite epoch may have ended: what they took counts with their parent then.
     busy = process_tree.processor_seconds(own) - busy
-    read = process_tree.bytes_read(own) - read
     _close(batches)
-    return {"images": got, "seconds": seconds, "cpu": busy, "read": read}
+    return {"images": got, "seconds": seconds, "cpu": busy}
 
 
 def resumed(contender: Contender, place: Place, task: Task, workers: int, start: float) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def document() -> dict[str, Any]:
         "masks": 0.5,
         "raster": 1.0,
         "rest": 0.0,
+        "raster, all cleared": 4.0,
         "raster, fresh memory": 9.0,
     }
     return {

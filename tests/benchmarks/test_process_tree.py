@@ -31,13 +31,13 @@ def child() -> Iterator[subprocess.Popen[str]]:
 
 def test_memory_and_processor_and_bytes_of_a_child_count() -> None:
     own = os.getpid()
-    memory, seconds, read = (
-        count(own) for count in (process_tree.memory, process_tree.processor_seconds, process_tree.bytes_read)
-    )
+    memory, seconds = process_tree.memory(own), process_tree.processor_seconds(own)
     with child() as process:
         assert process.pid in process_tree.below(own)
         assert process_tree.memory(own) - memory > 60_000_000
-        assert process_tree.bytes_read(own) - read > 1_000_000
+        read = process_tree.bytes_read(own)
+        assert read.keys() >= {own, process.pid}
+        assert read[process.pid] > 1_000_000
     # It has ended: its processor time stays, its memory does not.
     assert process_tree.processor_seconds(own) - seconds >= 0.5
     assert process.pid not in process_tree.below(own)

@@ -11,7 +11,7 @@ from tests.benchmarks.results import document
 
 
 def rounds(*seconds: float) -> list[dict[str, float]]:
-    return [{"images": 2, "seconds": 2 * each, "cpu": each, "read": 10} for each in seconds]
+    return [{"images": 2, "seconds": 2 * each, "cpu": each} for each in seconds]
 
 
 def test_a_ratio_compares_round_by_round() -> None:
