@@ -64,7 +64,7 @@ CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender("sa1b.Loader", "ours", "ours", "loader", workers=(1, 2)),
-        Contender("sa1b.Loader(dense=...)", "ours", "ours", "fresh", workers=(2,)),
+        Contender("sa1b.Loader(dense=..., read_only=True)", "ours", "ours", "drawn", workers=(1, 2)),
         Contender("sa1b.Stream in DataLoader", "ours", "ours", "dataloader"),
         Contender("webdataset", "peer", "webdataset_tars", needs=("webdataset", *COCO)),
         Contender("extracted files", "peer", "extracted_files", needs=COCO),

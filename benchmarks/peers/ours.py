@@ -1,7 +1,8 @@
 """This package: `sa1b.Loader`, and `sa1b.Stream` in torch's DataLoader. Masks travel as runs.
 
 Where pixels are asked for, they are made of the runs in the process that takes the batch, as a training loop
-would on its device. `fresh` takes them as `Loader(dense=...)` gives them, in memory of their own.
+would on its device, in one buffer that is cleared each time. `drawn` takes them as the loader gives them to
+who only reads: in memory that is used again and cleared where masks were.
 """
 
 from collections.abc import Iterator
@@ -39,21 +40,21 @@ def delivered(batch: sa1b.Batch, task: Task) -> Delivered:
 
 
 def loader(
-    place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False, fresh: bool = False
+    place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False, drawn: bool = False
 ) -> Iterator[Delivered]:
     stream = stream_of(place, task, start)
     steps = range(len(stream.view) // task.batch)
-    dense = task.size if fresh else None
+    dense = task.size if drawn else None
     batches = iter(sa1b.Loader(stream, threads=max(1, workers), dense=dense, read_only=True, quiet=True))
     for _ in count() if endless else steps:
         yield delivered(next(batches), task)
     batches.close()
 
 
-def fresh(
+def drawn(
     place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False
 ) -> Iterator[Delivered]:
-    return loader(place, task, workers, start, endless, fresh=True)
+    return loader(place, task, workers, start, endless, drawn=True)
 
 
 def dataloader(
