@@ -5,7 +5,7 @@ together; the processor time of the reading process alone says what reading from
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -23,8 +23,10 @@ THREADS = 2
 FAR_AHEAD = 16  # batches of two images: what hides 100 ms
 
 
-def measure(folder: Path, material: Material, rounds: int) -> list[dict[str, Any]]:
-    """Images a second by size of JPEG and latency; runs only, no pixels of masks."""
+def measure(
+    folder: Path, material: Material, latencies: Mapping[str, Iterable[float]], rounds: int
+) -> list[dict[str, Any]]:
+    """Images a second by size of JPEG and latency, seconds; runs only, no pixels of masks."""
     (folder / "bucket").mkdir(parents=True)
     others = CONTENDERS["webdataset"]
     rows = []
@@ -34,7 +36,7 @@ def measure(folder: Path, material: Material, rounds: int) -> list[dict[str, Any
             tars = None if others.missing() else material.place(others, kind)
             if tars:
                 (folder / "bucket" / f"{kind}-tars").symlink_to(tars.folder)
-            for latency in LATENCIES:
+            for latency in latencies[kind]:
                 with latency_proxy.running(service.port, latency) as port:
                     rows.append(_row(folder, kind, root, tars, latency, port, rounds))
     return rows

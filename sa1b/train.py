@@ -14,7 +14,12 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
+
+if __name__ == "__main__":
+    # Until there is something to save, Ctrl-C ends at once and without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # torchrun starts this file by its path: its folder is then where Python looks first, not the package's.
 if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent):
@@ -24,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from sa1b.engine import config as settings
-from sa1b.engine import estimate, metrics
+from sa1b.engine import estimate, history, metrics
 from sa1b.engine.agreement import DisagreementError, agree
 from sa1b.engine.checkpoint import Checkpoints
 from sa1b.engine.chrome_trace import ChromeTrace
@@ -65,7 +70,7 @@ class Run:
         config.out.mkdir(parents=True, exist_ok=True)
         data = config.data
         self.feed, self.held_out = feeds(config, place)
-        interactive = build(config, config.init)
+        interactive = build(config, first_weights(config))
         freeze(interactive, config.optim)
         self.module: nn.Module = wrap(interactive, config.parallel, place)
         self.model = unwrap(self.module)
@@ -85,7 +90,13 @@ class Run:
         state = self.checkpoints.resume(self.model, self.optimizer)
         if state is not None:
             self.step = int(state["step"])
-            self.feed.load_state_dict(state["stream"])
+            try:
+                self.feed.load_state_dict(state["stream"])
+            except ResumeError as error:
+                raise ResumeError(
+                    f"{error}. Pass the --seed and --data.view that {self.config.out} began with, or "
+                    "another --out"
+                ) from None
             self.scaler.load_state_dict(state["scaler"])
             if self.place.rank == 0:
                 print(f"going on behind step {self.step:,} at position {state['stream']['position']:,}")
@@ -121,13 +132,23 @@ def build(config: Config, weights: Path | None) -> Interactive:
     torch.manual_seed(config.seed)  # the same on every rank
     model = Sam(config.model)
     if weights is not None:
-        where, found = find_weights(weights)
-        try:
-            model.load_state_dict(found)
-        except RuntimeError as error:
-            first = str(error).splitlines()[1].strip()
-            raise UsageError(f"{where} holds another model than --model and --preset say: {first}") from None
+        fill(model, weights)
     return Interactive(model, config.recipe)
+
+
+def first_weights(config: Config) -> Path | None:
+    """What a run begins with; nothing if it goes on, when the file may be gone."""
+    return None if history.steps(config.out / "checkpoints") else config.init
+
+
+def fill(model: Sam, weights: Path) -> None:
+    """Load weights, which must fit."""
+    where, found = find_weights(weights)
+    try:
+        model.load_state_dict(found)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip()
+        raise UsageError(f"{where} holds another model than --model and --preset say: {first}") from None
 
 
 def feeds(config: Config, place: Place) -> tuple[Feed, Feed | None]:
@@ -141,8 +162,8 @@ def feeds(config: Config, place: Place) -> tuple[Feed, Feed | None]:
 
 def score(config: Config, place: Place) -> None:
     """Evaluate weights that are there, without training: --evaluate-only."""
-    _, held_out = feeds(config, place)
-    assert held_out is not None  # the settings were checked
+    size = config.model.image_size
+    held_out = held_out_feed(config.evaluation, config.data, size, place, config.out, None)
     module = wrap(build(config, config.init or config.out), config.parallel, place)
     scores = evaluate(module, held_out, config.parallel, place, config.evaluation.show, config.out)
     if place.rank == 0:
@@ -189,6 +210,8 @@ def train(run: Run) -> None:
         means = metrics.step_means(totals, sum(map(len, ids)), run.stop_asked, seconds, place)
         if run.health.is_good(run.step, means["loss"], gradient, own_loss, ids):
             scaler.step(optimizer)
+        elif run.health.skipped == 1:
+            run.metrics.say(f"step {run.step + 1} is skipped: loss {means['loss']}, gradient norm {gradient}")
         scaler.update()
         optimizer.zero_grad()
         trace.after(run.step)
@@ -200,12 +223,13 @@ def train(run: Run) -> None:
         run.metrics.step(run.step, metrics.figures_of(means, rate, gradient, place, ideal))
         run.checkpoints.poll()
         ends = run.stopping or run.step == config.optim.steps
-        if ends or run.step % config.checkpoint.every == 0:
+        if (ends or run.step % config.checkpoint.every == 0) and not run.health.lost:
             run.save()
         every = config.evaluation.every
         if every and not run.stopping and (ends or run.step % every == 0):
             run.evaluate()
     trace.close()
+    run.health.end(run.step)
 
 
 def run(config: Config) -> None:
@@ -247,10 +271,15 @@ def run(config: Config) -> None:
 
 def plan(config: Config, place: Place) -> None:
     """Print what a run would be."""
-    feed = Feed(config.data, config.model.image_size, place, config.out, config.seed)
+    feed, _ = feeds(config, place)
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Sam(config.model).parameters())
+        model = Sam(config.model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     if place.rank == 0:
+        if (weights := first_weights(config)) is not None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+                fill(model, weights)
         images = len(feed.stream.view)
         print(estimate.describe(config, place, parameters, feed.micro_batches, images))
         print(rate_line(config.optim, config.data.global_batch))
@@ -262,16 +291,25 @@ def main() -> int:
     rank = int(os.environ.get("RANK", "0"))
     try:
         run(settings.parse(sys.argv[1:], __doc__))
+    except SystemExit as error:  # of help, or of a flag that cannot be read
+        return _refused(rank, int(error.code or 0))
     except UsageError as error:
         if rank == 0:  # the same on all ranks
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+            sys.stderr.write(f"error: {error}\n")
+        return _refused(rank, 2)
     except EXPECTED as error:
-        for note in getattr(error, "__notes__", []):
-            print(f"rank {rank}: {note}", file=sys.stderr)
-        print(f"error on rank {rank}: {error}", file=sys.stderr)
+        lines = [f"rank {rank}: {note}" for note in getattr(error, "__notes__", [])]
+        # At once: the lines of several ranks would run into each other.
+        sys.stderr.write("\n".join([*lines, f"error on rank {rank}: {error}\n"]))
         return 1
     return 0
+
+
+def _refused(rank: int, code: int) -> int:
+    """The exit code of a rank that was refused its settings, when rank 0 has had the time to say why."""
+    if rank > 0 and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(5)  # torchrun ends all ranks with the first one
+    return code
 
 
 if __name__ == "__main__":

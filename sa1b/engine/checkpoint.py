@@ -28,7 +28,6 @@ import json
 import logging
 import shutil
 import time
-import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -51,9 +50,6 @@ from sa1b.storage.publish import LockedError, flush, lock, publish, write_whole
 
 _LOCK_PATIENCE = 60.0  # seconds: the processes of a killed run may outlive it a moment
 _LOG = logging.getLogger(__name__)
-
-# One process is no mistake here.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(frozen=True, slots=True)

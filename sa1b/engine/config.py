@@ -6,9 +6,10 @@ Each part stands beside the code that it configures; here they come together.
 import contextlib
 import io
 import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -168,6 +169,13 @@ def _check(config: Config) -> None:
     """
     if not config.data.root:
         raise UsageError("--data.root is missing: the folder that tools/reshard.py made, or its URL")
+    for flag, value in _numbers(config.document()):
+        if not math.isfinite(value):
+            raise UsageError(f"--{flag} is {value}")
+    if not 0 <= config.seed < 1 << 63:
+        raise UsageError(f"--seed is {config.seed}; it must be at least 0 and below 2**63")
+    if config.out.exists() and not config.out.is_dir():
+        raise UsageError(f"--out {config.out} is a file: name a folder, new or of a run to go on with")
     low = config.model.image_size // 4
     if config.data.target_size is not None and config.data.target_size < low:
         raise UsageError(
@@ -185,6 +193,18 @@ def _check(config: Config) -> None:
         raise UsageError("--json is for --evaluate-only")
     if config.evaluation.view is not None and config.evaluation.view == config.data.view:
         raise UsageError(f"--evaluation.view and --data.view are both {config.data.view!r}")
+
+
+def _numbers(document: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """The flags that are numbers with a fraction."""
+    if isinstance(document, dict):
+        for name, value in document.items():
+            yield from _numbers(value, f"{path}.{name}" if path else name.replace("_", "-"))
+    elif isinstance(document, list):
+        for value in document:
+            yield from _numbers(value, path)
+    elif isinstance(document, float):
+        yield path.replace("_", "-"), document
 
 
 def agree(config: Config, place: Place) -> Config:

@@ -11,6 +11,10 @@ from sa1b.engine.sealed import CheckpointError
 from sa1b.sam.published import FORMATS, config_of, preset_of, read_weights, write_weights
 from sa1b.shards.errors import UsageError
 
+_KINDS = (
+    "weights are the folder of a run (--out of sa1b/train.py), a checkpoint in it, a .safetensors or a .pth"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Converted:
@@ -56,6 +60,8 @@ def find_weights(source: Path) -> tuple[Path, dict[str, Tensor]]:
         WeightsError: a damaged or foreign file.
         OSError: it cannot be read.
     """
+    if not source.exists():
+        raise CheckpointError(f"{source}: no such file or folder; {_KINDS}")
     if not source.is_dir():
         return source, read_weights(source)
     if (source / "checkpoints").is_dir():
@@ -63,7 +69,10 @@ def find_weights(source: Path) -> tuple[Path, dict[str, Tensor]]:
         if found is None:
             raise CheckpointError(f"{source} has no checkpoint yet")
     else:
-        found = history.read(source)
+        try:
+            found = history.read(source)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {_KINDS}") from None
     return found.folder, tensors.read_weights(found.folder, found.metadata)
 
 
@@ -76,6 +85,8 @@ def convert(source: Path, target: Path, *, overwrite: bool = False) -> Converted
     """
     if target.suffix not in FORMATS:
         raise UsageError(f"--out {target} must end with .safetensors or .pth")
+    if target.is_dir():
+        raise UsageError(f"--out {target} is a folder")
     if target.exists() and not overwrite:
         raise UsageError(f"--out {target} exists: pass --overwrite to replace it")
     place, weights = find_weights(source)

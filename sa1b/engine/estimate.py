@@ -79,7 +79,8 @@ def describe(config: Config, place: Place, parameters: int, micro_batches: int, 
     """
     data, model = config.data, config.model
     batch = data.global_batch
-    micro = data.micro_batch or -(-batch // place.world)
+    share = -(-batch // place.world)
+    micro = min(data.micro_batch or share, share)
     shards = place.shards if config.parallel.shard == "full" else 1
     held = 4 * parameters / 1e9
     state = held / shards + 3 * held / place.shards  # weights; gradients and two moments

@@ -1,5 +1,6 @@
 """How good the model is: mean IoU after 1, 3 and 5 clicks and with a box, on images it never trains on."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from sa1b.sam.score import Score
 from sa1b.shards.errors import UsageError
 from sa1b.storage.publish import write_whole
 from sa1b.stream.dataset import Stream
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,17 @@ class EvaluationConfig:
 
 
 def held_out_feed(
-    config: EvaluationConfig, data: DataConfig, image_size: int, place: Place, run: Path, training: Stream
+    config: EvaluationConfig,
+    data: DataConfig,
+    image_size: int,
+    place: Place,
+    run: Path,
+    training: Stream | None,
 ) -> Feed:
     """The feed of an evaluation: every image of the view once over all ranks.
 
     Args:
-        training: must share no image with the view.
+        training: must share no image with the view; None: nothing is trained.
 
     Raises:
         UsageError: it does; the message says how many.
@@ -59,6 +67,8 @@ def held_out_feed(
     settings = replace(data, masks=config.masks, strategy="uniform", global_batch=batch)
     # Another seed would score other masks: figures of different runs could not be compared.
     feed = Feed(settings, image_size, place, run, seed=0, view=config.view, order="sequential")
+    if training is None:
+        return feed
     own, others = (view.table_rows(np.arange(len(view))) for view in (feed.stream.view, training.view))
     if shared := len(np.intersect1d(own, others)):
         raise UsageError(
@@ -104,6 +114,9 @@ def evaluate(
         dist.all_gather_object(of_all, shown)
         shown = [line for some in of_all for line in some]
     if show and place.rank == 0:
-        write_whole(out / "predictions.jsonl", "".join(line for _, line in sorted(shown)).encode())
+        try:
+            write_whole(out / "predictions.jsonl", "".join(line for _, line in sorted(shown)).encode())
+        except OSError as error:  # the scores do not depend on it
+            _LOG.warning("the predicted masks are not written: %s", error)
     module.train(training)
     return score.result()

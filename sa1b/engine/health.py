@@ -41,6 +41,7 @@ class Health:
     def __init__(self, config: HealthConfig, run: Path, place: Place) -> None:
         self.path = run / "not-finite.jsonl"
         self.skipped = 0
+        self.lost = 0  # steps in a row until now whose loss was not finite: what was trained is in doubt
         self._config = config
         self._place = place
         self._in_row = 0
@@ -57,6 +58,7 @@ class Health:
         Raises:
             HealthError: too many steps in a row were not.
         """
+        self.lost = 0 if math.isfinite(loss) else self.lost + 1
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_row = 0
             return True
@@ -72,10 +74,23 @@ class Health:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         if self._in_row > self._config.patience:
-            raise HealthError(
-                f"{self._in_row} steps in a row until step {step} had a loss or gradient that is not finite "
-                f"(loss {loss}, gradient norm {norm}); images whose loss was not are listed in {self.path}. "
-                "Lower --optim.rate, or --parallel.precision bf16 in place of fp16; the last checkpoint is "
-                "from before"
-            )
+            raise self._error(self._in_row, step, f"loss {loss}, gradient norm {norm}")
         return False
+
+    def end(self, step: int) -> None:
+        """Judge the end of a run, or of a part of it.
+
+        Raises:
+            HealthError: the last steps had no finite loss, so no checkpoint holds them.
+        """
+        if self.lost:
+            raise self._error(self.lost, step, "loss")
+
+    def _error(self, steps: int, step: int, what: str) -> HealthError:
+        return HealthError(
+            f"the last {steps} steps, until step {step}, had a loss or gradient that is not finite ({what}); "
+            f"images whose loss was not are listed in {self.path}. The same command goes on from the newest "
+            "checkpoint, which is from before: lower --optim.rate, or --parallel.precision bf16 in place of "
+            "fp16. If it fails at once, that checkpoint is too late: move its folder away and the one "
+            "before is taken"
+        )

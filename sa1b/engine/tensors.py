@@ -5,6 +5,7 @@ state: `optimizer.mask_decoder.iou_token.weight.exp_avg`. DDP and FSDP leave no 
 checkpoint of one fits the other, at any world size.
 """
 
+import warnings
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -26,6 +27,9 @@ from sa1b.engine.sealed import CheckpointError
 from sa1b.sam.interactive import Interactive
 
 MODEL, OPTIMIZER = "model.", "optimizer."
+
+# One process is no mistake here.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class MismatchError(CheckpointError):

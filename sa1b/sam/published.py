@@ -7,6 +7,7 @@ checksums, and what is written here as `.safetensors` carries a digest.
 """
 
 import hashlib
+import json
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -79,6 +80,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
                 torch.save(whole, aside)
             else:
                 save_file(whole, aside, {"format": "pt", _DIGEST: _digest(whole)})
+                _sort_header(aside)
             flush(aside)
             publish(aside, path)
     except (RuntimeError, SafetensorError) as error:  # what torch and safetensors say of a full disk
@@ -152,7 +154,7 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
         raise
     except Exception as error:
         raise WeightsError(
-            f"{path} is damaged, or holds more than tensors, which is not loaded: {_first_line(error)}"
+            f"{path} is damaged, or holds more than tensors, which is not loaded ({type(error).__name__})"
         ) from None
     if not isinstance(loaded, dict):
         raise WeightsError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
@@ -163,6 +165,16 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
                 "where an entry holds the weights, save that entry alone with torch.save"
             )
     return loaded
+
+
+def _sort_header(path: Path) -> None:
+    """Give the same weights the same bytes: the library writes the names in another order each time."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.dumps(json.loads(file.read(size)), sort_keys=True, separators=(",", ":"))
+        if len(header) <= size:
+            file.seek(8)
+            file.write(header.encode().ljust(size))
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:

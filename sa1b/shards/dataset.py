@@ -12,7 +12,7 @@ from sa1b.masks.runs import Runs
 from sa1b.shards import jpeg, manifest
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.reading import Reading, begin, place_of
-from sa1b.shards.table import SampleTable, open_table
+from sa1b.shards.table import SampleTable, TableError, open_table
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.failure import MissingError
 from sa1b.storage.reader import Reader
@@ -87,7 +87,10 @@ class Dataset:
                 "it again"
             ) from None
         self._samples = self._fetch_samples()
-        self.table: SampleTable = open_table(self._samples)
+        try:
+            self.table: SampleTable = open_table(self._samples)
+        except FileNotFoundError:
+            raise TableError(f"{self._samples}: missing; tools/index.py makes it again") from None
         if (self.table.digest, self.table.ids_digest) != promised:
             raise manifest.ManifestError(
                 f"{self._samples} is not the one {manifest.DATASET} was written with; "

@@ -159,7 +159,8 @@ class Effort:
         if fault.cause is Cause.MISSING:
             raise MissingError(f"{self.url}: no such object ({fault.words})", **self._place)
         if fault.cause is Cause.DENIED:
-            raise DeniedError(f"{self.url}: access denied ({fault.words}); {CREDENTIALS}", **self._place)
+            advice = CREDENTIALS if "://" in self.url else "this user may not read it"
+            raise DeniedError(f"{self.url}: access denied ({fault.words}); {advice}", **self._place)
         if fault.cause is Cause.EXPIRED:
             if self._asked_again:
                 raise ExpiredError(f"{self.url}: expired ({fault.words}); {CREDENTIALS}", **self._place)

@@ -157,7 +157,11 @@ class RemoteOrigin:
 
         protocol = self._root.partition("://")[0]
         options = {**self._options, "skip_instance_cache": True}
-        kind = fsspec.get_filesystem_class(protocol)
+        try:
+            kind = fsspec.get_filesystem_class(protocol)
+        except ImportError as error:
+            advice = "pip install 'sa1b[s3]'" if protocol in ("s3", "s3a") else "install it"
+            raise StorageError(f"{self._root}: {error}: {advice}", url=self._root) from None
         if kind.async_impl:
             options |= {"asynchronous": True, "use_listings_cache": False}
         if protocol in ("s3", "s3a"):

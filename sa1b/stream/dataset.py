@@ -112,6 +112,12 @@ class Stream(IterableDataset[Batch]):
         storage_options: Mapping[str, Any] | None = None,
         **recipe: Any,
     ) -> None:
+        if order not in ("shuffle", "sequential"):
+            raise ValueError(f"order is {order!r}; known are 'shuffle' and 'sequential'")
+        if (micro_batch is not None and micro_batch < 1) or not deadline > 0:
+            raise ValueError(f"micro_batch={micro_batch} must be at least 1, deadline={deadline} above 0")
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+            raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**63 - 1")
         here = place()
         self.rank = here.rank if rank is None else rank
         self.world = here.world if world is None else world
@@ -268,6 +274,8 @@ class Stream(IterableDataset[Batch]):
             ResumeError: of another set of images, another condition on masks or another seed.
         """
         own = self.state_dict()
+        if missing := own.keys() - state.keys():
+            raise ResumeError(f"no state of a stream: {', '.join(sorted(missing))} missing")
         for name in ("ids_sha256", "masks_where", "seed"):
             if state[name] != own[name]:
                 raise ResumeError(

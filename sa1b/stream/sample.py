@@ -33,6 +33,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy is {self.strategy!r}; known are {', '.join(STRATEGIES)}")
+        if self.image_size < 1 or self.masks < 0 or not 0 <= self.flip <= 1:
+            raise ValueError(
+                f"image_size={self.image_size} must be at least 1, masks={self.masks} at least 0, "
+                f"flip={self.flip} a probability"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -182,12 +182,17 @@ def write_view(
     digest = ids_digest(table.image_id[rows])
     key = view_key(digest, masks_where)
     documents = {document["key"]: document for document in read_views(Reader(root))}
-    owners = [other for other in documents if name in documents[other]["names"] and other != key]
-    if owners:
-        raise UsageError(
-            f"the name {name!r} belongs to view {owners[0]}; choose another --name, or remove "
-            f"{root / VIEWS / owners[0]}.json"
-        )
+    for other, document in documents.items():
+        if name not in document["names"] or other == key:
+            continue
+        path = root / VIEWS / f"{other}.json"
+        if document["dataset"]["ids_sha256"] == table.ids_digest:
+            raise UsageError(
+                f"the name {name!r} belongs to view {other}; choose another --name, or remove {path}"
+            )
+        # Of the images that the root held before: nobody can open it by that name any more.
+        document["names"].remove(name)
+        write_whole(path, _json(document))
     names = set(documents[key]["names"]) if key in documents else set()
     if name is not None:
         names.add(name)
@@ -209,8 +214,12 @@ def write_view(
         },
     }
     write_whole(root / VIEWS / f"{key}.rows", data)
-    write_whole(root / VIEWS / f"{key}.json", (json.dumps(document, indent=1) + "\n").encode())
+    write_whole(root / VIEWS / f"{key}.json", _json(document))
     return open_view(root, table, key, check=False)
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    return (json.dumps(document, indent=1) + "\n").encode()
 
 
 def check_name(name: str) -> None:

@@ -44,6 +44,15 @@ def test_what_is_written_comes_back_bit_for_bit(file: Path, model: Sam) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+def test_the_same_weights_have_the_same_bytes(tmp_path: Path, model: Sam) -> None:
+    written = set()
+    for number in range(6):
+        path = tmp_path / f"{number}.safetensors"
+        write_weights(path, model.state_dict())
+        written.add(path.read_bytes())
+    assert len(written) == 1
+
+
 def test_the_published_code_loads_what_is_written(file: Path, model: Sam) -> None:
     reference = published.build(SMALL)
     if file.suffix == ".pth":

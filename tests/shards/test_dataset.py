@@ -21,6 +21,7 @@ from sa1b.shards.ingest import Policy, ingest
 from sa1b.shards.manifest import ManifestError, Options, read_tasks, write_dataset
 from sa1b.shards.shard import ShardError
 from sa1b.shards.source import discover
+from sa1b.shards.table import TableError
 
 IMAGES = 14
 
@@ -93,6 +94,12 @@ def test_opening_reads_only_the_manifest_and_the_table(root: Path, tmp_path: Pat
 
 def test_a_folder_that_is_no_root_is_named(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"dataset\.json: not there; is this the --out folder"):
+        sa1b.open(tmp_path)
+
+
+def test_a_root_without_its_table_says_what_makes_it_again(root: Path, tmp_path: Path) -> None:
+    shutil.copy(root / "dataset.json", tmp_path)
+    with pytest.raises(TableError, match=r"samples\.bin: missing; tools/index\.py makes it again"):
         sa1b.open(tmp_path)
 
 

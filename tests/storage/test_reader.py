@@ -344,12 +344,27 @@ def test_more_files_than_may_be_open_are_read(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+def test_a_file_system_that_is_not_installed_is_named_with_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(protocol: str) -> type:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", absent)
+    with (
+        Reader("s3://data") as reader,
+        pytest.raises(StorageError, match=r"s3://data: Install s3fs .*: pip install 'sa1b\[s3\]'"),
+    ):
+        reader.read_range("a.bin", 0, 1)
+
+
 def test_an_unreadable_local_file_is_denied(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "open", refused)
-    with Reader(store.folder / "data") as reader, pytest.raises(DeniedError, match="Permission denied"):
+    words = r"Permission denied\); this user may not read it"
+    with Reader(store.folder / "data") as reader, pytest.raises(DeniedError, match=words):
         reader.read_range("a.bin", 0, 1)
 
 

@@ -12,7 +12,7 @@ import torch
 import sa1b
 from sa1b.shards import synthetic
 from sa1b.shards.manifest import read_tasks, write_dataset
-from sa1b.stream.dataset import Begun
+from sa1b.stream.dataset import Begun, ResumeError
 from sa1b.stream.sample import SampleMasks
 from tests.shards import tiny
 from tests.stream.test_stream import SMALL, assert_equal, take
@@ -68,6 +68,11 @@ def test_pixels_of_a_reader_are_those_of_anybody(root: Path, hold: int) -> None:
         del batch, one
         if number == 12:
             break
+
+
+def test_a_state_of_something_else_is_refused(root: Path) -> None:
+    with pytest.raises(ResumeError, match="no state of a stream: bytes_sha256, ids_sha"):
+        sa1b.Loader(stream(root), quiet=True).load_state_dict({"position": 3})
 
 
 def test_prefetched_batches_do_not_count_in_the_state(root: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,6 +147,26 @@ def test_evaluation_takes_every_sample_once_and_marks_the_filling(root: Path) ->
 def test_an_unknown_strategy_is_refused_with_the_known_ones(root: Path) -> None:
     with pytest.raises(ValueError, match="strategy is 'best'; known are uniform, area, quality, coverage"):
         Stream(root, global_batch=4, strategy="best")
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"order": "random"}, "order is 'random'; known are 'shuffle' and 'sequential'"),
+        ({"micro_batch": 0}, "micro_batch=0 must be at least 1"),
+        ({"deadline": -1.0}, "deadline=-1.0 above 0"),
+        ({"seed": 1.5}, "seed=1.5 must be a whole number"),
+        ({"seed": -1}, "seed=-1 must be a whole number"),
+        ({"image_size": 0}, "image_size=0 must be at least 1"),
+        ({"masks": -1}, "masks=-1 at least 0"),
+        ({"flip": 2.0}, "flip=2.0 a probability"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_by_name(
+    root: Path, argument: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        sa1b.Stream(root, **{"global_batch": 4, **SMALL, **argument})
 
 
 def test_more_ranks_than_samples_are_refused(root: Path) -> None:

@@ -267,6 +267,17 @@ def test_a_name_belongs_to_one_view(root):
             select(root, Selection(), name=name, quiet=True)
 
 
+def test_a_name_of_images_that_the_root_no_longer_holds_can_be_given_again(root):
+    view = select(root, Selection(subset="50%"), name="half", quiet=True).view
+    path = root / "views" / f"{view.key}.json"
+    document = json.loads(path.read_text())
+    document["dataset"]["ids_sha256"] = "0" * 64  # as if made before a source was added
+    path.write_text(json.dumps(document))
+    other = select(root, Selection(subset="60%"), name="half", quiet=True).view
+    assert open_view(root, Dataset(root).table, "half").key == other.key != view.key
+    assert json.loads(path.read_text())["names"] == []
+
+
 def test_an_empty_view_is_refused(root):
     with pytest.raises(UsageError, match="no image is left"):
         select(root, Selection(images_where="width > 100000"), quiet=True)

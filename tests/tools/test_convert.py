@@ -89,17 +89,19 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
     text, empty = tmp_path / "text.pth", tmp_path / "empty"
     text.write_text("not weights")
     empty.mkdir()
+    (tmp_path / "empty.pth").mkdir()
     done = run(text, "--out", out)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert f"{text} is damaged, or holds more than tensors" in line
     for source, target, complaint in (
         (empty, out, "empty is no checkpoint"),
-        (tmp_path / "missing.pth", out, "missing.pth"),
+        (tmp_path / "missing.pth", out, r"missing.pth: no such file or folder; weights are the folder of a"),
+        (folder, tmp_path / "empty.pth", "empty.pth is a folder"),
         (folder, tmp_path / "out.bin", "must end with .safetensors or .pth"),
         (folder, text, "text.pth exists: pass --overwrite"),
     ):
         with pytest.raises((SourceError, UsageError, OSError), match=complaint):
             convert(source, target)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.pth"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "empty.pth", "text.pth"]
     assert text.read_text() == "not weights"

@@ -5,6 +5,7 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
     stop    the rank is sent SIGTERM, "times" times
     kill    the rank is killed, if the file "once" is not there yet
     nan     its loss is not finite, from the step on for "times" steps
+    inf     its loss is, but not its gradient, from the step on for "times" steps
     record  nothing happens
 
 With "into", a folder, each rank notes there which images each step had, and how long it waits for others.
@@ -34,8 +35,8 @@ def arrange(mishap: dict[str, Any]) -> None:
         _record(Path(mishap["into"]), rank)
     if rank != mishap.get("rank", 0):
         return
-    if mishap["what"] == "nan":
-        _spoil(range(mishap["step"], mishap["step"] + mishap["times"]))
+    if mishap["what"] in ("nan", "inf"):
+        _spoil(mishap["what"], range(mishap["step"], mishap["step"] + mishap["times"]))
     elif mishap["what"] in ("stop", "kill"):
         _signal(mishap)
 
@@ -83,7 +84,7 @@ def _signal(mishap: dict[str, Any]) -> None:
     Health.is_good = is_good
 
 
-def _spoil(steps: range) -> None:
+def _spoil(what: str, steps: range) -> None:
     current = [-1]
     at_rate, forward = train.lr_at, Interactive.forward
 
@@ -93,7 +94,11 @@ def _spoil(steps: range) -> None:
 
     def spoilt(self: Interactive, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
         sums = forward(self, *arguments, **options)
-        return {**sums, "loss": sums["loss"] * float("nan")} if current[0] in steps else sums
+        if current[0] in steps and what == "nan":
+            return {**sums, "loss": sums["loss"] * float("nan")}
+        if current[0] in steps:
+            sums["loss"].register_hook(lambda gradient: gradient * float("inf"))
+        return sums
 
     train.lr_at, Interactive.forward = lr_at, spoilt
 

@@ -35,6 +35,29 @@ def test_a_dry_run_prints_and_writes_nothing(root: Path, tmp_path: Path) -> None
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
 
+def test_a_dry_run_looks_at_all_that_a_run_needs(root: Path, whole: Whole, tmp_path: Path) -> None:
+    for flags, complaint in (
+        (("--init", str(tmp_path / "gone.pth")), "gone.pth: no such file or folder; weights are"),
+        (("--init", str(whole("none", 1)), "--model.width", "64"), "holds another model than --model"),
+        (("--evaluation.view", "nosuch", "--evaluation.every", "3"), "'nosuch' in"),
+    ):
+        ended = start(root, tmp_path / "run", "--dry-run", *flags)
+        assert ended.codes[0] > 0
+        assert complaint in ended.outputs[0]
+    assert start(root, tmp_path / "run", "--dry-run", "--init", str(whole("none", 1))).codes == [0]
+
+
+def test_weights_to_begin_with_may_be_gone_when_a_run_goes_on(
+    root: Path, whole: Whole, tmp_path: Path
+) -> None:
+    begin = tmp_path / "begin"
+    shutil.copytree(whole("none", 1), begin)
+    out = train_to_end(root, tmp_path / "run", "--init", str(begin), "--optim.steps", "3")
+    shutil.rmtree(begin)
+    train_to_end(root, out, "--init", str(begin))
+    assert len(losses(out)) == STEPS
+
+
 def test_a_usage_error_is_printed_by_rank_0_only(root: Path, tmp_path: Path) -> None:
     ended = start(root, tmp_path / "run", "--optim.warmup", "10", ranks=2, mode="ddp")
     assert ended.codes == [2, 2]
@@ -87,7 +110,7 @@ def test_another_seed_is_refused_where_a_run_goes_on(root: Path, whole: Whole, t
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "No such file"), (b"nothing of the kind", "weights.pth")],
+    [(None, "no such file"), (b"nothing of the kind", "weights.pth")],
 )
 def test_weights_that_cannot_be_read_are_refused_in_a_line(
     root: Path, tmp_path: Path, content: bytes | None, message: str

@@ -39,7 +39,7 @@ def test_all_ranks_skip_the_step_and_the_images_of_that_rank_are_written_down(
 def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(root: Path, tmp_path: Path) -> None:
     flags = ("--optim.steps", "3", "--checkpoint.every", "1", "--checkpoint.keep-last", "3")
     out = train_to_end(
-        root, tmp_path / "run", *flags, ranks=2, mode="ddp", mishap={"what": "nan", "step": 1, "times": 1}
+        root, tmp_path / "run", *flags, ranks=2, mode="ddp", mishap={"what": "inf", "step": 1, "times": 1}
     )
     states = [tensors(out / "checkpoints" / f"step-{step:08d}") for step in (1, 2, 3)]
     changed = [
@@ -56,10 +56,28 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks_with_an_error_that_names_the
     ended = start(root, out, "--health.patience", "2", ranks=2, mode="ddp", mishap=mishap)
     assert ended.codes == [1, 1]
     for rank, output in enumerate(ended.outputs):
-        assert f"error on rank {rank}: 3 steps in a row until step 3" in output
+        assert f"error on rank {rank}: the last 3 steps, until step 3," in output
         assert str(out / "not-finite.jsonl") in output
         assert "Traceback" not in output
     assert [step for step, _ in figures(out, "loss")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("patience", ["1", "20"])
+def test_no_checkpoint_is_written_of_what_is_in_doubt_and_the_run_has_not_ended_well(
+    root: Path, tmp_path: Path, patience: str
+) -> None:
+    out = tmp_path / "run"
+    mishap = {"what": "nan", "step": 3, "times": 100}
+    flags = ("--checkpoint.every", "1", "--health.patience", patience)
+    ended = start(root, out, *flags, mishap=mishap)
+    assert ended.codes == [1]
+    assert f"until step {STEPS if patience == '20' else 4}, had a loss" in ended.outputs[0]
+    assert "step 4 is skipped: loss nan" in ended.outputs[0]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir() if path.is_dir()) == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    train_to_end(root, out, *flags)
 
 
 def test_patience_counts_steps_in_a_row(root: Path, tmp_path: Path) -> None:
