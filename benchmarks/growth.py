@@ -178,7 +178,7 @@ def _point(
     series: dict[str, list[tuple[float, float]]], x: float, places: dict[str, Place], task: Task, rounds: int
 ) -> None:
     entries = [(CONTENDERS[name], place, 0) for name, place in places.items()]
-    rows = measured.compare(entries, task, rounds, {"ours": 48, "peer": 4}, quick=True)
+    rows = measured.compare(entries, task, rounds, {"ours": 48, "peer": 2}, quick=True)
     for row in rows:
         series[row.name].append((x, 1e3 * median(row.seconds())))
 

@@ -38,10 +38,14 @@ class Running:
         self.process.stdin.flush()
         return self._line()
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        """Let the process end; `stop` waits for that."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.close()
+
+    def stop(self) -> None:
+        assert self.process.stdout is not None
+        self.end()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -143,6 +147,8 @@ def compare(
                 for start in (0.0, 0.5, 0.9):
                     row.resume[f"{start:g}"] = one.ask("resume", start=start)["seconds"]
     finally:
+        for one in running:
+            one.end()
         for one in running:
             one.stop()
     return rows
