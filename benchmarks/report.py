@@ -88,9 +88,10 @@ def _question(question: dict[str, Any]) -> str:
         said = f"{rate:.1f} images/s" + (f", {slower['median']:.1f} x slower" if slower else "")
         detail = (
             f"from {low:.1f} to {high:.1f} images/s; {1e3 * row['cpu_seconds']:.1f} ms of processor each; "
-            f"{row['peak_bytes'] / 1e6:.0f} MB; first batch of a new process after "
-            f"{row['first_batch_cold_seconds']:.1f} s"
+            f"{row['peak_bytes'] / 1e6:.0f} MB"
         )
+        if row["first_batch_cold_seconds"]:
+            detail += f"; first batch of a new process after {row['first_batch_cold_seconds']:.1f} s"
         bars.append(
             f'<div class="row" title="{escape(detail)}"><span class="name">{escape(row["name"])} '
             f"<small>{_with(row)}</small></span>"

@@ -47,7 +47,7 @@ def comparison(question: dict[str, Any]) -> str:
     for row in question["rows"]:
         limit = row["kind"] == "limit"
         slower = row.get("slower")
-        resume = row["first_batch_seconds"]
+        resume, cold = row["first_batch_seconds"], row["first_batch_cold_seconds"]
         per_core = row["images_per_cpu_second"]
         lines.append(
             [
@@ -62,7 +62,7 @@ def comparison(question: dict[str, Any]) -> str:
                 megabytes(row["bytes_read"]),
                 "" if limit else megabytes(row["bytes_to_device"]),
                 f"{row['peak_bytes'] / 1e6:.0f}",
-                f"{row['first_batch_cold_seconds']:.2f}",
+                f"{cold:.2f}" if cold else "",
                 *(f"{resume[start]:.2f}" if start in resume else "" for start in ("0", "0.5", "0.9")),
             ]
         )

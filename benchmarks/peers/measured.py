@@ -30,7 +30,11 @@ class Running:
             text=True,
             cwd=REPOSITORY,
         )
-        self.first: float = self._line()["first"]
+
+    def first(self) -> float:
+        """Wait until it has its first batch: seconds since its start."""
+        seconds: float = self._line()["first"]
+        return seconds
 
     def ask(self, do: str, **more: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -70,7 +74,7 @@ class Row:
     """What one contender did with one number of workers.
 
     Attributes:
-        first: seconds from the start of its process to its first batch.
+        first: seconds from the start of its process to its first batch; None: not measured alone.
         resume: seconds to the first batch in a running process, by part of the epoch.
         peak: bytes of the process tree at their highest, PSS.
         delivered: of one epoch, see program.once.
@@ -80,7 +84,7 @@ class Row:
     name: str
     kind: str
     workers: int
-    first: float = 0.0
+    first: float | None = None
     resume: dict[str, float] = field(default_factory=dict)
     peak: int = 0
     delivered: dict[str, Any] = field(default_factory=dict)
@@ -126,14 +130,17 @@ def compare(
         entries: contender, its files, workers.
         images: of a round, by kind of contender: fast ones need more for a clock to tell.
         quick: only the rounds, no epoch with its memory before them.
-        resume: also go on within an epoch, once each.
+        resume: also measure the first batches: of a new process, one process starting at a time, and when
+            going on within an epoch, once each.
     """
     rows, running = [], []
     try:
         for contender, place, workers in entries:
             one = Running(contender, place, task, workers)
             running.append(one)
-            rows.append(Row(contender.name, contender.kind, workers, one.first))
+            rows.append(Row(contender.name, contender.kind, workers, one.first() if resume else None))
+        for one in () if resume else running:
+            one.first()
         for row, one in zip(rows, running, strict=True) if not quick else ():
             with process_tree.Watch(one.process.pid) as watch:
                 row.delivered = one.ask("pass")
