@@ -58,7 +58,7 @@ class Loader:
         device: where batches go; "cuda" copies from pinned memory on a stream of its own.
         dense: also rasterise the masks on the device at this size: `batch.dense`, see `Batch`.
         read_only: you never write into `batch.dense`. On a CPU its memory is then cleared only where the
-            masks before were, a fifth of the time at 1024 pixels; what you write there shows in later batches.
+            masks before were, in a fifth of the time at 1024 pixels; what you write shows in later batches.
         stall_seconds: a sample that takes longer is named on stderr, with its shard.
         quiet: do not print the memory it takes.
 
