@@ -64,7 +64,7 @@ def batches(kind: str, stream: sa1b.Stream) -> Any:
 
 
 def say(**line: Any) -> None:
-    print(json.dumps(line), flush=True)
+    os.write(1, (json.dumps(line) + "\n").encode())  # at once: an interrupt would fall between print's two
 
 
 def endings(kind: str, root: Path) -> None:
