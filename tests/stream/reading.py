@@ -67,6 +67,14 @@ def say(**line: Any) -> None:
     os.write(1, (json.dumps(line) + "\n").encode())  # at once: an interrupt would fall between print's two
 
 
+def settled(expected: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What is held, at the latest in two seconds: threads of torch's queues end a moment after their owner."""
+    end = time.monotonic() + 2
+    while (found := held()) != expected and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
 def endings(kind: str, root: Path) -> None:
     """Leave the loop at its end, in the middle, and by an error in its body, with work under way."""
 
@@ -94,7 +102,7 @@ def endings(kind: str, root: Path) -> None:
             loader = batches(kind, stream)
             before = held()
             way(loader)
-            after = held()
+            after = settled(before)
             del stream, loader
             say(way=name, before=before, after=after, empty=empty, at_last=held())
 
