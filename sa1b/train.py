@@ -49,7 +49,7 @@ from sa1b.shards.errors import SourceError, UsageError
 from sa1b.shards.manifest import ManifestError
 from sa1b.shards.table import TableError
 from sa1b.storage.failure import StorageError
-from sa1b.storage.publish import write_whole
+from sa1b.storage.publish import json_bytes, write_whole
 from sa1b.stream.dataset import ResumeError
 from sa1b.stream.ledger import DamageLimitError
 
@@ -245,7 +245,7 @@ def run(config: Config) -> None:
             return
         current = Run(config, place)
         if place.rank == 0:
-            write_whole(config.out / "config.json", (json.dumps(config.document(), indent=1) + "\n").encode())
+            write_whole(config.out / "config.json", json_bytes(config.document()))
             print(rate_line(config.optim, config.data.global_batch), flush=True)
 
         def ask_to_stop(number: int, frame: object) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from itertools import chain, repeat
 
 import cv2
 import simplejpeg
@@ -16,6 +17,12 @@ def _none(size: int) -> Delivered:
     return Delivered([0] * size, [], None, None, 0)
 
 
+def _starts(count: int, task: Task, endless: bool) -> Iterator[int]:
+    """Where each whole batch of an epoch begins, of one epoch or of all."""
+    batches = range(0, count - task.batch + 1, task.batch)
+    return chain.from_iterable(repeat(batches) if endless else [batches])
+
+
 def reading(
     place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False
 ) -> Iterator[Delivered]:
@@ -23,14 +30,11 @@ def reading(
     dataset = sa1b.open(place.root)
     table = dataset.table
     files = [os.open(place.root / name, os.O_RDONLY) for name in dataset.shards]
-    while True:
-        for i in range(0, len(table) - task.batch + 1, task.batch):
-            for row in range(i, i + task.batch):
-                length = int(table.jpg_bytes[row]) + int(table.masks_bytes[row]) + 512
-                os.pread(files[int(table.shard[row])], length, int(table.offset[row]))
-            yield _none(task.batch)
-        if not endless:
-            return
+    for first in _starts(len(table), task, endless):
+        for row in range(first, first + task.batch):
+            length = int(table.jpg_bytes[row]) + int(table.masks_bytes[row]) + 512
+            os.pread(files[int(table.shard[row])], length, int(table.offset[row]))
+        yield _none(task.batch)
 
 
 def decoding(
@@ -39,15 +43,12 @@ def decoding(
     """The JPEGs, from memory, at the smallest sufficient scale, resized into one buffer."""
     samples = [(s.jpeg, s.annotations.height, s.annotations.width) for s in sa1b.open(place.root)]
     slot = memory("slot", (task.image_size, task.image_size, 3)).numpy()
-    while True:
-        for i in range(0, len(samples) - task.batch + 1, task.batch):
-            for jpeg, height, width in samples[i : i + task.batch]:
-                rows, columns = framed_size(height, width, task.image_size)
-                image = simplejpeg.decode_jpeg(jpeg, "RGB", min_height=rows, min_width=columns)
-                cv2.resize(image, (columns, rows), dst=slot[:rows, :columns])
-            yield _none(task.batch)
-        if not endless:
-            return
+    for first in _starts(len(samples), task, endless):
+        for jpeg, height, width in samples[first : first + task.batch]:
+            rows, columns = framed_size(height, width, task.image_size)
+            image = simplejpeg.decode_jpeg(jpeg, "RGB", min_height=rows, min_width=columns)
+            cv2.resize(image, (columns, rows), dst=slot[:rows, :columns])
+        yield _none(task.batch)
 
 
 def clearing(
@@ -56,11 +57,7 @@ def clearing(
     """A used output buffer filled with zeros: images and masks of a batch."""
     images = memory("images", (task.batch, task.image_size, task.image_size, 3))
     masks = memory("masks", (task.batch * task.masks, task.size or 0, task.size or 0))
-    steps = len(sa1b.open(place.root)) // task.batch
-    while True:
-        for _ in range(steps):
-            images.zero_()
-            masks.zero_()
-            yield _none(task.batch)
-        if not endless:
-            return
+    for _ in _starts(len(sa1b.open(place.root)), task, endless):
+        images.zero_()
+        masks.zero_()
+        yield _none(task.batch)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.shards.errors import SourceError
-from sa1b.storage.publish import write_whole
+from sa1b.storage.publish import json_bytes, write_whole
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -113,7 +113,7 @@ def _encode(step: int, files: dict[str, SealedFile]) -> bytes:
         "files": {name: asdict(file) for name, file in sorted(files.items())},
     }
     digest = hashlib.sha256(json.dumps(document).encode()).hexdigest()
-    return (json.dumps({**document, "sha256": digest}, indent=1) + "\n").encode()
+    return json_bytes({**document, "sha256": digest})
 
 
 def _decode(path: Path, document: Any, step: int) -> dict[str, SealedFile]:

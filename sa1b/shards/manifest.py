@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from sa1b.shards import table
 from sa1b.shards.errors import SourceError
 from sa1b.shards.shard import ShardInfo
-from sa1b.storage.publish import write_whole
+from sa1b.storage.publish import json_bytes, write_whole
 
 FORMAT = "sa1b-shards-1"
 DATASET, SAMPLES, TASKS, QUARANTINE, PARTIAL = (
@@ -110,7 +110,7 @@ def task_path(root: Path, source_name: str) -> Path:
 
 def write_task(root: Path, task: Task) -> None:
     """Write a task file; from now on its source counts as finished."""
-    write_whole(task_path(root, task.name), _json({"format": FORMAT, **asdict(task)}))
+    write_whole(task_path(root, task.name), json_bytes({"format": FORMAT, **asdict(task)}))
 
 
 def read_tasks(root: Path) -> dict[str, Task]:
@@ -212,7 +212,7 @@ def task_digest(task: Task) -> str:
     document["source"] = {
         name: value for name, value in task.source.items() if name not in ("mtime_ns", "md5")
     }
-    return hashlib.sha256(_json(document)).hexdigest()
+    return hashlib.sha256(json_bytes(document)).hexdigest()
 
 
 def dataset_document(shards: list[ShardInfo], tasks: dict[str, Task], samples: bytes) -> bytes:
@@ -220,7 +220,7 @@ def dataset_document(shards: list[ShardInfo], tasks: dict[str, Task], samples: b
     options = next(iter(tasks.values())).options
     names = sorted(tasks[next(iter(tasks))].largest)
     counts = [task.counts for task in tasks.values()]
-    return _json(
+    return json_bytes(
         {
             "format": FORMAT,
             "versions": next(iter(tasks.values())).versions,
@@ -264,10 +264,6 @@ def _sample_columns(root: Path, shards: list[ShardInfo], tasks: dict[str, Task])
             f"{task_path(root, owners[-1])} and that source's shards in {root}, and leave it out"
         )
     return table.encode(columns)
-
-
-def _json(document: dict[str, Any]) -> bytes:
-    return (json.dumps(document, indent=1) + "\n").encode()
 
 
 def _read(path: Path) -> dict[str, Any]:

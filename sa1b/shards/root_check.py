@@ -14,6 +14,7 @@ from sa1b.shards.manifest import DATASET, SAMPLES, TASKS, ManifestError, Task
 from sa1b.shards.places import Claim
 from sa1b.shards.shard import SHARD_PREFIX, ShardInfo, index_path
 from sa1b.shards.table import SampleTable, TableError, open_table
+from sa1b.storage.publish import json_bytes
 
 _SHARD_NAME = re.compile(r"sa1b-[A-Za-z0-9_.-]+-\d{4,}\.tar")
 
@@ -91,7 +92,7 @@ class RootCheck:
             self._find(f"dataset_{'missing' if missing else 'unreadable'}", DATASET, message, self.remake)
             self.dataset = None
             return
-        if raw != (json.dumps(self.dataset, indent=1) + "\n").encode():
+        if raw != json_bytes(self.dataset):
             self._find("dataset_form", DATASET, "not the bytes that are written for its content", self.remake)
         if self.tasks_whole:
             self._compare_dataset(self.dataset)
@@ -250,7 +251,7 @@ def _task_problem(path: Path, task: Task) -> str | None:
     """What is wrong with a task file that can be read: anything that is not as it is written."""
     raw = path.read_bytes()
     document = json.loads(raw)
-    if raw != (json.dumps(document, indent=1) + "\n").encode():
+    if raw != json_bytes(document):
         return "not the bytes that are written for its content"
     if task.name != path.stem:
         return f"is of the source {task.name!r}"

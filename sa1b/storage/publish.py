@@ -5,9 +5,11 @@ An object store's counterpart is a small object written last; it belongs here, b
 
 import contextlib
 import fcntl
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 
 class LockedError(Exception):
@@ -55,6 +57,11 @@ def write_whole(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             aside.unlink()
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """A document as it stands in a file: the same content gives the same bytes, which digests count on."""
+    return (json.dumps(document, indent=1) + "\n").encode()
 
 
 @contextlib.contextmanager

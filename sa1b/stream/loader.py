@@ -83,6 +83,7 @@ class Loader:
         self.ahead = ahead
         self.device = torch.device(device)
         self.dense = dense
+        self.read_only = read_only
         self.stall_seconds = stall_seconds
         if self.threads < 1 or ahead < 1:
             raise ValueError(f"threads={self.threads} and ahead={ahead} must be at least 1")
@@ -94,15 +95,14 @@ class Loader:
         images = stream.plan.micro_batch
         # Those that are worked on, the caller's, and the one that it still holds while it asks for the next.
         self._images = Memory(images * size * size * 3, ahead + 3)
-        self._canvas = Canvas(images * stream.recipe.masks, dense or 0, 2) if read_only else None
-        self._masks = Memory(images * stream.recipe.masks * (dense or 0) ** 2, 2)
+        self._canvas = Canvas(images * stream.recipe.masks, dense or 0, 2)
         if not quiet:
             # On the way to a GPU one batch more is still being copied.
             kind, slots = ("pinned", ahead + 2) if self._cuda else ("ordinary", ahead + 1)
             print(
                 f"sa1b.Loader: {self.threads} threads, {slots} batches of up to {images} images, "
                 f"{slots * images * size * size * 3 / 1e6:,.0f} MB of {kind} memory for images"
-                + (f", {self._masks.capacity / 1e6:,.0f} MB a batch for masks" if dense else "")
+                + (f", {self._canvas.capacity / 1e6:,.0f} MB a batch for masks" if dense else "")
             )
 
     def __iter__(self) -> Generator[Batch, None, None]:
@@ -189,12 +189,9 @@ class Loader:
         """With the masks as pixels, drawn by the loader's threads."""
         if self.dense is None:
             return batch
-        boxes = None
-        if self._canvas:
-            out, boxes = self._canvas.take_drawn(len(batch.masks))
-        else:
-            out = self._masks.take((len(batch.masks), self.dense, self.dense))
-        for drawing in [pool.submit(draw) for draw in batch.masks.drawings(self.dense, out, boxes)]:
+        out, boxes = self._canvas.take_drawn(len(batch.masks))
+        drawings = batch.masks.drawings(self.dense, out, boxes if self.read_only else None)
+        for drawing in [pool.submit(draw) for draw in drawings]:
             drawing.result()
         return replace(batch, dense=out)
 

@@ -26,7 +26,7 @@ from sa1b.shards.manifest import ManifestError
 from sa1b.shards.table import SampleTable
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.failure import DamageError, MissingError
-from sa1b.storage.publish import write_whole
+from sa1b.storage.publish import json_bytes, write_whole
 from sa1b.storage.reader import Reader
 from sa1b.stream.predicate import Predicate, PredicateError, mask_predicate
 
@@ -192,7 +192,7 @@ def write_view(
             )
         # Of the images that the root held before: nobody can open it by that name any more.
         document["names"].remove(name)
-        write_whole(path, _json(document))
+        write_whole(path, json_bytes(document))
     names = set(documents[key]["names"]) if key in documents else set()
     if name is not None:
         names.add(name)
@@ -214,12 +214,8 @@ def write_view(
         },
     }
     write_whole(root / VIEWS / f"{key}.rows", data)
-    write_whole(root / VIEWS / f"{key}.json", _json(document))
+    write_whole(root / VIEWS / f"{key}.json", json_bytes(document))
     return open_view(root, table, key, check=False)
-
-
-def _json(document: dict[str, Any]) -> bytes:
-    return (json.dumps(document, indent=1) + "\n").encode()
 
 
 def check_name(name: str) -> None:

@@ -90,21 +90,21 @@ def test_resume_no_is_refused_where_there_are_checkpoints(root: Path, whole: Who
     assert losses(out) == before
 
 
-def test_a_checkpoint_of_another_model_is_refused(root: Path, whole: Whole, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--model.width", "64", "is of another model"),
+        ("--seed", "1", "the saved state has seed 0, this stream 1"),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_seed_is_refused_where_a_run_goes_on(
+    root: Path, whole: Whole, tmp_path: Path, flag: str, value: str, message: str
+) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole("none", 1), out)
-    ended = start(root, out, "--model.width", "64")
+    ended = start(root, out, flag, value)
     assert ended.codes == [1]
-    assert "is of another model" in ended.outputs[0]
-    assert "Traceback" not in ended.outputs[0]
-
-
-def test_another_seed_is_refused_where_a_run_goes_on(root: Path, whole: Whole, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(whole("none", 1), out)
-    ended = start(root, out, "--seed", "1")
-    assert ended.codes == [1]
-    assert "the saved state has seed 0, this stream 1" in ended.outputs[0]
+    assert message in ended.outputs[0]
     assert "Traceback" not in ended.outputs[0]
 
 

@@ -107,16 +107,20 @@ def assert_as_if_nothing_had_happened(out: Path, undisturbed: Path) -> None:
     assert processes_of(out) == []
 
 
+def kills_that_cost_nothing(
+    root: Path, folder: Path, mode: str, steps: int, kills: int, seed: int
+) -> tuple[int, int]:
+    """How many happened, and how many of them during a write; the run is as one without any."""
+    undisturbed = train_to_end(root, folder / "undisturbed", "--optim.steps", str(steps), ranks=2, mode=mode)
+    happened, in_save, _ = disturb(root, folder / "run", mode, steps, kills=kills, seed=seed)
+    assert_as_if_nothing_had_happened(folder / "run", undisturbed)
+    return happened, in_save
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_killed_ranks_cost_nothing_under_torchrun(root: Path, tmp_path: Path, mode: str) -> None:
-    steps = 30
-    undisturbed = train_to_end(
-        root, tmp_path / "undisturbed", "--optim.steps", str(steps), ranks=2, mode=mode
-    )
-    happened, in_save, _ = disturb(root, tmp_path / "run", mode, steps, kills=2, seed=1)
-    assert (happened, in_save) == (2, 1)
-    assert_as_if_nothing_had_happened(tmp_path / "run", undisturbed)
+    assert kills_that_cost_nothing(root, tmp_path, mode, steps=30, kills=2, seed=1) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -137,15 +141,10 @@ def test_a_run_whose_rank_was_killed_goes_on_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_twenty_killed_ranks_cost_nothing(root: Path, tmp_path: Path, mode: str) -> None:
-    steps = 200
-    undisturbed = train_to_end(
-        root, tmp_path / "undisturbed", "--optim.steps", str(steps), ranks=2, mode=mode
-    )
-    happened, in_save, _ = disturb(root, tmp_path / "run", mode, steps, kills=22, seed=2)
+    happened, in_save = kills_that_cost_nothing(root, tmp_path, mode, steps=200, kills=22, seed=2)
     print(f"{mode}: {happened} kills, {in_save} of them during a write")
     assert happened >= 20
     assert in_save >= 5
-    assert_as_if_nothing_had_happened(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.slow
