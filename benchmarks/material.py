@@ -24,7 +24,8 @@ from benchmarks.peers.contenders import Contender
 from benchmarks.peers.task import Pair, Place, pairs, write_choices
 from sa1b.shards import synthetic
 from sa1b.shards.ingest import Policy, ingest
-from sa1b.shards.manifest import Options, read_tasks, write_dataset
+from sa1b.shards.manifest import Options, read_tasks
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.reading import place_of
 from sa1b.shards.rebuild import rebuild_root
 from sa1b.shards.source import discover

@@ -19,7 +19,8 @@ import sa1b
 from sa1b.masks.grid import framed_size
 from sa1b.shards import synthetic
 from sa1b.shards.ingest import Policy, ingest
-from sa1b.shards.manifest import Options, read_tasks, write_dataset
+from sa1b.shards.manifest import Options, read_tasks
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.source import discover
 
 IMAGES = 32

@@ -16,7 +16,8 @@ import duckdb
 from benchmarks.material import write_source
 from benchmarks.peers.task import Pair, pairs
 from sa1b.shards.ingest import Policy, ingest
-from sa1b.shards.manifest import Options, read_tasks, write_dataset
+from sa1b.shards.manifest import Options, read_tasks
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.source import discover
 from sa1b.shards.verify import verify
 

@@ -46,10 +46,15 @@ def test_the_package_imports_lightly_and_loads_public_names_on_use() -> None:
     assert not imported("import sa1b") & {"torch", "numpy", "pyarrow", "s3fs", "webdataset", "pycocotools"}
     assert not imported("import sa1b; sa1b.open; sa1b.Dataset") & {
         "torch",
+        "pyarrow",
         "s3fs",
         "webdataset",
         "pycocotools",
     }
+
+
+def test_streaming_takes_no_memory_for_what_only_ingest_needs() -> None:
+    assert not imported("import sa1b; sa1b.Stream; sa1b.Loader") & {"pyarrow", "s3fs", "pycocotools", "tyro"}
 
 
 def test_an_unknown_public_name_is_an_attribute_error() -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import tyro
 
-from sa1b.shards.errors import SourceError, UsageError
+from sa1b.shards.errors import ShardError, SourceError, UsageError
 from sa1b.shards.manifest import ManifestError
-from sa1b.shards.shard import ShardError
 from sa1b.shards.table import TableError
 from sa1b.storage.publish import LockedError
 

@@ -9,6 +9,10 @@ class SourceError(Exception):
     """A source that cannot be read at all; the message names it and the way out."""
 
 
+class ShardError(Exception):
+    """A shard that does not hold what its index says; the message names shard, offset and image."""
+
+
 class BadSample(ValueError):
     """A pair that cannot be used: `reason` is a short snake_case word, the message says what is wrong."""
 

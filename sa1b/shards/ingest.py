@@ -14,12 +14,12 @@ from pathlib import Path
 from sa1b.shards import annotation, jpeg
 from sa1b.shards.errors import BadSample, RefusedError, SourceError, SystematicError
 from sa1b.shards.index import Row
-from sa1b.shards.manifest import LARGEST, PARTIAL, QUARANTINE, Options, Task, task_path, versions
+from sa1b.shards.manifest import LARGEST, PARTIAL, QUARANTINE, Options, ShardInfo, Task, task_path, versions
 from sa1b.shards.member import Damage, Member
 from sa1b.shards.pairing import MemberPair, Refusal, pair_up
 from sa1b.shards.publication import check_clash, publish_quarantine, publish_task
 from sa1b.shards.quarantine import Quarantine
-from sa1b.shards.shard import SHARD_PREFIX, Pair, ShardInfo, ShardWriter, seal
+from sa1b.shards.shard import SHARD_PREFIX, Pair, ShardWriter, seal
 from sa1b.shards.source import Source, SourceReader
 from sa1b.shards.spill import Spill
 from sa1b.storage.publish import naming

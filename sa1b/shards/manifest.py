@@ -11,13 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from sa1b.shards import table
-from sa1b.shards.errors import SourceError
-from sa1b.shards.shard import ShardInfo
 from sa1b.storage.publish import json_bytes, write_whole
 
 FORMAT = "sa1b-shards-1"
@@ -38,6 +32,19 @@ _LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstan
 
 class ManifestError(Exception):
     """dataset.json or a task file is missing or unreadable; the message names it and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What the manifest says of one shard. Sizes in bytes."""
+
+    name: str
+    images: int
+    masks: int
+    bytes: int
+    sha256: str
+    index_bytes: int
+    index_sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +201,6 @@ def read_dataset(root: Path) -> dict[str, Any]:
     return _read(path)
 
 
-def write_dataset(root: Path, tasks: dict[str, Task]) -> None:
-    """Write samples.bin and dataset.json over all finished sources: the root is complete.
-
-    Raises:
-        SourceError: an image stands in two sources.
-    """
-    shards = sorted((shard for task in tasks.values() for shard in task.shards), key=lambda shard: shard.name)
-    samples = _sample_columns(root, shards, tasks)
-    write_whole(root / SAMPLES, samples)
-    write_whole(root / DATASET, dataset_document(shards, tasks, samples))
-
-
 def task_digest(task: Task) -> str:
     """sha256 of what a task file says, but for the source's time and md5: another copy changes nothing."""
     document = asdict(task)
@@ -244,26 +239,6 @@ def dataset_document(shards: list[ShardInfo], tasks: dict[str, Task], samples: b
             "shards": [asdict(shard) for shard in shards],
         }
     )
-
-
-def _sample_columns(root: Path, shards: list[ShardInfo], tasks: dict[str, Task]) -> bytes:
-    names = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
-    read = [pq.read_table(root / shard.name.replace(".tar", ".parquet"), columns=names) for shard in shards]
-    rows = pa.concat_tables(read)
-    columns = {name: rows[name].to_numpy() for name in names}
-    columns["offset"] = columns.pop("jpg_offset")
-    columns["shard"] = np.repeat(np.arange(len(shards)), [len(part) for part in read])
-    ids = columns["image_id"]
-    unique, times = np.unique(ids, return_counts=True)
-    if len(unique) != len(ids):
-        twice = int(unique[times > 1][0])
-        pair = [shards[columns["shard"][i]].name for i in np.flatnonzero(ids == twice)[:2]]
-        owners = [name for name, task in tasks.items() for shard in task.shards if shard.name in pair]
-        raise SourceError(
-            f"image {twice} stands in two sources: {' and '.join(owners)}; to drop one of them, remove "
-            f"{task_path(root, owners[-1])} and that source's shards in {root}, and leave it out"
-        )
-    return table.encode(columns)
 
 
 def _read(path: Path) -> dict[str, Any]:

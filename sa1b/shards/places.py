@@ -9,8 +9,8 @@ import numpy as np
 
 from sa1b.shards.finding import Find, ShardResult, short
 from sa1b.shards.index_reader import UNREADABLE, IndexReader, Place
-from sa1b.shards.manifest import SAMPLES
-from sa1b.shards.shard import ShardInfo, index_path
+from sa1b.shards.manifest import SAMPLES, ShardInfo
+from sa1b.shards.shard import index_path
 from sa1b.shards.table import TableError, open_table
 
 

@@ -1,17 +1,30 @@
-"""A finished source takes its place in the root: files get their names, the task file last."""
+"""A finished source takes its place in the root: files get their names, the task file last; and all sources
+together become a dataset.
+"""
 
 import re
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.shards.errors import SourceError
-from sa1b.shards.manifest import DATASET, QUARANTINE, SAMPLES, Task, read_dataset, task_path, write_task
+from sa1b.shards.manifest import (
+    DATASET,
+    QUARANTINE,
+    SAMPLES,
+    ShardInfo,
+    Task,
+    dataset_document,
+    read_dataset,
+    task_path,
+    write_task,
+)
 from sa1b.shards.shard import SHARD_PREFIX, index_path
-from sa1b.shards.table import open_table
-from sa1b.storage.publish import flush, publish
+from sa1b.shards.table import encode, open_table
+from sa1b.storage.publish import flush, publish, write_whole
 
 
 def publish_task(task: Task, aside: Path, root: Path) -> None:
@@ -63,3 +76,35 @@ def check_clash(task: Task, aside: Path, root: Path) -> None:
                     f"image {table.image_id[row]} of {task.name} is in {root / owner} already; "
                     "leave this source out"
                 )
+
+
+def write_dataset(root: Path, tasks: dict[str, Task]) -> None:
+    """Write samples.bin and dataset.json over all finished sources: the root is complete.
+
+    Raises:
+        SourceError: an image stands in two sources.
+    """
+    shards = sorted((shard for task in tasks.values() for shard in task.shards), key=lambda shard: shard.name)
+    samples = _sample_columns(root, shards, tasks)
+    write_whole(root / SAMPLES, samples)
+    write_whole(root / DATASET, dataset_document(shards, tasks, samples))
+
+
+def _sample_columns(root: Path, shards: list[ShardInfo], tasks: dict[str, Task]) -> bytes:
+    names = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
+    read = [pq.read_table(root / shard.name.replace(".tar", ".parquet"), columns=names) for shard in shards]
+    rows = pa.concat_tables(read)
+    columns = {name: rows[name].to_numpy() for name in names}
+    columns["offset"] = columns.pop("jpg_offset")
+    columns["shard"] = np.repeat(np.arange(len(shards)), [len(part) for part in read])
+    ids = columns["image_id"]
+    unique, times = np.unique(ids, return_counts=True)
+    if len(unique) != len(ids):
+        twice = int(unique[times > 1][0])
+        pair = [shards[columns["shard"][i]].name for i in np.flatnonzero(ids == twice)[:2]]
+        owners = [name for name, task in tasks.items() for shard in task.shards if shard.name in pair]
+        raise SourceError(
+            f"image {twice} stands in two sources: {' and '.join(owners)}; to drop one of them, remove "
+            f"{task_path(root, owners[-1])} and that source's shards in {root}, and leave it out"
+        )
+    return encode(columns)

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from sa1b.shards import record
 from sa1b.shards.annotation import Annotations
+from sa1b.shards.errors import ShardError
 from sa1b.shards.record import RecordError
-from sa1b.shards.shard import ShardError
 from sa1b.shards.table import SampleTable
 from sa1b.storage.checksum import Part
 from sa1b.storage.failure import DamageError

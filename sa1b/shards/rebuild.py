@@ -14,10 +14,12 @@ from typing import Any
 from tqdm import tqdm
 
 from sa1b.shards import inference, manifest
+from sa1b.shards.errors import ShardError
 from sa1b.shards.index_reader import UNREADABLE, IndexReader
-from sa1b.shards.manifest import DATASET, SAMPLES, ManifestError, Task
+from sa1b.shards.manifest import DATASET, SAMPLES, ManifestError, ShardInfo, Task
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.rebuilt import Rebuilt, rebuild_index
-from sa1b.shards.shard import ShardError, ShardInfo, index_path
+from sa1b.shards.shard import index_path
 from sa1b.storage.publish import lock, naming, publish
 
 
@@ -151,7 +153,7 @@ def _finish(
         for task in inferred:
             manifest.write_task(root, task)
             tasks[task.name] = task
-    manifest.write_dataset(root, dict(sorted(tasks.items())))
+    write_dataset(root, dict(sorted(tasks.items())))
     summary.complete = True
 
 

@@ -11,11 +11,11 @@ import google_crc32c
 from sa1b.masks.runs import MaskError
 from sa1b.shards import jpeg, record
 from sa1b.shards.archive import members
-from sa1b.shards.errors import BadSample
+from sa1b.shards.errors import BadSample, ShardError
 from sa1b.shards.index import IndexWriter, Row
+from sa1b.shards.manifest import ShardInfo
 from sa1b.shards.member import Damage, Member
 from sa1b.shards.record import RecordError
-from sa1b.shards.shard import ShardError, ShardInfo
 from sa1b.shards.stored_stream import StoredStream
 from sa1b.shards.tar_header import BLOCK
 from sa1b.storage.publish import flush

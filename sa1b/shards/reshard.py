@@ -13,6 +13,7 @@ from sa1b.shards import manifest
 from sa1b.shards.errors import SourceError, UsageError
 from sa1b.shards.ingest import Counts, Policy, ingest
 from sa1b.shards.manifest import DATASET, PARTIAL, Options, Task
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.shard import index_path
 from sa1b.shards.source import Source, digest_of_source, discover, read_checklist
 from sa1b.shards.summary import Summary
@@ -167,7 +168,7 @@ def _finish(root: Path, summary: Summary) -> None:
     """Write dataset.json and samples.bin unless they are there and nothing changed."""
     try:
         if summary.done or not manifest.is_complete(root, summary.tasks):
-            manifest.write_dataset(root, summary.tasks)
+            write_dataset(root, summary.tasks)
     except SourceError as error:
         summary.failed[DATASET] = str(error)
     else:

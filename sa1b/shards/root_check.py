@@ -10,9 +10,9 @@ from typing import Any
 
 from sa1b.shards import manifest
 from sa1b.shards.finding import Finding, Report, ShardResult, remake, short
-from sa1b.shards.manifest import DATASET, SAMPLES, TASKS, ManifestError, Task
+from sa1b.shards.manifest import DATASET, SAMPLES, TASKS, ManifestError, ShardInfo, Task
 from sa1b.shards.places import Claim
-from sa1b.shards.shard import SHARD_PREFIX, ShardInfo, index_path
+from sa1b.shards.shard import SHARD_PREFIX, index_path
 from sa1b.shards.table import SampleTable, TableError, open_table
 from sa1b.storage.publish import json_bytes
 

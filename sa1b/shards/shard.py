@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 from sa1b.masks.runs import Runs
 from sa1b.shards import record
 from sa1b.shards.annotation import Annotations
+from sa1b.shards.errors import ShardError
 from sa1b.shards.index import IndexWriter, Row
+from sa1b.shards.manifest import ShardInfo
 from sa1b.storage.publish import flush
 
 SHARD_PREFIX = "sa1b-"
@@ -28,23 +30,6 @@ _PLACE = {  # member -> its columns in the index
     "jpg": ("jpg_offset", "jpg_bytes", "jpg_crc32c"),
     "masks": ("masks_offset", "masks_bytes", "masks_crc32c"),
 }
-
-
-class ShardError(Exception):
-    """A shard that does not hold what its index says; the message names shard, offset and image."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """What the manifest says of one shard. Sizes in bytes."""
-
-    name: str
-    images: int
-    masks: int
-    bytes: int
-    sha256: str
-    index_bytes: int
-    index_sha256: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,9 +23,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.errors import BadSample
+from sa1b.shards.errors import BadSample, ShardError
 from sa1b.shards.reading import Reading
-from sa1b.shards.shard import ShardError
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.ledger import Ledger
 from sa1b.stream.memory import fresh

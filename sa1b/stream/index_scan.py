@@ -21,8 +21,9 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from sa1b.shards.dataset import Dataset
+from sa1b.shards.errors import ShardError
 from sa1b.shards.index_reader import UNREADABLE
-from sa1b.shards.shard import ShardError, index_path
+from sa1b.shards.shard import index_path
 from sa1b.stream.predicate import MASK_FIELDS, Predicate, mask_values
 
 _AHEAD = 4  # index files waiting for each thread

@@ -53,7 +53,7 @@ class Loader:
 
     Args:
         stream: what to read, and from which position on.
-        threads: that read and decode; by default one per core.
+        threads: that read and decode, and as many again to draw `dense` on a CPU; by default one per core.
         ahead: batches worked on before they are asked for, at least 1.
         device: where batches go; "cuda" copies from pinned memory on a stream of its own.
         dense: also rasterise the masks on the device at this size: `batch.dense`, see `Batch`.
@@ -113,6 +113,8 @@ class Loader:
         pending: deque[_Pending] = deque()
         side = _CUDA.Stream(self.device) if self._cuda else None
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="sa1b-loader")
+        # Behind the samples of later batches in one queue, masks would wait until nothing is prepared ahead.
+        raster = ThreadPoolExecutor(self.threads, thread_name_prefix="sa1b-raster")
         try:
             while True:
                 while len(pending) < self.ahead + 1 and (piece := next(pieces, None)) is not None:
@@ -121,7 +123,7 @@ class Loader:
                     return
                 self._look(pending)
                 one = pending.popleft()
-                batch = self._finish(one, side, pool)
+                batch = self._finish(one, side, raster)
                 if self._cuda:
                     free.append(one.slot)
                 self._state = self.stream.state_dict(batch)
@@ -130,6 +132,7 @@ class Loader:
             for one in pending:
                 one.begun.cancel()
             pool.shutdown(wait=True, cancel_futures=True)
+            raster.shutdown(wait=True, cancel_futures=True)
             self.stream.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +167,7 @@ class Loader:
         samples = [pool.submit(self.stream.draw, begun, i, arrays[i]) for i in range(len(begun.rows))]
         return _Pending(begun, slot, samples)
 
-    def _finish(self, one: _Pending, side: Any, pool: ThreadPoolExecutor) -> Batch:
+    def _finish(self, one: _Pending, side: Any, raster: ThreadPoolExecutor) -> Batch:
         began = time.perf_counter()
         self._watch(one)
         self.stream.stages.waited(time.perf_counter() - began)
@@ -174,7 +177,7 @@ class Loader:
             batch = one.begun.collate(images, samples)
         if side is None:
             with self.stream.stages.busy("device"):
-                return self._dense(batch, pool) if self.device.type == "cpu" else self._on_device(batch)
+                return self._dense(batch, raster) if self.device.type == "cpu" else self._on_device(batch)
         with self.stream.stages.busy("device", images.numel()), torch.cuda.stream(side):
             # The images lie in pinned memory already; the ragged rest is small.
             batch = self._on_device(batch.pinned_but_images())
@@ -185,13 +188,13 @@ class Loader:
         batch.record_stream(current)
         return batch
 
-    def _dense(self, batch: Batch, pool: ThreadPoolExecutor) -> Batch:
-        """With the masks as pixels, drawn by the loader's threads."""
+    def _dense(self, batch: Batch, raster: ThreadPoolExecutor) -> Batch:
+        """With the masks as pixels."""
         if self.dense is None:
             return batch
         out, boxes = self._canvas.take_drawn(len(batch.masks))
         drawings = batch.masks.drawings(self.dense, out, boxes if self.read_only else None)
-        for drawing in [pool.submit(draw) for draw in drawings]:
+        for drawing in [raster.submit(draw) for draw in drawings]:
             drawing.result()
         return replace(batch, dense=out)
 

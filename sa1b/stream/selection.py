@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.errors import UsageError
-from sa1b.shards.shard import ShardError, index_path
+from sa1b.shards.errors import ShardError, UsageError
+from sa1b.shards.shard import index_path
 from sa1b.storage.publish import lock
 from sa1b.stream.draws import Purpose, draws
 from sa1b.stream.index_scan import scan

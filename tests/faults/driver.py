@@ -17,6 +17,7 @@ from pathlib import Path
 from sa1b.shards import manifest
 from sa1b.shards.ingest import Policy, ingest
 from sa1b.shards.manifest import Options
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.source import discover
 
 OPTIONS = Options(images_per_shard=6)
@@ -31,7 +32,7 @@ def make(source: Path, root: Path) -> None:
             ingest(one, root, OPTIONS, Policy())
     shutil.rmtree(root / manifest.PARTIAL, ignore_errors=True)
     if not (root / manifest.DATASET).exists():
-        manifest.write_dataset(root, manifest.read_tasks(root))
+        write_dataset(root, manifest.read_tasks(root))
 
 
 def contents(root: Path) -> dict[str, bytes]:

@@ -17,9 +17,10 @@ import webdataset
 import sa1b
 from sa1b.masks import coco
 from sa1b.shards import record, synthetic
+from sa1b.shards.errors import ShardError
 from sa1b.shards.ingest import Policy, ingest
-from sa1b.shards.manifest import ManifestError, Options, read_tasks, write_dataset
-from sa1b.shards.shard import ShardError
+from sa1b.shards.manifest import ManifestError, Options, read_tasks
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.source import discover
 from sa1b.shards.table import TableError
 

@@ -4,10 +4,9 @@ import tarfile
 import pytest
 
 from sa1b.shards import manifest
-from sa1b.shards.errors import UsageError
+from sa1b.shards.errors import ShardError, UsageError
 from sa1b.shards.export import export_sa1b
 from sa1b.shards.manifest import ManifestError
-from sa1b.shards.shard import ShardError
 from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
 
 CONTENT = {

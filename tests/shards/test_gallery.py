@@ -21,15 +21,15 @@ import pytest
 from sa1b.masks import coco, geometry, raster
 from sa1b.shards import jpeg, synthetic
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.errors import SourceError, UsageError
+from sa1b.shards.errors import ShardError, SourceError, UsageError
 from sa1b.shards.gallery import members
 from sa1b.shards.gallery.chart import charts
 from sa1b.shards.gallery.choice import Choice
 from sa1b.shards.gallery.page import Summary, write_gallery
 from sa1b.shards.gallery.picture import SORTS
 from sa1b.shards.gallery.survey import MAX_BARS, Distribution, Survey
-from sa1b.shards.manifest import read_tasks, write_dataset
-from sa1b.shards.shard import ShardError
+from sa1b.shards.manifest import read_tasks
+from sa1b.shards.publication import write_dataset
 from tests.shards.tiny import (
     SIZE,
     document,

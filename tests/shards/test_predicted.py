@@ -13,7 +13,8 @@ from sa1b.shards.errors import UsageError
 from sa1b.shards.gallery.choice import Choice
 from sa1b.shards.gallery.page import write_gallery
 from sa1b.shards.gallery.predicted import Predicted, read_predictions
-from sa1b.shards.manifest import read_tasks, write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.shards.publication import write_dataset
 from tests.shards.test_gallery import Page
 from tests.shards.tiny import ingest_tar
 

@@ -6,6 +6,7 @@ import pytest
 from sa1b.shards import manifest
 from sa1b.shards.ingest import Policy
 from sa1b.shards.manifest import ManifestError, Options
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.rebuild import rebuild_root, rebuild_shards
 from sa1b.shards.reshard import reshard
 from sa1b.shards.verify import verify
@@ -129,7 +130,7 @@ def test_an_index_of_other_versions_is_said_and_recorded(plain):
     task = manifest.read_tasks(plain)["sa_000001"]
     shards = [replace(task.shards[0], index_sha256="0" * 64), *task.shards[1:]]
     manifest.write_task(plain, replace(task, shards=shards, versions={**task.versions, "pyarrow": "1.0"}))
-    manifest.write_dataset(plain, manifest.read_tasks(plain))
+    write_dataset(plain, manifest.read_tasks(plain))
     summary = rebuild_root(plain, quiet=True)
     (note,) = summary.notes
     assert note.startswith("sa1b-000001-0000.parquet: not the bytes")

@@ -15,6 +15,7 @@ import pytest
 from sa1b.shards import manifest
 from sa1b.shards.index import schema
 from sa1b.shards.manifest import ManifestError, Options
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.table import COLUMNS
 from sa1b.shards.verify import verify
 from sa1b.storage.publish import LockedError, lock
@@ -340,7 +341,7 @@ def test_numbers_that_were_changed_in_both_places_are_held_against_the_mask(root
     task = manifest.read_tasks(root)["sa_000001"]
     task.counts["doubtful"]["area"] = 0
     manifest.write_task(root, task)
-    manifest.write_dataset(root, manifest.read_tasks(root))
+    write_dataset(root, manifest.read_tasks(root))
     assert check(root).findings == []
     (finding,) = check(root, deep=True).findings
     assert (finding.kind, finding.image_id) == ("odd_area", 203)
@@ -420,9 +421,9 @@ def test_a_missing_sample_table(root):
 
 
 def test_a_sample_table_of_another_root(root):
-    manifest.write_dataset(root, {"sa_000001": manifest.read_tasks(root)["sa_000001"]})
+    write_dataset(root, {"sa_000001": manifest.read_tasks(root)["sa_000001"]})
     other = (root / "samples.bin").read_bytes()
-    manifest.write_dataset(root, manifest.read_tasks(root))
+    write_dataset(root, manifest.read_tasks(root))
     (root / "samples.bin").write_bytes(other)
     assert {"table_of_another", "table_row_missing", "dataset_differs"} <= kinds(check(root))
 

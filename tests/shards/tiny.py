@@ -18,7 +18,8 @@ from sa1b.masks import coco
 from sa1b.masks.runs import Runs
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.ingest import Policy, ingest
-from sa1b.shards.manifest import Options, Task, read_tasks, write_dataset
+from sa1b.shards.manifest import Options, Task, read_tasks
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.source import discover
 
 Members = Sequence[tuple[str, bytes]]

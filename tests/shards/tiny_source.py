@@ -15,6 +15,7 @@ from sa1b.masks.runs import Runs
 from sa1b.shards import manifest
 from sa1b.shards.ingest import Policy, ingest
 from sa1b.shards.manifest import Options
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.source import discover
 
 HEIGHT, WIDTH = 48, 64
@@ -108,7 +109,7 @@ def make_root(root, sources, options):
     for source in discover(sources):
         ingest(source, root, options, Policy())
     shutil.rmtree(root / manifest.PARTIAL)
-    manifest.write_dataset(root, manifest.read_tasks(root))
+    write_dataset(root, manifest.read_tasks(root))
     return root
 
 

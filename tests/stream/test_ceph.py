@@ -13,7 +13,8 @@ import pytest
 
 import sa1b
 from sa1b.shards import synthetic
-from sa1b.shards.manifest import read_tasks, write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.shards.publication import write_dataset
 from tests.shards import tiny
 from tests.storage import ceph
 from tests.stream.test_stream import SMALL, assert_equal, take

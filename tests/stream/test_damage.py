@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import sa1b
-from sa1b.shards.manifest import ManifestError, read_tasks, write_dataset
-from sa1b.shards.shard import ShardError
+from sa1b.shards.errors import ShardError
+from sa1b.shards.manifest import ManifestError, read_tasks
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.table import COLUMNS, SampleTable, TableError, open_table
 from sa1b.shards.verify import verify
 from sa1b.storage.failure import MissingError

@@ -11,7 +11,8 @@ import torch
 
 import sa1b
 from sa1b.shards import synthetic
-from sa1b.shards.manifest import read_tasks, write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.shards.publication import write_dataset
 from sa1b.stream.dataset import Begun, ResumeError
 from sa1b.stream.sample import SampleMasks
 from tests.shards import tiny

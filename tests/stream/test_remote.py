@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 import sa1b
 from sa1b.shards import synthetic
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.manifest import ManifestError, read_tasks, write_dataset
+from sa1b.shards.manifest import ManifestError, read_tasks
+from sa1b.shards.publication import write_dataset
 from sa1b.storage.failure import MissingError, UnavailableError
 from sa1b.storage.patience import Patience
 from sa1b.storage.reader import Reader

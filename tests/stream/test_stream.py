@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 import sa1b
 from sa1b.masks import geometry, raster
 from sa1b.shards import synthetic
-from sa1b.shards.manifest import read_tasks, write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.shards.publication import write_dataset
 from sa1b.shards.table import open_table
 from sa1b.stream.dataset import ResumeError, Stream
 from sa1b.stream.ledger import DamageLimitError, Ledger

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.errors import UsageError
+from sa1b.shards.errors import ShardError, UsageError
 from sa1b.shards.manifest import ManifestError, Options
-from sa1b.shards.shard import ShardError
 from sa1b.storage.publish import LockedError, lock
 from sa1b.storage.reader import Reader
 from sa1b.stream.order import Order

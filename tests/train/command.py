@@ -26,7 +26,8 @@ import sa1b
 from sa1b import train
 from sa1b.engine import history
 from sa1b.shards import synthetic
-from sa1b.shards.manifest import read_tasks, write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.shards.publication import write_dataset
 from sa1b.stream.order import Order
 from tests.shards import tiny
 from tests.train import mishap as mishaps

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.shards import record
-from sa1b.shards.errors import BadSample
+from sa1b.shards.errors import BadSample, ShardError
 from sa1b.shards.gallery.choice import NEVER, Choice, Exhibit, Gathered, Skipped
 from sa1b.shards.record import RecordError
-from sa1b.shards.shard import ShardError, index_path
+from sa1b.shards.shard import index_path
 
 _BATCH_IMAGES = 1024
 _PLACES = ("image_id", "jpg_offset", "jpg_bytes", "jpg_crc32c", "masks_offset", "masks_bytes", "masks_crc32c")
