@@ -1,52 +1,99 @@
-"""The loader over an S3 server of the tests on loopback, with latency added, beside webdataset's stream.
+"""The loader over an S3 server on loopback, with latency added, beside webdataset's stream.
 
-Server and proxy share the machine's cores with the readers, so the images a second say what all cost
-together; the processor time of the reading process alone says what reading from a store costs it.
+The server is Ceph's object gateway where that is installed, else the small one of the tests. Server and proxy
+share the machine's cores with the readers, so the images a second say what all cost together; the processor
+time of the reading process alone says what reading from a store costs it.
 """
 
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import fsspec
 
 import sa1b
 from benchmarks import latency_proxy
 from benchmarks.material import Material
 from benchmarks.peers.contenders import CONTENDERS
 from benchmarks.peers.task import Place, Task
+from tests.storage import ceph
 from tests.storage.service import Service
 
 LATENCIES = (0.0, 0.02, 0.1)  # seconds
 THREADS = 2
 FAR_AHEAD = 16  # batches of two images: what hides 100 ms
+PASSES = 4  # over all images: beside fifty batches those prepared before the clock runs count little
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running store.
+
+    Attributes:
+        name: for people.
+        port: of 127.0.0.1.
+        upload: a folder's files, to a name in the bucket.
+    """
+
+    name: str
+    port: int
+    upload: Callable[[Path, str], object]
 
 
 def measure(
     folder: Path, material: Material, latencies: Mapping[str, Iterable[float]], rounds: int
 ) -> list[dict[str, Any]]:
     """Images a second by size of JPEG and latency, seconds; runs only, no pixels of masks."""
-    (folder / "bucket").mkdir(parents=True)
+    folder.mkdir()
     others = CONTENDERS["webdataset"]
     rows = []
-    with Service("range_server", folder) as service:
+    with _running(folder) as server:
         for kind, root in material.roots.items():
-            (folder / "bucket" / kind).symlink_to(root)
+            server.upload(root, kind)
             tars = None if others.missing() else material.place(others, kind)
             if tars:
-                (folder / "bucket" / f"{kind}-tars").symlink_to(tars.folder)
+                server.upload(tars.folder, f"{kind}-tars")
             for latency in latencies[kind]:
-                with latency_proxy.running(service.port, latency) as port:
-                    rows.append(_row(folder, kind, root, tars, latency, port, rounds))
+                with latency_proxy.running(server.port, latency) as port:
+                    row = _row(folder, kind, root, tars, _options(port), rounds)
+                    rows.append({"server": server.name, "kind": kind, "latency_seconds": latency} | row)
     return rows
 
 
+@contextlib.contextmanager
+def _running(folder: Path) -> Iterator[Server]:
+    if ceph.missing():
+        (folder / "bucket").mkdir()
+        with Service("range_server", folder) as service:
+            yield Server(
+                f"the small server of the tests; not run: Ceph ({ceph.INSTALL})",
+                service.port,
+                lambda files, name: (folder / "bucket" / name).symlink_to(files),
+            )
+        return
+    with ceph.Gateway() as gateway:
+        system = fsspec.filesystem("s3", **gateway.options)
+        system.mkdir("bucket")
+        yield Server(
+            "Ceph's object gateway",
+            gateway.port,
+            lambda files, name: system.put(str(files), f"bucket/{name}", recursive=True),
+        )
+
+
+def _options(port: int) -> dict[str, Any]:
+    return {"key": ceph.KEY, "secret": ceph.SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
+
+
 def _row(
-    folder: Path, kind: str, root: Path, tars: Place | None, latency: float, port: int, rounds: int
+    folder: Path, kind: str, root: Path, tars: Place | None, options: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
     found: dict[str, list[float]] = {"local": [], "s3": [], "s3_far_ahead": [], "webdataset": []}
-    options = {"anon": True, "endpoint_url": f"http://127.0.0.1:{port}"}
     ratios, busy = [], []
     for _ in range(rounds):
         local, local_busy = _ours(str(root), {}, folder)
@@ -57,10 +104,8 @@ def _row(
         ratios.append(far / local)
         busy.append(local_busy / far_busy)
         if tars:
-            found["webdataset"].append(_webdataset(f"bucket/{kind}-tars", tars, port))
+            found["webdataset"].append(_webdataset(f"bucket/{kind}-tars", tars, options))
     return {
-        "kind": kind,
-        "latency_seconds": latency,
         **{name: median(values) for name, values in found.items() if values},
         "of_local": median(ratios),
         "of_local_range": [min(ratios), max(ratios)],
@@ -74,18 +119,19 @@ def _ours(root: str, options: dict[str, Any], folder: Path, ahead: int = 2) -> t
         root, global_batch=2, masks=64, storage_options=options or None, ledger=folder / "damaged.jsonl"
     )
     batches = iter(sa1b.Loader(stream, threads=THREADS, ahead=ahead, quiet=True))
-    rates = _rate(batches, ahead + 1, 4 * len(stream.view))
+    rates = _rate(batches, ahead + 1, PASSES * len(stream.view))
     batches.close()
     return rates
 
 
-def _webdataset(path: str, tars: Place, port: int) -> float:
+def _webdataset(path: str, tars: Place, options: dict[str, Any]) -> float:
     """As its documentation reads from a store: a pipe into which curl writes."""
     from benchmarks.peers.webdataset_tars import over
 
+    system = fsspec.filesystem("s3", **options)
     names = sorted(path.name for path in tars.folder.glob("*.tar"))
-    urls = [f"pipe:curl -s -f http://127.0.0.1:{port}/{path}/{name}" for name in names]
-    return _rate(over(urls, tars, Task(size=None), THREADS), THREADS, None)[0]
+    urls = [f"pipe:curl -s -f '{system.sign(f'{path}/{name}', expiration=3600)}'" for name in names]
+    return _rate(over(PASSES * urls, tars, Task(size=None), THREADS), THREADS, None)[0]
 
 
 def _rate(batches: Iterator[Any], first: int, images: int | None) -> tuple[float, float]:

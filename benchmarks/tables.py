@@ -140,6 +140,7 @@ def object_store(rows: list[dict[str, Any]]) -> str:
         "webdataset over curl",
     ]
     title = "sa1b.Loader from an S3 server on this machine: images/s, 2 threads, masks as runs"
+    title += f"\n({rows[0]['server']})"
     return f"\n{title}\n{grid(head, lines)}"
 
 

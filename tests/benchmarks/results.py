@@ -84,6 +84,19 @@ def document() -> dict[str, Any]:
         ],
         "stages": {"original": stages, "1024": stages | {"image": 2.0}},
         "storage": {"disk": 1e9, "page cache": 5e9},
+        "object_store": [
+            {
+                "server": "a small server; not run: Ceph",
+                "kind": "original",
+                "latency_seconds": 0.02,
+                "local": 100.0,
+                "s3": 50.0,
+                "s3_far_ahead": 90.0,
+                "of_local": 0.9,
+                "of_local_range": [0.8, 1.0],
+                "busy_of_local": 0.95,
+            }
+        ],
         "growth": [
             {
                 "title": "Seconds",

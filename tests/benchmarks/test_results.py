@@ -64,6 +64,7 @@ def test_what_was_not_run_is_said() -> None:
     text = "\n".join(tables.all_tables(made))
     assert "On a GPU: not run" in text
     assert "litData: not run: litdata not installed" in text
+    assert "(a small server; not run: Ceph)" in text
     assert "VERDICT: " in text
 
 
