@@ -8,19 +8,37 @@ from collections import defaultdict
 
 import pytest
 
+import sa1b
+from sa1b.shards.manifest import ManifestError
+from sa1b.shards.table import TableError
+from sa1b.storage.failure import StorageError
+
 TABLES = pytest.StashKey[list[str]]()
+LEAST = 8  # images: two workers hold two batches of two each before the clock runs
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("comparison", "benchmarks/test_peers.py")
     group.addoption("--full", action="store_true", help="all outputs, workers and sizes; about an hour")
     group.addoption("--data", metavar="ROOT", help="images from these shards instead of synthetic ones")
-    group.addoption("--images", type=int, default=24, help="images to compare on (24)")
+    group.addoption("--images", type=int, default=24, help=f"images to compare on (24); at least {LEAST}")
     group.addoption("--rounds", type=int, default=3, help="interleaved repetitions (3)")
 
 
 def pytest_configure(config):
     config.stash[TABLES] = []
+    options = config.option
+    if options.images < LEAST:
+        raise pytest.UsageError(f"--images {options.images}: at least {LEAST}")
+    if options.rounds < 1:
+        raise pytest.UsageError(f"--rounds {options.rounds}: at least 1")
+    if options.data is not None:
+        try:
+            images = len(sa1b.open(options.data))
+        except (ManifestError, TableError, StorageError) as error:
+            raise pytest.UsageError(f"--data: {error}") from None
+        if images < LEAST:
+            raise pytest.UsageError(f"--data {options.data}: {images} images; at least {LEAST}")
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -9,57 +9,86 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 
-async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:
-    """Pass bytes on, each `delay` seconds after it came."""
-    loop = asyncio.get_running_loop()
-    under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+class Side(asyncio.Protocol):
+    """One of the two connections of a client: what comes is written to the other, `delay` seconds later.
 
-    async def deliver() -> None:
-        while True:
-            due, data = await under_way.get()
-            if (left := due - loop.time()) > 0:
-                await asyncio.sleep(left)
-            if not data:
-                break
-            writer.write(data)
-            await writer.drain()
-        if writer.can_write_eof():
-            writer.write_eof()
+    Plain callbacks: the proxy shares its cores with those that are measured through it.
+    """
 
-    delivery = asyncio.create_task(deliver())
-    try:
-        while True:
-            data = await reader.read(1 << 18)
-            under_way.put_nowait((loop.time() + delay, data))
-            if not data:
-                break
-        await delivery
-    except OSError:  # one side is gone: so is the other
-        writer.close()
-    finally:
-        delivery.cancel()
-        await asyncio.wait({delivery})
-        if not delivery.cancelled():
-            delivery.exception()  # the same
+    def __init__(self, delay: float) -> None:
+        self.delay = delay
+        self.transport: asyncio.Transport
+        self.other: Side | None = None
+        self._under_way: deque[bytes | None] = deque()  # None: the end
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._carry(data)
+
+    def eof_received(self) -> bool:
+        self._carry(None)
+        return True  # the other direction goes on
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._carry(None)
+        if error is not None and self.other is not None:
+            self.other.transport.abort()
+
+    def _carry(self, data: bytes | None) -> None:
+        self._under_way.append(data)
+        asyncio.get_running_loop().call_later(self.delay, self._arrive)
+
+    def _arrive(self) -> None:
+        data = self._under_way.popleft()  # timers of the same moment run in any order
+        if self.other is None or self.other.transport.is_closing():  # nobody listens
+            return
+        transport = self.other.transport
+        if data is not None:
+            transport.write(data)
+        elif self.transport.is_closing():
+            transport.close()
+        else:
+            with contextlib.suppress(OSError):  # the client went away at the same moment
+                transport.write_eof()
+
+
+class Near(Side):
+    """The client's side: reads nothing until the far side stands."""
+
+    def __init__(self, upstream: int, delay: float) -> None:
+        super().__init__(delay)
+        self._upstream = upstream
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport.pause_reading()
+        self._joining = asyncio.ensure_future(self._join())
+
+    async def _join(self) -> None:
+        try:
+            _, self.other = await asyncio.get_running_loop().create_connection(
+                lambda: Side(self.delay), "127.0.0.1", self._upstream
+            )
+        except OSError:
+            self.transport.abort()
+            return
+        self.other.other = self
+        self.transport.resume_reading()
 
 
 async def serve(upstream: int, seconds: float) -> None:
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", upstream)
-        there = carry(reader, far_writer, seconds / 2)
-        back = carry(far_reader, writer, seconds / 2)
-        with contextlib.suppress(OSError):
-            await asyncio.gather(there, back)
-        far_writer.close()
-        writer.close()
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Near(upstream, seconds / 2), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await loop.run_in_executor(None, sys.stdin.read)
     os._exit(0)
 
 

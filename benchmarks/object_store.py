@@ -125,7 +125,7 @@ def _ours(root: str, options: dict[str, Any], folder: Path, ahead: int = 2) -> t
 
 
 def _webdataset(path: str, tars: Place, options: dict[str, Any]) -> float:
-    """As its documentation reads from a store: a pipe into which curl writes."""
+    """As its documentation reads from a store: a pipe into which curl writes. Masks stay undecoded."""
     from benchmarks.peers.webdataset_tars import over
 
     system = fsspec.filesystem("s3", **options)

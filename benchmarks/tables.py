@@ -137,7 +137,7 @@ def object_store(rows: list[dict[str, Any]]) -> str:
         "of local",
         "range",
         "by own CPU",
-        "webdataset over curl",
+        "webdataset over curl, no masks",
     ]
     title = "sa1b.Loader from an S3 server on this machine: images/s, 2 threads, masks as runs"
     title += f"\n({rows[0]['server']})"

@@ -1,5 +1,6 @@
 """The proxy makes a server far away and changes nothing else."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -31,3 +32,14 @@ def test_an_answer_comes_the_given_time_later_and_whole() -> None:
             client.shutdown(socket.SHUT_WR)
             got = b"".join(iter(lambda: client.recv(1 << 16), b""))
     assert got == sent
+
+
+def test_a_client_of_a_server_that_is_away_is_let_go() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port_of_nobody = server.getsockname()[1]
+    with (
+        latency_proxy.running(port_of_nobody, 0.0) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=10) as client,
+        contextlib.suppress(ConnectionResetError),
+    ):
+        assert client.recv(1) == b""

@@ -1,0 +1,39 @@
+"""Options of the comparison that cannot work are refused before anything is made."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sa1b.shards.manifest import read_tasks
+from sa1b.shards.publication import write_dataset
+from tests.shards import tiny
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def refused(*arguments: str) -> str:
+    """What pytest says of an error of usage."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "benchmarks/test_peers.py"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_too_few_images_or_rounds() -> None:
+    assert "--images 7: at least 8" in refused("--images", "7")
+    assert "--rounds 0: at least 1" in refused("--rounds", "0")
+
+
+def test_data_that_is_no_root(tmp_path: Path) -> None:
+    assert f"--data: {tmp_path / 'dataset.json'}: not there" in refused("--data", str(tmp_path))
+
+
+def test_data_of_too_few_images(tmp_path: Path) -> None:
+    tiny.make_tar(tmp_path / "sa_000001.tar", ids=range(3))
+    root = tmp_path / "root"
+    tiny.ingest_tar(tmp_path / "sa_000001.tar", root)
+    write_dataset(root, read_tasks(root))
+    assert f"--data {root}: 3 images; at least 8" in refused("--data", str(root))
