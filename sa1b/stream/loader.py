@@ -15,8 +15,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from sa1b.stream.batch import Batch
 from sa1b.stream.dataset import Begun, Stream
 from sa1b.stream.memory import Canvas, Memory
 from sa1b.stream.plan import MicroBatch
+from sa1b.stream.pool import Pool
 from sa1b.stream.sample import SampleMasks
 
 _CUDA: Any = torch.cuda  # parts of it have no types
@@ -53,7 +55,7 @@ class Loader:
 
     Args:
         stream: what to read, and from which position on.
-        threads: that read and decode, and as many again to draw `dense` on a CPU; by default one per core.
+        threads: that read and decode; by default one per core.
         ahead: batches worked on before they are asked for, at least 1.
         device: where batches go; "cuda" copies from pinned memory on a stream of its own.
         dense: also rasterise the masks on the device at this size: `batch.dense`, see `Batch`.
@@ -112,9 +114,7 @@ class Loader:
         free: deque[_Slot] = deque()
         pending: deque[_Pending] = deque()
         side = _CUDA.Stream(self.device) if self._cuda else None
-        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="sa1b-loader")
-        # Behind the samples of later batches in one queue, masks would wait until nothing is prepared ahead.
-        raster = ThreadPoolExecutor(self.threads, thread_name_prefix="sa1b-raster")
+        pool = Pool(self.threads)
         try:
             while True:
                 while len(pending) < self.ahead + 1 and (piece := next(pieces, None)) is not None:
@@ -123,7 +123,7 @@ class Loader:
                     return
                 self._look(pending)
                 one = pending.popleft()
-                batch = self._finish(one, side, raster)
+                batch = self._finish(one, side, pool)
                 if self._cuda:
                     free.append(one.slot)
                 self._state = self.stream.state_dict(batch)
@@ -131,8 +131,7 @@ class Loader:
         finally:
             for one in pending:
                 one.begun.cancel()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raster.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown()
             self.stream.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,13 +160,14 @@ class Loader:
             torch.empty(shape, dtype=torch.uint8, pin_memory=True) if self._cuda else self._images.take(shape)
         )
 
-    def _submit(self, pool: ThreadPoolExecutor, piece: MicroBatch, slot: _Slot) -> _Pending:
+    def _submit(self, pool: Pool, piece: MicroBatch, slot: _Slot) -> _Pending:
         begun = self.stream.begin(piece)
         arrays = slot.images.numpy()
-        samples = [pool.submit(self.stream.draw, begun, i, arrays[i]) for i in range(len(begun.rows))]
+        draw = self.stream.draw
+        samples = [pool.submit(partial(draw, begun, i, arrays[i])) for i in range(len(begun.rows))]
         return _Pending(begun, slot, samples)
 
-    def _finish(self, one: _Pending, side: Any, raster: ThreadPoolExecutor) -> Batch:
+    def _finish(self, one: _Pending, side: Any, pool: Pool) -> Batch:
         began = time.perf_counter()
         self._watch(one)
         self.stream.stages.waited(time.perf_counter() - began)
@@ -177,7 +177,7 @@ class Loader:
             batch = one.begun.collate(images, samples)
         if side is None:
             with self.stream.stages.busy("device"):
-                return self._dense(batch, raster) if self.device.type == "cpu" else self._on_device(batch)
+                return self._dense(batch, pool) if self.device.type == "cpu" else self._on_device(batch)
         with self.stream.stages.busy("device", images.numel()), torch.cuda.stream(side):
             # The images lie in pinned memory already; the ragged rest is small.
             batch = self._on_device(batch.pinned_but_images())
@@ -188,13 +188,13 @@ class Loader:
         batch.record_stream(current)
         return batch
 
-    def _dense(self, batch: Batch, raster: ThreadPoolExecutor) -> Batch:
-        """With the masks as pixels."""
+    def _dense(self, batch: Batch, pool: Pool) -> Batch:
+        """With the masks as pixels, drawn by the loader's threads."""
         if self.dense is None:
             return batch
         out, boxes = self._canvas.take_drawn(len(batch.masks))
         drawings = batch.masks.drawings(self.dense, out, boxes if self.read_only else None)
-        for drawing in [raster.submit(draw) for draw in drawings]:
+        for drawing in [pool.submit(draw, first=True) for draw in drawings]:
             drawing.result()
         return replace(batch, dense=out)
 
