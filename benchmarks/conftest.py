@@ -19,7 +19,9 @@ LEAST = 8  # images: two workers hold two batches of two each before the clock r
 
 def pytest_addoption(parser):
     group = parser.getgroup("comparison", "benchmarks/test_peers.py")
-    group.addoption("--full", action="store_true", help="all outputs, workers and sizes; about an hour")
+    group.addoption(
+        "--full", action="store_true", help="all outputs, workers and sizes; half an hour on two cores"
+    )
     group.addoption("--data", metavar="ROOT", help="images from these shards instead of synthetic ones")
     group.addoption("--images", type=int, default=24, help=f"images to compare on (24); at least {LEAST}")
     group.addoption("--rounds", type=int, default=3, help="interleaved repetitions (3)")

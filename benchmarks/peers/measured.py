@@ -1,6 +1,7 @@
 """Runs contenders side by side, one process each, in turns, and compares them round by round."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ class Running:
             stderr=self._errors,
             text=True,
             cwd=REPOSITORY,
+            env=os.environ | {"TMPDIR": str(place.folder.parent)},  # what they leave there goes with the run
         )
 
     def first(self) -> float:

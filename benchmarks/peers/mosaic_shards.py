@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.peers import pixels, torchvision_stand_in
 from benchmarks.peers.task import Delivered, Pair, Place, Task
+from sa1b.storage.publish import lock
 
 torchvision_stand_in.install()
 streaming = import_module("streaming")
@@ -31,7 +32,8 @@ def batches(
         # Two readers of one machine may not name the same folder.
         local = Path(scratch) / "shards"
         local.symlink_to(place.folder)
-        dataset = streaming.StreamingDataset(local=str(local), shuffle=True, batch_size=task.batch)
+        with lock(place.folder, wait=True):  # two that begin at a time take the same name for shared memory
+            dataset = streaming.StreamingDataset(local=str(local), shuffle=True, batch_size=task.batch)
         loader = streaming.StreamingDataLoader(
             dataset, batch_size=task.batch, num_workers=workers, collate_fn=partial(_collate, place, task)
         )
