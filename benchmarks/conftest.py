@@ -18,20 +18,27 @@ LEAST = 8  # images: two workers hold two batches of two each before the clock r
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("comparison", "benchmarks/test_peers.py")
+    group = parser.getgroup(
+        "comparison",
+        "benchmarks/test_peers.py: this loader beside others, under ten minutes by default on two cores. "
+        "Tables at the end, benchmarks/results/<machine>.json and report.html; with other images or rounds "
+        "than by default <machine>-own.json",
+    )
     group.addoption(
         "--full", action="store_true", help="all outputs, workers and sizes; half an hour on two cores"
     )
-    group.addoption("--data", metavar="ROOT", help="images from these shards instead of synthetic ones")
-    group.addoption("--images", type=int, default=24, help=f"images to compare on (24); at least {LEAST}")
+    group.addoption("--data", metavar="ROOT", help="folder or URL of shards to take images from")
+    group.addoption(
+        "--images", type=int, default=24, help=f"images to compare on (24); even, at least {LEAST}"
+    )
     group.addoption("--rounds", type=int, default=3, help="interleaved repetitions (3)")
 
 
 def pytest_configure(config):
     config.stash[TABLES] = []
     options = config.option
-    if options.images < LEAST:
-        raise pytest.UsageError(f"--images {options.images}: at least {LEAST}")
+    if options.images < LEAST or options.images % 2:
+        raise pytest.UsageError(f"--images {options.images}: an even number, at least {LEAST}")
     if options.rounds < 1:
         raise pytest.UsageError(f"--rounds {options.rounds}: at least 1")
     if options.data is not None:
@@ -43,9 +50,8 @@ def pytest_configure(config):
             raise pytest.UsageError(f"--data {options.data}: {images} images; at least {LEAST}")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
-    for text in config.stash[TABLES]:
-        terminalreporter.write_line(text)
     session = getattr(config, "_benchmarksession", None)
     groups = defaultdict(list)
     for benchmark in session.benchmarks if session else []:
@@ -61,3 +67,5 @@ def pytest_terminal_summary(terminalreporter, config):
                     terminalreporter.write_line(
                         f"{ratio:8.2f} x  {benchmark.name} ({1e3 * benchmark.stats.median:.3f} ms)"
                     )
+    for text in config.stash[TABLES]:
+        terminalreporter.write_line(text)

@@ -96,7 +96,7 @@ def _row(
     found: dict[str, list[float]] = {"local": [], "s3": [], "s3_far_ahead": [], "webdataset": []}
     ratios, busy = [], []
     for _ in range(rounds):
-        local, local_busy = _ours(str(root), {}, folder)
+        local, local_busy = _ours(str(root), {}, folder, FAR_AHEAD)
         found["local"].append(local)
         found["s3"].append(_ours(f"s3://bucket/{kind}", options, folder)[0])
         far, far_busy = _ours(f"s3://bucket/{kind}", options, folder, FAR_AHEAD)

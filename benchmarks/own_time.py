@@ -1,7 +1,12 @@
 """Where this package's own time goes, and what limits a machine: storage, decoding, masks, raster, copy."""
 
+import json
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +19,7 @@ import sa1b
 from benchmarks.peers.task import Task
 
 PASSES = 4
+_ENOUGH = 256 << 20  # bytes to read of a disk
 
 
 def stages(root: Path, task: Task) -> dict[str, float]:
@@ -61,29 +67,44 @@ def stages(root: Path, task: Task) -> dict[str, float]:
     return {name: scale * value for name, value in seconds.items()}
 
 
-def storage(folder: Path, root: Path, chunk: int = 1 << 20) -> dict[str, float]:
-    """Bytes a second of reading a file in order, from the disk below the page cache and from the cache."""
+def storage(folder: Path, root: Path, data: str | None = None, chunk: int = 1 << 20) -> dict[str, float]:
+    """Bytes a second of reading files in order, from the disk below the page cache and from the cache.
+
+    Args:
+        folder: where a file is made of the root's bytes, read and removed, if there is no `data`.
+        data: one's own shards: the first 256 MB of them are read. Nothing where they are not on this machine.
+    """
+    if data is not None and "://" in data:
+        return {}
     path = folder / "storage.bin"
-    data = next(root.glob("*.tar")).read_bytes()
-    with path.open("wb") as out:
-        for _ in range(max(1, (256 << 20) // len(data))):
-            out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    rates = {}
-    handle = os.open(path, os.O_RDONLY)
-    size = os.fstat(handle).st_size
-    buffer = bytearray(chunk)
-    for name in ("disk", "page cache"):
-        if name == "disk":
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        began = time.perf_counter()
-        for at in range(0, size, chunk):
-            os.preadv(handle, [buffer], at)
-        rates[name] = size / (time.perf_counter() - began)
-    os.close(handle)
-    path.unlink()
+    paths = [path] if data is None else sorted(Path(data).glob("*.tar"))
+    if data is None:
+        bytes_of_root = next(root.glob("*.tar")).read_bytes()
+        with path.open("wb") as out:
+            for _ in range(max(1, _ENOUGH // len(bytes_of_root))):
+                out.write(bytes_of_root)
+            out.flush()
+            os.fsync(out.fileno())
+    rates = {"disk": _reading(paths, chunk, forget=True), "page cache": _reading(paths, chunk, forget=False)}
+    if data is None:
+        path.unlink()
     return rates
+
+
+def _reading(paths: Iterable[Path], chunk: int, *, forget: bool) -> float:
+    """Bytes a second; `forget`: the page cache does not know them."""
+    buffer, got, seconds = bytearray(chunk), 0, 0.0
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        if forget:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        began, at = time.perf_counter(), 0
+        while got < _ENOUGH and (size := os.preadv(handle, [buffer], at)):
+            at += size
+            got += size
+        seconds += time.perf_counter() - began
+        os.close(handle)
+    return got / seconds
 
 
 def verdict(document: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +133,8 @@ def verdict(document: dict[str, Any]) -> dict[str, Any]:
             rates[name] = gpu[name]
     limiting = min(rates, key=lambda name: rates[name])
     largest = max(work, key=lambda name: work[name])
-    text = f"{cores} cores can make {rates['processor']:.0f} images/s of {kind}-size JPEGs with {output}"
+    size = "original-size" if kind == "original" else "1024-px"
+    text = f"{cores} cores can make {rates['processor']:.0f} images/s of {size} JPEGs with {output}"
     if disk:
         text += f"; this disk can deliver {rates['storage']:.0f}"
     advice = {"storage": "Faster storage, or smaller files: tools/reshard.py --image-size 1024."}
@@ -122,7 +144,7 @@ def verdict(document: dict[str, Any]) -> dict[str, Any]:
         text += f". The processor limits, and most of its time ({share:.0%}) is {largest}"
     else:
         text += f". The {limiting} limits"
-    if limiting == "JPEG decoding" and "1024" in times:
+    if limiting == "JPEG decoding" and {"original", "1024"} <= times.keys():
         small = times["1024"]
         faster = milliseconds / (sum(small[name] for name in names) + small["rest"])
         advice[limiting] = (
@@ -140,25 +162,66 @@ def verdict(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def device(root: Path, task: Task) -> dict[str, float]:
-    """On a GPU: images a second of the copy (pinned, runs and pictures), milliseconds of the raster."""
+def device(root: Path, task: Task, folder: Path) -> dict[str, float]:
+    """On a GPU: what the raster takes beside zeros, how fast batches come there, whether a model waits.
+
+    Returns:
+        copy: images a second of the copy alone, from pinned memory; raster_milliseconds, zero_milliseconds:
+        of the masks of an image to pixels, and of zeros into as many bytes; batches: a second from `Loader`
+        on the device, masks as pixels; model: images a second of training ViT-B, data_wait: the part of the
+        time that its steps wait for data.
+    """
     stream = sa1b.Stream(root, global_batch=task.batch, image_size=task.image_size, masks=task.masks)
     batch = next(iter(stream))
     pinned = batch.pin_memory()
     there = pinned.to("cuda")
-    there.masks.dense(task.size)
-    copies, rasters = [], []
+    out = there.masks.dense(task.size)
+    times = []
     for _ in range(20):
-        start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        start.record()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        marks[0].record()
         there = pinned.to("cuda")
-        middle.record()
-        there.masks.dense(task.size)
-        end.record()
+        marks[1].record()
+        there.masks.dense(task.size, out=out)
+        marks[2].record()
+        out.zero_()
+        marks[3].record()
         torch.cuda.synchronize()
-        copies.append(start.elapsed_time(middle))
-        rasters.append(middle.elapsed_time(end))
+        times.append([start.elapsed_time(end) for start, end in pairwise(marks)])
+    copy, raster, zeros = (median(each) / len(batch) for each in zip(*times, strict=True))
     return {
-        "copy": 1e3 * len(batch) / median(copies),
-        "raster_milliseconds": median(rasters) / len(batch),
+        "copy": 1e3 / copy,
+        "raster_milliseconds": raster,
+        "zero_milliseconds": zeros,
+        "batches": _batches(sa1b.Loader(stream, device="cuda", dense=task.size, quiet=True)),
+        **training(root, folder / "training", "vit_b", 4, steps=30),
+    }
+
+
+def _batches(loader: sa1b.Loader, count: int = 40) -> float:
+    """A second, when all memory is in use."""
+    batches = iter(loader)
+    for _ in range(10):
+        next(batches)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        next(batches)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    batches.close()
+    return count / seconds
+
+
+def training(root: Path, out: Path, preset: str, batch: int, steps: int) -> dict[str, float]:
+    """Images a second and waiting of the training command, once it is warm."""
+    command = [sys.executable, "sa1b/train.py", "--preset", preset, "--data.root", str(root)]
+    command += ["--data.global-batch", str(batch), "--optim.steps", str(steps), "--optim.warmup", "1"]
+    command += ["--watch.every", "1", "--checkpoint.every", str(steps), "--out", str(out)]
+    subprocess.run(command, cwd=Path(__file__).parents[1], check=True, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    warm = [line for line in lines if "data_wait" in line][steps // 3 :]
+    return {
+        "model": median(line["images_per_s"] for line in warm),
+        "data_wait": median(line["data_wait"] for line in warm),
     }

@@ -8,7 +8,8 @@ STAGES = ("read", "image", "masks", "raster", "rest")  # of an image; what else 
 def all_tables(document: dict[str, Any]) -> list[str]:
     """Everything that was measured, in the order of the page."""
     found = [heading(document)]
-    found += [comparison(question) for question in document.get("comparison", [])]
+    raster = {kind: own["raster"] for kind, own in document.get("stages", {}).items()}
+    found += [comparison(question, raster) for question in document.get("comparison", [])]
     if "stages" in document:
         found.append(stages(document["stages"]))
     if "tools" in document:
@@ -16,8 +17,8 @@ def all_tables(document: dict[str, Any]) -> list[str]:
     if "object_store" in document:
         found.append(object_store(document["object_store"]))
     found += [curve(each) for each in document.get("growth", [])]
-    if not document["machine"]["gpu"]:
-        found.append("On a GPU: not run, there is none here.")
+    found.append(device(document.get("gpu"), document["machine"]["gpu"]))
+    found += document.get("not_run", [])
     if "verdict" in document:
         verdict = document["verdict"]
         found.append(f"VERDICT: {verdict['text']} {verdict['change']}")
@@ -38,10 +39,11 @@ def heading(document: dict[str, Any]) -> str:
     )
 
 
-def comparison(question: dict[str, Any]) -> str:
+def comparison(question: dict[str, Any], raster: dict[str, float]) -> str:
+    """`raster`: milliseconds of one core for the masks of an image to pixels, by size of JPEG."""
     head = [
         "", "workers", "images/s", "range", "per core", "x slower", "range", "CPU ms", "MB read",
-        "MB to device", "peak MB", "first s", "0 %", "50 %", "90 %",
+        "MB to device", "peak MB", "new process s", "0 %", "50 %", "90 %",
     ]  # fmt: skip
     lines = []
     for row in question["rows"]:
@@ -67,6 +69,14 @@ def comparison(question: dict[str, Any]) -> str:
             ]
         )
     notes = [headline(question)] + [f"{name}: {why}" for name, why in question["missing"].items()]
+    if any(row["name"] == "litData" for row in question["rows"]):
+        notes.append("MB read: what is read from mapped files does not show (litData).")
+    if question["key"].startswith("runs") and (cost := raster.get(question["jpegs"])):
+        fastest = max(question["rows"], key=lambda row: row["images_per_second"])
+        drawn = 1 / (1 / fastest["images_per_second"] + cost / 1e3 / max(1, fastest["workers"]))
+        notes.append(
+            f"With the masks drawn here at 1024 x 1024 ({cost:.1f} ms of one core) {drawn:.1f} images/s."
+        )
     return "\n".join([f"\n{question['title']}", grid(head, lines), *(note for note in notes if note)])
 
 
@@ -99,6 +109,19 @@ def stages(times: dict[str, dict[str, float]]) -> str:
     return "\nWhere our own time goes: milliseconds of one core and image, masks at 1024\n" + grid(
         ["JPEGs", *STAGES, "sum", *others], lines
     )
+
+
+def device(found: dict[str, Any] | None, name: str | None) -> str:
+    rows = {
+        "masks of an image to pixels": ("raster_milliseconds", "{:.2f} ms"),
+        "zeros into as many bytes": ("zero_milliseconds", "{:.2f} ms"),
+        "the copy alone, pinned": ("copy", "{:.0f} images/s"),
+        "Loader to the device, masks as pixels": ("batches", "{:.0f} batches/s"),
+        "training ViT-B": ("model", "{:.1f} images/s"),
+        "its steps wait for data": ("data_wait", "{:.1%}"),
+    }
+    lines = [[row, words.format(found[key]) if found else "not run"] for row, (key, words) in rows.items()]
+    return f"\nOn a GPU: {name or 'not run, there is none here'}\n" + grid(["", ""], lines)
 
 
 def tools(rates: dict[str, Any]) -> str:

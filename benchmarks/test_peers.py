@@ -15,6 +15,7 @@ The other loaders: `pip install --no-deps -r benchmarks/peers/requirements.txt`.
 import json
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ import numpy as np
 import pytest
 import torch
 
+import sa1b
 from benchmarks import growth, material, object_store, own_time, report, tables, tool_rates
 from benchmarks.conftest import TABLES
 from benchmarks.peers import extracted_files, measured, pixels
 from benchmarks.peers.contenders import CONTENDERS, Contender
 from benchmarks.peers.task import Delivered, Pair, Place, Task, pairs
 from sa1b.masks.grid import framed, framed_size
+from sa1b.shards.errors import ShardError, SourceError
+from sa1b.storage.failure import StorageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -43,7 +47,8 @@ QUESTIONS = {
 }
 BATCHES = 1  # compared pixel by pixel
 CORES = 2  # workers where only one number is measured: what the default is made for
-DEFAULT = ("a-original", "a-1024", "b-1024")
+DEFAULT = ("a-original", "a-1024", "b-1024", "runs-original", "runs-1024")
+IMAGES, ROUNDS = 24, 3  # what a result must have to be the machine's
 PEERS = [name for name, contender in CONTENDERS.items() if contender.kind != "limit"]
 
 
@@ -71,29 +76,49 @@ def options(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory, options: Any) -> material.Material:
-    return material.make(tmp_path_factory.mktemp("peers"), options.images, options.data)
+    try:
+        return material.make(tmp_path_factory.mktemp("peers"), options.images, options.data)
+    except (SourceError, ShardError, StorageError) as error:
+        if options.data is None:
+            raise
+        pytest.exit(f"--data {options.data}: {error}", returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 @pytest.fixture(scope="module")
-def document(request: pytest.FixtureRequest, images: material.Material) -> Iterator[dict[str, Any]]:
-    """The results: filled by the tests, written when they are over."""
+def document(
+    request: pytest.FixtureRequest, images: material.Material, options: Any
+) -> Iterator[dict[str, Any]]:
+    """The results: filled by the tests, shown and, if they are whole, written when they are over."""
     made: dict[str, Any] = {
         "machine": material.machine(),
         "load": os.getloadavg()[0],
+        "options": {name: getattr(options, name) for name in ("images", "rounds", "full")},
         "material": material.statistics(images),
     }
     yield made
-    if not {"comparison", "stages"} <= made.keys():
-        return  # a part of the tests: nothing to publish
     made["growth"] = made.get("growth", []) + [
-        curve.document() for curve in growth.workers(made["comparison"])
+        curve.document() for curve in growth.workers(made.get("comparison", []))
     ]
-    made["verdict"] = own_time.verdict(made)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{material.name_of(made['machine'])}.json"
-    path.write_text(json.dumps(made, indent=1) + "\n")
-    report.write(made, RESULTS / "report.html")
-    request.config.stash[TABLES].extend([*tables.all_tables(made), f"\n{path}\n{RESULTS / 'report.html'}"])
+    if "stages" in made:
+        made["verdict"] = own_time.verdict(made)
+    shown = request.config.stash[TABLES]
+    shown += tables.all_tables(made)
+    missing = {key for key in DEFAULT if QUESTIONS[key][1] in images.roots} - {
+        question["key"] for question in made.get("comparison", [])
+    }
+    if request.session.testsfailed or missing or "stages" not in made:
+        why = "a test failed" if request.session.testsfailed else "only a part was measured"
+        shown.append(f"\nNothing was written to {RESULTS}: {why}.")
+        return
+    usual = (options.images, options.rounds, options.data) == (IMAGES, ROUNDS, None)
+    path = RESULTS / f"{material.name_of(made['machine'])}{'' if usual else '-own'}.json"
+    try:
+        RESULTS.mkdir(exist_ok=True)
+        path.write_text(json.dumps(made, indent=1) + "\n")
+        report.write(made, RESULTS / "report.html")
+        shown.append(f"\n{path}\n{RESULTS / 'report.html'}")
+    except OSError as error:
+        shown.append(f"\nThe results could not be written: {error}")
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -129,7 +154,7 @@ def test_comparison(images: material.Material, document: dict[str, Any], options
     task = Task(size=size)
     entries, missing = [], {}
     for name, contender in CONTENDERS.items():
-        if size is None and contender.kind != "ours":
+        if size is None and (contender.kind != "ours" or contender.function == "drawn"):
             continue
         if contender.missing():
             missing[name] = f"not run: {', '.join(contender.missing())} not installed"
@@ -138,7 +163,7 @@ def test_comparison(images: material.Material, document: dict[str, Any], options
             (contender, images.place(contender, kind), workers)
             for workers in numbers_of_workers(contender, key, full=options.full)
         ]
-    count = options.images
+    count = len(sa1b.open(images.root))
     ours = (2 if kind == "original" else 4) * count  # some tenths of a second
     others = 2 * count // 3  # of an epoch, whose first batches come before the clock runs
     rounds = {"ours": ours, "peer": others, "tuned": others, "limit": 4 * count}
@@ -157,10 +182,19 @@ def test_comparison(images: material.Material, document: dict[str, Any], options
                 "workers": other.workers,
                 "cpu": other.document()["cpu_seconds"] / best.document()["cpu_seconds"],
             }
+    delivered = [row.delivered for row in rows if row.kind != "limit"]
+    assert len({tuple(each["ids"]) for each in delivered}) == 1
+    levels = [each["level"] for each in delivered]
+    assert max(levels) - min(levels) < 2
+    if size is not None:
+        assert len({each["masks"] for each in delivered}) == 1
+        foreground = [each["foreground"] for each in delivered]
+        assert max(foreground) < 1.005 * min(foreground)
     document.setdefault("comparison", []).append(
         {
             "key": key,
             "title": title,
+            "jpegs": kind,
             "rows": documents,
             "best": best.name,
             "best_workers": best.workers,
@@ -168,12 +202,6 @@ def test_comparison(images: material.Material, document: dict[str, Any], options
             "missing": missing,
         }
     )
-    delivered = [row.delivered for row in rows if row.kind != "limit"]
-    assert len({tuple(each["ids"]) for each in delivered}) == 1
-    if size is not None:
-        assert len({each["masks"] for each in delivered}) == 1
-        foreground = [each["foreground"] for each in delivered]
-        assert max(foreground) < 1.005 * min(foreground)
 
 
 @pytest.mark.benchmark(timer=CLOCK)
@@ -197,9 +225,9 @@ def test_seconds_an_image(
     benchmark.pedantic(lambda: CLOCK.go_on(next(rounds)), rounds=len(seconds))
 
 
-def test_where_our_time_goes(images: material.Material, document: dict[str, Any]) -> None:
+def test_where_our_time_goes(images: material.Material, document: dict[str, Any], options: Any) -> None:
     document["stages"] = {kind: own_time.stages(root, Task(size=1024)) for kind, root in images.roots.items()}
-    document["storage"] = own_time.storage(images.folder, images.root)
+    document["storage"] = own_time.storage(images.folder, images.root, options.data)
 
 
 def test_tools(images: material.Material, document: dict[str, Any], options: Any) -> None:
@@ -224,7 +252,10 @@ def test_growth(images: material.Material, document: dict[str, Any], options: An
 
 
 def test_object_store(images: material.Material, document: dict[str, Any], options: Any) -> None:
-    pytest.importorskip("s3fs")
+    if find_spec("s3fs") is None:
+        why = "s3fs is not installed: pip install 'sa1b[s3]'"
+        document["not_run"] = [f"From an S3 server: {why}"]
+        pytest.skip(why)
     latencies = object_store.LATENCIES
     some = {"original": latencies if options.full else latencies[1:2], "1024": latencies}
     document["object_store"] = object_store.measure(images.folder / "store", images, some, 2)
@@ -232,7 +263,7 @@ def test_object_store(images: material.Material, document: dict[str, Any], optio
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: no GPU here")
 def test_device(images: material.Material, document: dict[str, Any]) -> None:
-    document["gpu"] = own_time.device(images.root, Task(size=1024))
+    document["gpu"] = own_time.device(images.root, Task(size=1024), images.folder)
 
 
 def numbers_of_workers(contender: Contender, key: str, *, full: bool) -> tuple[int, ...]:

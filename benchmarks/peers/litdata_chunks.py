@@ -1,5 +1,6 @@
 """litData: chunks by its own `optimize`, read from a local folder, shuffled by its default."""
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -14,14 +15,20 @@ CHUNK_BYTES = "64MB"  # as in its documentation
 
 
 def convert(pairs: Iterable[Pair], folder: Path) -> None:
-    litdata.optimize(
-        fn=_unchanged,
-        inputs=[(pair.jpeg, pair.text) for pair in pairs],
-        output_dir=str(folder),
-        chunk_bytes=CHUNK_BYTES,
-        num_workers=1,
-        verbose=False,
-    )
+    # It leaves handlers behind that end the process with code 0, whoever it belongs to.
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        litdata.optimize(
+            fn=_unchanged,
+            inputs=[(pair.jpeg, pair.text) for pair in pairs],
+            output_dir=str(folder),
+            chunk_bytes=CHUNK_BYTES,
+            num_workers=1,
+            verbose=False,
+        )
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def batches(

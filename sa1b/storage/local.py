@@ -18,6 +18,7 @@ from sa1b.storage.checksum import Crc
 from sa1b.storage.counters import Tally
 from sa1b.storage.patience import Effort, Patience
 
+_LONGEST = 2**63 - 1  # bytes of a file; a damaged table may name a place beyond
 OPEN_FILES = 256  # a quarter of the usual limit of a process
 
 
@@ -117,7 +118,7 @@ class LocalOrigin:
 
     def submit(self, name: str, start: int, length: int, crc: Crc) -> "Ahead":
         """Have the disk begin with a range; `result()` reads it."""
-        with contextlib.suppress(OSError):  # the read itself will say it
+        with contextlib.suppress(OSError, OverflowError):  # the read itself will say it
             file = self._open(f"{self._root}/{name}")
             os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_WILLNEED)
         return Ahead(self, name, start, length, crc)
@@ -132,6 +133,8 @@ class LocalOrigin:
             with self._lock:
                 self._files.pop(path, None)
         file = self._open(path)
+        if start + length > _LONGEST:
+            return b""
         if fresh:
             os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_DONTNEED)
         data = os.pread(file.descriptor, length, start)

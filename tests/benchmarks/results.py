@@ -61,6 +61,7 @@ def document() -> dict[str, Any]:
         "comparison": [
             {
                 "key": "a-original",
+                "jpegs": "original",
                 "title": "(a) masks at 1024 x 1024",
                 "rows": [
                     row("sa1b.Loader", "ours", 2, 200.0),

@@ -37,10 +37,15 @@ def test_a_copy_of_some_samples_has_their_bytes(root: Path, tmp_path: Path) -> N
 
 
 def test_own_shards_become_material_of_both_sizes(root: Path, tmp_path: Path) -> None:
-    made = material.make(tmp_path, 3, root)
+    made = material.make(tmp_path, 4, root)
     assert list(made.roots) == ["original", "1024"]
-    assert [pair.jpeg for pair in pairs(made.root)] == [sa1b.open(root)[i].jpeg for i in (0, 2, 5)]
-    assert material.statistics(made)["images"] == 3
+    assert [pair.jpeg for pair in pairs(made.root)] == [sa1b.open(root)[i].jpeg for i in (0, 1, 3, 5)]
+    assert material.statistics(made)["images"] == 4
+
+
+def test_of_an_odd_number_of_images_one_is_left_out(root: Path, tmp_path: Path) -> None:
+    made = material.make(tmp_path, 3, root)
+    assert [pair.jpeg for pair in pairs(made.root)] == [sa1b.open(root)[i].jpeg for i in (0, 2)]
 
 
 def test_own_shards_of_smaller_jpegs_are_taken_as_they_are(folder: Path, tmp_path: Path) -> None:

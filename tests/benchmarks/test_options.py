@@ -23,7 +23,8 @@ def refused(*arguments: str) -> str:
 
 
 def test_too_few_images_or_rounds() -> None:
-    assert "--images 7: at least 8" in refused("--images", "7")
+    assert "--images 6: an even number, at least 8" in refused("--images", "6")
+    assert "--images 9: an even number, at least 8" in refused("--images", "9")
     assert "--rounds 0: at least 1" in refused("--rounds", "0")
 
 

@@ -95,6 +95,15 @@ def test_a_range_behind_the_end_is_damage_naming_object_and_sizes(reader: Reader
         assert (caught.value.expected, caught.value.found) == (start + 10, SIZE)
 
 
+@pytest.mark.parametrize("start", [2**62, 2**63 - 1, 2**64 - 1])
+def test_a_range_where_no_file_can_end_is_damage(store: Store, start: int) -> None:
+    with Reader(store.folder / "data") as reader:
+        with pytest.raises(DamageError, match=r"a\.bin"):
+            reader.read_range("a.bin", start, 10)
+        with pytest.raises(DamageError, match=r"a\.bin"):
+            reader.begin(Range("a.bin", start, 10)).result()
+
+
 def test_a_wrong_crc_that_stays_is_damage(reader: Reader, store: Store) -> None:
     right = int(google_crc32c.value(store.bytes()[100:200]))
     with pytest.raises(DamageError, match="in two separate reads") as caught:
