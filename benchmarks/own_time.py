@@ -17,6 +17,7 @@ import torch
 
 import sa1b
 from benchmarks.peers.task import Task
+from benchmarks.tables import SIZES
 
 PASSES = 4
 _ENOUGH = 256 << 20  # bytes to read of a disk
@@ -133,8 +134,7 @@ def verdict(document: dict[str, Any]) -> dict[str, Any]:
             rates[name] = gpu[name]
     limiting = min(rates, key=lambda name: rates[name])
     largest = max(work, key=lambda name: work[name])
-    size = "original-size" if kind == "original" else "1024-px"
-    text = f"{cores} cores can make {rates['processor']:.0f} images/s of {size} JPEGs with {output}"
+    text = f"{cores} cores can make {rates['processor']:.0f} images/s of {SIZES[kind]} JPEGs with {output}"
     if disk:
         text += f"; this disk can deliver {rates['storage']:.0f}"
     advice = {"storage": "Faster storage, or smaller files: tools/reshard.py --image-size 1024."}

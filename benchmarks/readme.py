@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
+
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
 _BLOCK = re.compile(r"<!-- figures: (?P<path>\S+) -->\n.*?<!-- end of figures -->", re.DOTALL)
@@ -85,7 +87,7 @@ def _resume(document: dict[str, Any]) -> list[str]:
 def _store(document: dict[str, Any]) -> list[str]:
     """What an object store with 20 ms of latency leaves of the local speed."""
     return [
-        f"- From {row['server']} on the same cores, 20 ms away, JPEGs of {row['kind']} size: "
+        f"- From {row['server']} on the same cores, 20 ms away, {tables.SIZES[row['kind']]} JPEGs: "
         f"{row['of_local']:.2f} of the local images/s, {row['busy_of_local']:.2f} by the loader's own "
         "processor time."
         for row in document.get("object_store", [])

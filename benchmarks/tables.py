@@ -2,6 +2,7 @@
 
 from typing import Any
 
+SIZES = {"original": "original-size", "1024": "1024-px"}  # JPEGs, by kind of root
 STAGES = ("read", "image", "masks", "raster", "rest")  # of an image; what else was measured comes beside
 
 
