@@ -68,6 +68,26 @@ def test_what_was_not_run_is_said() -> None:
     assert "VERDICT: " in text
 
 
+def test_what_a_gpu_did_is_shown_row_by_row() -> None:
+    times = {"raster_milliseconds": 0.3, "zero_milliseconds": 0.25, "copy": 9e3, "batches": 70.0}
+    found = times | {"model": 55.0, "data_wait": 0.004}
+    text = tables.device(found, "A GPU")
+    for words in ("A GPU", "0.30 ms", "0.25 ms", "9000 images/s", "70 batches/s", "55.0 images/s", "0.4%"):
+        assert words in text
+    verdict = own_time.verdict(
+        document() | {"gpu": found, "machine": document()["machine"] | {"gpu": "A GPU"}}
+    )
+    assert verdict["limit"] == "model"
+    assert verdict["not_run"] == []
+
+
+def test_smaller_jpegs_are_not_advised_to_who_has_them() -> None:
+    made = document()
+    del made["stages"]["original"]
+    assert "1024-px JPEGs" in own_time.verdict(made)["text"]
+    assert "--image-size" not in own_time.verdict(made)["change"]
+
+
 def test_the_block_for_the_readme_has_date_machine_versions_and_ratio() -> None:
     made = document()
     made["verdict"] = own_time.verdict(made)
