@@ -24,9 +24,7 @@ def pytest_addoption(parser):
         "Tables at the end, benchmarks/results/<machine>.json and report.html; with other images or rounds "
         "than by default <machine>-own.json",
     )
-    group.addoption(
-        "--full", action="store_true", help="all outputs, workers and sizes; half an hour on two cores"
-    )
+    group.addoption("--full", action="store_true", help="all outputs, workers and sizes; most of an hour")
     group.addoption("--data", metavar="ROOT", help="folder or URL of shards to take images from")
     group.addoption(
         "--images", type=int, default=24, help=f"images to compare on (24); even, at least {LEAST}"
