@@ -14,6 +14,7 @@ from sa1b.shards.table import TableError
 from sa1b.storage.failure import StorageError
 
 TABLES = pytest.StashKey[list[str]]()
+IMAGES, ROUNDS = 24, 3  # what the results of a machine are made of
 LEAST = 8  # images: two workers hold two batches of two each before the clock runs
 
 
@@ -27,9 +28,12 @@ def pytest_addoption(parser):
     group.addoption("--full", action="store_true", help="all outputs, workers and sizes; most of an hour")
     group.addoption("--data", metavar="ROOT", help="folder or URL of shards to take images from")
     group.addoption(
-        "--images", type=int, default=24, help=f"images to compare on (24); even, at least {LEAST}"
+        "--images",
+        type=int,
+        default=IMAGES,
+        help=f"images to compare on ({IMAGES}); even, at least {LEAST}",
     )
-    group.addoption("--rounds", type=int, default=3, help="interleaved repetitions (3)")
+    group.addoption("--rounds", type=int, default=ROUNDS, help=f"interleaved repetitions ({ROUNDS})")
 
 
 def pytest_configure(config):

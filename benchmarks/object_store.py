@@ -77,7 +77,7 @@ def _running(folder: Path) -> Iterator[Server]:
             )
         return
     with ceph.Gateway() as gateway:
-        system = fsspec.filesystem("s3", **gateway.options)
+        system = fsspec.filesystem("s3", **_options(gateway.port))
         system.mkdir("bucket")
         yield Server(
             "Ceph's object gateway",

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -68,33 +67,34 @@ def stages(root: Path, task: Task) -> dict[str, float]:
     return {name: scale * value for name, value in seconds.items()}
 
 
-def storage(folder: Path, root: Path, data: str | None = None, chunk: int = 1 << 20) -> dict[str, float]:
+def storage(folder: Path, root: Path, data: str | None = None) -> dict[str, float]:
     """Bytes a second of reading files in order, from the disk below the page cache and from the cache.
 
     Args:
         folder: where a file is made of the root's bytes, read and removed, if there is no `data`.
         data: one's own shards: the first 256 MB of them are read. Nothing where they are not on this machine.
     """
-    if data is not None and "://" in data:
-        return {}
+    if data is not None:
+        return {} if "://" in data else _rates(sorted(Path(data).glob("*.tar")))
     path = folder / "storage.bin"
-    paths = [path] if data is None else sorted(Path(data).glob("*.tar"))
-    if data is None:
-        bytes_of_root = next(root.glob("*.tar")).read_bytes()
-        with path.open("wb") as out:
-            for _ in range(max(1, _ENOUGH // len(bytes_of_root))):
-                out.write(bytes_of_root)
-            out.flush()
-            os.fsync(out.fileno())
-    rates = {"disk": _reading(paths, chunk, forget=True), "page cache": _reading(paths, chunk, forget=False)}
-    if data is None:
-        path.unlink()
+    bytes_of_root = next(root.glob("*.tar")).read_bytes()
+    with path.open("wb") as out:
+        for _ in range(max(1, _ENOUGH // len(bytes_of_root))):
+            out.write(bytes_of_root)
+        out.flush()
+        os.fsync(out.fileno())
+    rates = _rates([path])
+    path.unlink()
     return rates
 
 
-def _reading(paths: Iterable[Path], chunk: int, *, forget: bool) -> float:
+def _rates(paths: list[Path]) -> dict[str, float]:
+    return {"disk": _reading(paths, forget=True), "page cache": _reading(paths, forget=False)}
+
+
+def _reading(paths: list[Path], *, forget: bool) -> float:
     """Bytes a second; `forget`: the page cache does not know them."""
-    buffer, got, seconds = bytearray(chunk), 0, 0.0
+    buffer, got, seconds = bytearray(1 << 20), 0, 0.0
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         if forget:

@@ -38,10 +38,9 @@ def block(document: dict[str, Any], path: str) -> str:
     for question in document["comparison"]:
         ratio = question["ratios"].get("peer")
         rows = {(row["name"], row["workers"]): row for row in question["rows"]}
-        best = rows[question["best"], question["best_workers"]]
         if ratio is None:
             continue
-        peer = rows[ratio["name"], ratio["workers"]]
+        best, peer = tables.best_row(question), rows[ratio["name"], ratio["workers"]]
         lines.append(
             f"| {question['title']} | {best['images_per_second']:.0f} images/s, `{best['name']}` | "
             f"{peer['images_per_second']:.1f} images/s, {peer['name']} | "
@@ -74,8 +73,7 @@ def _resume(document: dict[str, Any]) -> list[str]:
     """The first batches at 0 and 90 % of an epoch, of the quickest loader."""
     lines = []
     for question in document["comparison"]:
-        rows = {(row["name"], row["workers"]): row for row in question["rows"]}
-        found = rows[question["best"], question["best_workers"]]["first_batch_seconds"]
+        found = tables.best_row(question)["first_batch_seconds"]
         if found:
             lines.append(
                 f"- First batch in a running process: {found['0']:.2f} s at the start of an epoch, "

@@ -26,13 +26,14 @@ import torch
 
 import sa1b
 from benchmarks import growth, material, object_store, own_time, report, tables, tool_rates
-from benchmarks.conftest import TABLES
+from benchmarks.conftest import IMAGES, ROUNDS, TABLES
 from benchmarks.peers import extracted_files, measured, pixels
 from benchmarks.peers.contenders import CONTENDERS, Contender
 from benchmarks.peers.task import Delivered, Pair, Place, Task, pairs
 from sa1b.masks.grid import framed, framed_size
 from sa1b.shards.errors import ShardError, SourceError
 from sa1b.storage.failure import StorageError
+from sa1b.storage.publish import json_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -48,7 +49,6 @@ QUESTIONS = {
 BATCHES = 1  # compared pixel by pixel
 CORES = 2  # workers where only one number is measured: what the default is made for
 DEFAULT = ("a-original", "a-1024", "b-1024", "runs-original", "runs-1024")
-IMAGES, ROUNDS = 24, 3  # what a result must have to be the machine's
 PEERS = [name for name, contender in CONTENDERS.items() if contender.kind != "limit"]
 
 
@@ -114,7 +114,7 @@ def document(
     path = RESULTS / f"{material.name_of(made['machine'])}{'' if usual else '-own'}.json"
     try:
         RESULTS.mkdir(exist_ok=True)
-        path.write_text(json.dumps(made, indent=1) + "\n")
+        path.write_bytes(json_bytes(made))
         report.write(made, RESULTS / "report.html")
         shown.append(f"\n{path}\n{RESULTS / 'report.html'}")
     except OSError as error:

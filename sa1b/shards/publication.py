@@ -92,7 +92,7 @@ def write_dataset(root: Path, tasks: dict[str, Task]) -> None:
 
 def _sample_columns(root: Path, shards: list[ShardInfo], tasks: dict[str, Task]) -> bytes:
     names = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
-    read = [pq.read_table(root / shard.name.replace(".tar", ".parquet"), columns=names) for shard in shards]
+    read = [pq.read_table(index_path(root / shard.name), columns=names) for shard in shards]
     rows = pa.concat_tables(read)
     columns = {name: rows[name].to_numpy() for name in names}
     columns["offset"] = columns.pop("jpg_offset")
