@@ -9,9 +9,8 @@ from collections import defaultdict
 import pytest
 
 import sa1b
-from sa1b.shards.manifest import ManifestError
-from sa1b.shards.table import TableError
-from sa1b.storage.failure import StorageError
+from sa1b.errors import ManifestError, TableError
+from sa1b.storage.errors import StorageError
 
 TABLES = pytest.StashKey[list[str]]()
 IMAGES, ROUNDS = 24, 3  # what the results of a machine are made of

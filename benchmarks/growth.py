@@ -19,7 +19,7 @@ from benchmarks.material import QUALITY, Material, root_of, write_source
 from benchmarks.peers import measured
 from benchmarks.peers.contenders import CONTENDERS
 from benchmarks.peers.task import Pair, Place, Task, pairs, write_choices
-from sa1b.shards import table
+from sa1b.shards import sample_table as table
 from sa1b.shards.manifest import Options
 
 ALL = 11_185_362  # images of SA-1B
@@ -62,9 +62,9 @@ _PLANS = {
     "sa1b": (
         """
 import numpy as np
-from sa1b.shards.table import open_table
+from sa1b.shards.sample_table import open_table
 from sa1b.stream.order import Order
-from sa1b.stream.view import whole
+from sa1b.views.view import whole
 Order(10, "warm", 0).rows(np.arange(256))
 """,
         """

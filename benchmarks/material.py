@@ -22,13 +22,13 @@ import torch
 import sa1b
 from benchmarks.peers.contenders import Contender
 from benchmarks.peers.task import Pair, Place, pairs, write_choices
-from sa1b.shards import synthetic
-from sa1b.shards.ingest import Policy, ingest
+from sa1b.ingest.ingest import Policy, ingest
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options, read_tasks
-from sa1b.shards.publication import write_dataset
-from sa1b.shards.reading import place_of
-from sa1b.shards.rebuild import rebuild_root
-from sa1b.shards.source import discover
+from sa1b.shards.sample_read import place_of
+from sa1b.sources.source import discover
+from sa1b.synthetic import source_tars as synthetic
+from sa1b.verify.rebuild import rebuild_root
 
 QUALITY = 95  # of re-encoded images, what tools/reshard.py takes
 MASKS = 64

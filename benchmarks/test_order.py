@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from sa1b.shards import table
-from sa1b.stream import compiled
-from sa1b.stream.draws import Purpose, draws
+from sa1b.hashing import Purpose, random_words
+from sa1b.shards import sample_table as table
+from sa1b.stream import order_kernels
 from sa1b.stream.order import Order, _epoch
-from sa1b.stream.view import whole
+from sa1b.views.view import whole
 
 SHARDS, COUNT = 11_000, 11_200_000
 ROOT = Path(__file__).parents[1]
@@ -29,9 +29,9 @@ import json, sys, time
 import numpy as np
 from pathlib import Path
 began = time.perf_counter()
-from sa1b.shards.table import open_table
+from sa1b.shards.sample_table import open_table
 from sa1b.stream.order import Order
-from sa1b.stream.view import whole
+from sa1b.views.view import whole
 Order(10, "warm", 0).rows(np.arange(256))  # loads the compiled loop
 imported = time.perf_counter()
 
@@ -109,7 +109,7 @@ def test_rows(benchmark: BenchmarkFixture, run: int) -> None:
 def test_rows_without_numba(benchmark: BenchmarkFixture) -> None:
     keys, place = _epoch(Order(COUNT, "d", 0), 0)
     positions, out = np.arange(1_000_000, dtype=np.uint64), np.empty(1_000_000, np.int64)
-    benchmark(compiled._rows_arrays, positions, keys, place, out)
+    benchmark(order_kernels._rows_arrays, positions, keys, place, out)
     print(f"\narrays: {benchmark.stats.stats.min * 1e3:.1f} ns a position")
 
 
@@ -123,7 +123,7 @@ def test_one_call(benchmark: BenchmarkFixture, batch: int) -> None:
 
 @pytest.mark.benchmark(group="draws")
 def test_draws(benchmark: BenchmarkFixture) -> None:
-    benchmark(draws, 0, Purpose.POINT, np.arange(1_000_000), 7)
+    benchmark(random_words, 0, Purpose.POINT, np.arange(1_000_000), 7)
     print(f"\ntwo further key numbers: {benchmark.stats.stats.min * 1e3:.1f} ns a draw")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sa1b.masks import raster_torch
-from sa1b.shards import synthetic_scene
+from sa1b.synthetic import scene as synthetic_scene
 
 raster_triton = pytest.importorskip("sa1b.masks.raster_triton", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

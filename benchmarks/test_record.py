@@ -15,7 +15,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from sa1b.masks import coco
 from sa1b.masks.runs import Runs
 from sa1b.shards import annotation
-from sa1b.shards.synthetic import scene
+from sa1b.synthetic.source_tars import scene
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from sa1b.shards.ingest import Policy, ingest
+from sa1b.ingest.ingest import Policy, ingest
 from sa1b.shards.manifest import Options
-from sa1b.shards.source import discover
-from sa1b.shards.synthetic import scene
+from sa1b.sources.source import discover
+from sa1b.synthetic.source_tars import scene
 
 PICTURES, COPIES = 40, 6
 RATES: dict[str, float] = {}

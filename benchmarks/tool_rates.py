@@ -15,11 +15,11 @@ import duckdb
 
 from benchmarks.material import write_source
 from benchmarks.peers.task import Pair, pairs
-from sa1b.shards.ingest import Policy, ingest
+from sa1b.ingest.ingest import Policy, ingest
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options, read_tasks
-from sa1b.shards.publication import write_dataset
-from sa1b.shards.source import discover
-from sa1b.shards.verify import verify
+from sa1b.sources.source import discover
+from sa1b.verify.verify import verify
 
 COPIES = 5
 QUERY = """

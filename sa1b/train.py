@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from sa1b.engine import config as settings
 from sa1b.engine import estimate, history, metrics
-from sa1b.engine.agreement import DisagreementError, agree
+from sa1b.engine.agreement import agree
 from sa1b.engine.checkpoint import Checkpoints
 from sa1b.engine.chrome_trace import ChromeTrace
 from sa1b.engine.config import Config
@@ -38,25 +38,16 @@ from sa1b.engine.conversion import find_weights
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.feed import Feed, Micro, blank
 from sa1b.engine.gradients import finish, micro_batch, prime
-from sa1b.engine.health import Health, HealthError
+from sa1b.engine.health import Health
 from sa1b.engine.optim import freeze, lr_at, make_optimizer, rate_line, set_rate
 from sa1b.engine.parallel import set_timeout, start, stop, unwrap, wrap
 from sa1b.engine.place import Place
 from sa1b.engine.precision import autocast, grad_scaler
+from sa1b.errors import Sa1bError, UsageError
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
-from sa1b.shards.errors import SourceError, UsageError
-from sa1b.shards.manifest import ManifestError
-from sa1b.shards.table import TableError
-from sa1b.storage.failure import StorageError
 from sa1b.storage.publish import json_bytes, write_whole
 from sa1b.stream.dataset import ResumeError
-from sa1b.stream.ledger import DamageLimitError
-
-EXPECTED = (
-    DamageLimitError, DisagreementError, HealthError, ManifestError, OSError, ResumeError, SourceError,
-    StorageError, TableError,
-)  # fmt: skip
 
 
 class Run:
@@ -297,7 +288,7 @@ def main() -> int:
         if rank == 0:  # the same on all ranks
             sys.stderr.write(f"error: {error}\n")
         return _refused(rank, 2)
-    except EXPECTED as error:
+    except (Sa1bError, OSError) as error:
         lines = [f"rank {rank}: {note}" for note in getattr(error, "__notes__", [])]
         # At once: the lines of several ranks would run into each other.
         sys.stderr.write("\n".join([*lines, f"error on rank {rank}: {error}\n"]))

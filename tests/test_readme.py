@@ -8,8 +8,8 @@ from pathlib import Path
 import duckdb
 import pytest
 
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.shards.publication import write_dataset
 from tests.shards import tiny
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

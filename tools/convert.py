@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from sa1b.shards.console import run
+from sa1b.console import run
 
 
 def main(

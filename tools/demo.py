@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from sa1b.shards.console import run
+from sa1b.console import run
 
 TOOLS = Path(os.path.relpath(Path(__file__).parent))
 PYTHON = os.path.relpath(sys.executable)

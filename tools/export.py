@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from sa1b.shards.console import run
-from sa1b.shards.errors import UsageError
-from sa1b.shards.export import export_sa1b
+from sa1b.console import run
+from sa1b.errors import UsageError
+from sa1b.export.source_tars import export_sa1b
 
 
 def main(

@@ -13,9 +13,9 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from sa1b.shards.console import run
-from sa1b.shards.gallery.choice import Choice
-from sa1b.shards.gallery.page import write_gallery
+from sa1b.console import run
+from sa1b.gallery.page import write_gallery
+from sa1b.gallery.selection import Choice
 
 
 def main(

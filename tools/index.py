@@ -14,9 +14,9 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from sa1b.shards.console import run
-from sa1b.shards.errors import UsageError
-from sa1b.shards.rebuild import rebuild_root, rebuild_shards
+from sa1b.console import run
+from sa1b.errors import UsageError
+from sa1b.verify.rebuild import rebuild_root, rebuild_shards
 
 
 def main(

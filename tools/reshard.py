@@ -14,11 +14,11 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from sa1b.shards.console import run
-from sa1b.shards.errors import UsageError
-from sa1b.shards.ingest import Policy
+from sa1b.console import run
+from sa1b.errors import UsageError
+from sa1b.ingest.ingest import Policy
+from sa1b.ingest.reshard import reshard
 from sa1b.shards.manifest import Options
-from sa1b.shards.reshard import reshard
 
 
 def main(

@@ -12,9 +12,9 @@ import tyro
 from tqdm import tqdm
 from tyro.conf import Positional
 
-from sa1b.shards.console import run
-from sa1b.shards.errors import UsageError
-from sa1b.shards.synthetic import IDS_PER_TAR, write_tars
+from sa1b.console import run
+from sa1b.errors import UsageError
+from sa1b.synthetic.source_tars import IDS_PER_TAR, write_tars
 
 
 def main(

@@ -13,9 +13,9 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from sa1b.shards.console import run
-from sa1b.shards.errors import UsageError
-from sa1b.shards.verify import verify
+from sa1b.console import run
+from sa1b.errors import UsageError
+from sa1b.verify.verify import verify
 
 
 def main(

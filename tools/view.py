@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from sa1b.shards.console import run
-from sa1b.shards.errors import UsageError
-from sa1b.stream.selection import Selection, select
+from sa1b.console import run
+from sa1b.errors import UsageError
+from sa1b.views.selection import Selection, select
 
 
 def main(

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sa1b.engine.place import Place
+from sa1b.errors import Sa1bError
 
 
-class DisagreementError(RuntimeError):
+class DisagreementError(Sa1bError):
     """Ranks hold different models; the message names the first difference and the ranks."""
 
 

@@ -45,8 +45,8 @@ from sa1b.engine.history import STATE, Found
 from sa1b.engine.metadata import METADATA, read_metadata
 from sa1b.engine.sealed import CheckpointError, SealedFile, measure, seal
 from sa1b.engine.tensors import MismatchError
-from sa1b.shards.errors import UsageError
-from sa1b.storage.publish import LockedError, flush, lock, publish, write_whole
+from sa1b.errors import LockedError, UsageError
+from sa1b.storage.publish import flush, lock, publish, write_whole
 
 _LOCK_PATIENCE = 60.0  # seconds: the processes of a killed run may outlive it a moment
 _LOG = logging.getLogger(__name__)

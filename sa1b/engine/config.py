@@ -27,10 +27,10 @@ from sa1b.engine.metrics import WatchConfig
 from sa1b.engine.optim import OptimConfig
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.place import Place
+from sa1b.errors import UsageError
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.recipe import Recipe
-from sa1b.shards.errors import UsageError
 
 Preset = Literal["tiny", "vit_b", "vit_l", "vit_h"]
 

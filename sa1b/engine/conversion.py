@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sa1b.engine import history, tensors
 from sa1b.engine.sealed import CheckpointError
+from sa1b.errors import UsageError
 from sa1b.sam.published import FORMATS, config_of, preset_of, read_weights, write_weights
-from sa1b.shards.errors import UsageError
 
 _KINDS = (
     "weights are the folder of a run (--out of sa1b/train.py), a checkpoint in it, a .safetensors or a .pth"

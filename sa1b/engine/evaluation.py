@@ -14,8 +14,8 @@ from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.place import Place
 from sa1b.engine.precision import autocast
+from sa1b.errors import UsageError
 from sa1b.sam.score import Score
-from sa1b.shards.errors import UsageError
 from sa1b.storage.publish import write_whole
 from sa1b.stream.dataset import Stream
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from sa1b.engine.place import Place
+from sa1b.errors import UsageError
+from sa1b.hashing import Purpose
 from sa1b.sam.draws import draws
 from sa1b.sam.interactive import Targets
-from sa1b.shards.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.choice import Strategy
 from sa1b.stream.dataset import Stream
-from sa1b.stream.draws import Purpose
 from sa1b.stream.loader import Loader
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from torch import Tensor
 
 from sa1b.engine.place import Place
-from sa1b.shards.errors import UsageError
+from sa1b.errors import Sa1bError, UsageError
 
 
-class HealthError(RuntimeError):
+class HealthError(Sa1bError):
     """So many steps in a row were not finite that training on would train nothing."""
 
 

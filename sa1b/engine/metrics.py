@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from sa1b.engine.place import Place
-from sa1b.shards.errors import UsageError
+from sa1b.errors import UsageError
 from sa1b.storage.publish import write_whole
 
 SUMS = ("loss", "focal", "dice", "iou_loss", "iou_first", "iou_last")  # over masks; see sa1b.sam.interactive

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from sa1b.shards.errors import UsageError
+from sa1b.errors import UsageError
 
 _BLOCK = re.compile(r"\bimage_encoder\.blocks\.(\d+)\.")
 _EMBEDDING = re.compile(r"\bimage_encoder\.(patch_embed|pos_embed)\b")

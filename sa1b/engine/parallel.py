@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sa1b.engine.agreement import agree
 from sa1b.engine.place import Place
 from sa1b.engine.precision import Precision, compute_dtype, set_float32
-from sa1b.shards.errors import UsageError
+from sa1b.errors import UsageError
 from sa1b.stream import ranks
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from sa1b.shards.errors import UsageError
+from sa1b.errors import UsageError
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 

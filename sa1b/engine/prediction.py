@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from sa1b.engine.feed import Micro
+from sa1b.gallery.predictions import Predicted
 from sa1b.masks import geometry
 from sa1b.masks.dense import runs_of
 from sa1b.masks.grid import framed, framed_size
-from sa1b.shards.gallery.predicted import Predicted
 
 
 def lines(micro: Micro, found: dict[str, Tensor]) -> list[tuple[int, str]]:

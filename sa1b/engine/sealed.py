@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sa1b.shards.errors import SourceError
+from sa1b.errors import Sa1bError
 from sa1b.storage.publish import json_bytes, write_whole
 
 MANIFEST = "manifest.json"
@@ -22,7 +22,7 @@ _LONGEST = 64 << 20  # bytes of a manifest or another JSON file: no run has as m
 _THREADS = 4  # hashlib lets others run meanwhile; one thread does about 1.5 GB/s
 
 
-class CheckpointError(SourceError):
+class CheckpointError(Sa1bError):
     """A checkpoint that cannot be written or must not be used; the message names the file."""
 
 

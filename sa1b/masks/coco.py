@@ -30,8 +30,9 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.kernel import COMPILED
 from sa1b.masks import strings_numpy
-from sa1b.masks.compiled import COMPILED, strings
+from sa1b.masks.compiled import strings
 from sa1b.masks.runs import MaskError, Runs, check_size
 
 REASONS = (

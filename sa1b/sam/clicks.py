@@ -11,7 +11,8 @@ square, x right, y down, a pixel's centre at its integer index.
 import torch
 from torch import Tensor
 
-from sa1b.sam.draws import Purpose, below, draws, normals, uniforms
+from sa1b.hashing import Purpose
+from sa1b.sam.draws import below, draws, normals, uniforms
 
 BACKGROUND, FOREGROUND, TOP_LEFT, BOTTOM_RIGHT, NOTHING = 0, 1, 2, 3, -1  # labels of Sam.decode
 

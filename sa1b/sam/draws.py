@@ -1,36 +1,18 @@
-"""Random choices on the device without a generator: the hash of sa1b.stream.draws, on int64 tensors.
+"""Random choices on the device without a generator: the hash of sa1b.hashing, on int64 tensors.
 
     draws(keys, Purpose.CLICK, 3)                                   a word for each mask's third click
     draws(keys[:, None], Purpose.DROP_PATH, torch.arange(depth))    a word for each image and block
 
 Every word depends on its own key and numbers alone: not on the device, on the other masks of the batch, or on
 what was drawn before. The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
-generators", 2014), bit for bit as `sa1b.stream.draws.draws` with the key as seed; torch has no unsigned
+generators", 2014), bit for bit as `sa1b.hashing.random_words` with the key as seed; torch has no unsigned
 words, so the same 64 bits are read as int64.
 """
-
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-GAMMA = 0x9E3779B97F4A7C15
-FIRST = 0xBF58476D1CE4E5B9
-SECOND = 0x94D049BB133111EB
-
-
-class Purpose(IntEnum):
-    """The first number behind a key, so that no two kinds of choices share their words.
-
-    The numbers are part of what a key means: add to them, never change them. They start behind those of
-    sa1b.stream.draws.Purpose; the keys differ anyway, since a mask's or an image's key is a hash itself.
-    """
-
-    FIRST_PROMPT = 17  # point or box
-    BOX_NOISE = 18
-    REST = 19  # in which rounds there is no new prompt
-    CLICK = 20  # a pixel of the error region
-    DROP_PATH = 21  # which residual branches an image goes through
+from sa1b.hashing import FIRST, GAMMA, SECOND, Purpose
 
 
 def draws(keys: Tensor, *numbers: int | Tensor) -> Tensor:

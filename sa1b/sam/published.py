@@ -18,15 +18,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sa1b.errors import Sa1bError, UsageError
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
-from sa1b.shards.errors import SourceError, UsageError
 from sa1b.storage.publish import flush, naming, publish
 
 FORMATS = (".pth", ".safetensors")
 _DIGEST = "sa1b_sha256"
 
 
-class WeightsError(SourceError):
+class WeightsError(Sa1bError):
     """A file that does not hold the weights of a SAM; the message names it and says what it holds."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.errors import BadSample
 from sa1b.masks import coco, geometry
 from sa1b.masks.runs import MaskError, Runs
 from sa1b.shards.annotation_columns import (
@@ -26,7 +27,6 @@ from sa1b.shards.annotation_columns import (
     unusual_columns,
     usual_columns,
 )
-from sa1b.shards.errors import BadSample
 
 MAX_JSON_BYTES = 4 << 20  # real files: 63 kB on average; lists of nothing take 25 times their text in memory
 MAX_JSON_DEPTH = 100  # real files: 5; a reader deep in its stack must be able to parse it again

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from sa1b.shards.errors import BadSample
+from sa1b.errors import BadSample
 
 MASK_KEYS = (
     "bbox",

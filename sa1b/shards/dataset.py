@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.errors import ManifestError, TableError
 from sa1b.masks.runs import Runs
 from sa1b.shards import jpeg, manifest
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.reading import Reading, begin, place_of
-from sa1b.shards.table import SampleTable, TableError, open_table
+from sa1b.shards.sample_read import Reading, begin, place_of
+from sa1b.shards.sample_table import SampleTable, open_table
 from sa1b.storage.cache import fetch_once
-from sa1b.storage.failure import MissingError
+from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader
 
 MANIFEST_CAP = 256 << 20  # bytes of a dataset.json: 5 MB for the 11,000 shards of all of SA-1B
@@ -63,7 +64,7 @@ class Dataset:
 
     Raises:
         ManifestError, TableError: no dataset there, or its files do not belong together.
-        sa1b.storage.failure.StorageError: the URL cannot be read.
+        sa1b.storage.errors.StorageError: the URL cannot be read.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Dataset:
             samples = self.manifest["samples"]
             promised = samples["columns_sha256"], samples["ids_sha256"]
         except (KeyError, TypeError) as error:
-            raise manifest.ManifestError(
+            raise ManifestError(
                 f"{self.reader.url(manifest.DATASET)}: damaged, it lacks {error}; run tools/index.py to make "
                 "it again"
             ) from None
@@ -92,7 +93,7 @@ class Dataset:
         except FileNotFoundError:
             raise TableError(f"{self._samples}: missing; tools/index.py makes it again") from None
         if (self.table.digest, self.table.ids_digest) != promised:
-            raise manifest.ManifestError(
+            raise ManifestError(
                 f"{self._samples} is not the one {manifest.DATASET} was written with; "
                 "run tools/index.py to make both again"
             )
@@ -123,10 +124,10 @@ class Dataset:
         return (self[i] for i in range(len(self)))
 
     def begin(self, rows: Sequence[int]) -> list[Reading]:
-        """Begin to read samples, each a row of the table; see sa1b.shards.reading.
+        """Begin to read samples, each a row of the table; see sa1b.shards.sample_read.
 
         Raises:
-            sa1b.shards.table.TableError: the table is damaged, as far as that shows here.
+            TableError: the table is damaged, as far as that shows here.
         """
         try:
             return begin(self.reader, [place_of(self.table, row, self.shards) for row in rows])
@@ -160,7 +161,7 @@ class Dataset:
         Opening does not, so that it stays quick; to be asked where a sample seems damaged.
 
         Raises:
-            sa1b.shards.table.TableError: it is the table that is.
+            TableError: it is the table that is.
         """
         open_table(self._samples, check=True)
 
@@ -171,14 +172,14 @@ class Dataset:
         try:
             return manifest.parse(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
         except MissingError as error:
-            raise manifest.ManifestError(
+            raise ManifestError(
                 f"{error}; is {self.root} a copy of the --out folder of tools/reshard.py?"
             ) from None
 
     def _fetch_samples(self) -> Path:
         digest = self.manifest["samples"].get("sha256")
         if digest is None and not self.reader.is_local:
-            raise manifest.ManifestError(
+            raise ManifestError(
                 f"{self.reader.url(manifest.DATASET)}: made before roots could lie behind a URL; run "
                 "tools/index.py on the folder and copy dataset.json again"
             )
@@ -193,6 +194,6 @@ def open_dataset(root: str | Path, *, storage_options: Mapping[str, Any] | None 
     """Open the root that tools/reshard.py made, a folder or a URL; see `Dataset`.
 
     Raises:
-        sa1b.shards.manifest.ManifestError: no dataset there, or its files do not belong together.
+        sa1b.shards.ManifestError: no dataset there, or its files do not belong together.
     """
     return Dataset(root, storage_options=storage_options)

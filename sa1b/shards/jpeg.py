@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import simplejpeg
 
+from sa1b.errors import BadSample
 from sa1b.shards.annotation import MAX_IMAGE_PIXELS
-from sa1b.shards.errors import BadSample
 
 MAX_JPEG_BYTES = 32 << 20  # real files: 1 MB on average
 MAX_SEGMENTS = 1000  # real files: 10; each scan of a progressive file costs a decoder a pass over the image

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sa1b.shards import table
+from sa1b.errors import ManifestError, TableError
+from sa1b.shards import sample_table as table
 from sa1b.storage.publish import json_bytes, write_whole
 
 FORMAT = "sa1b-shards-1"
@@ -28,10 +29,6 @@ _TASK_KEYS = {
 }
 LARGEST = ("masks", "runs", "rle_bytes", "jpg_bytes", "masks_bytes")  # per image, in task files
 _LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstandard")
-
-
-class ManifestError(Exception):
-    """dataset.json or a task file is missing or unreadable; the message names it and the way out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +176,7 @@ def is_complete(root: Path, tasks: dict[str, Task]) -> bool:
             and samples.stat().st_size == document["samples"]["bytes"]
             and table.open_table(samples).digest == document["samples"]["columns_sha256"]
         )
-    except (ManifestError, table.TableError, OSError, KeyError, TypeError):
+    except (ManifestError, TableError, OSError, KeyError, TypeError):
         return False
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import google_crc32c
 import pyarrow.parquet as pq
 
+from sa1b.errors import ShardError
 from sa1b.masks.runs import Runs
 from sa1b.shards import record
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.errors import ShardError
 from sa1b.shards.index import IndexWriter, Row
 from sa1b.shards.manifest import ShardInfo
 from sa1b.storage.publish import flush

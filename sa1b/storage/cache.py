@@ -15,8 +15,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from sa1b.storage.failure import DamageError, StorageError
-from sa1b.storage.publish import LockedError, lock, publish
+from sa1b.errors import LockedError
+from sa1b.storage.errors import DamageError, StorageError
+from sa1b.storage.publish import lock, publish
 from sa1b.storage.reader import PIECE, Reader, pieces_of
 
 _PARTIAL = ".partial"

@@ -13,10 +13,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-from sa1b.storage.cause import cause_of_local
 from sa1b.storage.checksum import Crc
+from sa1b.storage.classify import cause_of_local
 from sa1b.storage.counters import Tally
-from sa1b.storage.patience import Effort, Patience
+from sa1b.storage.retry import Effort, Patience
 
 _LONGEST = 2**63 - 1  # bytes of a file; a damaged table may name a place beyond
 OPEN_FILES = 256  # a quarter of the usual limit of a process

@@ -11,9 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-
-class LockedError(Exception):
-    """Another process holds the lock."""
+from sa1b.errors import LockedError
 
 
 def flush(path: Path) -> None:

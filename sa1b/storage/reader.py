@@ -19,11 +19,11 @@ import google_crc32c
 
 from sa1b.storage.checksum import Crc
 from sa1b.storage.counters import Counters, Tally
-from sa1b.storage.failure import DamageError, StorageError
+from sa1b.storage.errors import DamageError, StorageError
 from sa1b.storage.local import Ahead, LocalOrigin
 from sa1b.storage.loop import generation
-from sa1b.storage.patience import Patience
 from sa1b.storage.remote import RemoteOrigin
+from sa1b.storage.retry import Patience
 
 PIECE = 8 << 20  # bytes of one request for a large object
 _AGREEMENTS = 16  # reads of one range before giving up on two that agree
@@ -50,7 +50,7 @@ class Reader:
     """Reads ranges below a root: a folder, or a URL that fsspec knows (s3://, http://, memory://, ...).
 
     What may pass is repeated until the deadline: resets, timeouts, 5xx and 429, bodies too short, wrong
-    crc32c, input/output errors of a disk. What will not pass is raised at once, see sa1b.storage.failure.
+    crc32c, input/output errors of a disk. What will not pass is raised at once, see sa1b.storage.errors.
     Without a crc a range is only as good as the wire: a flipped bit passes.
 
     Credentials come from the standard places, or from `options` as fsspec's file system takes them.

@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from sa1b.storage.cause import Cause, Fault, cause_of
 from sa1b.storage.checksum import Crc
+from sa1b.storage.classify import Cause, Fault, cause_of
 from sa1b.storage.counters import Tally
-from sa1b.storage.failure import MissingError, StorageError
+from sa1b.storage.errors import MissingError, StorageError
 from sa1b.storage.loop import Loop
-from sa1b.storage.patience import Effort, Patience
+from sa1b.storage.retry import Effort, Patience
 
 T = TypeVar("T")
 

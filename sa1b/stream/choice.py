@@ -14,8 +14,8 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.hashing import Purpose, below, permutation, random_words, uniforms
 from sa1b.shards.annotation import Annotations
-from sa1b.stream.draws import Purpose, below, draws, permutation, uniforms
 
 Strategy = Literal["uniform", "area", "quality", "coverage"]
 STRATEGIES = get_args(Strategy)
@@ -59,6 +59,6 @@ def _coverage(count: int, limit: int, seed: int, image_id: int, epoch: int) -> I
 def _one_of_each(area: npt.NDArray[np.int64], limit: int, seed: int, image_id: int, epoch: int) -> Indices:
     order = np.argsort(area, kind="stable")
     edges = np.arange(limit + 1) * len(order) // limit
-    drawn = draws(seed, Purpose.MASKS, image_id, epoch, np.arange(limit))
+    drawn = random_words(seed, Purpose.MASKS, image_id, epoch, np.arange(limit))
     picked: Indices = order[edges[:-1] + below(drawn, np.diff(edges))]
     return picked

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from sa1b.errors import BadSample, Sa1bError, ShardError
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.errors import BadSample, ShardError
-from sa1b.shards.reading import Reading
+from sa1b.shards.sample_read import Reading
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.ledger import Ledger
 from sa1b.stream.memory import fresh
@@ -33,13 +33,13 @@ from sa1b.stream.plan import MicroBatch, Plan
 from sa1b.stream.ranks import place
 from sa1b.stream.sample import Recipe, SampleMasks, draw_image, pick_masks
 from sa1b.stream.stages import Stages
-from sa1b.stream.view import open_view
+from sa1b.views.view import open_view
 
 MAX_SUBSTITUTES = 100
 _AHEAD = 1  # micro-batches that are being read while one is drawn
 
 
-class ResumeError(ValueError):
+class ResumeError(Sa1bError):
     """A saved state that does not belong to this stream; the message names both digests."""
 
 
@@ -90,8 +90,8 @@ class Stream(IterableDataset[Batch]):
 
     Raises:
         ValueError: sizes that do not fit; the message names the argument.
-        sa1b.shards.manifest.ManifestError: no dataset in root.
-        sa1b.storage.failure.StorageError: the URL cannot be read.
+        sa1b.shards.ManifestError: no dataset in root.
+        sa1b.storage.errors.StorageError: the URL cannot be read.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Stream(IterableDataset[Batch]):
 
         Raises:
             DamageLimitError: too many damaged samples.
-            sa1b.storage.failure.StorageError: the storage is not available.
+            sa1b.storage.errors.StorageError: the storage is not available.
         """
         order, position = self.plan.order, begun.piece.start + i
         epoch = position // order.count

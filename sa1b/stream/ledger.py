@@ -5,11 +5,13 @@ import os
 import threading
 from pathlib import Path
 
+from sa1b.errors import Sa1bError
+
 LEAST = 10  # so many are borne however few samples were read, and
 FRACTION = 0.001  # this part of those that were
 
 
-class DamageLimitError(Exception):
+class DamageLimitError(Sa1bError):
     """So many samples are damaged that training on would not be training on this dataset."""
 
 

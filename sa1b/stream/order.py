@@ -34,9 +34,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.stream import compiled
-from sa1b.stream.compiled import ROUNDS, Place, Words
-from sa1b.stream.draws import Purpose, draw
+from sa1b.hashing import Purpose, Words, random_word
+from sa1b.stream import order_kernels
+from sa1b.stream.order_kernels import ROUNDS, Place
 
 MAX_COUNT = 1 << 32  # row numbers are u32
 
@@ -106,14 +106,14 @@ class Order:
 
     def _epoch_rows(self, epoch: int, positions: npt.NDArray[np.int64], out: npt.NDArray[np.int64]) -> None:
         keys, place = _epoch(self, epoch)
-        compiled.rows((positions - epoch * self.count).astype(np.uint64), keys, place, out)
+        order_kernels.rows((positions - epoch * self.count).astype(np.uint64), keys, place, out)
 
     def substitute(self, position: int, attempt: int) -> int:
         """The row to take where that of `position` is damaged: hash(seed, position, attempt) mod N.
 
         attempt: 0 for the first substitute, 1 if that is damaged too, and so on.
         """
-        return draw(self.seed, Purpose.SUBSTITUTE, position, attempt) % self.count
+        return random_word(self.seed, Purpose.SUBSTITUTE, position, attempt) % self.count
 
 
 @dataclass(frozen=True, slots=True)

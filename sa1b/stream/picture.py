@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import simplejpeg
 
+from sa1b.errors import BadSample
 from sa1b.masks.grid import framed_size
 from sa1b.shards.annotation import MAX_IMAGE_PIXELS
-from sa1b.shards.errors import BadSample
 
 _THREAD = threading.local()
 AREA_FACTOR = 4 / 3  # beyond this much reduction, bilinear sampling would skip pixels

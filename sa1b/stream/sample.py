@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.hashing import Purpose, random_word, random_words
 from sa1b.masks import geometry, points
 from sa1b.masks.grid import framed_size
 from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
 from sa1b.stream import picture
 from sa1b.stream.choice import STRATEGIES, Strategy, choose
-from sa1b.stream.draws import Purpose, draw, draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def draw_image(
     Raises:
         BadSample: the JPEG does not decode.
     """
-    flip = draw(seed, Purpose.FLIP, annotations.image_id, epoch) < recipe.flip * 2**64
+    flip = random_word(seed, Purpose.FLIP, annotations.image_id, epoch) < recipe.flip * 2**64
     picture.draw(jpeg, annotations.height, annotations.width, slot, flip=flip)
     return flip
 
@@ -109,7 +109,7 @@ def pick_masks(
     scale = np.array([columns / width, rows / height])
     corners = geometry.bbox(runs).astype(np.float64)
     corners[:, 2:] += corners[:, :2]
-    inside = points.uniform_point(runs, draws(seed, Purpose.POINT, image_id, epoch, chosen))
+    inside = points.uniform_point(runs, random_words(seed, Purpose.POINT, image_id, epoch, chosen))
     return SampleMasks(
         image_id=image_id,
         height=height,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.shards.publication import write_dataset
 from tests.shards import tiny
 
 REPOSITORY = Path(__file__).parents[2]

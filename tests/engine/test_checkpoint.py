@@ -16,7 +16,7 @@ from sa1b.engine.checkpoint import CheckpointConfig, Checkpoints
 from sa1b.engine.history import read, steps
 from sa1b.engine.sealed import CheckpointError
 from sa1b.engine.tensors import MismatchError
-from sa1b.shards.errors import UsageError
+from sa1b.errors import UsageError
 from tests.engine.small_run import SmallRun, place, resume, write_run
 
 

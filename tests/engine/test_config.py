@@ -9,8 +9,8 @@ from docstring_parser import parse as parse_docstring
 
 from sa1b.engine import config as settings
 from sa1b.engine.config import PRESETS, Config, parse
+from sa1b.errors import UsageError
 from sa1b.sam.model import PRESETS as MODELS
-from sa1b.shards.errors import UsageError
 
 ROOT = ("--data.root", "shards")
 

@@ -14,12 +14,12 @@ from sa1b.engine.evaluation import EvaluationConfig, evaluate, held_out_feed
 from sa1b.engine.feed import DataConfig, Feed, Micro
 from sa1b.engine.parallel import ParallelConfig, wrap
 from sa1b.engine.place import Place
+from sa1b.errors import UsageError
 from sa1b.sam import clicks
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
-from sa1b.shards.errors import UsageError
-from sa1b.stream.view import write_view
+from sa1b.views.view import write_view
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import IMAGE_SIZE, make_root, place_of
 

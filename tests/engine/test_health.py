@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sa1b.engine.health import Health, HealthConfig, HealthError
-from sa1b.shards.errors import UsageError
+from sa1b.errors import UsageError
 from tests.engine.stream_root import place_of
 
 IDS = [torch.tensor([7, 8]), torch.tensor([], dtype=torch.int64), torch.tensor([9])]

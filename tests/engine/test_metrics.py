@@ -9,7 +9,7 @@ import torch
 
 from sa1b.engine.metrics import SUMS, Metrics, StepTime, WatchConfig, figures_of, score_line, step_means
 from sa1b.engine.parallel import ParallelConfig
-from sa1b.shards.errors import UsageError
+from sa1b.errors import UsageError
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 

@@ -19,7 +19,7 @@ from sa1b.engine.optim import (
     rate_line,
     set_rate,
 )
-from sa1b.shards.errors import UsageError
+from sa1b.errors import UsageError
 from tests.engine.training import MODEL, build
 
 PUBLISHED = OptimConfig()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sa1b.engine.parallel import ParallelConfig, start, stop, unwrap, wrap
-from sa1b.shards.errors import UsageError
+from sa1b.errors import UsageError
 from tests.engine import checks
 from tests.engine.launch import launch
 from tests.engine.training import OPTIM, begin, build

@@ -14,11 +14,11 @@ import sys
 import traceback
 from pathlib import Path
 
+from sa1b.ingest.ingest import Policy, ingest
 from sa1b.shards import manifest
-from sa1b.shards.ingest import Policy, ingest
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options
-from sa1b.shards.publication import write_dataset
-from sa1b.shards.source import discover
+from sa1b.sources.source import discover
 
 OPTIONS = Options(images_per_shard=6)
 

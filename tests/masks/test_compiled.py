@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sa1b.kernel import COMPILED, plain
 from sa1b.masks import coco, grid, overlap, raster
-from sa1b.masks.compiled import COMPILED, fill, measures, pairs, places, plain, strings, transforms
+from sa1b.masks.compiled import fill, measures, pairs, places, strings, transforms
 from tests.masks.samples import PLAIN, examples, masks_and_runs, to_runs
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +127,7 @@ def test_the_package_itself_imports_no_numba_until_a_function_is_asked_for():
 
 
 def test_without_numba_the_plain_form_is_taken():
-    code = "from sa1b.masks import coco, compiled; assert not compiled.COMPILED; coco.decode([b'9'], 3, 3)"
+    code = "from sa1b import kernel; from sa1b.masks import coco; assert not kernel.COMPILED; coco.decode([b'9'], 3, 3)"
     python(code, SA1B_NO_NUMBA="1")
     python("import sys; sys.modules['numba'] = None\n" + code)
 
@@ -135,7 +136,7 @@ def test_where_nothing_can_be_cached_kernels_compile_all_the_same(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "loops.py").write_text(
-        "from sa1b.masks.compiled import kernel\n@kernel\ndef double(x: int) -> int:\n    return 2 * x\n"
+        "from sa1b.kernel import kernel\n@kernel\ndef double(x: int) -> int:\n    return 2 * x\n"
     )
     code = (
         f"import sys; sys.path.insert(0, {str(package)!r})\n"

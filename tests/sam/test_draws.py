@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sa1b.sam.draws import Purpose, below, draws, kept_branches, normals, uniforms
-from sa1b.stream import draws as stream
+from sa1b import hashing
+from sa1b.sam.draws import below, draws, kept_branches, normals, uniforms
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)
 words = st.integers(-(2**63), 2**63 - 1)
@@ -21,7 +21,7 @@ def some_keys(count: int) -> torch.Tensor:
 def test_words_are_those_of_the_stream(key, first, rows, columns, last):
     down, along = torch.tensor(rows, dtype=torch.int64).reshape(-1, 1), torch.tensor(columns).long()
     found = draws(torch.tensor(key), first, down, along, last)
-    expected = stream.draws(key, first, down.numpy(), along.numpy(), last)
+    expected = hashing.random_words(key, first, down.numpy(), along.numpy(), last)
     assert found.dtype == torch.int64
     assert found.shape == expected.shape
     np.testing.assert_array_equal(found.numpy().view(np.uint64), expected)
@@ -31,18 +31,7 @@ def test_words_are_those_of_the_stream(key, first, rows, columns, last):
 @given(st.lists(words, max_size=5), words)
 def test_every_key_draws_for_itself(keys, number):
     found = draws(torch.tensor(keys, dtype=torch.int64), number).numpy().view(np.uint64)
-    assert found.tolist() == [stream.draw(key, number) for key in keys]
-
-
-def test_purposes_keep_their_numbers_and_share_none_with_the_stream():
-    assert {purpose.name: int(purpose) for purpose in Purpose} == {
-        "FIRST_PROMPT": 17,
-        "BOX_NOISE": 18,
-        "REST": 19,
-        "CLICK": 20,
-        "DROP_PATH": 21,
-    }
-    assert not {int(purpose) for purpose in Purpose} & {int(purpose) for purpose in stream.Purpose}
+    assert found.tolist() == [hashing.random_word(key, number) for key in keys]
 
 
 def test_uniforms_lie_strictly_between_0_and_1():

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sa1b.errors import UsageError
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.sam.published import WeightsError, config_of, preset_of, read_weights, write_weights
-from sa1b.shards.errors import UsageError
 from tests.sam import published
 
 SMALL = ModelConfig(

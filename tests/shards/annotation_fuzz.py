@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from typing import Any
 
+from sa1b.errors import BadSample
 from sa1b.shards import annotation, record
-from sa1b.shards.errors import BadSample
 from tests.masks import oracle
 from tests.shards import tiny
 

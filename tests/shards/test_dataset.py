@@ -15,14 +15,14 @@ import simplejpeg
 import webdataset
 
 import sa1b
+from sa1b.errors import ManifestError, ShardError, TableError
+from sa1b.ingest.ingest import Policy, ingest
 from sa1b.masks import coco
-from sa1b.shards import record, synthetic
-from sa1b.shards.errors import ShardError
-from sa1b.shards.ingest import Policy, ingest
-from sa1b.shards.manifest import ManifestError, Options, read_tasks
-from sa1b.shards.publication import write_dataset
-from sa1b.shards.source import discover
-from sa1b.shards.table import TableError
+from sa1b.shards import record
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.manifest import Options, read_tasks
+from sa1b.sources.source import discover
+from sa1b.synthetic import source_tars as synthetic
 
 IMAGES = 14
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sa1b.shards import annotation, record
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.synthetic import scene
+from sa1b.synthetic.source_tars import scene
 
 FIELDS = [name for name in Annotations.__dataclass_fields__ if name != "text"]
 

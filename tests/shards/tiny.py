@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import simplejpeg
 
+from sa1b.ingest.ingest import Policy, ingest
 from sa1b.masks import coco
 from sa1b.masks.runs import Runs
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.ingest import Policy, ingest
 from sa1b.shards.manifest import Options, Task, read_tasks
-from sa1b.shards.publication import write_dataset
-from sa1b.shards.source import discover
+from sa1b.sources.source import discover
 
 Members = Sequence[tuple[str, bytes]]
 SIZE = (48, 64)  # height, width

@@ -9,8 +9,8 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from sa1b.storage.patience import Patience
 from sa1b.storage.reader import Range
+from sa1b.storage.retry import Patience
 from tests.storage.service import Service
 
 SIZE = 4_000_000

@@ -15,9 +15,9 @@ import google_crc32c
 import pytest
 
 from sa1b.storage.cache import fetch_once
-from sa1b.storage.failure import DamageError, DeniedError, MissingError, UnavailableError
-from sa1b.storage.patience import Patience
+from sa1b.storage.errors import DamageError, DeniedError, MissingError, UnavailableError
 from sa1b.storage.reader import Range, Reader
+from sa1b.storage.retry import Patience
 from tests.storage import ceph
 from tests.storage.conftest import HASTY
 from tests.storage.service import Service

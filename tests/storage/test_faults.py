@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sa1b.storage.counters import Counters
-from sa1b.storage.failure import UnavailableError
-from sa1b.storage.patience import Patience
+from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Range, Reader
+from sa1b.storage.retry import Patience
 from tests.storage.conftest import HASTY, Store
 from tests.storage.fault_proxy import KINDS
 from tests.storage.service import Service

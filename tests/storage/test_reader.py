@@ -15,7 +15,7 @@ import fsspec
 import google_crc32c
 import pytest
 
-from sa1b.storage.failure import (
+from sa1b.storage.errors import (
     DamageError,
     DeniedError,
     ExpiredError,
@@ -23,8 +23,8 @@ from sa1b.storage.failure import (
     StorageError,
     UnavailableError,
 )
-from sa1b.storage.patience import Patience
 from sa1b.storage.reader import Range, Reader
+from sa1b.storage.retry import Patience
 from tests.storage.conftest import SIZE, Store
 from tests.storage.service import REPOSITORY
 

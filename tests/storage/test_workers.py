@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from sa1b.storage.failure import DamageError
+from sa1b.storage.errors import DamageError
 from sa1b.storage.reader import Range, Reader
 from tests.storage.conftest import Store
 

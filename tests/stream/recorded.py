@@ -11,8 +11,8 @@ import simplejpeg
 import torch
 
 import sa1b
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.shards.publication import write_dataset
 from sa1b.stream.batch import Batch, RaggedMasks, collate
 from sa1b.stream.order import Order
 from sa1b.stream.sample import Recipe, draw_image, pick_masks

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import sa1b
-from sa1b.shards.errors import ShardError
-from sa1b.shards.manifest import ManifestError, read_tasks
-from sa1b.shards.publication import write_dataset
-from sa1b.shards.table import COLUMNS, SampleTable, TableError, open_table
-from sa1b.shards.verify import verify
-from sa1b.storage.failure import MissingError
-from sa1b.stream.view import write_view
+from sa1b.errors import ManifestError, ShardError, TableError
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.shards.sample_table import COLUMNS, SampleTable, open_table
+from sa1b.storage.errors import MissingError
+from sa1b.verify.verify import verify
+from sa1b.views.view import write_view
 from tests.shards import tiny
 from tests.stream.recorded import FIRST_ID, RECIPE, digest, make_root, sequence
 

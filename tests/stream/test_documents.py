@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import sa1b
-from sa1b.shards.manifest import ManifestError
-from sa1b.shards.table import TableError, open_table
-from sa1b.stream.predicate import mask_predicate
-from sa1b.stream.view import write_view
+from sa1b.errors import ManifestError, TableError
+from sa1b.shards.sample_table import open_table
+from sa1b.views.predicate import mask_predicate
+from sa1b.views.view import write_view
 from tests.stream.test_damage import IMAGES, RECIPE, copy, epoch, flipped, healthy, root
 
 __all__ = ["copy", "healthy", "root"]  # fixtures

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.shards import synthetic
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.shards.publication import write_dataset
 from sa1b.stream.dataset import Begun, ResumeError
 from sa1b.stream.sample import SampleMasks
+from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
 from tests.stream.test_stream import SMALL, assert_equal, take
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sa1b.stream import compiled
+from sa1b.stream import order_kernels
 from sa1b.stream.order import Order, Sequential, _epoch, micro_batch_count, micro_batches, rank_slice
 
 ROOT = Path(__file__).parents[2]
@@ -66,15 +66,15 @@ def test_a_call_may_span_epochs_and_take_any_shape(count, run, epoch, data):
     )
 
 
-@pytest.mark.skipif(not compiled.COMPILED, reason="nothing is compiled")
+@pytest.mark.skipif(not order_kernels.COMPILED, reason="nothing is compiled")
 @examples
 @given(counts, runs, st.integers(0, 2**40))
 def test_the_compiled_loop_and_the_arrays_agree(count, run, epoch):
     keys, place = _epoch(Order(count, "d", 9, run), epoch)
     positions = np.arange(count, dtype=np.uint64)
     loop, arrays = np.empty(count, np.int64), np.empty(count, np.int64)
-    compiled._rows_loop(positions, keys, place, loop)
-    compiled._rows_arrays(positions, keys, place, arrays)
+    order_kernels._rows_loop(positions, keys, place, loop)
+    order_kernels._rows_arrays(positions, keys, place, arrays)
     np.testing.assert_array_equal(loop, arrays)
 
 
@@ -385,23 +385,23 @@ def test_small_sets_reach_every_permutation():
 
 
 def test_the_order_imports_no_torch():
-    code = "import sys, sa1b.stream.order, sa1b.stream.view, sa1b.stream.selection; assert 'torch' not in sys.modules"
+    code = "import sys, sa1b.stream.order, sa1b.views.view, sa1b.views.selection; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_without_numba_the_same_order():
     code = (
         "import numpy as np\n"
-        "from sa1b.stream import compiled, draws\n"
+        "from sa1b import hashing; from sa1b.stream import order_kernels\n"
         "from sa1b.stream.order import Order\n"
-        "assert compiled.rows is compiled._rows_arrays\n"
+        "assert order_kernels.rows is order_kernels._rows_arrays\n"
         "print(Order(1000, 'd', 3, 8).rows(np.arange(3000)).tolist() == EXPECTED)\n"
-        "print(draws.draws(1, 2, np.arange(3)).tolist() == DRAWN)\n"
+        "print(hashing.random_words(1, 2, np.arange(3)).tolist() == DRAWN)\n"
     )
-    from sa1b.stream.draws import draws
+    from sa1b.hashing import random_words
 
     code = code.replace("EXPECTED", str(Order(1000, "d", 3, 8).rows(span(0, 3000)).tolist()))
-    code = code.replace("DRAWN", str(draws(1, 2, np.arange(3)).tolist()))
+    code = code.replace("DRAWN", str(random_words(1, 2, np.arange(3)).tolist()))
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"SA1B_NO_NUMBA": "1"},

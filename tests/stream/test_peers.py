@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import sa1b
-from sa1b.shards.table import open_table
-from sa1b.stream.view import write_view
+from sa1b.shards.sample_table import open_table
+from sa1b.views.view import write_view
 from tests.stream.leftovers import held
 from tests.stream.recorded import RECIPE, digest, make_root, sequence
 

@@ -17,14 +17,15 @@ import torch
 from torch.utils.data import DataLoader
 
 import sa1b
-from sa1b.shards import synthetic
+from sa1b.errors import ManifestError
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.manifest import ManifestError, read_tasks
-from sa1b.shards.publication import write_dataset
-from sa1b.storage.failure import MissingError, UnavailableError
-from sa1b.storage.patience import Patience
+from sa1b.shards.manifest import read_tasks
+from sa1b.storage.errors import MissingError, UnavailableError
 from sa1b.storage.reader import Reader
-from sa1b.stream.selection import Selection, select
+from sa1b.storage.retry import Patience
+from sa1b.synthetic import source_tars as synthetic
+from sa1b.views.selection import Selection, select
 from tests.shards import tiny
 from tests.storage.conftest import HASTY
 from tests.storage.service import REPOSITORY, Service

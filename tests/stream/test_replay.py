@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import sa1b
-from sa1b.shards.table import open_table
+from sa1b.shards.sample_table import open_table
 from tests.stream.recorded import RECIPE, digest, make_root
 
 IMAGES, STEPS, BATCH = 23, 6, 6  # into the second epoch

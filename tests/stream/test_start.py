@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.storage.failure import MissingError
+from sa1b.storage.errors import MissingError
 from sa1b.stream.order import Order
 from tests.stream.recorded import RECIPE, digest, make_root, sequence
 

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b.masks import geometry, raster
-from sa1b.shards import synthetic
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.shards.publication import write_dataset
-from sa1b.shards.table import open_table
+from sa1b.shards.sample_table import open_table
 from sa1b.stream.dataset import ResumeError, Stream
 from sa1b.stream.ledger import DamageLimitError, Ledger
+from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
 
 IMAGES = 23

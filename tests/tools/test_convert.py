@@ -9,11 +9,11 @@ from torch.optim import AdamW
 
 from sa1b.engine.checkpoint import CheckpointConfig, Checkpoints
 from sa1b.engine.conversion import convert, find_weights
+from sa1b.errors import Sa1bError
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import read_weights
 from sa1b.sam.recipe import Recipe
-from sa1b.shards.errors import SourceError, UsageError
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert.py"
 SMALL = ModelConfig(image_size=32, width=16, depth=1, heads=2, global_blocks=(0,), window=2, channels=32)
@@ -101,7 +101,7 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
         (folder, tmp_path / "out.bin", "must end with .safetensors or .pth"),
         (folder, text, "text.pth exists: pass --overwrite"),
     ):
-        with pytest.raises((SourceError, UsageError, OSError), match=complaint):
+        with pytest.raises((Sa1bError, OSError), match=complaint):
             convert(source, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "empty.pth", "text.pth"]
     assert text.read_text() == "not weights"

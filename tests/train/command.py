@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import sa1b
 from sa1b import train
 from sa1b.engine import history
-from sa1b.shards import synthetic
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.shards.publication import write_dataset
 from sa1b.stream.order import Order
+from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
 from tests.train import mishap as mishaps
 

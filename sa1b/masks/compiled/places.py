@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.masks.compiled import kernel
+from sa1b.kernel import kernel
 
 
 @kernel

@@ -1,0 +1,1 @@
+"""A dataset written back in other forms."""

@@ -1,0 +1,293 @@
+"""The page: one HTML file that needs nothing else, always below 20 MB.
+
+The frame of the page, its style and its script are in page.html. Data from outside (names, messages) are
+escaped, and the page's own policy forbids every request, so that even a hostile input cannot load anything.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from sa1b.errors import BadSample, UsageError
+from sa1b.gallery.chart import charts
+from sa1b.gallery.inputs import gather, total_bytes
+from sa1b.gallery.picture import SORTS, Picture, figure, prepare, sort_key
+from sa1b.gallery.predictions import Predicted, read_predictions
+from sa1b.gallery.selection import Choice, Gathered
+from sa1b.storage.publish import write_whole
+
+MAX_PAGE_BYTES = 19_990_000
+MAX_SIDE = 1000  # pixels
+MAX_COUNT = 100
+# What is tried one after the other until the page fits: part of the longer side, JPEG quality.
+_STEPS = ((1.0, 88), (1.0, 80), (1.0, 70), (0.8, 70), (0.64, 66), (0.5, 60), (0.4, 50))
+_LISTED = 200  # shards; a dataset of thousands would fill the page with their names
+_SIZES_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What was made.
+
+    Attributes:
+        page: where it lies; bytes: its size.
+        images, masks: of the whole input.
+        shown: ids of the pictures, in the order of the page.
+        longer_side, quality: of the pictures: pixels at most, JPEG quality.
+        left_out: pictures that were chosen but did not fit.
+        skipped: reason -> what could not be used.
+    """
+
+    page: Path
+    bytes: int
+    images: int
+    masks: int
+    shown: list[int]
+    longer_side: int
+    quality: int
+    left_out: int
+    skipped: dict[str, int]
+
+    def document(self) -> dict[str, Any]:
+        """For scripts."""
+        names = ("bytes", "images", "masks", "shown", "longer_side", "quality", "left_out", "skipped")
+        return {"page": str(self.page)} | {name: getattr(self, name) for name in names}
+
+    def text(self) -> str:
+        """For people."""
+        pictures = f"{len(self.shown):,} of {self.images:,} images, {self.masks:,} masks in all"
+        lines = [
+            f"  pictures   {pictures}",
+            f"  drawn at   at most {self.longer_side:,} px, JPEG quality {self.quality}",
+        ]
+        if self.left_out:
+            lines.append(f"  left out   {self.left_out:,} pictures that do not fit into 20 MB")
+        if self.skipped:
+            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in self.skipped.items())
+            lines.append(f"  skipped    {reasons}")
+        lines.append(f"{self.page}: {self.bytes / 1e6:.1f} MB; open it in a browser")
+        return "\n".join(lines)
+
+
+def write_gallery(
+    path: Path,
+    out: Path,
+    choice: Choice,
+    *,
+    sort: str = "stability_score",
+    max_side: int = MAX_SIDE,
+    max_bytes: int = MAX_PAGE_BYTES,
+    predictions: Path | None = None,
+    quiet: bool = False,
+) -> Summary:
+    """Write the gallery of an input; the same input and options give the same bytes.
+
+    Args:
+        path: root, shard, source tar, folder of pairs or of tars.
+        out: the page; an existing one is replaced.
+        sort: one of SORTS, the order of the pictures.
+        max_side: pixels of the longer side of a picture, at most.
+        max_bytes: of the page.
+        predictions: file of a model's masks, see sa1b.gallery.predictions: its images are shown, unless
+            `choice` names ids, and its masks beside the true ones.
+        quiet: no progress bar.
+
+    Raises:
+        UsageError: an option out of range, or an image asked for that is not there.
+        SourceError, ManifestError, ShardError: nothing there that can be shown.
+    """
+    check_options(choice, sort, max_side)
+    predicted = {} if predictions is None else read_predictions(predictions)
+    if predicted and not choice.ids:
+        choice = replace(choice, ids=tuple(predicted)[: choice.count])
+    # The bar comes late: most inputs are done before it would appear.
+    bar = tqdm(
+        total=total_bytes(path), desc="gallery", unit="B", unit_scale=True, delay=2, disable=quiet or None
+    )
+
+    def advance(done: int) -> None:
+        bar.update(done)
+
+    with bar:
+        gathered = gather(path, choice, advance)
+        pictures = _prepare(gathered, choice, max_side, predicted)
+    if choice.ids and not pictures:
+        examples = "; ".join(message for some in gathered.skipped.examples.values() for message in some)
+        raise UsageError(f"none of the images asked for can be shown: {examples}")
+    side, quality, shown, page = _fit(gathered, pictures, sort, max_side, max_bytes)
+    write_whole(out, page)
+    return Summary(
+        page=out,
+        bytes=len(page),
+        images=gathered.survey.images,
+        masks=gathered.survey.masks,
+        shown=[picture.image_id for picture in shown],
+        longer_side=side,
+        quality=quality,
+        left_out=len(pictures) - len(shown),
+        skipped=dict(sorted(gathered.skipped.counts.items())),
+    )
+
+
+def check_options(choice: Choice, sort: str, max_side: int) -> None:
+    """UsageError for what cannot be done, before anything is read."""
+    if sort not in SORTS:
+        raise UsageError(f"--sort {sort!r} is not known; choose one of {', '.join(SORTS)}")
+    if not 1 <= choice.count <= MAX_COUNT or len(choice.ids) > MAX_COUNT:
+        raise UsageError(f"a page of 20 MB holds 1 to {MAX_COUNT} pictures; see --count and --id")
+    if not 64 <= max_side <= MAX_SIDE:
+        raise UsageError(f"--max-side is from 64 to {MAX_SIDE} pixels")
+
+
+def _prepare(
+    gathered: Gathered, choice: Choice, max_side: int, predicted: dict[int, Predicted]
+) -> list[Picture]:
+    """The pictures to show, most wanted first; what does not decode is counted and the next one taken."""
+    pictures: list[Picture] = []
+    wanted = len(choice.ids) or choice.count
+    for exhibit in gathered.exhibits:
+        try:
+            drawn = predicted.get(exhibit.annotations.image_id)
+            pictures.append(prepare(exhibit, max_side, drawn))
+        except BadSample as error:
+            where = f"sa_{exhibit.annotations.image_id} in {exhibit.place}"
+            gathered.skipped.add(error.reason, f"{where}: {error}")
+        if len(pictures) == wanted:
+            break
+    return pictures
+
+
+def _fit(
+    gathered: Gathered, pictures: list[Picture], sort: str, max_side: int, max_bytes: int
+) -> tuple[int, int, list[Picture], bytes]:
+    """Longer side, quality, pictures and bytes of the best page that is not too large."""
+    for part, quality in _STEPS:
+        side = round(max_side * part)
+        figures = {picture.image_id: figure(picture, side, quality) for picture in pictures}
+        page = _page(gathered, pictures, figures, sort, side, quality)
+        if len(page) <= max_bytes:
+            return side, quality, _sorted(pictures, sort), page
+    room = max_bytes - len(_page(gathered, [], {}, sort, side, quality)) - 1000
+    shown = []
+    for picture in pictures:
+        room -= len(figures[picture.image_id].encode()) + 1
+        if room < 0:
+            break
+        shown.append(picture)
+    page = _page(gathered, shown, figures, sort, side, quality, left_out=len(pictures) - len(shown))
+    return side, quality, _sorted(shown, sort), page
+
+
+def _sorted(pictures: Sequence[Picture], sort: str) -> list[Picture]:
+    return sorted(pictures, key=lambda picture: sort_key(picture, sort))
+
+
+def _page(
+    gathered: Gathered,
+    pictures: Sequence[Picture],
+    figures: dict[int, str],
+    sort: str,
+    side: int,
+    quality: int,
+    left_out: int = 0,
+) -> bytes:
+    shown = f"{len(pictures):,} of {gathered.survey.images:,} images, "
+    shown += f"at most {side:,} px, JPEG quality {quality}"
+    if left_out:
+        shown += f"; {left_out:,} more did not fit into the page"
+    options = "".join(
+        f'<option value="{name}"{" selected" if name == sort else ""}>{escape(meaning)}</option>'
+        for name, (_, _, meaning) in SORTS.items()
+    )
+    descending = " ".join(name for name, (_, largest_first, _) in SORTS.items() if largest_first)
+    fields = {
+        "TITLE": escape(gathered.name),
+        "KIND": escape(gathered.kind),
+        "FACTS": _facts(gathered, shown),
+        "PARTS": _parts(gathered),
+        "SKIPPED": _skipped(gathered),
+        "CHARTS": charts(gathered.survey),
+        "SORTS": options,
+        "DESCENDING": descending,
+        "PICTURES": "\n".join(figures[picture.image_id] for picture in _sorted(pictures, sort)),
+    }
+    template = files("sa1b.gallery").joinpath("page.html").read_text(encoding="utf-8")
+    # One pass, so that nothing inside the data is taken for a field.
+    page = re.sub(r"<!--([A-Z]+)-->", lambda match: fields[match[1]], template)
+    return page.encode("utf-8", "backslashreplace")
+
+
+def _facts(gathered: Gathered, shown: str) -> str:
+    survey = gathered.survey
+    per_image = f" ({survey.masks / survey.images:,.1f} an image)" if survey.images else ""
+    per_mask = f"{survey.runs:,} ({survey.runs / survey.masks:,.0f} a mask)" if survey.masks else "0"
+    sizes = sorted(survey.sizes.items(), key=lambda item: (-item[1], item[0]))[:_SIZES_LISTED]
+    listed = ", ".join(f"{width:,} × {height:,} ({count:,})" for (width, height), count in sizes)
+    if len(survey.sizes) > _SIZES_LISTED:
+        listed += f" and {len(survey.sizes) - _SIZES_LISTED:,} other sizes"
+    stored = sum(part[3] for part in gathered.parts)
+    facts = [
+        ("Images", f"{survey.images:,}"),
+        ("Masks", f"{survey.masks:,}{per_image}"),
+        ("Runs", per_mask),
+        ("Image sizes", listed or "none"),
+        (
+            "Stored",
+            _bytes(stored) + (f" in {len(gathered.parts):,} parts" if len(gathered.parts) > 1 else ""),
+        ),
+        *gathered.facts,
+        ("Shown here", shown),
+    ]
+    return "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in facts)
+
+
+def _parts(gathered: Gathered) -> str:
+    """The files, folded away; empty for a single one, whose name is the title."""
+    if len(gathered.parts) < 2:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{_count(images)}</td><td>{_count(masks)}</td><td>{_bytes(size)}</td></tr>"
+        for name, images, masks, size in gathered.parts[:_LISTED]
+    )
+    more = len(gathered.parts) - _LISTED
+    rest = f"<p>and {more:,} more</p>" if more > 0 else ""
+    head = "<tr><th>Part</th><th>Images</th><th>Masks</th><th>Size</th></tr>"
+    return (
+        f"<details><summary>{len(gathered.parts):,} parts</summary>"
+        f'<div class="scroll"><table>{head}{rows}</table></div>{rest}</details>'
+    )
+
+
+def _skipped(gathered: Gathered) -> str:
+    counts = gathered.skipped.counts
+    if not counts:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(reason)}</td><td>{count:,}</td><td>"
+        + "<br>".join(escape(message[:300]) for message in gathered.skipped.examples[reason])
+        + "</td></tr>"
+        for reason, count in sorted(counts.items())
+    )
+    head = "<tr><th>Reason</th><th>Count</th><th>For example</th></tr>"
+    total = sum(counts.values())
+    return (
+        f'<details class="warning"><summary>{total:,} skipped because they cannot be used</summary>'
+        f'<div class="scroll"><table>{head}{rows}</table></div></details>'
+    )
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _bytes(size: int) -> str:
+    for unit, power in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= power:
+            return f"{size / power:,.1f} {unit}"
+    return f"{size:,} bytes"

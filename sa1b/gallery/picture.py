@@ -1,0 +1,241 @@
+"""One image of the gallery: its picture and its masks at display size, as one HTML figure.
+
+Masks are resized on their runs (`sa1b.masks.geometry.resize`) and travel as COCO strings: the page's script
+decodes them and walks around their pixels, so that a drawn outline is the edge of `raster.rasterize` at
+display size, neither smoothed nor simplified. A tenth of the bytes of the same outlines as vector paths.
+"""
+
+import base64
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+
+from sa1b.errors import BadSample
+from sa1b.gallery.predictions import Predicted
+from sa1b.gallery.selection import Exhibit
+from sa1b.masks import coco, geometry
+from sa1b.masks.runs import MaskError, Runs
+from sa1b.shards import jpeg
+from sa1b.shards.annotation import Annotations
+
+_NUMBERS = (
+    "mask_id",
+    "area",
+    "bbox",
+    "predicted_iou",
+    "stability_score",
+    "point_coords",
+    "crop_box",
+    "runs_count",
+)
+_EXACT_IN_SCRIPT = 2**53  # larger whole numbers lose digits in JavaScript
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """One image ready to be drawn at any size up to its own.
+
+    Attributes:
+        pixels: RGB uint8 [height, width, 3].
+        runs: its masks at source resolution, in the order of `order`.
+        order: int64 [N], mask indices by area, largest first: what is drawn later lies on top.
+        predicted: what a model drew for these masks, in the same order; drawn beside them.
+    """
+
+    annotations: Annotations
+    place: str
+    pixels: npt.NDArray[np.uint8]
+    runs: Runs
+    order: npt.NDArray[np.int64]
+    predicted: Predicted | None = None
+
+    @property
+    def image_id(self) -> int:
+        return self.annotations.image_id
+
+
+# What pictures can be ordered by: the number of a picture, and whether the largest comes first.
+SORTS: dict[str, tuple[Callable[[Annotations], float], bool, str]] = {
+    "stability_score": (lambda a: _mean(a.stability_score), False, "mean stability score, lowest first"),
+    "predicted_iou": (lambda a: _mean(a.predicted_iou), False, "mean predicted IoU, lowest first"),
+    "masks": (lambda a: float(len(a)), True, "number of masks, most first"),
+    "area": (lambda a: _mean(a.area / (a.width * a.height)), True, "mean area of masks, largest first"),
+    "image_id": (lambda a: float(a.image_id), False, "image id"),
+}
+
+
+def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = None) -> Picture:
+    """Decode an image and its masks; keeps at most `longer_side` pixels of the picture.
+
+    With predictions, only the masks that have one.
+
+    Raises:
+        BadSample: JPEG or masks do not decode.
+    """
+    found = jpeg.frame(exhibit.jpeg)
+    pixels = jpeg.decode(exhibit.jpeg)
+    assert pixels.shape[:2] == (found.height, found.width)
+    try:
+        runs = exhibit.annotations.runs()
+    except MaskError as error:
+        raise BadSample("bad_rle", str(error)) from None
+    order = np.argsort(-geometry.area(runs), kind="stable")
+    if predicted is not None:
+        order, predicted = _paired(exhibit.annotations, order, predicted)
+    return Picture(
+        exhibit.annotations, exhibit.place, _scaled(pixels, longer_side), runs.select(order), order, predicted
+    )
+
+
+def _paired(
+    annotations: Annotations, order: npt.NDArray[np.int64], predicted: Predicted
+) -> tuple[npt.NDArray[np.int64], Predicted]:
+    """Masks that a model drew, and its masks in the same order.
+
+    Raises:
+        BadSample: the predictions are of another image.
+    """
+    if (predicted.runs.height, predicted.runs.width) != (annotations.height, annotations.width):
+        raise BadSample("predictions_differ", "the predicted masks have another size than the image")
+    at = {mask_id: i for i, mask_id in enumerate(predicted.mask_id.tolist())}
+    order = np.array([i for i in order.tolist() if int(annotations.mask_id[i]) in at], np.int64)
+    chosen = np.array([at[int(annotations.mask_id[i])] for i in order], np.int64)
+    return order, Predicted(
+        mask_id=predicted.mask_id[chosen],
+        points=predicted.points[chosen],
+        iou=predicted.iou[chosen],
+        predicted_iou=predicted.predicted_iou[chosen],
+        runs=predicted.runs.select(chosen),
+    )
+
+
+def display_masks(picture: Picture, longer_side: int) -> Runs:
+    """The masks of a picture as the page draws them: at display size, largest first."""
+    height, width = _display_size(picture, longer_side)
+    return geometry.resize(picture.runs, height, width)
+
+
+def figure(picture: Picture, longer_side: int, quality: int) -> str:
+    """The HTML of one picture: image, empty stage for the masks, and their data.
+
+    Args:
+        longer_side: pixels, at most; a smaller picture keeps its size.
+        quality: of the JPEG, 1 to 100.
+    """
+    annotations = picture.annotations
+    height, width = _display_size(picture, longer_side)
+    data = simplejpeg.encode_jpeg(_scaled(picture.pixels, longer_side), quality, "RGB", "420", fastdct=False)
+    image = base64.b64encode(data).decode("ascii")
+    keys = " ".join(
+        f'data-{name.replace("_", "-")}="{_finite(number(annotations))}"'
+        for name, (number, *_) in SORTS.items()
+    )
+    count = len(picture.order)
+    title = f"sa_{annotations.image_id}"
+    twin, words = "", ""
+    if picture.predicted is not None:
+        twin = (
+            '<div class="stage twin" role="img" aria-label="What the model drew from one click each">'
+            f'<img alt="" width="{width}" height="{height}">'
+            f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>'
+        )
+        mean = f"{picture.predicted.iou.mean():.3f}" if count else "none"
+        words = f"<p>First the true masks, then the model's from one click each; mean IoU {mean}.</p>"
+    return (
+        f'<figure class="picture" id="{title}" {keys} style="--ratio:{width / height:.6f}">'
+        f'<div class="stage" tabindex="0" role="group" '
+        f'aria-label="Image {annotations.image_id} with {count:,} masks; arrow keys go through them">'
+        f'<img alt="" width="{width}" height="{height}" src="data:image/jpeg;base64,{image}">'
+        f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>{twin}'
+        f'<figcaption><h2><a href="#{title}">{title}</a></h2>'
+        f"<p>{annotations.width:,} × {annotations.height:,} px, "
+        f"{count:,} {'mask' if count == 1 else 'masks'}, {escape(picture.place)}</p>{words}"
+        f'<dl class="numbers" aria-live="polite"></dl></figcaption>'
+        f'<script type="application/json">{_script_json(_masks(picture, longer_side))}</script></figure>'
+    )
+
+
+def sort_key(picture: Picture, sort: str) -> tuple[bool, float, int]:
+    """Sorts pictures as `sort` says; pictures without that number come last, equal ones by image id."""
+    number, descending, _ = SORTS[sort]
+    value = number(picture.annotations)
+    missing = bool(np.isnan(value))
+    return missing, 0.0 if missing else (-value if descending else value), picture.image_id
+
+
+def _masks(picture: Picture, longer_side: int) -> dict[str, Any]:
+    """What the script needs: one list per number, in drawing order."""
+    annotations, order = picture.annotations, picture.order
+    columns = {name: _plain(getattr(annotations, name)[order]) for name in _NUMBERS}
+    masks = display_masks(picture, longer_side)
+    strings = [string.decode("ascii") for string in coco.encode(masks)]
+    predicted = {}
+    if picture.predicted is not None:
+        drawn = geometry.resize(picture.predicted.runs, masks.height, masks.width)
+        columns["point_coords"] = _plain(picture.predicted.points)
+        predicted = {
+            "predicted": [string.decode("ascii") for string in coco.encode(drawn)],
+            "iou": _plain(picture.predicted.iou),
+            "model_iou": _plain(picture.predicted.predicted_iou),
+        }
+    return {
+        "width": masks.width,
+        "height": masks.height,
+        "source_width": annotations.width,
+        "source_height": annotations.height,
+        "counts": strings,
+        **columns,
+        **predicted,
+    }
+
+
+def _plain(values: npt.NDArray[Any]) -> list[Any]:
+    """As the script can show it: null for NaN and infinities, 5 for 5.0, text for what would lose digits."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        if isinstance(value, float) and not np.isfinite(value):
+            return None
+        if abs(value) > _EXACT_IN_SCRIPT:
+            return str(value)
+        return int(value) if value == int(value) else value
+
+    return [plain(value) for value in values.tolist()]
+
+
+def _script_json(document: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _display_size(picture: Picture, longer_side: int) -> tuple[int, int]:
+    height, width = picture.pixels.shape[:2]
+    if max(height, width) <= longer_side:
+        return height, width
+    return jpeg.scaled_size(height, width, longer_side)
+
+
+def _scaled(pixels: npt.NDArray[np.uint8], longer_side: int) -> npt.NDArray[np.uint8]:
+    height, width = pixels.shape[:2]
+    if max(height, width) <= longer_side:
+        return pixels
+    height, width = jpeg.scaled_size(height, width, longer_side)
+    scaled = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
+    return np.asarray(scaled, np.uint8)
+
+
+def _mean(values: npt.NDArray[Any]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _finite(value: float) -> str:
+    return f"{value:.10g}" if np.isfinite(value) else ""

@@ -1,0 +1,122 @@
+"""Random choices without a generator: each is a hash of the seed and of what the choice is for.
+
+There is no state to save, to split between workers or to restore: the draw for (seed, purpose, position or
+image id, round, ...) is the same in any process, at any world size, in any order of asking.
+
+    random_word(7, Purpose.FLIP, 4711) & 1                                 flip the image at position 4711?
+    below(random_words(7, Purpose.POINT, 4711, np.arange(64)), areas)      a pixel for each of its 64 masks
+    permutation(102, 7, Purpose.MASKS, 223750, 0)[:64]              64 of an image's 102 masks, none twice
+
+The hash: SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) as a
+function. `random_word(seed, a)` is output number a of its sequence that starts at `seed`, counted from 0, and
+`random_word(seed, a, b)` is output number b of the sequence that starts at `random_word(seed, a)`. Arithmetic
+is modulo 2**64, so that negative numbers may be passed. An array of a million words takes 2 ns a word and key
+number (`pytest benchmarks/test_order.py -s`).
+"""
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.kernel import COMPILED, kernel
+
+Words = npt.NDArray[np.uint64]
+
+# SplitMix64: increment and the two multipliers of its finalizer.
+GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GAMMA, _FIRST, _SECOND = np.uint64(GAMMA), np.uint64(FIRST), np.uint64(SECOND)
+_1, _27, _30, _31 = (np.uint64(n) for n in (1, 27, 30, 31))
+_WORD = (1 << 64) - 1
+
+
+class Purpose(IntEnum):
+    """The first number of every key, so that no two kinds of choices share their draws.
+
+    The numbers are part of what a seed means: add to them, never change them.
+    """
+
+    SUBSTITUTE = 1  # the sample in place of a damaged one
+    MASKS = 2  # which masks of an image
+    COVERAGE = 3  # the permutation of an image's masks that a cycle of visits goes through
+    FLIP = 4  # whether an image is flipped
+    CROP = 5
+    POINT = 6  # a foreground pixel of a mask
+    PROMPT = 7  # kinds of prompts and their noise
+    SUBSET = 8  # which images are in a subset: the image id's only further number
+    VISIT = 9  # what happens to an image when it is trained on
+    FIRST_PROMPT = 17  # point or box
+    BOX_NOISE = 18
+    REST = 19  # which iterations have no new prompt
+    CLICK = 20  # a pixel of the error region
+    DROP_PATH = 21  # which residual branches an image goes through
+    GALLERY = 22  # which images a page shows: the image id's only further number
+
+
+@kernel
+def _mix_loop(states: Words, numbers: Words, out: Words) -> None:
+    for index in range(len(out)):
+        word = states[index] + _GAMMA * (numbers[index] + _1)
+        word = (word ^ (word >> _30)) * _FIRST
+        word = (word ^ (word >> _27)) * _SECOND
+        out[index] = word ^ (word >> _31)
+
+
+def _mix_arrays(states: Words, numbers: Words, out: Words) -> None:
+    word = states + _GAMMA * (numbers + _1)
+    word = (word ^ (word >> _30)) * _FIRST
+    word = (word ^ (word >> _27)) * _SECOND
+    out[:] = word ^ (word >> _31)
+
+
+_mix = _mix_loop if COMPILED else _mix_arrays
+
+
+def random_word(seed: int, *key: int) -> int:
+    """One draw: an integer from 0 to 2**64 - 1.
+
+    For seed 1234567, numbers 0, 1, 2 as keys give 6457827717110365317, 3203168211198807973,
+    9817491932198370423, which are SplitMix64's published first outputs for that seed.
+    """
+    word = seed & _WORD
+    for number in key:
+        word = (word + GAMMA * (int(number) + 1)) & _WORD
+        word = ((word ^ (word >> 30)) * FIRST) & _WORD
+        word = ((word ^ (word >> 27)) * SECOND) & _WORD
+        word ^= word >> 31
+    return word
+
+
+def random_words(seed: int, *key: int | npt.NDArray[np.integer]) -> Words:
+    """Many draws at once: uint64 of the shape that the key's numbers and arrays broadcast to.
+
+    `random_words(s, a, [b0, b1])` holds `random_word(s, a, b0)` and `random_word(s, a, b1)`.
+    """
+    head = next((i for i, number in enumerate(key) if isinstance(number, np.ndarray)), len(key))
+    words = np.array(random_word(seed, *map(int, key[:head])), np.uint64)
+    for number in key[head:]:
+        numbers = np.asarray(number if isinstance(number, np.ndarray) else int(number) & _WORD)
+        shape = np.broadcast_shapes(words.shape, numbers.shape)
+        states = np.array(np.broadcast_to(words, shape))
+        words = np.empty(shape, np.uint64)
+        keys = np.broadcast_to(numbers, shape).astype(np.uint64)
+        _mix(states.reshape(-1), keys.reshape(-1), words.reshape(-1))
+    return words
+
+
+def below(drawn: Words, bound: int | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Draws as int64 from 0 to bound - 1; bound from 1 on, one number or one for each draw.
+
+    The remainder: no number is likelier than another by more than bound / 2**64.
+    """
+    return (drawn % np.asarray(bound).astype(np.uint64)).astype(np.int64)
+
+
+def uniforms(seed: int, *key: int | npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+    """Draws as float64 in the open interval (0, 1), odd multiples of 2**-53: a logarithm is finite."""
+    return ((random_words(seed, *key) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def permutation(count: int, seed: int, *key: int) -> npt.NDArray[np.int64]:
+    """A random order of 0 to count - 1, int64 [count]; its first k are k of them without a repeat."""
+    return np.argsort(random_words(seed, *key, np.arange(count)), kind="stable")

@@ -1,0 +1,161 @@
+"""A sample on its way from the storage: begun early, taken when its turn comes."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from sa1b.errors import ShardError
+from sa1b.shards import record
+from sa1b.shards.annotation import Annotations
+from sa1b.shards.record import RecordError
+from sa1b.shards.sample_table import SampleTable
+from sa1b.storage.checksum import Part
+from sa1b.storage.errors import DamageError
+from sa1b.storage.local import Ahead
+from sa1b.storage.reader import Range, Reader
+
+NEAR = 1 << 20  # bytes between two samples of a shard that are read along rather than left out
+
+
+class _Begun(Protocol):
+    def result(self) -> bytes: ...
+
+    def cancel(self) -> bool: ...
+
+
+class _Shared:
+    """One read for several samples, whose threads may ask for it at the same time."""
+
+    def __init__(self, begun: "Future[bytes] | Ahead") -> None:
+        self._begun = begun
+        self._lock = threading.Lock()
+        self._data: bytes | None = None
+
+    def result(self) -> bytes:
+        with self._lock:
+            if self._data is None:
+                self._data = self._begun.result()
+            return self._data
+
+    def cancel(self) -> bool:
+        return self._begun.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sample lies.
+
+    Attributes:
+        image_id: of the image.
+        shard: name of the shard.
+        start: offset of the jpg's content in it; masks_start: of the record's; stop: the record's end.
+        jpg_bytes: of the jpg.
+        jpg_crc, masks_crc: crc32c of both.
+    """
+
+    image_id: int
+    shard: str
+    start: int
+    masks_start: int
+    stop: int
+    jpg_bytes: int
+    jpg_crc: int
+    masks_crc: int
+
+    def parts(self, origin: int) -> tuple[Part, Part]:
+        """What is checked of a range that begins at `origin`."""
+        return (
+            Part(self.start - origin, self.jpg_bytes, self.jpg_crc),
+            Part(self.masks_start - origin, self.stop - self.masks_start, self.masks_crc),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A sample that is being read.
+
+    Attributes:
+        place: where it lies.
+        reader: of the root.
+        begun: the read; of a whole run of samples where `origin` is not the sample's own start.
+        origin: offset in the shard at which the read begins.
+        shared: whether other samples come with the same read.
+    """
+
+    place: Place
+    reader: Reader
+    begun: _Begun
+    origin: int
+    shared: bool
+
+    def result(self) -> tuple[memoryview, Annotations]:
+        """The JPEG's bytes and the masks, both as promised.
+
+        Raises:
+            ShardError: what is stored is damaged, or is not this sample.
+            sa1b.storage.errors.StorageError: it cannot be read now; nothing is known about it.
+        """
+        place = self.place
+        try:
+            data = memoryview(self.begun.result())
+        except DamageError as error:
+            if self.shared:  # perhaps only a neighbour is
+                return begin(self.reader, [place])[0].result()
+            kind = "masks" if error.start >= place.masks_start else "jpg"
+            raise ShardError(
+                f"sa_{place.image_id}.{kind} is damaged: {error}; tools/verify.py lists all damage"
+            ) from None
+        jpeg = data[place.start - self.origin :][: place.jpg_bytes]
+        try:
+            annotations = record.decode(data[place.masks_start - self.origin : place.stop - self.origin])
+            if annotations.image_id != place.image_id:
+                raise RecordError(f"it is that of image {annotations.image_id}")
+        except RecordError as error:
+            url = self.reader.url(place.shard)
+            raise ShardError(
+                f"{url}: record of image {place.image_id} at offset {place.masks_start:,}: {error}"
+            ) from None
+        return jpeg, annotations
+
+    def cancel(self) -> None:
+        """Drop the read."""
+        self.begun.cancel()
+
+
+def place_of(table: SampleTable, row: int, shards: Sequence[str]) -> Place:
+    """Where the sample of a row of the table lies."""
+    masks_start = table.masks_offset(row)
+    return Place(
+        image_id=int(table.image_id[row]),
+        shard=shards[int(table.shard[row])],
+        start=int(table.offset[row]),
+        masks_start=masks_start,
+        stop=masks_start + int(table.masks_bytes[row]),
+        jpg_bytes=int(table.jpg_bytes[row]),
+        jpg_crc=int(table.jpg_crc32c[row]),
+        masks_crc=int(table.masks_crc32c[row]),
+    )
+
+
+def begin(reader: Reader, places: Sequence[Place]) -> list[Reading]:
+    """Begin to read samples, in the order given; those that follow each other in a shard as one read."""
+    readings: list[Reading] = []
+    ends = [
+        i + 1
+        for i, place in enumerate(places)
+        if i + 1 == len(places)
+        or places[i + 1].shard != place.shard
+        or not 0 <= places[i + 1].start - place.stop <= NEAR
+    ]
+    for first, stop in pairwise([0, *ends]):
+        run = places[first:stop]
+        origin = run[0].start
+        checks = tuple(part for place in run for part in place.parts(origin))
+        begun = reader.begin(Range(run[0].shard, origin, run[-1].stop - origin, checks))
+        shared = len(run) > 1
+        read = _Shared(begun) if shared else begun
+        readings += [Reading(place, reader, read, origin, shared) for place in run]
+    return readings

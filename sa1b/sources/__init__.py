@@ -1,0 +1,1 @@
+"""What comes in: tars, folders, checklists; members and their pairing."""

@@ -1,0 +1,206 @@
+"""Tar archives from outside, read strictly: nothing is dropped without a word.
+
+Python's tarfile, and every reader built on it, silently ends at the first damaged header and loses the rest
+of the archive. This reader yields `Damage` for every byte it cannot make sense of, finds the next header
+behind it (at any byte offset, so a lost or added byte costs one member too) and goes on.
+
+Formats: POSIX.1-1988 ustar, GNU and pax headers, V7. One pass, front to back.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from sa1b.sources.member import MAX_KEPT_BYTES, Damage, Member
+from sa1b.sources.tar_header import BLOCK, parse, parse_extended
+from sa1b.sources.tar_stream import GZIP, StoredStream
+
+MAX_MEMBER_BYTES = 32 << 20  # real files: 1 MB on average
+MAX_EXTENDED_BYTES = 1 << 20  # of a pax or long-name header
+MAX_END_BYTES = 1 << 16  # of the zeros that end an archive: two blocks, padded to a record of 10 KB or more
+_WINDOW = 1 << 20
+_ZEROS = bytes(BLOCK)
+_MAGIC = 257  # where a header says "ustar"
+_PAIR_NAME = re.compile(rb"sa_[0-9]+\.[a-z]+")
+_FILE_TYPES = b"0\x007"
+_KINDS = {
+    b"1": "hard link",
+    b"2": "symbolic link",
+    b"3": "character device",
+    b"4": "block device",
+    b"5": "folder",
+    b"6": "fifo",
+}
+
+
+def members(stream: StoredStream) -> Iterator[Member | Damage]:
+    """Everything in the archive, in order: members, and damage where something is no member.
+
+    Never raises for the content of the archive. Pax and GNU long-name headers are applied, not yielded.
+    """
+    extended: dict[str, str] = {}
+    damaged = False
+    while True:
+        offset = stream.position
+        header = stream.peek(BLOCK)
+        if len(header) < BLOCK:
+            yield from _end_of_stream(stream, offset, header, damaged)
+            return
+        found: Member | Damage | dict[str, str] | None
+        if header == _ZEROS:
+            found = _skip_zeros(stream, offset)
+            if found is None:
+                yield from _stream_damage(stream)
+                return
+        else:
+            found = _next_item(stream, offset, header, extended)
+        if isinstance(found, dict):
+            extended |= found
+            damaged = False
+            continue
+        extended = {}
+        damaged = isinstance(found, Damage)
+        yield found
+
+
+def _next_item(
+    stream: StoredStream, offset: int, header: bytes, extended: dict[str, str]
+) -> Member | Damage | dict[str, str]:
+    """The member that begins here, the damage that does, or what an extended header says of the next one."""
+    parsed = parse(header)
+    if parsed is None:
+        named = _PAIR_NAME.search(header, 0, 100)
+        why = f"damaged header, perhaps of {named[0].decode()}" if named else "no valid member header"
+        return _resync(stream, offset, "bad_header", why)
+    size, limit = parsed.size, MAX_MEMBER_BYTES
+    if parsed.describes_next:
+        limit = MAX_EXTENDED_BYTES
+    elif "size" in extended:
+        size = int(extended["size"])
+    if not 0 <= size <= limit:
+        why = f"header of {parsed.name!r} claims {size:,} bytes"
+        return _resync(stream, offset, "bad_size", why)
+    if not parsed.has_data:
+        size = 0
+    # A header inside the content: this one's size is wrong, or bytes of the content are lost.
+    inner = _inner_header(stream.window(2 * BLOCK + size + -size % BLOCK), size) if size else None
+    if inner is not None:
+        why = f"{parsed.name!r} claims {size:,} bytes, but the next member begins {inner - BLOCK:,} bytes on"
+        return _resync(stream, offset, "bad_size", why)
+    stream.read(BLOCK)
+    data = stream.read(size)
+    if len(data) < size:
+        why = f"the archive ends inside {parsed.name!r}, after {len(data):,} of {size:,} bytes"
+        return Damage("member_truncated", why, offset, BLOCK + len(data), header + data)
+    stream.read(-size % BLOCK)
+    if parsed.describes_next:
+        said = parse_extended(parsed.type, data)
+        why = f"malformed extended header {parsed.name!r}"
+        length = stream.position - offset
+        return Damage("bad_extended_header", why, offset, length, header + data) if said is None else said
+    kind = (
+        "file" if parsed.type in _FILE_TYPES else _KINDS.get(parsed.type, f"member of type {parsed.type!r}")
+    )
+    return Member(extended.get("path", parsed.name), kind, offset, data)
+
+
+def _resync(stream: StoredStream, offset: int, reason: str, why: str) -> Damage:
+    """Skip to the next valid header, wherever it begins, or to the end of the stream."""
+    kept = bytearray(stream.read(1))  # the header that begins here is the one that is no good
+    start = None
+    while start is None:
+        available = min(len(stream.window(_WINDOW)), _WINDOW)
+        start = _next_header(stream.window(_WINDOW), 0, available)
+        # A header that is cut by the end of this window is seen whole in the next one.
+        last = available < _WINDOW
+        skipped = stream.read(start if start is not None else available - (0 if last else BLOCK - 1))
+        kept += skipped[: max(0, MAX_KEPT_BYTES - len(kept))]
+        if last:
+            break
+    length = stream.position - offset
+    return Damage(reason, f"{why}; {length:,} bytes skipped", offset, length, bytes(kept))
+
+
+def _next_header(buffer: bytes | bytearray, start: int, stop: int) -> int | None:
+    """Where the first valid header with ustar's magic begins, all of it between start and stop."""
+    magic = start + _MAGIC
+    while (magic := buffer.find(b"ustar", magic, stop)) >= 0:
+        begin = magic - _MAGIC
+        header = bytes(buffer[begin : min(begin + BLOCK, stop)])
+        if len(header) < BLOCK:
+            return None
+        if parse(header):
+            return begin
+        magic += 1
+    return None
+
+
+def _inner_header(window: bytes | bytearray, size: int) -> int | None:
+    """Where a header begins inside a member of this size; the window holds its header and the next one."""
+    padded = BLOCK + size + -size % BLOCK
+    # Swallowed whole, other members begin at multiples of a block.
+    blocks = window[BLOCK + _MAGIC : padded : BLOCK]
+    at = -1
+    while (at := blocks.find(b"u", at + 1)) >= 0:
+        begin = (at + 1) * BLOCK
+        if _next_header(window, begin, begin + BLOCK) == begin:
+            return begin
+    # With bytes lost or added they begin anywhere, and no header follows this member.
+    following = bytes(window[padded : padded + BLOCK])
+    if len(following) == BLOCK and parse(following):
+        return None
+    return _next_header(window, 1, padded - 1 + BLOCK)
+
+
+def _skip_zeros(stream: StoredStream, offset: int) -> Damage | None:
+    """Pass zero blocks. None for the end marker of the archive, else the damage they are."""
+    while True:
+        block = stream.peek(BLOCK)
+        if block.strip(b"\0"):
+            length = stream.position - offset
+            return Damage("zero_blocks", f"{length:,} zero bytes inside the archive", offset, length)
+        if len(block) < BLOCK:
+            stream.read(BLOCK)
+            length = stream.position - offset
+            if length <= MAX_END_BYTES:
+                return None
+            why = f"{length:,} zero bytes at the end, more than an end marker has: is the file complete?"
+            return Damage("zero_tail", why, offset, length)
+        stream.read(BLOCK)
+
+
+def _end_of_stream(stream: StoredStream, offset: int, rest: bytes, damaged: bool) -> Iterator[Damage]:
+    """The stream ended where a header belongs: no zero blocks, so something may be missing.
+
+    Unless it was damaged up to here: then the end marker lies in what was skipped.
+    """
+    stream.read(len(rest))
+    if rest:
+        yield Damage("header_truncated", "the archive ends inside a member header", offset, len(rest), rest)
+    elif stream.damage is None and not damaged:
+        yield Damage(
+            "no_end_marker",
+            "the archive ends without the zero blocks that close a tar: it was cut between two members, "
+            "get it again",
+            offset,
+        )
+    yield from _stream_damage(stream)
+
+
+def _stream_damage(stream: StoredStream) -> Iterator[Damage]:
+    """What happened to the stream itself, once the rest of it has been read."""
+    while stream.read(1 << 20):
+        pass
+    if stream.damage is not None:
+        yield replace(stream.damage, offset=stream.position)
+
+
+def is_tar(path: Path) -> bool:
+    """By content: a gzip file, or a plain tar, whose first headers may be damaged."""
+    with path.open("rb") as file:
+        head = file.read(_WINDOW)
+    if head[:2] == GZIP:
+        return True
+    whole = len(head) >= BLOCK
+    return whole and (parse(head[:BLOCK]) is not None or _next_header(head, 0, len(head)) is not None)

@@ -1,0 +1,1 @@
+"""Checks of a dataset directory, and indexes made again from the tars."""

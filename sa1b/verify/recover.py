@@ -1,0 +1,145 @@
+"""Task files made again where they are lost: what the shards, and dataset.json if it is left, still tell.
+
+What only the source knew (its size, time and digest, what was refused or doubtful) stays unknown: reshard
+sees such a source as changed and does it again when it is given.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simplejpeg
+
+from sa1b.errors import ManifestError
+from sa1b.shards import manifest
+from sa1b.shards.manifest import TASKS, Options, Task
+from sa1b.shards.shard import SHARD_PREFIX
+from sa1b.verify.index_rebuild import Rebuilt
+
+
+def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | None) -> dict[str, list[str]]:
+    """Sources whose task file is lost, with their shards: those that only dataset.json names or, if neither
+    it nor any task file is there, those that the names of the shards show.
+
+    Raises:
+        ManifestError: a source lacks a shard in the middle.
+    """
+    if dataset is not None:
+        stems = {_stem(name): name for name in dataset["sources"]}
+        names = [shard["name"] for shard in dataset["shards"]]
+    elif not tasks:
+        names = sorted(path.name for path in root.glob(f"{SHARD_PREFIX}*-*.tar"))
+        stems = {stem: f"sa_{stem}" if stem.isdigit() else stem for stem in map(_shard_stem, names)}
+    else:
+        return {}
+    lost: dict[str, list[str]] = {}
+    for shard in names:
+        source = stems[_shard_stem(shard)]
+        if source not in tasks:
+            lost.setdefault(source, []).append(shard)
+    for source, shards in lost.items():
+        expected = [f"{SHARD_PREFIX}{_stem(source)}-{part:04d}.tar" for part in range(len(shards))]
+        if shards != expected:
+            missing = sorted(set(expected) - set(shards))
+            raise ManifestError(
+                f"{root / TASKS}/{source}.json is lost, and so is {', '.join(missing)}: run tools/reshard.py "
+                f"again with {source}, or restore either from a copy"
+            )
+    return lost
+
+
+def _stem(source: str) -> str:
+    return source.removeprefix("sa_")
+
+
+def _shard_stem(shard: str) -> str:
+    return shard.removeprefix(SHARD_PREFIX).rpartition("-")[0]
+
+
+def infer_tasks(
+    lost: dict[str, list[Rebuilt]], dataset: dict[str, Any] | None, *, index_runs: bool
+) -> tuple[list[Task], list[str]]:
+    """Task files for sources that have none, and what to tell about them.
+
+    Raises:
+        ManifestError: the shards contradict each other.
+    """
+    options = Options(**dataset["options"]) if dataset else _options(lost, index_runs)
+    tasks = []
+    for name, shards in sorted(lost.items()):
+        tasks.append(
+            Task(
+                source=dict.fromkeys(("name", "kind", "size", "mtime_ns", "sha256", "md5")) | {"name": name},
+                options=options,
+                versions=dict(dataset["versions"]) if dataset else manifest.versions(),
+                shards=[shard.info for shard in shards],
+                counts={
+                    "members": None,
+                    "images": sum(shard.images for shard in shards),
+                    "masks": sum(shard.masks for shard in shards),
+                    "jpg_bytes": sum(shard.jpg_bytes for shard in shards),
+                    "refused_members": None,
+                    "refused": {},
+                    "doubtful": {},
+                },
+                damage=[],
+                largest={what: max(shard.largest[what] for shard in shards) for what in shards[0].largest},
+            )
+        )
+    names = ", ".join(sorted(lost))
+    notes = [
+        f"no task file of {names}: made again from the shards. Size, time and digest of the source and what "
+        "was refused are unknown, so reshard will see it as changed and do it again when it is given"
+    ]
+    if dataset is None:
+        notes.append(
+            "no dataset.json either: a shard missing behind the last one of a source cannot be noticed, and "
+            f"the options are those that the shards show: {', '.join(options.flags().values())}"
+        )
+    return tasks, notes
+
+
+def _options(lost: dict[str, list[Rebuilt]], index_runs: bool) -> Options:
+    shards = [shard for source in lost.values() for shard in source]
+    full = {shard.images for source in lost.values() for shard in source[:-1]}
+    scaled = set[int]().union(*(shard.scaled for shard in shards))
+    keep_json = set[bool]().union(*(shard.keep_json for shard in shards))
+    for what, values in (("images in full shards", full), ("image sizes", scaled), ("keep_json", keep_json)):
+        if len(values) > 1:
+            found = ", ".join(map(str, sorted(values)))
+            raise ManifestError(
+                f"the shards differ in {what} ({found}): they are not of one run of reshard. Move those "
+                "that do not belong together into folders of their own"
+            )
+    example = next((shard.example for shard in shards if shard.example), None)
+    most = max(shard.images for shard in shards)
+    return Options(
+        images_per_shard=full.pop() if full else max(most, Options().images_per_shard),
+        image_size=scaled.pop() if scaled else None,
+        quality=_quality(example) if example else None,
+        keep_json=keep_json == {True},
+        index_runs=index_runs,
+    )
+
+
+def _quality(data: bytes) -> int | None:
+    """The quality a JPEG was encoded with: the one that gives its quantisation tables."""
+    tables = _quantisation_tables(data)
+    blank = np.zeros((16, 16, 3), np.uint8)
+    for quality in range(1, 101):
+        encoded = simplejpeg.encode_jpeg(blank, quality, "RGB", "420", fastdct=False)
+        if _quantisation_tables(encoded) == tables:
+            return quality
+    return None
+
+
+def _quantisation_tables(data: bytes) -> list[bytes]:
+    """The DQT segments before the first scan (ITU-T T.81, B.2.4.1)."""
+    found = []
+    position = 2
+    while data[position + 1] != 0xDA:
+        end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        if data[position + 1] == 0xDB:
+            found.append(data[position:end])
+        position = end
+    return found

@@ -1,0 +1,1 @@
+"""Named subsets of a dataset's images and masks."""

@@ -1,0 +1,126 @@
+"""Conditions evaluated over the index files of a root, several at a time, in threads.
+
+Parquet decoding and numpy release the GIL, so threads serve as well as processes and start at once. Nothing
+but the columns that a condition names is read: no tar is opened. One thread takes 3 to 5 ms for a shard of
+1024 images and 100,000 masks with two conditions on scores and area, a minute for the 11,000 shards of SA-1B
+if their indexes are in memory; from a disk, more threads keep more reads in flight.
+"""
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from sa1b.errors import ShardError
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.index_reader import UNREADABLE
+from sa1b.shards.shard import index_path
+from sa1b.views.predicate import MASK_FIELDS, Predicate, mask_values
+
+_AHEAD = 4  # index files waiting for each thread
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardPart:
+    """Of one shard's images [n]: id, whether the image condition holds, masks, and masks that pass."""
+
+    ids: npt.NDArray[np.uint64]
+    passes: npt.NDArray[np.bool_]
+    masks: npt.NDArray[np.int64]
+    left: npt.NDArray[np.int64]
+
+
+def scan(
+    dataset: Dataset,
+    shards: list[int],
+    masks_where: Predicate | None,
+    images_where: Predicate | None,
+    workers: int,
+    quiet: bool,
+) -> Iterator[ShardPart]:
+    """Evaluate conditions over the index files of shards (by number): their parts, in any order.
+
+    Reads only the columns named, in `workers` threads, a few files ahead.
+
+    Raises:
+        ShardError: an index file is missing or damaged.
+    """
+    waiting = iter(shards)
+    running: set[Future[ShardPart]] = set()
+    pool = ThreadPoolExecutor(workers)
+    bar = tqdm(
+        total=len(shards),
+        desc="view",
+        unit="shard",
+        disable=quiet,
+        mininterval=0.2 if sys.stderr.isatty() else 10,
+        dynamic_ncols=True,
+    )
+    try:
+        with bar:
+            while True:
+                for shard in islice(waiting, _AHEAD * workers - len(running)):
+                    path = index_path(Path(dataset.root) / dataset.shards[shard])
+                    running.add(pool.submit(_part, path, masks_where, images_where))
+                if not running:
+                    return
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+                    bar.update()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _part(path: Path, masks_where: Predicate | None, images_where: Predicate | None) -> ShardPart:
+    """Evaluate the conditions over one index file."""
+    images = images_where.fields - {"masks"} if images_where is not None else frozenset()
+    fields = masks_where.fields if masks_where is not None else frozenset()
+    per_image = {"image_id", *images} | (fields & {"width", "height"})
+    if "area_fraction" in fields:
+        per_image |= {"width", "height"}
+    per_mask = {MASK_FIELDS[name][0] for name in fields} - {"width", "height"} or {"runs_count"}
+    try:
+        table = pq.read_table(path, columns=sorted(per_image | per_mask), use_threads=False)
+        columns = {name: table[name].to_numpy() for name in per_image}
+        lists = {name: table[name].combine_chunks() for name in per_mask}
+        if any(isinstance(column, pa.ChunkedArray) for column in lists.values()):
+            lists = {name: column.chunk(0) for name, column in lists.items()}
+        counts = next(iter(lists.values())).value_lengths().to_numpy().astype(np.int64)
+        left = counts
+        if masks_where is not None:
+            total = int(counts.sum())
+
+            def column(name: str) -> npt.NDArray[Any]:
+                return np.repeat(columns[name], counts) if name in columns else _flat(lists[name], total)
+
+            passed = np.concatenate([[0], np.cumsum(masks_where(mask_values(fields, column)))])
+            ends = np.cumsum(counts)
+            left = passed[ends] - passed[ends - counts]
+    except UNREADABLE as error:
+        raise ShardError(
+            f"{path}: {error}; tools/verify.py says what is damaged, tools/index.py makes it again"
+        ) from None
+    passes = np.ones(len(counts), np.bool_)
+    if images_where is not None:
+        passes = images_where({**columns, "masks": left})
+    return ShardPart(columns["image_id"].astype(np.uint64), passes, counts, left)
+
+
+def _flat(lists: pa.ListArray, masks: int) -> npt.NDArray[Any]:
+    """The values of all masks [N] or, of boxes and points, [N, width]."""
+    values = lists.flatten()
+    if not pa.types.is_list(values.type):
+        flat: npt.NDArray[Any] = values.to_numpy()
+        return flat
+    nested: npt.NDArray[Any] = values.flatten().to_numpy()
+    return nested.reshape(masks, -1) if masks else np.empty((0, 4))

@@ -1,0 +1,304 @@
+"""Conditions on masks and images, such as `stability_score >= 0.96 and area_fraction < 0.9`.
+
+The text is parsed, never run: comparisons (`<` `<=` `>` `>=` `==` `!=`, also chained), `and`, `or`, `not`,
+`+ - * /`, parentheses, numbers and the names of fields. Everything else is refused by name and column.
+Values are float64, exact for integers up to 2**53. A score that is not there (NaN) passes no comparison, not
+even `!=`; `not` turns that round, as it turns every condition. Division by zero gives infinity or NaN.
+"""
+
+import ast
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.errors import UsageError
+from sa1b.shards.annotation import Annotations
+
+MAX_TEXT = 2000  # characters
+MAX_DEPTH = 50
+MAX_LITERAL = 1 << 53
+
+
+class PredicateError(UsageError):
+    """A condition that cannot be used; the message names what is wrong and the column it begins at."""
+
+
+# Field -> its column in the index and, of a column with several numbers a mask, which of them.
+# All in pixels of the source image; bbox is SA-1B's [x, y, xmax - xmin, ymax - ymin].
+MASK_FIELDS = {
+    "area": ("area", None),
+    "area_fraction": ("area", None),  # area / (width * height)
+    "bbox_x": ("bbox", 0),
+    "bbox_y": ("bbox", 1),
+    "bbox_width": ("bbox", 2),
+    "bbox_height": ("bbox", 3),
+    "predicted_iou": ("predicted_iou", None),
+    "stability_score": ("stability_score", None),
+    "point_x": ("point_coords", 0),
+    "point_y": ("point_coords", 1),
+    "crop_x": ("crop_box", 0),
+    "crop_y": ("crop_box", 1),
+    "crop_width": ("crop_box", 2),
+    "crop_height": ("crop_box", 3),
+    "runs_count": ("runs_count", None),
+    "mask_id": ("mask_id", None),
+    "width": ("width", None),  # of the image
+    "height": ("height", None),
+}
+# `masks` counts the masks that the mask condition left; width and height are the source's, image_width and
+# image_height those of the stored image.
+IMAGE_FIELDS = (
+    "masks",
+    "width",
+    "height",
+    "image_width",
+    "image_height",
+    "image_id",
+    "jpg_bytes",
+    "masks_bytes",
+)
+_EXAMPLES = {
+    "mask": "stability_score >= 0.96 and area_fraction < 0.9",
+    "image": "masks >= 5 and width >= 1500",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Predicate:
+    """A parsed condition; make it with `mask_predicate` or `image_predicate`.
+
+    Attributes:
+        text: the condition in one fixed spelling: texts that differ in spaces only give the same.
+        fields: the names in it.
+        tree: the parsed text, checked.
+    """
+
+    text: str
+    fields: frozenset[str]
+    tree: ast.expr = field(compare=False, repr=False)
+
+    def __call__(self, values: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+        """Whether each entry passes, bool [n], from field -> numbers [n]."""
+        numbers = {name: np.asarray(values[name], np.float64) for name in self.fields}
+        with np.errstate(all="ignore"):
+            return np.asarray(_evaluate(self.tree, numbers), np.bool_)
+
+    def masks(self, annotations: Annotations) -> npt.NDArray[np.bool_]:
+        """Whether each of an image's N masks passes a condition on masks, bool [N].
+
+        0.02 ms for 100 masks and two comparisons.
+        """
+        count = len(annotations)
+
+        def column(name: str) -> npt.NDArray[Any]:
+            values = getattr(annotations, name)
+            return np.full(count, values) if np.isscalar(values) else np.asarray(values)
+
+        return self(mask_values(self.fields, column))
+
+
+def mask_values(
+    fields: frozenset[str], column: Callable[[str], npt.NDArray[Any]]
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Field -> numbers [n] of n masks, from columns of the index; width and height once for each mask."""
+    values = {}
+    for name in fields:
+        source, entry = MASK_FIELDS[name]
+        numbers = np.asarray(column(source), np.float64)
+        if name == "area_fraction":
+            with np.errstate(all="ignore"):
+                numbers = numbers / (np.asarray(column("width"), np.float64) * column("height"))
+        values[name] = numbers if entry is None else numbers[:, entry]
+    return values
+
+
+def mask_predicate(text: str) -> Predicate:
+    """Parse a condition on masks; its fields: `MASK_FIELDS`.
+
+    Raises:
+        PredicateError: not a condition, or an unknown field.
+    """
+    return _parse(text, tuple(MASK_FIELDS), "mask")
+
+
+def image_predicate(text: str) -> Predicate:
+    """Parse a condition on images; its fields: `IMAGE_FIELDS`.
+
+    Raises:
+        PredicateError: not a condition, or an unknown field.
+    """
+    return _parse(text, IMAGE_FIELDS, "image")
+
+
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: np.less,
+    ast.LtE: np.less_equal,
+    ast.Gt: np.greater,
+    ast.GtE: np.greater_equal,
+    ast.Eq: np.equal,
+    ast.NotEq: lambda a, b: (a < b) | (a > b),  # unlike numpy's, false for NaN
+}
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: np.add,
+    ast.Sub: np.subtract,
+    ast.Mult: np.multiply,
+    ast.Div: np.true_divide,
+}
+_SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: np.negative, ast.UAdd: np.positive}
+_INSTEAD = {"BitAnd": "; write `and`", "BitOr": "; write `or`", "Invert": "; write `not`"}
+
+
+def _evaluate(node: ast.expr, columns: Mapping[str, npt.NDArray[np.float64]]) -> Any:
+    match node:
+        case ast.BoolOp(op, parts):
+            join = np.logical_and if isinstance(op, ast.And) else np.logical_or
+            result = _evaluate(parts[0], columns)
+            for part in parts[1:]:
+                result = join(result, _evaluate(part, columns))
+            return result
+        case ast.Compare(left, operators, others):
+            values = [_evaluate(part, columns) for part in (left, *others)]
+            result = True
+            for operator, one, other in zip(operators, values[:-1], values[1:], strict=True):
+                result = np.logical_and(result, _COMPARISONS[type(operator)](one, other))
+            return result
+        case ast.BinOp(left, operation, right):
+            return _ARITHMETIC[type(operation)](_evaluate(left, columns), _evaluate(right, columns))
+        case ast.UnaryOp(sign, operand):
+            value = _evaluate(operand, columns)
+            return np.logical_not(value) if isinstance(sign, ast.Not) else _SIGNS[type(sign)](value)
+        case ast.Name(name):
+            return columns[name]
+        case ast.Constant(int() | float() as number):
+            return np.float64(number)
+    raise AssertionError(ast.dump(node))
+
+
+def _parse(text: str, known: tuple[str, ...], kind: str) -> Predicate:
+    text = text.strip()
+    if not text:
+        raise PredicateError(f"the {kind} condition is empty; for example `{_EXAMPLES[kind]}`")
+    if len(text) > MAX_TEXT:
+        raise PredicateError(f"the {kind} condition is longer than {MAX_TEXT:,} characters")
+    for place, character in enumerate(text, 1):
+        if not " " <= character <= "~":
+            raise PredicateError(f"{kind} condition: {character!r} at column {place} is not printable ASCII")
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise PredicateError(
+            f"{kind} condition: {error.msg} at column {error.offset or len(text) + 1} of `{text}`"
+        ) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise PredicateError(f"the {kind} condition cannot be read: {error or 'nested too deeply'}") from None
+    check = _Check(text, known, kind)
+    if not check.visit(tree, 0):
+        raise check.refused(tree, "is a number", f"; a condition compares, as in `{_EXAMPLES[kind]}`")
+    if not check.found:
+        raise PredicateError(f"`{text}` names no field of the {kind}s; {check.listing()}")
+    return Predicate(ast.unparse(tree), frozenset(check.found), tree)
+
+
+class _Check:
+    """Walks a parsed text and refuses what is not on the list; collects the fields."""
+
+    def __init__(self, text: str, known: tuple[str, ...], kind: str) -> None:
+        self.text, self.known, self.kind = text, known, kind
+        self.found: set[str] = set()
+
+    def visit(self, node: ast.expr, depth: int) -> bool:
+        """Whether the node is a condition (True) or a number (False)."""
+        if depth > MAX_DEPTH:
+            raise self.refused(node, f"is nested more than {MAX_DEPTH} deep")
+        match node:
+            case ast.BoolOp(op, parts):
+                word = "and" if isinstance(op, ast.And) else "or"
+                for part in parts:
+                    self._need(part, depth, True, f"`{word}` joins")
+                return True
+            case ast.Compare(left, operators, others):
+                for operator in operators:
+                    if type(operator) not in _COMPARISONS:
+                        raise self.refused(node, f"uses {_spelled(operator)}, which is not known here")
+                for part in (left, *others):
+                    self._need(part, depth, False, "a comparison takes")
+                return True
+            case ast.BinOp(left, operation, right):
+                if type(operation) not in _ARITHMETIC:
+                    instead = _INSTEAD.get(type(operation).__name__, "")
+                    raise self.refused(node, f"uses {_spelled(operation)}, which is not known here", instead)
+                for part in (left, right):
+                    self._need(part, depth, False, "arithmetic takes")
+                return False
+            case ast.UnaryOp(ast.Not(), operand):
+                self._need(operand, depth, True, "`not` takes")
+                return True
+            case ast.UnaryOp(sign, operand):
+                if type(sign) not in _SIGNS:
+                    raise self.refused(
+                        node, f"uses {_spelled(sign)}, which is not known here", "; write `not`"
+                    )
+                self._need(operand, depth, False, "a sign takes")
+                return False
+            case ast.Name(name):
+                if name not in self.known:
+                    raise self._unknown(node, name)
+                self.found.add(name)
+                return False
+            case ast.Constant(bool()):
+                pass
+            case ast.Constant(int() | float() as number):
+                if not abs(number) <= MAX_LITERAL:
+                    raise self.refused(node, "is larger than 2**53")
+                return False
+        raise self.refused(node, f"is {_NOUNS.get(type(node).__name__, type(node).__name__)}")
+
+    def _need(self, node: ast.expr, depth: int, condition: bool, who: str) -> None:
+        if self.visit(node, depth + 1) != condition:
+            wanted, found = ("conditions", "a number") if condition else ("numbers", "a condition")
+            raise self.refused(node, f"is {found}; {who} {wanted}")
+
+    def refused(self, node: ast.expr, why: str, instead: str = "") -> PredicateError:
+        token = ast.get_source_segment(self.text, node) or ""
+        shown = token if len(token) <= 40 else token[:37] + "..."
+        return PredicateError(
+            f"{self.kind} condition: `{shown}` at column {node.col_offset + 1} {why}{instead}"
+        )
+
+    def _unknown(self, node: ast.expr, name: str) -> PredicateError:
+        near = difflib.get_close_matches(name, self.known, 1)
+        guess = f", did you mean {near[0]}?" if near else "."
+        return PredicateError(
+            f"{self.kind} condition: unknown field `{name}` at column {node.col_offset + 1}{guess} "
+            f"{self.listing()}"
+        )
+
+    def listing(self) -> str:
+        return f"Fields of {self.kind}s: {', '.join(self.known)}"
+
+
+_NOUNS = {
+    "Call": "a function call",
+    "Attribute": "an attribute",
+    "Subscript": "a subscript",
+    "Constant": "not a number",
+    "Lambda": "a lambda",
+    "IfExp": "an if expression",
+    "NamedExpr": "an assignment",
+    "JoinedStr": "a string",
+    "Tuple": "a tuple",
+    "List": "a list",
+}
+_SPELLED = {
+    "Pow": "`**`", "Mod": "`%`", "FloorDiv": "`//`", "MatMult": "`@`", "LShift": "`<<`", "RShift": "`>>`",
+    "BitAnd": "`&`", "BitOr": "`|`", "BitXor": "`^`", "Invert": "`~`", "In": "`in`", "NotIn": "`not in`",
+    "Is": "`is`", "IsNot": "`is not`",
+}  # fmt: skip
+
+
+def _spelled(operator: ast.AST) -> str:
+    return _SPELLED.get(type(operator).__name__, type(operator).__name__)

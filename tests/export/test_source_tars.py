@@ -1,0 +1,161 @@
+import json
+import tarfile
+
+import pytest
+
+from sa1b.errors import ManifestError, ShardError, UsageError
+from sa1b.export.source_tars import export_sa1b
+from sa1b.shards import manifest
+from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
+
+CONTENT = {
+    "sa_000001": pairs(range(100, 109)) | odd_pairs(200),
+    "sa_000002": pairs(range(300, 303), seed=2),
+    "holiday": pairs(range(400, 402), seed=3),
+}
+OTHER_WHITE_SPACE = 206
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    sources = [write_source(folder / f"{name}.tar", content) for name, content in CONTENT.items()]
+    return make_root(folder / "root", sources, ROOTS["plain"])
+
+
+def read(path, mode="r:gz"):
+    """image id -> (JPEG, annotation file); names and order as in the download."""
+    found = {}
+    with tarfile.open(path, mode) as tar:
+        members = [(member.name, tar.extractfile(member).read()) for member in tar]
+    for (jpg, picture), (text, annotation) in zip(members[::2], members[1::2], strict=True):
+        image_id = int(jpg.removeprefix("./sa_").removesuffix(".jpg"))
+        assert (jpg, text) == (f"./sa_{image_id}.jpg", f"./sa_{image_id}.json")
+        found[image_id] = (picture, annotation)
+    return found
+
+
+def export(root, out, **options):
+    return export_sa1b(root, out, quiet=True, **options)
+
+
+def test_the_sources_come_back(root, tmp_path):
+    summary = export(root, tmp_path)
+    assert summary.tars == ["holiday.tar", "sa_000001.tar", "sa_000002.tar"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == summary.tars
+    assert summary.images == 21
+    for name, content in CONTENT.items():
+        found = read(tmp_path / f"{name}.tar")
+        assert found.keys() == content.keys()
+        for image_id, (jpg, text) in content.items():
+            assert found[image_id][0] == jpg
+            if image_id == OTHER_WHITE_SPACE:
+                assert json.loads(found[image_id][1]) == json.loads(text)
+            else:
+                assert found[image_id][1] == text
+
+
+def test_a_round_trip_gives_the_same_shards(root, tmp_path):
+    export(root, tmp_path / "tars")
+    again = make_root(tmp_path / "again", sorted((tmp_path / "tars").iterdir()), ROOTS["plain"])
+    written = sorted(path.name for path in root.glob("sa1b-*"))
+    assert sorted(path.name for path in again.glob("sa1b-*")) == written
+    for name in [*written, "samples.bin"]:
+        assert (again / name).read_bytes() == (root / name).read_bytes()
+    one, two = manifest.read_dataset(root), manifest.read_dataset(again)
+    # The tars themselves differ: their members are in another order.
+    assert one.pop("sources").keys() == two.pop("sources").keys()
+    assert one == two
+
+
+def test_annotation_files_kept_verbatim_make_no_difference(root, tmp_path):
+    sources = [write_source(tmp_path / f"{name}.tar", content) for name, content in CONTENT.items()]
+    kept = make_root(tmp_path / "kept", sources, ROOTS["keep_json"])
+    export(root, tmp_path / "one")
+    export(kept, tmp_path / "two")
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+
+
+def test_gzip_header_holds_no_time_and_no_name(root, tmp_path):
+    export(root, tmp_path)
+    assert (tmp_path / "sa_000002.tar").read_bytes()[:8] == b"\x1f\x8b\x08" + bytes(5)
+
+
+def test_plain(root, tmp_path):
+    export(root, tmp_path, plain=True)
+    assert read(tmp_path / "holiday.tar", "r:").keys() == CONTENT["holiday"].keys()
+
+
+def test_chosen_images(root, tmp_path):
+    ids = tmp_path / "ids.txt"
+    ids.write_text("301\n\n100\n301\n")
+    assert export(root, tmp_path / "out", ids=ids).tars == ["sa_000001.tar", "sa_000002.tar"]
+    assert list(read(tmp_path / "out" / "sa_000001.tar")) == [100]
+    assert list(read(tmp_path / "out" / "sa_000002.tar")) == [301]
+
+
+def test_small_tars(root, tmp_path):
+    summary = export(root, tmp_path, images_per_tar=10)
+    assert summary.tars == [
+        "holiday-0000.tar",
+        "sa_000001-0000.tar",
+        "sa_000001-0001.tar",
+        "sa_000002-0000.tar",
+    ]
+    parts = [read(tmp_path / f"sa_000001-{part:04d}.tar") for part in range(2)]
+    assert [len(part) for part in parts] == [10, 6]
+    assert (parts[0] | parts[1]).keys() == CONTENT["sa_000001"].keys()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("100\n7\n8\n", "7, 8: not in"),
+        ("100\nsa_101\n", "line 2: expected an image id"),
+        ("\n", "no image id"),
+    ],
+)
+def test_a_bad_list_of_images_is_refused(root, tmp_path, lines, message):
+    ids = tmp_path / "ids.txt"
+    ids.write_text(lines)
+    with pytest.raises(UsageError, match=message):
+        export(root, tmp_path / "out", ids=ids)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tars_that_exist_are_not_replaced_unasked(root, tmp_path):
+    (tmp_path / "sa_000002.tar").write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"sa_000002\.tar already"):
+        export(root, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["sa_000002.tar"]
+    export(root, tmp_path, overwrite=True)
+    assert read(tmp_path / "sa_000002.tar").keys() == CONTENT["sa_000002"].keys()
+
+
+def test_scaled_images_are_refused(tmp_path):
+    source = write_source(tmp_path / "sa_000001.tar", pairs(range(3)))
+    root = make_root(tmp_path / "root", [source], ROOTS["image_size"])
+    with pytest.raises(UsageError, match="--image-size 32"):
+        export(root, tmp_path / "out")
+
+
+def test_damage_stops_it_and_leaves_no_half_tar(tmp_path):
+    source = write_source(tmp_path / "sa_000001.tar", pairs(range(8)))
+    root = make_root(tmp_path / "root", [source], ROOTS["plain"])
+    shard = root / "sa1b-000001-0001.tar"
+    data = bytearray(shard.read_bytes())
+    data[600] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ShardError, match=r"sa1b-000001-0001\.tar"):
+        export(root, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_unfinished_root_is_refused(tmp_path):
+    with pytest.raises(ManifestError, match="not there"):
+        export(tmp_path, tmp_path / "out")
+
+
+def test_names_of_sources_are_those_of_the_manifest(root):
+    assert manifest.read_dataset(root)["sources"].keys() == set(CONTENT)

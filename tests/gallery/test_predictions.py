@@ -1,0 +1,116 @@
+"""A model's masks beside the true ones on the gallery's page."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sa1b.errors import UsageError
+from sa1b.gallery.page import write_gallery
+from sa1b.gallery.predictions import Predicted, read_predictions
+from sa1b.gallery.selection import Choice
+from sa1b.masks import coco, geometry
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.synthetic import source_tars as synthetic
+from tests.gallery.test_gallery import Page
+from tests.shards.tiny import ingest_tar
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("predicted")
+    synthetic.write_tar(folder / "sa_000001.tar", images=5, first_id=100, long_side=160)
+    ingest_tar(folder / "sa_000001.tar", folder / "root")
+    write_dataset(folder / "root", read_tasks(folder / "root"))
+    return folder / "root"
+
+
+def drawn(root: Path, image_id: int, mask_ids: list[int] | None = None) -> Predicted:
+    """The true masks mirrored, as if a model had drawn them."""
+    annotations = Dataset(root).by_id(image_id).annotations
+    chosen = np.flatnonzero(np.isin(annotations.mask_id, mask_ids or annotations.mask_id))[::-1]
+    return Predicted(
+        mask_id=annotations.mask_id[chosen],
+        points=np.stack((chosen + 0.25, chosen + 1.5), axis=1),
+        iou=chosen / 100,
+        predicted_iou=chosen / 50,
+        runs=geometry.flip_horizontal(annotations.runs(chosen)),
+    )
+
+
+def test_a_file_gives_back_what_was_written(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "predictions.jsonl"
+    file.write_text(drawn(root, 103).line(103) + drawn(root, 101).line(101))
+    found = read_predictions(file)
+    assert list(found) == [103, 101]
+    for image_id, one in found.items():
+        other = drawn(root, image_id)
+        assert one.mask_id.tolist() == other.mask_id.tolist()
+        assert one.points.tolist() == other.points.tolist()
+        assert one.iou.tolist() == other.iou.tolist()
+        assert coco.encode(one.runs) == coco.encode(other.runs)
+
+
+def test_the_page_shows_the_images_of_the_file_with_both_masks_in_one_order(
+    root: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "predictions.jsonl"
+    few = Dataset(root).by_id(101).annotations.mask_id[:3].tolist()
+    file.write_text(drawn(root, 103).line(103) + drawn(root, 101, few).line(101))
+    summary = write_gallery(root, tmp_path / "page.html", Choice(), predictions=file, quiet=True)
+    assert sorted(summary.shown) == [101, 103]
+    page = Page((tmp_path / "page.html").read_text())
+    for image_id in (101, 103):
+        data = page.pictures[image_id]
+        own = drawn(root, image_id, few if image_id == 101 else None)
+        at = [own.mask_id.tolist().index(mask_id) for mask_id in data["mask_id"]]
+        assert sorted(at) == list(range(len(own.mask_id)))  # only masks that the model was asked for
+        assert data["area"] == sorted(data["area"], reverse=True)
+        size = data["height"], data["width"]
+        true = Dataset(root).by_id(image_id).annotations
+        rows = [true.mask_id.tolist().index(mask_id) for mask_id in data["mask_id"]]
+        for name, runs in (("counts", true.runs(np.array(rows))), ("predicted", own.runs.select(at))):
+            assert data[name] == [text.decode() for text in coco.encode(geometry.resize(runs, *size))]
+        assert data["iou"] == own.iou[at].tolist()
+        assert data["point_coords"] == own.points[at].tolist()
+
+
+def test_without_predictions_nothing_is_drawn_beside(root: Path, tmp_path: Path) -> None:
+    write_gallery(root, tmp_path / "page.html", Choice(), quiet=True)
+    page = Page((tmp_path / "page.html").read_text())
+    assert all("predicted" not in data for data in page.pictures.values())
+    assert not any("twin" in str(attributes.get("class")) for _, attributes in page.tags)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "holds no prediction"),
+        ("{}\n", "line 1 is no prediction"),
+        ('{"image_id": 1, "masks": []}\n', "line 1 is no prediction"),
+        ("not json\n", "line 1 is no prediction"),
+    ],
+)
+def test_another_file_is_refused_with_its_line(
+    root: Path, tmp_path: Path, content: str, problem: str
+) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=f"other.jsonl: {problem}"):
+        write_gallery(root, tmp_path / "page.html", Choice(), predictions=file, quiet=True)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_predictions_for_another_size_are_counted_as_such(root: Path, tmp_path: Path) -> None:
+    one = drawn(root, 102)
+    document = json.loads(one.line(102))
+    for mask, text in zip(document["masks"], coco.encode(geometry.resize(one.runs, 7, 9)), strict=True):
+        mask["segmentation"] = {"size": [7, 9], "counts": text.decode()}
+    file = tmp_path / "predictions.jsonl"
+    file.write_text(drawn(root, 101).line(101) + json.dumps(document) + "\n")
+    summary = write_gallery(root, tmp_path / "page.html", Choice(), predictions=file, quiet=True)
+    assert summary.shown == [101]
+    assert summary.skipped == {"predictions_differ": 1}

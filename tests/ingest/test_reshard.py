@@ -1,0 +1,355 @@
+"""Runs of `tools/reshard.py` as a user starts them: finished, interrupted, killed, repeated, changed."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sa1b
+from sa1b.errors import LockedError, ManifestError, SourceError, UsageError
+from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.reshard import _task, _why, reshard
+from sa1b.shards import jpeg
+from sa1b.shards.manifest import Options
+from sa1b.sources.source import discover
+from sa1b.storage.publish import lock
+from sa1b.synthetic import source_tars as synthetic
+from sa1b.workers import supervise
+from tests.shards import tiny
+
+REPOSITORY = Path(__file__).parents[2]
+IMAGES = 24
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sources")
+    synthetic.write_tars(folder, tars=3, images_per_tar=IMAGES, long_side=160)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clean(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("clean") / "root"
+    run(sources, root)
+    return root
+
+
+def command(source: Path, root: Path, *flags: str) -> list[str]:
+    return [
+        sys.executable,
+        "tools/reshard.py",
+        str(source),
+        "--out",
+        str(root),
+        "--images-per-shard",
+        "10",
+        *flags,
+    ]
+
+
+def run(source: Path, root: Path, *flags: str, code: int = 0) -> dict[str, Any]:
+    done = subprocess.run(
+        command(source, root, "--json", *flags), cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout) if code in (0, 1, 3) else {"error": done.stderr}
+    return result
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_summary_counts_everything(sources: Path, clean: Path) -> None:
+    result = run(sources, clean)
+    assert result["skipped"] == ["sa_000000", "sa_000001", "sa_000002"]
+    assert result["done"] == []
+    assert result["members"] == 2 * result["images"] == 6 * IMAGES
+    assert result["shards"] == 9
+    assert result["masks"] == sum(len(sample.annotations) for sample in sa1b.open(clean))
+
+
+def test_bytes_do_not_depend_on_workers_or_the_order_of_sources(
+    sources: Path, clean: Path, tmp_path: Path
+) -> None:
+    for name in ("sa_000002.tar", "sa_000000.tar", "sa_000001.tar"):
+        run(sources / name, tmp_path / "one by one")
+    run(sources, tmp_path / "together", "--workers", "3")
+    assert contents(tmp_path / "one by one") == contents(clean)
+    assert contents(tmp_path / "together") == contents(clean)
+
+
+def test_killed_at_random_times_it_goes_on_to_the_same_bytes(
+    sources: Path, clean: Path, tmp_path: Path
+) -> None:
+    draw = random.Random(0)
+    for _ in range(6):
+        process = subprocess.Popen(
+            command(sources, tmp_path, "--workers", "2"), cwd=REPOSITORY, stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        time.sleep(draw.uniform(0.3, 1.3))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    run(sources, tmp_path)
+    assert contents(tmp_path) == contents(clean)
+
+
+@pytest.fixture(scope="module")
+def long_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("long") / "sa_000007.tar"
+    synthetic.write_tar(source, images=150, first_id=1, long_side=320)
+    return source
+
+
+@pytest.fixture
+def long_run(long_source: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
+    """A run whose worker is in the middle of its source: the process, the source and the root."""
+    process = subprocess.Popen(
+        command(long_source, tmp_path / "root"),
+        cwd=REPOSITORY,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 30
+    while not list((tmp_path / "root").glob(".partial/*/*-0001.tar")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.002)
+    yield process, long_source, tmp_path / "root"
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_killed_worker_is_replaced_and_the_result_is_the_same(
+    long_run: tuple[subprocess.Popen[str], Path, Path], tmp_path: Path
+) -> None:
+    process, source, root = long_run
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    worker = next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(int(worker), signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "retried sa_000007" in out
+    assert "SIGKILL" in out
+    run(source, tmp_path / "undisturbed")
+    assert contents(root) == contents(tmp_path / "undisturbed")
+
+
+def test_ctrl_c_leaves_nothing_broken(
+    long_run: tuple[subprocess.Popen[str], Path, Path], tmp_path: Path
+) -> None:
+    process, source, root = long_run
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group hears it
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Run the same command again" in out
+    assert "Traceback" not in err
+    assert contents(root) == {}
+    run(source, root)
+    run(source, tmp_path / "undisturbed")
+    assert contents(root) == contents(tmp_path / "undisturbed")
+
+
+def test_a_second_run_in_the_same_root_is_refused(sources: Path, tmp_path: Path) -> None:
+    with lock(tmp_path), pytest.raises(LockedError, match="in use by another process"):
+        reshard([sources], tmp_path, Options(), Policy(), quiet=True)
+
+
+def test_other_options_than_the_recorded_are_refused_with_both_named(sources: Path, clean: Path) -> None:
+    before = contents(clean)
+    with pytest.raises(
+        UsageError, match=r"made with --images-per-shard 10, this run says --images-per-shard 1024"
+    ):
+        reshard([sources], clean, Options(), Policy(), quiet=True)
+    with pytest.raises(UsageError, match=r"made with no --keep-json, this run says --keep-json"):
+        reshard([sources], clean, Options(images_per_shard=10, keep_json=True), Policy(), quiet=True)
+    assert contents(clean) == before
+
+
+def test_a_changed_source_is_done_again_and_recheck_looks_at_the_content(
+    sources: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "sa_000000.tar"
+    shutil.copy2(sources / "sa_000000.tar", source)
+    root = tmp_path / "root"
+    first = run(source, root)
+    assert first["done"] == ["sa_000000"]
+    assert first["shards"] == 3
+    assert run(source, root)["skipped"] == ["sa_000000"]
+    os.utime(source, (1, 1))
+    assert run(source, root, "--recheck")["skipped"] == ["sa_000000"]
+    assert run(source, root)["done"] == ["sa_000000"]
+    synthetic.write_tar(source, images=8, first_id=1, long_side=64)
+    again = run(source, root, "--recheck")
+    assert again["done"] == ["sa_000000"]
+    # The shards of the longer source are gone.
+    assert sorted(path.name for path in root.glob("*.tar")) == ["sa1b-000000-0000.tar"]
+    assert len(sa1b.open(root)) == 8
+
+
+def test_a_missing_shard_is_made_again(sources: Path, tmp_path: Path) -> None:
+    run(sources / "sa_000000.tar", tmp_path)
+    before = contents(tmp_path)
+    (tmp_path / "sa1b-000000-0001.tar").unlink()
+    assert run(sources / "sa_000000.tar", tmp_path)["done"] == ["sa_000000"]
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["samples.bin", "dataset.json", "sa1b-000000-0001.parquet"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_root_that_lost_a_file_is_completed_again(
+    sources: Path, tmp_path: Path, name: str, cut: bool
+) -> None:
+    source = sources / "sa_000000.tar"
+    reshard([source], tmp_path, Options(images_per_shard=10), Policy(), quiet=True)
+    before = contents(tmp_path)
+    if cut:
+        (tmp_path / name).write_bytes(before[name][:-10])
+    else:
+        (tmp_path / name).unlink()
+    summary = reshard([source], tmp_path, Options(images_per_shard=10), Policy(), quiet=True)
+    assert summary.complete
+    assert contents(tmp_path) == before
+
+
+def test_a_checklist_given_later_checks_finished_sources_too(sources: Path, tmp_path: Path) -> None:
+    source = sources / "sa_000000.tar"
+    right = hashlib.md5(source.read_bytes()).hexdigest()
+    checklist = tmp_path / "md5.txt"
+    for recorded in (False, True):
+        root = tmp_path / str(recorded)
+        checklist.write_text(f"{right}  sa_000000.tar\n")
+        first = {"checklist": checklist} if recorded else {}
+        assert reshard([source], root, Options(), Policy(), quiet=True, **first).exit_code() == 0
+        assert reshard([source], root, Options(), Policy(), quiet=True, checklist=checklist).exit_code() == 0
+        checklist.write_text(f"{'0' * 32}  sa_000000.tar\n")
+        summary = reshard([source], root, Options(), Policy(), quiet=True, checklist=checklist)
+        assert summary.exit_code() == 1
+        assert f"its md5 is {right} and the checklist says {'0' * 32}" in summary.failed["sa_000000"]
+
+
+def test_images_of_a_complete_root_are_not_taken_twice_and_the_root_stays_complete(
+    sources: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    reshard([sources / "sa_000000.tar"], root, Options(), Policy(), quiet=True)
+    before = contents(root)
+    shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000009.tar")
+    summary = reshard([tmp_path / "sa_000009.tar"], root, Options(), Policy(), quiet=True)
+    assert summary.exit_code() == 1
+    assert "of sa_000009 is in" in summary.failed["sa_000009"]
+    assert contents(root) == before
+
+
+def test_a_source_that_vanishes_while_it_is_read_is_named_without_a_traceback(
+    sources: Path, tmp_path: Path
+) -> None:
+    shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000000.tar")
+    (source,) = discover([tmp_path / "sa_000000.tar"])
+    source.path.unlink()
+    (event,) = supervise(_task, [(source, tmp_path / "root", Options(), Policy())], workers=1)
+    assert event.kind == "failed"
+    assert _why(event.value) == f"[Errno 2] No such file or directory: '{source.path}'"
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(sources: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sa_000000.tar"
+    shutil.copy(sources / "sa_000000.tar", path)
+    (source,) = discover([path])
+    os.utime(path, (1, 1))
+    (tmp_path / "root").mkdir()
+    with pytest.raises(SourceError, match=r"sa_000000\.tar: changed while it was read"):
+        ingest(source, tmp_path / "root", Options(), Policy())
+
+
+def test_a_failed_second_attempt_leaves_the_quarantine_of_the_first(tmp_path: Path) -> None:
+    path, root = tmp_path / "sa_000005.tar", tmp_path / "root"
+    tiny.write_tar(path, [*tiny.pairs(range(6)), *tiny.pair_members(7, text=b"{")])
+    assert reshard([path], root, Options(), Policy(), quiet=True).exit_code() == 3
+    before = contents(root)
+    tiny.write_tar(path, tiny.pair_members(5, text=b"["))
+    summary = reshard([path], root, Options(), Policy(), quiet=True)
+    assert "holds no usable pair" in summary.failed["sa_000005"]
+    assert contents(root) == before
+
+
+def test_a_reason_to_accept_that_no_pair_has_is_questioned(
+    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reshard([sources / "sa_000000.tar"], tmp_path, Options(), Policy(accept=frozenset({"aera"})))
+    assert "no pair has the problem 'aera' that --accept names" in capsys.readouterr().err
+
+
+def test_what_was_refused_of_a_failed_source_is_kept(tmp_path: Path) -> None:
+    tiny.write_tar(tmp_path / "sa_000005.tar", tiny.pair_members(5, text=b"{"))
+    summary = reshard([tmp_path / "sa_000005.tar"], tmp_path / "root", Options(), Policy(), quiet=True)
+    assert summary.exit_code() == 1
+    assert f"what was refused of it: {tmp_path}/root/quarantine/sa_000005" in summary.table(tmp_path / "root")
+    assert {line["name"] for line in tiny.lines(tmp_path / "root", "sa_000005")} == {
+        "./sa_5.jpg",
+        "./sa_5.json",
+    }
+
+
+def test_an_image_in_two_sources_is_refused_with_both_named(sources: Path, tmp_path: Path) -> None:
+    shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000009.tar")
+    summary = reshard(
+        [sources, tmp_path / "sa_000009.tar"], tmp_path / "root", Options(), Policy(), quiet=True
+    )
+    assert summary.exit_code() == 1
+    assert "image 1 stands in two sources: sa_000000 and sa_000009" in summary.failed["dataset.json"]
+    with pytest.raises(ManifestError, match="dataset.json: not there; 4 sources are finished"):
+        sa1b.open(tmp_path / "root")
+
+
+def test_image_size_scales_images_and_keeps_masks(sources: Path, clean: Path, tmp_path: Path) -> None:
+    run(sources / "sa_000000.tar", tmp_path, "--image-size", "100", "--quality", "90")
+    full, small = sa1b.open(clean), sa1b.open(tmp_path)
+    assert small.manifest["options"]["image_size"] == 100
+    for sample in small:
+        original = full.by_id(sample.image_id)
+        height, width = original.image.shape[:2]
+        assert sample.image.shape[:2] == jpeg.scaled_size(height, width, 100)
+        assert max(sample.image.shape[:2]) == 100
+        assert (sample.annotations.height, sample.annotations.width) == (height, width)
+        assert sample.annotations.to_json() == original.annotations.to_json()
+        # Antialiased: the mean colour of every picture is kept.
+        assert np.abs(sample.image.mean((0, 1)) - original.image.mean((0, 1))).max() < 2
+
+
+def test_images_already_small_enough_keep_their_bytes(sources: Path, clean: Path, tmp_path: Path) -> None:
+    run(sources / "sa_000000.tar", tmp_path, "--image-size", "4000")
+    full = sa1b.open(clean)
+    assert all(sample.jpeg == full.by_id(sample.image_id).jpeg for sample in sa1b.open(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--quality", "90"], "goes with --image-size"),
+        (["--image-size", "3"], "--image-size is from 16"),
+        (["--images-per-shard", "0"], "at least 1"),
+        (["--md5", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_bad_flags_are_named(sources: Path, tmp_path: Path, flags: list[str], message: str) -> None:
+    found = run(sources, tmp_path / "root", *flags, code=2)
+    assert message in found["error"]
+    assert "Traceback" not in found["error"]
+    assert not (tmp_path / "root").exists()
