@@ -1,0 +1,148 @@
+"""Members of a source in any order and form: which become pairs, which are refused, what waits."""
+
+import json
+
+import pytest
+
+from sa1b.sources.spill import Spill
+from tests.ingest.bad_pairs import (
+    BAD,
+    GOOD,
+    Outcome,
+)
+from tests.shards import tiny
+from tests.shards.tiny import pair, pair_members, pairs
+
+
+@pytest.mark.parametrize("gzip", [False, True], ids=["plain", "gzip"])
+def test_good_pairs_in_any_order_come_back_exactly(ingest, gzip):
+    outcome = ingest(pairs(GOOD), gzip=gzip)
+    assert sorted(outcome.samples) == list(GOOD)
+    assert outcome.refused == outcome.doubtful == outcome.task.damage == []
+
+
+@pytest.mark.parametrize(("missing", "reason"), [(1, "jpg_unpaired"), (0, "json_unpaired")])
+def test_half_a_pair_is_refused(ingest, missing, reason):
+    half = pair_members(BAD)[1 - missing]
+    outcome = ingest([half, *pairs(GOOD)])
+    assert [(line["reason"], line["name"], line["offset"]) for line in outcome.refused] == [
+        (reason, half[0], 0)
+    ]
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["before the pair is complete", "after"])
+@pytest.mark.parametrize("which", [0, 1], ids=["jpg", "json"])
+@pytest.mark.parametrize("same", [True, False], ids=["same bytes", "other bytes"])
+def test_the_first_of_duplicates_counts_and_the_others_are_listed(ingest, place, which, same):
+    both = pair_members(BAD)
+    first, second = both[which], both[1 - which]
+    again = (first[0], first[1] if same else pair(BAD, seed=1)[which])
+    members = [*pairs(GOOD), first, second]
+    members.insert(len(GOOD) * 2 + place, again)
+    outcome = ingest(members)
+    assert outcome.samples[BAD] == (pair(BAD)[0], json.loads(pair(BAD)[1]))
+    assert [(line["reason"], line["name"]) for line in outcome.refused] == [("duplicate", first[0])]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/sa_500.jpg",
+        "/etc/passwd",
+        "../sa_500.jpg",
+        "../../../../tmp/sa_500.jpg",
+        "./x/../sa_500.jpg",
+        "x//sa_500.jpg",
+        "sa_500.jpg/",
+        "..",
+        "sa_500.JPG",
+        "sa_500.jpeg",
+        "sa_0500.jpg",
+        "sa_+500.jpg",
+        "sa_-500.jpg",
+        "sa_٥٠٠.jpg",
+        "sa_500.jpg\n",
+        "sa_500.jpg ",
+        "sa_\x1b[2J500.jpg",
+        "xsa_500.jpg",
+        "sa_9223372036854775808.jpg",
+        "sa_" + "9" * 80 + ".jpg",
+        "README",
+    ],
+)
+def test_a_name_of_another_form_is_refused_and_writes_nothing_outside(ingest, tmp_path, name):
+    half = pair_members(BAD)[1]
+    outcome = ingest([(name, b"content"), half, *pairs(GOOD)])
+    assert [(line["reason"], line["name"]) for line in outcome.refused] == [
+        ("unexpected_name", name),
+        ("json_unpaired", half[0]),
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"root", "sa_000020.tar"}
+    (file,) = (tmp_path / "root" / "quarantine" / "sa_000020").glob("000001*")
+    assert file.read_bytes() == b"content"
+    assert set(file.name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+
+
+def test_a_very_long_name_is_listed_in_full(tmp_path):
+    name = "x" * 5000 + "/sa_1.txt"
+    data = tiny.member("././@LongLink", name.encode() + b"\0", kind=b"L") + tiny.member("short", b"content")
+    path = tmp_path / "sa_000020.tar"
+    path.write_bytes(data + tiny.tar_bytes(pairs(GOOD)))
+    outcome = Outcome(tmp_path / "root", tiny.ingest_tar(path, tmp_path / "root"))
+    outcome.check([(name, b"content")])
+    assert [line["reason"] for line in outcome.refused] == ["unexpected_name"]
+
+
+@pytest.mark.parametrize("name", ["sa_500.jpg", "./sa_500.jpg", "sa_000020/sa_500.jpg", "a/b/c/sa_500.jpg"])
+def test_pairs_may_lie_in_folders_of_the_archive(ingest, name):
+    outcome = ingest([*pairs(GOOD), (name, pair(BAD)[0]), pair_members(BAD)[1]])
+    assert BAD in outcome.samples
+    assert outcome.refused == []
+
+
+@pytest.mark.parametrize("kind", [b"1", b"2", b"3", b"4", b"6"], ids=lambda kind: kind.decode())
+def test_links_and_devices_are_refused_and_not_followed(tmp_path, kind):
+    link = tiny.header(f"./sa_{BAD}.jpg", kind=kind, link="/etc/passwd")
+    members = [pair_members(BAD)[1], *pairs(GOOD)]
+    path = tmp_path / "sa_000020.tar"
+    path.write_bytes(link + tiny.tar_bytes(members))
+    outcome = Outcome(tmp_path / "root", tiny.ingest_tar(path, tmp_path / "root"))
+    outcome.check([*members, (f"./sa_{BAD}.jpg", b"")])
+    assert [(line["reason"], line["offset"]) for line in outcome.refused] == [
+        ("not_a_file", 0),
+        ("json_unpaired", 512),
+    ]
+
+
+def test_folders_in_the_archive_hold_nothing_of_their_own(tmp_path):
+    path = tmp_path / "sa_000020.tar"
+    path.write_bytes(tiny.header("./", kind=b"5") + tiny.tar_bytes(pairs(GOOD)))
+    outcome = Outcome(tmp_path / "root", tiny.ingest_tar(path, tmp_path / "root")).check([])
+    assert outcome.task.counts["members"] == 2 * len(GOOD)
+    assert outcome.refused == []
+
+
+@pytest.mark.parametrize("image_id", [0, 2**31, 2**63 - 1])
+def test_image_ids_from_0_to_the_largest_int64_are_kept(ingest, image_id):
+    assert image_id in ingest([*pairs(GOOD), *pair_members(image_id)]).samples
+
+
+def test_what_waits_takes_bounded_memory_and_its_spill_folder_is_empty_afterwards(
+    ingest, tmp_path, monkeypatch
+):
+    spill = tmp_path / "spill"
+    seen = []
+    put = Spill.put
+
+    def watched(self, name, data):
+        put(self, name, data)
+        seen.append((sum(map(len, self._memory.values())), len(list(spill.rglob("*.jpg")))))
+
+    monkeypatch.setattr(Spill, "put", watched)
+    worst = sorted(pairs(GOOD), key=lambda member: member[0].endswith("json"))  # every jpg before any json
+    outcome = ingest(worst, spill=spill, spill_memory=10_000)
+    assert sorted(outcome.samples) == list(GOOD)
+    assert len(seen) == len(GOOD)
+    assert max(memory for memory, _ in seen) <= 10_000
+    assert max(files for _, files in seen) >= len(GOOD) - 5
+    assert list(spill.rglob("*")) == []
