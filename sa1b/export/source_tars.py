@@ -22,9 +22,9 @@ from isal import igzip
 from tqdm import tqdm
 
 from sa1b.errors import ManifestError, UsageError
+from sa1b.names import member_name, shard_order, source_stem
 from sa1b.shards.dataset import Dataset, Sample, open_dataset
 from sa1b.shards.manifest import DATASET
-from sa1b.shards.shard import SHARD_PREFIX
 from sa1b.storage.publish import flush, lock, naming, publish
 
 _GZIP_LEVEL = 2  # of isal's 0 to 3; JPEGs hardly shrink at any
@@ -158,8 +158,8 @@ def _chosen(dataset: Dataset, ids: Path | None) -> Rows:
 
 def _tars(dataset: Dataset, chosen: Rows, images_per_tar: int | None) -> Iterator[tuple[str, Rows]]:
     """Name and rows of each tar, in the order of the shards."""
-    sources = {name.removeprefix("sa_"): name for name in dataset.manifest["sources"]}
-    stems = [shard.removeprefix(SHARD_PREFIX).rpartition("-")[0] for shard in dataset.shards]
+    sources = {source_stem(name): name for name in dataset.manifest["sources"]}
+    stems = [shard_order(shard).stem for shard in dataset.shards]
     strange = [stem for stem in stems if stem not in sources]
     if strange:
         raise ManifestError(
@@ -191,8 +191,8 @@ def _write(path: Path, dataset: Dataset, rows: Rows, plain: bool, summary: Summa
         ):
             for row in rows.tolist():
                 sample = dataset[row]
-                _member(tar, f"./sa_{sample.image_id}.jpg", sample.jpeg)
-                _member(tar, f"./sa_{sample.image_id}.json", annotation_text(sample))
+                _member(tar, f"./{member_name(sample.image_id, 'jpg')}", sample.jpeg)
+                _member(tar, f"./{member_name(sample.image_id, 'json')}", annotation_text(sample))
                 summary.images += 1
                 summary.masks += len(sample.annotations)
                 bar.update(len(sample.jpeg))

@@ -13,11 +13,12 @@ import numpy as np
 from sa1b.errors import BadSample
 from sa1b.gallery.selection import NEVER, Choice, Exhibit, Gathered
 from sa1b.masks.runs import MaskError
+from sa1b.names import member_name, parse_member_path
 from sa1b.shards import annotation, jpeg, record
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.record import RecordError
 from sa1b.sources.member import Damage, Member
-from sa1b.sources.source import Source, SourceReader, split_name
+from sa1b.sources.source import Source, SourceReader
 
 WAITING_BYTES = 256 << 20
 _NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
@@ -60,8 +61,8 @@ class _Pass:
 
     def member(self, member: Member, place: str) -> None:
         """Take in one member of a source or a shard."""
-        masks = member.name.endswith(".masks")
-        named = split_name(member.name.removesuffix("masks") + "json" if masks else member.name)
+        named = parse_member_path(member.name)
+        masks = named is not None and named.ending == "masks"
         if member.kind == "folder" or (self.sharded and member.name.endswith(".json")):
             return
         where = f"{member.name} in {place}"
@@ -72,7 +73,7 @@ class _Pass:
             self.skipped.add("unexpected_name", f"{where}: neither sa_<id>.jpg nor its masks")
             return
         self.sharded |= masks
-        image_id, ending = named[0], "masks" if masks else named[1]
+        image_id, ending = named
         rank = int(self.choice.ranks([image_id])[0])
         if self.choice.ids and rank != NEVER:
             self.gathered.found.add(image_id)
@@ -100,7 +101,7 @@ class _Pass:
     def finish(self) -> None:
         """Count what never met its partner; hand over the chosen images."""
         for image_id, half in sorted(self.halves.items()):
-            self.skipped.add("unpaired", f"sa_{image_id}.{half.ending}: its partner is missing")
+            self.skipped.add("unpaired", f"{member_name(image_id, half.ending)}: its partner is missing")
         ranks = sorted((-rank, image_id) for rank, image_id in self.best)
         self.gathered.exhibits = [self.exhibits[image_id] for _, image_id in ranks]
 

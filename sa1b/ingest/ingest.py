@@ -13,11 +13,12 @@ from pathlib import Path
 
 from sa1b.errors import BadSample, RefusedError, SourceError, SystematicError
 from sa1b.ingest.quarantine import Quarantine
+from sa1b.names import shard_name
 from sa1b.shards import annotation, jpeg
 from sa1b.shards.commit import check_clash, publish_quarantine, publish_task
 from sa1b.shards.index import Row
 from sa1b.shards.manifest import LARGEST, PARTIAL, QUARANTINE, Options, ShardInfo, Task, task_path, versions
-from sa1b.shards.shard import SHARD_PREFIX, Pair, ShardWriter, seal
+from sa1b.shards.shard import Pair, ShardWriter, seal
 from sa1b.sources.member import Damage, Member
 from sa1b.sources.pairing import MemberPair, Refusal, pair_up
 from sa1b.sources.source import Source, SourceReader
@@ -245,8 +246,7 @@ class _Ingest:
 
     def _store(self, pair: Pair) -> None:
         if self.shard is None:
-            stem = self.source.name.removeprefix("sa_")
-            name = f"{SHARD_PREFIX}{stem}-{len(self.sealed):04d}.tar"
+            name = shard_name(self.source.name, len(self.sealed))
             self.shard = ShardWriter(self.aside, name, with_runs=self.options.index_runs)
         self.largest.see(self.shard.add(pair))
         self.jpg_bytes += len(pair.jpeg)

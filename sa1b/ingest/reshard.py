@@ -12,6 +12,7 @@ from tqdm import tqdm
 from sa1b.errors import SourceError, UsageError
 from sa1b.ingest.ingest import Counts, Policy, ingest
 from sa1b.ingest.summary import Summary
+from sa1b.names import source_stem
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import DATASET, PARTIAL, Options, Task
@@ -185,9 +186,9 @@ def _check_options(root: Path, tasks: dict[str, Task], options: Options) -> None
 
 
 def _check_names(root: Path, tasks: dict[str, Task], sources: list[Source]) -> None:
-    taken = {name.removeprefix("sa_"): name for name in tasks}
+    taken = {source_stem(name): name for name in tasks}
     for source in sources:
-        other = taken.get(source.name.removeprefix("sa_"), source.name)
+        other = taken.get(source_stem(source.name), source.name)
         if other != source.name:
             raise UsageError(
                 f"{source.path}: {root} holds a source named {other!r} already, and the shards of both would "

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from sa1b.errors import BadSample
 from sa1b.masks import coco, geometry
 from sa1b.masks.runs import MaskError, Runs
+from sa1b.names import member_name
 from sa1b.shards.annotation_columns import (
     BBOX_IS_INT,
     CROP_BOX_IS_INT,
@@ -92,7 +93,7 @@ class Annotations:
         image = dict(
             zip(
                 IMAGE_KEYS,
-                (self.image_id, self.width, self.height, f"sa_{self.image_id}.jpg"),
+                (self.image_id, self.width, self.height, member_name(self.image_id, "jpg")),
                 strict=True,
             )
         )
@@ -219,7 +220,7 @@ def _read_image(document: Any, image_id: int, doubts: dict[str, str]) -> tuple[i
     if not isinstance(document.get("annotations"), list):
         raise BadSample("missing_key", "annotation file has no list 'annotations'")
     file_name = image.get("file_name")
-    if file_name != f"sa_{image_id}.jpg":
+    if file_name != member_name(image_id, "jpg"):
         found = repr(file_name) if isinstance(file_name, str) else name_of(file_name)
         doubts["file_name"] = f"image.file_name is {found}, expected 'sa_{image_id}.jpg'"
     usual = tuple(document) == ("image", "annotations") and tuple(image) == IMAGE_KEYS

@@ -2,7 +2,6 @@
 together become a dataset.
 """
 
-import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.errors import SourceError
+from sa1b.names import SHARD_PREFIX, shard_order, source_stem
 from sa1b.shards.manifest import (
     DATASET,
     QUARANTINE,
@@ -23,7 +23,7 @@ from sa1b.shards.manifest import (
     write_task,
 )
 from sa1b.shards.sample_table import encode, open_table
-from sa1b.shards.shard import SHARD_PREFIX, index_path
+from sa1b.shards.shard import index_path
 from sa1b.storage.publish import flush, publish, write_whole
 
 
@@ -33,10 +33,10 @@ def publish_task(task: Task, aside: Path, root: Path) -> None:
     (root / SAMPLES).unlink(missing_ok=True)
     task_path(root, task.name).unlink(missing_ok=True)
     flush(root)
-    stem = task.name.removeprefix("sa_")
+    stem = source_stem(task.name)
     names = {shard.name for shard in task.shards}
     for old in root.glob(f"{SHARD_PREFIX}{stem}-*.tar"):
-        if old.name not in names and re.fullmatch(rf"{SHARD_PREFIX}{re.escape(stem)}-\d+\.tar", old.name):
+        if old.name not in names and shard_order(old.name).stem == stem:
             old.unlink()
             index_path(old).unlink(missing_ok=True)
     publish_quarantine(task.name, aside, root)
@@ -64,14 +64,13 @@ def check_clash(task: Task, aside: Path, root: Path) -> None:
         return
     table = open_table(root / SAMPLES)
     owners = [shard["name"] for shard in read_dataset(root)["shards"]]
-    own = re.compile(rf"{SHARD_PREFIX}{re.escape(task.name.removeprefix('sa_'))}-\d+\.tar")
     for shard in task.shards:
         ids = pq.read_table(index_path(aside / shard.name), columns=["image_id"])["image_id"].to_numpy()
         rows = np.searchsorted(table.image_id, ids.astype(np.uint64))
         rows = rows[(rows < len(table)) & (table.image_id[np.minimum(rows, len(table) - 1)] == ids)]
         for row in rows:
             owner = owners[int(table.shard[row])]
-            if not own.fullmatch(owner):
+            if shard_order(owner).stem != source_stem(task.name):
                 raise SourceError(
                     f"image {table.image_id[row]} of {task.name} is in {root / owner} already; "
                     "leave this source out"
@@ -84,7 +83,9 @@ def write_dataset(root: Path, tasks: dict[str, Task]) -> None:
     Raises:
         SourceError: an image stands in two sources.
     """
-    shards = sorted((shard for task in tasks.values() for shard in task.shards), key=lambda shard: shard.name)
+    shards = sorted(
+        (shard for task in tasks.values() for shard in task.shards), key=lambda shard: shard_order(shard.name)
+    )
     samples = _sample_columns(root, shards, tasks)
     write_whole(root / SAMPLES, samples)
     write_whole(root / DATASET, dataset_document(shards, tasks, samples))

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from sa1b.errors import ShardError
+from sa1b.names import member_name
 from sa1b.shards import record
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.record import RecordError
@@ -106,7 +107,7 @@ class Reading:
                 return begin(self.reader, [place])[0].result()
             kind = "masks" if error.start >= place.masks_start else "jpg"
             raise ShardError(
-                f"sa_{place.image_id}.{kind} is damaged: {error}; tools/verify.py lists all damage"
+                f"{member_name(place.image_id, kind)} is damaged: {error}; tools/verify.py lists all damage"
             ) from None
         jpeg = data[place.start - self.origin :][: place.jpg_bytes]
         try:

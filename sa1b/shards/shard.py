@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 
 from sa1b.errors import ShardError
 from sa1b.masks.runs import Runs
+from sa1b.names import member_name
 from sa1b.shards import record
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.index import IndexWriter, Row
 from sa1b.shards.manifest import ShardInfo
 from sa1b.storage.publish import flush
 
-SHARD_PREFIX = "sa1b-"
 _COPY_BYTES = 256 << 20  # larger than any member: tarfile then writes each in one piece
 
 _PLACE = {  # member -> its columns in the index
@@ -65,11 +65,11 @@ class ShardWriter:
         """Append one image; its row of the index."""
         annotations = pair.annotations
         masks = record.encode(annotations)
-        stem = f"sa_{annotations.image_id}"
-        jpg_offset = self._member(f"{stem}.jpg", pair.jpeg)
-        masks_offset = self._member(f"{stem}.masks", masks)
+        image_id = annotations.image_id
+        jpg_offset = self._member(member_name(image_id, "jpg"), pair.jpeg)
+        masks_offset = self._member(member_name(image_id, "masks"), masks)
         if pair.text is not None:
-            self._member(f"{stem}.json", pair.text)
+            self._member(member_name(image_id, "json"), pair.text)
         row = Row(
             annotations=annotations,
             runs=pair.runs,

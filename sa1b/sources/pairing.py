@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from sa1b.names import member_name, parse_member_path
 from sa1b.sources.member import Damage, Member
-from sa1b.sources.source import split_name
 from sa1b.sources.spill import Spill
 
 
@@ -43,8 +43,8 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
             if item.kind != "folder":
                 yield Refusal("not_a_file", f"{item.kind}; only plain files belong in the archive", item)
             continue
-        named = split_name(item.name)
-        if named is None:
+        named = parse_member_path(item.name)
+        if named is None or named.ending == "masks":
             yield Refusal("unexpected_name", "not of the form sa_<id>.jpg or sa_<id>.json", item)
             continue
         image_id, ending = named
@@ -53,7 +53,7 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
             yield Refusal("duplicate", f"a second .{ending} of image {image_id}", item)
         elif first is None:
             waiting[image_id] = Member(item.name, item.kind, item.offset, b"")
-            spill.put(f"{image_id}.{ending}", item.data)
+            spill.put(member_name(image_id, ending), item.data)
         else:
             done.add(image_id)
             other = _take(waiting.pop(image_id), image_id, spill)
@@ -67,6 +67,6 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
 
 
 def _take(waiting: Member, image_id: int, spill: Spill) -> Member:
-    data = spill.take(f"{image_id}.{waiting.name.rsplit('.', 1)[1]}")
+    data = spill.take(member_name(image_id, waiting.name.rsplit(".", 1)[1]))
     assert data is not None
     return Member(waiting.name, waiting.kind, waiting.offset, data)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sa1b.errors import SourceError
+from sa1b.names import is_source_name, parse_member_name, source_stem
 from sa1b.sources.member import Damage, Member
 from sa1b.sources.tar_reader import is_tar, members
 from sa1b.sources.tar_stream import StoredStream
 
-_PAIR = re.compile(r"sa_(0|[1-9][0-9]{0,18})\.(jpg|json)")
 _TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 _CHUNK = 1 << 20  # bytes
 
@@ -78,15 +78,6 @@ class SourceReader:
             yield Member(path.name, "file", 0, data)
 
 
-def split_name(name: str) -> tuple[int, str] | None:
-    """`sa_<id>.jpg|json`, alone or in folders below the archive's root, as (image id, ending); else None."""
-    *folders, last = name.removeprefix("./").split("/")
-    match = _PAIR.fullmatch(last)
-    if match is None or any(part in ("", ".", "..") for part in folders) or int(match[1]) >= 2**63:
-        return None
-    return int(match[1]), match[2]
-
-
 def discover(paths: Sequence[Path]) -> list[Source]:
     """The sources behind what a person named, in order of their names.
 
@@ -98,7 +89,7 @@ def discover(paths: Sequence[Path]) -> list[Source]:
         if not path.exists():
             raise SourceError(f"{path}: no such file or folder")
         for source in _sources(path):
-            stem = source.name.removeprefix("sa_")
+            stem = source_stem(source.name)
             other = found.get(stem)
             if other is not None and other.path.resolve() != source.path.resolve():
                 raise SourceError(
@@ -146,7 +137,7 @@ def _folder_source(path: Path) -> Source:
 
 
 def _plain(name: str, path: Path) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+    if not is_source_name(name):
         raise SourceError(
             f"{path}: the name goes into the shards' names; use letters, digits, '_', '-' and '.'"
         )
@@ -162,14 +153,9 @@ def _pair_files(path: Path, *, one: bool = False) -> Iterator[Path]:
     folders = [path]
     if (path / "images").is_dir() and (path / "annotations").is_dir():
         folders = [path / "images", path / "annotations"]
-    files = (file for folder in folders for file in folder.iterdir() if _PAIR.fullmatch(file.name))
-    yield from files if one else sorted(files, key=lambda file: (*_id_first(file.name), str(file)))
-
-
-def _id_first(name: str) -> tuple[int, str]:
-    match = _PAIR.fullmatch(name)
-    assert match is not None
-    return int(match[1]), match[2]
+    named = ((parse_member_name(file.name), file) for folder in folders for file in folder.iterdir())
+    files = ((name, str(file), file) for name, file in named if name is not None and name.ending != "masks")
+    yield from (file for *_, file in (files if one else sorted(files)))
 
 
 def digest_of_source(

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from sa1b.masks import coco
 from sa1b.masks.runs import Runs
+from sa1b.names import member_name
 from sa1b.synthetic.scene import Mask, Shape
 
 
@@ -79,7 +80,7 @@ def annotate(
                 "stability_score": float(np.float32(0.95 + 0.05 * rng.beta(2.0, 2.0))),
             }
         )
-    name = f"sa_{image_id}.jpg"
+    name = member_name(image_id, "jpg")
     image: ImageInfo = {"image_id": image_id, "width": width, "height": height, "file_name": name}
     return {"image": image, "annotations": annotations}, len(runs)
 

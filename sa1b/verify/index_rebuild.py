@@ -1,7 +1,6 @@
 """The index of one shard made again from its tar, and what else that pass sees."""
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ import google_crc32c
 
 from sa1b.errors import BadSample, ShardError
 from sa1b.masks.runs import MaskError
+from sa1b.names import member_name, parse_member_name
 from sa1b.shards import jpeg, record
 from sa1b.shards.index import IndexWriter, Row
 from sa1b.shards.manifest import ShardInfo
@@ -19,8 +19,6 @@ from sa1b.sources.tar_header import BLOCK
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import StoredStream
 from sa1b.storage.publish import flush
-
-_JPG_NAME = re.compile(r"sa_(0|[1-9]\d{0,18})\.jpg")
 
 
 @dataclass(slots=True)
@@ -118,9 +116,9 @@ def _pairs(shard: Path, stream: StoredStream) -> Iterator[list[Member]]:
 
 def _checked(shard: Path, pair: list[Member]) -> list[Member]:
     names = [member.name for member in pair]
-    match = _JPG_NAME.fullmatch(names[0])
-    stem = f"sa_{match[1]}" if match else ""
-    if names not in ([f"{stem}.jpg", f"{stem}.masks"], [f"{stem}.jpg", f"{stem}.masks", f"{stem}.json"]):
+    named = parse_member_name(names[0])
+    expected = [member_name(named.image_id, ending) for ending in ("jpg", "masks", "json")] if named else []
+    if not expected or names not in (expected[:2], expected):
         shown = ", ".join(names[:4])
         raise _damaged(shard, pair[0].offset, f"{shown}: not one image's jpg, masks and perhaps json")
     return pair
@@ -134,7 +132,7 @@ def _row(shard: Path, pair: list[Member]) -> Row:
         runs = annotations.runs()
     except (BadSample, RecordError, MaskError) as error:
         raise _damaged(shard, jpg.offset, f"{jpg.name} or {masks.name}: {error}") from None
-    if jpg.name != f"sa_{annotations.image_id}.jpg":
+    if jpg.name != member_name(annotations.image_id, "jpg"):
         message = f"{masks.name} holds the masks of image {annotations.image_id}"
         raise _damaged(shard, masks.offset, message)
     return Row(

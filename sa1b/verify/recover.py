@@ -11,9 +11,9 @@ import numpy as np
 import simplejpeg
 
 from sa1b.errors import ManifestError
+from sa1b.names import parse_shard_name, shard_name, shard_order, source_name, source_stem
 from sa1b.shards import manifest
 from sa1b.shards.manifest import TASKS, Options, Task
-from sa1b.shards.shard import SHARD_PREFIX
 from sa1b.verify.index_rebuild import Rebuilt
 
 
@@ -25,20 +25,20 @@ def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | N
         ManifestError: a source lacks a shard in the middle.
     """
     if dataset is not None:
-        stems = {_stem(name): name for name in dataset["sources"]}
+        stems = {source_stem(name): name for name in dataset["sources"]}
         names = [shard["name"] for shard in dataset["shards"]]
     elif not tasks:
-        names = sorted(path.name for path in root.glob(f"{SHARD_PREFIX}*-*.tar"))
-        stems = {stem: f"sa_{stem}" if stem.isdigit() else stem for stem in map(_shard_stem, names)}
+        names = sorted(filter(parse_shard_name, (path.name for path in root.iterdir())), key=shard_order)
+        stems = {stem: source_name(stem) for stem in (shard_order(name).stem for name in names)}
     else:
         return {}
     lost: dict[str, list[str]] = {}
     for shard in names:
-        source = stems[_shard_stem(shard)]
+        source = stems[shard_order(shard).stem]
         if source not in tasks:
             lost.setdefault(source, []).append(shard)
     for source, shards in lost.items():
-        expected = [f"{SHARD_PREFIX}{_stem(source)}-{part:04d}.tar" for part in range(len(shards))]
+        expected = [shard_name(source, part) for part in range(len(shards))]
         if shards != expected:
             missing = sorted(set(expected) - set(shards))
             raise ManifestError(
@@ -46,14 +46,6 @@ def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | N
                 f"again with {source}, or restore either from a copy"
             )
     return lost
-
-
-def _stem(source: str) -> str:
-    return source.removeprefix("sa_")
-
-
-def _shard_stem(shard: str) -> str:
-    return shard.removeprefix(SHARD_PREFIX).rpartition("-")[0]
 
 
 def infer_tasks(

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.errors import ManifestError, TableError
+from sa1b.names import SHARD_PREFIX, parse_shard_name, shard_order
 from sa1b.shards import manifest
 from sa1b.shards.manifest import DATASET, SAMPLES, TASKS, ShardInfo, Task
 from sa1b.shards.sample_table import SampleTable, open_table
-from sa1b.shards.shard import SHARD_PREFIX, index_path
+from sa1b.shards.shard import index_path
 from sa1b.storage.publish import json_bytes
 from sa1b.verify.places import Claim
 from sa1b.verify.report import Finding, Report, ShardResult, remake, short
-
-_SHARD_NAME = re.compile(r"sa1b-[A-Za-z0-9_.-]+-\d{4,}\.tar")
 
 _TABLE_HEADER, _TABLE_HEADER_USED = 128, 88  # bytes, see sa1b.shards.sample_table
 
@@ -44,7 +43,7 @@ class RootCheck:
         self._read_tasks()
         self._read_dataset()
         owners = {shard.name: task for task in self.tasks.values() for shard in task.shards}
-        for name in [name for name in self.shards if not _SHARD_NAME.fullmatch(name)]:
+        for name in [name for name in self.shards if not parse_shard_name(name)]:
             self._find("shard_name", DATASET, f"{name!r} is no name of a shard", self.remake)
             del self.shards[name]
         numbers = self._numbers()
@@ -101,7 +100,7 @@ class RootCheck:
 
     def _compare_dataset(self, dataset: dict[str, Any]) -> None:
         """Against what the task files and samples.bin give."""
-        shards = [self.shards[name] for name in sorted(self.shards)]
+        shards = [self.shards[name] for name in sorted(self.shards, key=shard_order)]
         try:
             with (self.root / SAMPLES).open("rb") as file:
                 samples = file.read(_TABLE_HEADER)
@@ -121,7 +120,11 @@ class RootCheck:
 
     def _numbers(self) -> dict[str, int]:
         """Shard -> its number in samples.bin."""
-        names = [shard["name"] for shard in self.dataset["shards"]] if self.dataset else sorted(self.shards)
+        names = (
+            [shard["name"] for shard in self.dataset["shards"]]
+            if self.dataset
+            else sorted(self.shards, key=shard_order)
+        )
         return {name: number for number, name in enumerate(names)}
 
     def _check_table(self, shards: int) -> bool:

@@ -5,13 +5,13 @@ A check never stops at the first damage: the tar is walked to its end, and what 
 """
 
 import os
-import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import google_crc32c
 
+from sa1b.names import parse_member_name
 from sa1b.shards.index_reader import Place
 from sa1b.shards.manifest import SAMPLES, TASKS
 from sa1b.shards.shard import index_path
@@ -23,7 +23,6 @@ from sa1b.verify.member_check import ContentCheck
 from sa1b.verify.places import Claim, Places
 from sa1b.verify.report import Finding, ShardResult, remake, short
 
-_NAME = re.compile(r"sa_(0|[1-9]\d{0,18})\.(jpg|masks|json)")
 _HEADER_FIELDS = {  # POSIX.1-1988 ustar: where each field begins
     "name": 0, "mode": 100, "uid": 108, "gid": 116, "size": 124, "mtime": 136, "checksum": 148, "type": 156,
     "link name": 157, "magic and version": 257, "user": 265, "group": 297, "device": 329, "prefix": 345,
@@ -147,12 +146,12 @@ class _ShardCheck:
             self._find("gap", f"{member.offset - self.end:,} bytes that are no member", self.end)
         size = len(member.data)
         self.end = member.offset + BLOCK + size + -size % BLOCK
-        match = _NAME.fullmatch(member.name)
-        if member.kind != "file" or match is None:
+        named = parse_member_name(member.name)
+        if member.kind != "file" or named is None:
             message = f"{member.kind} {member.name!r} does not belong in a shard"
             self._find("unexpected_member", message, member.offset)
             return
-        image_id, ending = int(match[1]), match[2]
+        image_id, ending = named
         self._header(member, header, image_id)
         if padding.strip(b"\0"):
             self._find(

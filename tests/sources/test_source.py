@@ -14,7 +14,6 @@ from sa1b.sources.source import (
     digest_of_source,
     discover,
     read_checklist,
-    split_name,
 )
 from tests.shards import tiny
 from tests.shards.tiny import make_tar, pair, pair_members, pairs, write_tar
@@ -256,32 +255,6 @@ def test_a_name_unfit_for_shards_is_refused(tmp_path, name):
     make_tar(tmp_path / name, IDS)
     with pytest.raises(SourceError, match="use letters, digits, '_', '-' and '.'"):
         discover([tmp_path / name])
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("./sa_5.jpg", (5, "jpg")),
-        ("sa_5.json", (5, "json")),
-        ("x/y/sa_5.jpg", (5, "jpg")),
-        ("sa_0.jpg", (0, "jpg")),
-        ("/sa_5.jpg", None),
-        ("././sa_5.jpg", None),
-        ("../sa_5.jpg", None),
-        ("x/../sa_5.jpg", None),
-        ("x//sa_5.jpg", None),
-        ("sa_5.jpg/", None),
-        ("sa_05.jpg", None),
-        ("sa_٥.jpg", None),
-        ("sa_5.jpg\n", None),
-        ("sa_5.jpg\0", None),
-        (f"sa_{2**63 - 1}.jpg", (2**63 - 1, "jpg")),
-        (f"sa_{2**63}.jpg", None),
-        ("", None),
-    ],
-)
-def test_only_plain_relative_names_of_the_usual_form_are_pairs(name, expected):
-    assert split_name(name) == expected
 
 
 # Checklists

@@ -1,0 +1,83 @@
+"""Names of members, sources and shards: the rules that link them, each written once.
+
+member  sa_<id>.jpg, sa_<id>.json, sa_<id>.masks    id: an integer below 2**63 without leading zeros
+source  sa_000020                                   its stem, 000020, is the name without "sa_"
+shard   sa1b-<stem>-<part>.tar                      part: at least four digits, more from 10,000 on
+"""
+
+import re
+from typing import NamedTuple
+
+SHARD_PREFIX = "sa1b-"
+_ID_END = 2**63
+_IMAGE_PREFIX = "sa_"
+_MEMBER = re.compile(r"sa_(0|[1-9][0-9]{0,18})\.(jpg|json|masks)")
+_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_SHARD = re.compile(r"sa1b-([A-Za-z0-9_.-]+)-([0-9]{4}|[1-9][0-9]{4,})\.tar")
+
+
+class MemberName(NamedTuple):
+    """What a member's name says; `ending` is "jpg", "json" or "masks"."""
+
+    image_id: int
+    ending: str
+
+
+class ShardName(NamedTuple):
+    """What a shard's name says. Shard names compare by stem, then by part as a number."""
+
+    stem: str
+    part: int
+
+
+def member_name(image_id: int, ending: str) -> str:
+    """`sa_<id>.<ending>`."""
+    return f"{_IMAGE_PREFIX}{image_id}.{ending}"
+
+
+def parse_member_name(name: str) -> MemberName | None:
+    """The parts of `sa_<id>.<ending>`; None if `name` has another form."""
+    match = _MEMBER.fullmatch(name)
+    if match is None or int(match[1]) >= _ID_END:
+        return None
+    return MemberName(int(match[1]), match[2])
+
+
+def parse_member_path(path: str) -> MemberName | None:
+    """Like `parse_member_name`, for a name alone or in folders below the root of an archive.
+
+    Absolute paths and paths with empty, `.` or `..` parts (but for one `./` in front) give None.
+    """
+    *folders, last = path.removeprefix("./").split("/")
+    return None if any(part in ("", ".", "..") for part in folders) else parse_member_name(last)
+
+
+def is_source_name(name: str) -> bool:
+    """Whether `name` can be a source's: its stem becomes part of file names."""
+    return _STEM.fullmatch(source_stem(name)) is not None
+
+
+def source_stem(source: str) -> str:
+    """The part of a source's name that its shards' names contain."""
+    return source.removeprefix(_IMAGE_PREFIX)
+
+
+def source_name(stem: str) -> str:
+    """The usual source name for a stem: digits get `sa_` back, as in SA-1B; others are names themselves."""
+    return f"{_IMAGE_PREFIX}{stem}" if stem.isdigit() else stem
+
+
+def shard_name(source: str, part: int) -> str:
+    """The file name of a source's shard number `part`, counted from 0."""
+    return f"{SHARD_PREFIX}{source_stem(source)}-{part:04d}.tar"
+
+
+def parse_shard_name(name: str) -> ShardName | None:
+    """The parts of `sa1b-<stem>-<part>.tar`; None if `name` has another form."""
+    match = _SHARD.fullmatch(name)
+    return None if match is None else ShardName(match[1], int(match[2]))
+
+
+def shard_order(name: str) -> ShardName:
+    """The sort key of shards: part 10,000 after part 9,999. Names of another form sort as text."""
+    return parse_shard_name(name) or ShardName(name, -1)
