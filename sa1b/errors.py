@@ -41,6 +41,10 @@ class RefusedError(Sa1bError):
     """With --on-error stop: the first pair that cannot be used."""
 
 
+class OutOfMemoryError(Sa1bError):
+    """The process reached its memory limit; the message names the source."""
+
+
 class BadSample(ValueError):
     """A pair that cannot be used: a verdict on input, which ingest and readers handle.
 

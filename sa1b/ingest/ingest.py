@@ -11,7 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sa1b.errors import BadSample, RefusedError, SourceError, SystematicError
+import cv2
+import pyarrow as pa
+
+from sa1b.errors import BadSample, OutOfMemoryError, RefusedError, SourceError, SystematicError
 from sa1b.ingest.quarantine import Quarantine
 from sa1b.names import shard_name
 from sa1b.shards import annotation, jpeg
@@ -71,6 +74,13 @@ class _Largest:
             self.values[name] = max(self.values[name], value)
 
 
+def limit_threads() -> None:
+    """One thread for OpenCV and for Arrow: a worker process has a core of its own, not all of them."""
+    cv2.setNumThreads(1)
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+
+
 def ingest(
     source: Source,
     root: Path,
@@ -86,6 +96,7 @@ def ingest(
     Raises:
         SourceError: the md5 differs from the checklist's, or nothing in the source can be used.
         SystematicError, RefusedError: see there.
+        OutOfMemoryError: the process may not take the memory it needs, up to 600 MB.
         OSError: the disk is full or fails; the message names the path.
     """
     aside = root / PARTIAL / source.name
@@ -99,6 +110,11 @@ def ingest(
         check_clash(task, aside, root)
         with naming(root):
             publish_task(task, aside, root)
+    except MemoryError:
+        raise OutOfMemoryError(
+            f"{source.path}: out of memory; ingest of a source takes up to 600 MB: use fewer --workers, or "
+            "raise the limit (ulimit -v, the job's memory)"
+        ) from None
     except (SourceError, SystematicError):
         # What was refused, with reasons and offsets, is what a person looks at now; but never in place of
         # what an earlier run refused of a source whose shards stay.

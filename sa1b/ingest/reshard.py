@@ -10,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from sa1b.errors import SourceError, UsageError
-from sa1b.ingest.ingest import Counts, Policy, ingest
+from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
 from sa1b.ingest.summary import Summary
 from sa1b.names import source_stem
 from sa1b.shards import manifest
@@ -145,6 +145,7 @@ def _task(
     source: Source, root: Path, options: Options, policy: Policy, report: Callable[[Counts], None]
 ) -> Counts:
     """What a worker process runs."""
+    limit_threads()
     last = time.monotonic()
     newest = Counts()
 

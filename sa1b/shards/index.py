@@ -17,6 +17,7 @@ from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
 
 ROW_GROUP_IMAGES = 128
+ROW_GROUP_BYTES = 64 << 20  # of numbers and runs; 128 usual images hold 19 MB and never reach it
 RUNS_PATH = "runs.list.element.list.element"
 
 _PLAIN = {
@@ -80,11 +81,19 @@ def _lists(kind: pa.DataType) -> pa.DataType:
 
 
 class IndexWriter:
-    """Writes the rows of one shard; a row group leaves memory as soon as it is full."""
+    """Writes the rows of one shard.
+
+    A row group is written, and leaves memory, as soon as it holds ROW_GROUP_IMAGES images or ROW_GROUP_BYTES
+    of numbers and runs. What a row holds besides (the COCO strings, the annotation file) is not kept.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
 
     def __init__(self, path: Path, *, with_runs: bool) -> None:
         self._schema = schema(with_runs=with_runs)
-        self._rows: list[Row] = []
+        self._columns: dict[str, list[Any]] = {name: [] for name in self._schema.names}
+        self._held_bytes = 0
         integers = dict.fromkeys(_PLAIN, "DELTA_BINARY_PACKED")
         per_mask = {
             f"{name}.list.element" + ("" if width == 1 else ".list.element"): (
@@ -105,41 +114,58 @@ class IndexWriter:
         )
 
     def add(self, row: Row) -> None:
-        self._rows.append(row)
-        if len(self._rows) == ROW_GROUP_IMAGES:
+        """Append one image."""
+        for name, values in self._columns.items():
+            if name in _PLAIN:
+                values.append(_plain(row, name))
+            else:
+                array = row.runs.runs if name == "runs" else getattr(row.annotations, name)
+                values.append(array)
+                self._held_bytes += array.nbytes
+        if len(self._columns["image_id"]) == ROW_GROUP_IMAGES or self._held_bytes >= ROW_GROUP_BYTES:
             self._write()
 
     def close(self) -> None:
-        if self._rows:
+        """Write what is left and the footer."""
+        if self._columns["image_id"]:
             self._write()
         self._writer.close()
 
     def abandon(self) -> None:
-        """Let go of a file that cannot be completed, without another attempt to write to it."""
+        """Drop a file that cannot be completed, without another attempt to write to it."""
         self._writer.is_open = False  # or its destructor writes the footer, and complains when it cannot
 
     def _write(self) -> None:
-        rows, self._rows = self._rows, []
-        arrays = {name: pa.array([_plain(row, name) for row in rows], kind) for name, kind in _PLAIN.items()}
-        counts = np.array([len(row.annotations) for row in rows])
-        images = _offsets(counts)
+        columns = self._columns
+        self._columns = {name: [] for name in columns}
+        self._held_bytes = 0
+        rows = len(columns["image_id"])
+        arrays = {name: pa.array(columns.pop(name), kind) for name, kind in _PLAIN.items()}
+        images = _offsets(np.array([len(counts) for counts in columns["runs_count"]]))
         for name, (kind, width) in _PER_MASK.items():
-            values = np.concatenate([getattr(row.annotations, name) for row in rows])
+            values = np.concatenate(columns[name])
             masks = pa.array(values.reshape(-1), kind)
             if width > 1:
                 masks = _list_array(np.arange(len(values) + 1) * width, masks)
             arrays[name] = _list_array(images, masks)
-        if "runs" in self._schema.names:
-            lengths = np.concatenate([row.annotations.runs_count for row in rows])
-            flat = pa.array(np.concatenate([row.runs.runs for row in rows]), pa.uint32())
-            arrays["runs"] = _list_array(images, _list_array(_offsets(lengths), flat))
+        if "runs" in columns:
+            arrays["runs"] = _runs_column(columns.pop("runs"), columns.pop("runs_count"))
         table = pa.Table.from_arrays([arrays[name] for name in self._schema.names], schema=self._schema)
-        self._writer.write_table(table, row_group_size=len(rows))
+        self._writer.write_table(table, row_group_size=rows)
 
 
 def _plain(row: Row, name: str) -> int:
     value: int = getattr(row.annotations if name in ("image_id", "width", "height") else row, name)
     return value
+
+
+def _runs_column(runs: list[npt.NDArray[np.uint32]], counts: list[npt.NDArray[Any]]) -> pa.ChunkedArray:
+    """A chunk an image: the writer takes six times the bytes of a chunk, and none of them is copied."""
+    chunks = []
+    for flat, lengths in zip(runs, counts, strict=True):
+        masks = _list_array(_offsets(lengths), pa.array(flat, pa.uint32()))
+        chunks.append(_list_array(np.array([0, len(lengths)]), masks))
+    return pa.chunked_array(chunks)
 
 
 def _offsets(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

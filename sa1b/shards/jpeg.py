@@ -150,10 +150,13 @@ def decode(data: bytes | memoryview) -> npt.NDArray[np.uint8]:
 
     Raises:
         BadSample: a decoder error or warning: data cut off or corrupt.
+        MemoryError: no memory for the pixels; a progressive file takes 9 bytes a pixel.
     """
     try:
         image: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", strict=True)
     except ValueError as error:
+        if "insufficient memory" in str(error).lower():  # says nothing about the file
+            raise MemoryError(str(error)) from None
         raise BadSample("jpeg_broken", f"JPEG does not decode: {error}") from None
     return image
 
@@ -176,9 +179,13 @@ def scale_down(data: bytes, found: Frame, longer_side: int, quality: int) -> tup
 
     Raises:
         BadSample: the JPEG does not decode.
+        MemoryError: no memory for the pixels.
     """
     if max(found.height, found.width) <= longer_side:
         return data, found.height, found.width
     height, width = scaled_size(found.height, found.width, longer_side)
-    image = cv2.resize(decode(data), (width, height), interpolation=cv2.INTER_AREA)
+    try:
+        image = cv2.resize(decode(data), (width, height), interpolation=cv2.INTER_AREA)
+    except cv2.error as error:  # of a decoded image and a positive size: for lack of memory only
+        raise MemoryError(str(error)) from None
     return simplejpeg.encode_jpeg(image, quality, "RGB", "420", fastdct=False), height, width
