@@ -19,6 +19,7 @@ from torch import Tensor
 from sa1b.engine.place import Place
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose
+from sa1b.masks.raster_torch import framed_sizes
 from sa1b.sam.draws import draws
 from sa1b.sam.interactive import Targets
 from sa1b.stream.batch import Batch
@@ -241,9 +242,3 @@ def blank(image_size: int, target_size: int, device: torch.device) -> Micro:
         mask_ids=one,
         last=True,
     )
-
-
-def framed_sizes(source_sizes: Tensor, image_size: int) -> Tensor:
-    """Rows and columns that images take in the padded square, int64 [B, 2]; see sa1b.masks.grid."""
-    longer = source_sizes.amax(dim=1, keepdim=True) if len(source_sizes) else source_sizes[:, :1]
-    return ((2 * source_sizes * image_size + longer) // (2 * longer)).clamp(min=1)

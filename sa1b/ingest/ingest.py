@@ -8,7 +8,7 @@ has ended and every shard has been read back do the files get their names, the t
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import cv2
@@ -19,8 +19,8 @@ from sa1b.ingest.quarantine import Quarantine
 from sa1b.names import shard_name
 from sa1b.shards import annotation, jpeg
 from sa1b.shards.commit import check_clash, publish_quarantine, publish_task
-from sa1b.shards.index import Row
-from sa1b.shards.manifest import LARGEST, PARTIAL, QUARANTINE, Options, ShardInfo, Task, task_path, versions
+from sa1b.shards.largest import Largest
+from sa1b.shards.manifest import PARTIAL, QUARANTINE, Options, ShardInfo, Task, task_path, versions
 from sa1b.shards.shard import Pair, ShardWriter, seal
 from sa1b.sources.member import Damage, Member
 from sa1b.sources.pairing import MemberPair, Refusal, pair_up
@@ -61,17 +61,6 @@ class Counts:
     masks: int = 0
     refused: int = 0
     doubtful: int = 0
-
-
-@dataclass(slots=True)
-class _Largest:
-    values: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LARGEST, 0))
-
-    def see(self, row: Row) -> None:
-        annotations = row.annotations
-        found = (len(annotations), len(row.runs.runs), len(annotations.rle), row.jpg_bytes, row.masks_bytes)
-        for name, value in zip(LARGEST, found, strict=True):
-            self.values[name] = max(self.values[name], value)
 
 
 def limit_threads() -> None:
@@ -149,7 +138,7 @@ class _Ingest:
         )
         self.counts = Counts()
         self.jpg_bytes = 0
-        self.largest = _Largest()
+        self.largest = Largest()
         self.quarantine = Quarantine(aside / QUARANTINE)
         self.spill = Spill(spill, policy.spill_memory)
         self.sealer = sealer

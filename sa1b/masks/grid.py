@@ -74,13 +74,17 @@ def resized(source: tuple[int, int], target: tuple[int, int]) -> tuple[Axis, Axi
     return rows, columns
 
 
+def scaled_side(side: int, longer: int, longer_scaled: int) -> int:
+    """The pixels that one side takes when the image's longer side is scaled to `longer_scaled`, rounded."""
+    return max(1, (2 * side * longer_scaled + longer) // (2 * longer))
+
+
 def framed_size(height: int, width: int, image_size: int) -> tuple[int, int]:
     """Rows and columns that an image takes of the padded square of image_size pixels."""
     height, width = check_size(height, width)
     image_size, _ = check_size(image_size, image_size)
     longer = max(height, width)
-    rows, columns = (max(1, (2 * n * image_size + longer) // (2 * longer)) for n in (height, width))
-    return rows, columns
+    return scaled_side(height, longer, image_size), scaled_side(width, longer, image_size)
 
 
 def framed(source: tuple[int, int], image_size: int, size: int) -> tuple[Axis, Axis]:

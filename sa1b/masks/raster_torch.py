@@ -87,10 +87,15 @@ def rasterize_frame(
     """
     image_size, size = check_size(image_size, size)
     source = sources(offsets, source_height, source_width)
-    longer = source.amax(dim=0)
-    taken = ((2 * source * image_size + longer) // (2 * longer)).clamp(min=1)
+    taken = framed_sizes(source.T, image_size).T
     rows, columns = (Axis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2))
     return fill_axes(runs, offsets, rows, columns, flip, out, dtype)
+
+
+def framed_sizes(source_sizes: Tensor, image_size: int) -> Tensor:
+    """Rows and columns that images take in the padded square, int64 [N, 2]; see sa1b.masks.grid."""
+    longer = source_sizes.amax(dim=1, keepdim=True) if len(source_sizes) else source_sizes[:, :1]
+    return ((2 * source_sizes * image_size + longer) // (2 * longer)).clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True)

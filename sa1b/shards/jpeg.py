@@ -14,6 +14,7 @@ import numpy.typing as npt
 import simplejpeg
 
 from sa1b.errors import BadSample
+from sa1b.masks.grid import scaled_side
 from sa1b.shards.annotation import MAX_IMAGE_PIXELS
 
 MAX_JPEG_BYTES = 32 << 20  # real files: 1 MB on average
@@ -164,11 +165,7 @@ def decode(data: bytes | memoryview) -> npt.NDArray[np.uint8]:
 def scaled_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
     """Height and width of an image scaled so that the longer side is `longer_side`, rounded."""
     longest = max(height, width)
-
-    def scaled(side: int) -> int:
-        return max(1, (2 * side * longer_side + longest) // (2 * longest))
-
-    return scaled(height), scaled(width)
+    return scaled_side(height, longest, longer_side), scaled_side(width, longest, longer_side)
 
 
 def scale_down(data: bytes, found: Frame, longer_side: int, quality: int) -> tuple[bytes, int, int]:

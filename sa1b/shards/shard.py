@@ -10,6 +10,7 @@ import hashlib
 import io
 import tarfile
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import google_crc32c
@@ -22,14 +23,16 @@ from sa1b.shards import record
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.index import IndexWriter, Row
 from sa1b.shards.manifest import ShardInfo
+from sa1b.shards.shard_walk import StoredImage, damaged, walk_shard
 from sa1b.storage.publish import flush
 
 _COPY_BYTES = 256 << 20  # larger than any member: tarfile then writes each in one piece
 
-_PLACE = {  # member -> its columns in the index
-    "jpg": ("jpg_offset", "jpg_bytes", "jpg_crc32c"),
-    "masks": ("masks_offset", "masks_bytes", "masks_crc32c"),
-}
+# What the index says of the members of an image.
+_COLUMNS = frozenset(
+    {"image_id"}
+    | {f"{ending}_{what}" for ending in ("jpg", "masks") for what in ("offset", "bytes", "crc32c")}
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,44 +116,54 @@ def index_path(shard: Path) -> Path:
 
 
 def seal(shard: Path) -> ShardInfo:
-    """Read a finished shard back, hold every member against the index, flush both files to the disk.
+    """Read a finished shard back, compare every image with the index, flush both files to the disk.
 
     Raises:
-        ShardError: the tar does not hold what the index says.
+        ShardError: the tar does not read back as it was written, or not as the index says.
     """
     index = index_path(shard)
     reader = pq.ParquetFile(index)
-    places = reader.read(["image_id", *_PLACE["jpg"], *_PLACE["masks"]]).to_pydict()
+    rows = reader.read([name for name in reader.schema_arrow.names if name in _COLUMNS]).to_pylist()
     masks = reader.read(["runs_count"])["runs_count"]
     digest = hashlib.sha256()
-    with shard.open("rb", buffering=0) as file:
-
-        def read(length: int) -> bytes:
-            data = file.read(length)
-            digest.update(data)
-            return data
-
-        for i, image_id in enumerate(places["image_id"]):
-            for kind, columns in _PLACE.items():
-                offset, size, crc = (places[column][i] for column in columns)
-                read(offset - file.tell())
-                if google_crc32c.value(read(size)) != crc:
-                    raise ShardError(
-                        f"{shard}: sa_{image_id}.{kind} at offset {offset:,} does not read back as written"
-                    )
-        while read(1 << 20):
-            pass
-        size = file.tell()
+    try:
+        images = sum(
+            _compare(shard, row, image) for row, image in zip_longest(rows, walk_shard(shard, digest))
+        )
+    except ShardError as error:
+        raise ShardError(
+            f"{error}. The shard was just written: check disk and memory, then run the same command again"
+        ) from None
     for path in (shard, index):
         flush(path)
     with index.open("rb") as stored:
         index_sha256 = hashlib.file_digest(stored, "sha256").hexdigest()
     return ShardInfo(
         name=shard.name,
-        images=len(places["image_id"]),
+        images=images,
         masks=sum(len(chunk.flatten()) for chunk in masks.chunks),
-        bytes=size,
+        bytes=shard.stat().st_size,
         sha256=digest.hexdigest(),
         index_bytes=index.stat().st_size,
         index_sha256=index_sha256,
     )
+
+
+def _compare(shard: Path, row: dict[str, int] | None, image: StoredImage | None) -> int:
+    """1 for an image that is as its row of the index says.
+
+    Raises:
+        ShardError: it is not, or one of the two is missing.
+    """
+    if row is None or image is None:
+        name, where = ("the index", "the tar") if image is None else ("the tar", "the index")
+        known = row["image_id"] if row is not None else image.image_id if image is not None else -1
+        raise damaged(shard, shard.stat().st_size, f"image {known} is in {name} and not in {where}")
+    found = {"image_id": image.image_id}
+    for ending, member in image.members().items():
+        found[f"{ending}_offset"], found[f"{ending}_bytes"] = member.offset, len(member.data)
+        found[f"{ending}_crc32c"] = member.crc32c
+    if row != found:
+        wrong = ", ".join(name for name in found if found[name] != row[name])
+        raise damaged(shard, image.jpg.offset, f"image {image.image_id} differs from the index in {wrong}")
+    return 1

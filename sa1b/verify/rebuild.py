@@ -21,7 +21,7 @@ from sa1b.shards.manifest import DATASET, SAMPLES, ShardInfo, Task
 from sa1b.shards.shard import index_path
 from sa1b.storage.publish import lock, naming, publish
 from sa1b.verify import recover as inference
-from sa1b.verify.index_rebuild import Rebuilt, rebuild_index
+from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ def rebuild_root(root: Path, *, quiet: bool = False) -> Summary:
         if not named:
             raise ManifestError(f"{root}: holds no shards of tools/reshard.py")
         shards = [root / shard for name in sorted(named) for shard in named[name]]
-        built: dict[str, Rebuilt] = {}
+        built: dict[str, RebuiltIndex] = {}
         with _bar(shards, quiet) as bar:
             for shard in shards:
                 one = _rebuild(shard, recorded, summary, bar.update)
@@ -137,8 +137,8 @@ def rebuild_root(root: Path, *, quiet: bool = False) -> Summary:
 def _finish(
     root: Path,
     recorded: "_Recorded",
-    lost: dict[str, list[Rebuilt]],
-    built: dict[str, Rebuilt],
+    lost: dict[str, list[RebuiltIndex]],
+    built: dict[str, RebuiltIndex],
     summary: Summary,
 ) -> None:
     """Bring the task files in line, make those that are lost, write samples.bin and dataset.json."""
@@ -215,7 +215,7 @@ def _indexes_hold_runs(folder: Path) -> bool:
 
 def _rebuild(
     shard: Path, recorded: _Recorded, summary: Summary, progress: Callable[[int], object]
-) -> Rebuilt | None:
+) -> RebuiltIndex | None:
     """The index of a shard, aside; None if it failed."""
 
     def read(count: int) -> None:
@@ -251,12 +251,12 @@ def _aside(shard: Path) -> Path:
     return shard.with_name(f".{shard.stem}.parquet.partial")
 
 
-def _other_index(built: Rebuilt, recorded: _Recorded) -> bool:
+def _other_index(built: RebuiltIndex, recorded: _Recorded) -> bool:
     said = recorded.infos.get(built.info.name)
     return said is not None and built.info.index_sha256 != said.index_sha256
 
 
-def _publish(shard: Path, built: Rebuilt, recorded: _Recorded, summary: Summary) -> None:
+def _publish(shard: Path, built: RebuiltIndex, recorded: _Recorded, summary: Summary) -> None:
     publish(_aside(shard), index_path(shard))
     if _other_index(built, recorded):
         now = manifest.versions()

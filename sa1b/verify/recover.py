@@ -7,14 +7,11 @@ sees such a source as changed and does it again when it is given.
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import simplejpeg
-
 from sa1b.errors import ManifestError
 from sa1b.names import parse_shard_name, shard_name, shard_order, source_name, source_stem
 from sa1b.shards import manifest
-from sa1b.shards.manifest import TASKS, Options, Task
-from sa1b.verify.index_rebuild import Rebuilt
+from sa1b.shards.manifest import LARGEST, TASKS, Options, Task
+from sa1b.verify.index_rebuild import RebuiltIndex
 
 
 def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | None) -> dict[str, list[str]]:
@@ -49,7 +46,7 @@ def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | N
 
 
 def infer_tasks(
-    lost: dict[str, list[Rebuilt]], dataset: dict[str, Any] | None, *, index_runs: bool
+    lost: dict[str, list[RebuiltIndex]], dataset: dict[str, Any] | None, *, index_runs: bool
 ) -> tuple[list[Task], list[str]]:
     """Task files for sources that have none, and what to tell about them.
 
@@ -75,7 +72,7 @@ def infer_tasks(
                     "doubtful": {},
                 },
                 damage=[],
-                largest={what: max(shard.largest[what] for shard in shards) for what in shards[0].largest},
+                largest={what: max(shard.largest.values[what] for shard in shards) for what in LARGEST},
             )
         )
     names = ", ".join(sorted(lost))
@@ -91,7 +88,7 @@ def infer_tasks(
     return tasks, notes
 
 
-def _options(lost: dict[str, list[Rebuilt]], index_runs: bool) -> Options:
+def _options(lost: dict[str, list[RebuiltIndex]], index_runs: bool) -> Options:
     shards = [shard for source in lost.values() for shard in source]
     full = {shard.images for source in lost.values() for shard in source[:-1]}
     scaled = set[int]().union(*(shard.scaled for shard in shards))
@@ -103,35 +100,12 @@ def _options(lost: dict[str, list[Rebuilt]], index_runs: bool) -> Options:
                 f"the shards differ in {what} ({found}): they are not of one run of reshard. Move those "
                 "that do not belong together into folders of their own"
             )
-    example = next((shard.example for shard in shards if shard.example), None)
+    quality = next((shard.quality for shard in shards if shard.scaled), None)
     most = max(shard.images for shard in shards)
     return Options(
         images_per_shard=full.pop() if full else max(most, Options().images_per_shard),
         image_size=scaled.pop() if scaled else None,
-        quality=_quality(example) if example else None,
+        quality=quality,
         keep_json=keep_json == {True},
         index_runs=index_runs,
     )
-
-
-def _quality(data: bytes) -> int | None:
-    """The quality a JPEG was encoded with: the one that gives its quantisation tables."""
-    tables = _quantisation_tables(data)
-    blank = np.zeros((16, 16, 3), np.uint8)
-    for quality in range(1, 101):
-        encoded = simplejpeg.encode_jpeg(blank, quality, "RGB", "420", fastdct=False)
-        if _quantisation_tables(encoded) == tables:
-            return quality
-    return None
-
-
-def _quantisation_tables(data: bytes) -> list[bytes]:
-    """The DQT segments before the first scan (ITU-T T.81, B.2.4.1)."""
-    found = []
-    position = 2
-    while data[position + 1] != 0xDA:
-        end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-        if data[position + 1] == 0xDB:
-            found.append(data[position:end])
-        position = end
-    return found

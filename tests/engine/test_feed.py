@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sa1b
-from sa1b.engine.feed import DataConfig, Micro, framed_sizes
+from sa1b.engine.feed import DataConfig, Micro
 from sa1b.errors import UsageError
 from sa1b.masks.grid import framed, framed_size
+from sa1b.masks.raster_torch import framed_sizes
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe

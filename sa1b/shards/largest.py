@@ -1,0 +1,31 @@
+"""The largest image of a shard or a source, quantity by quantity: what bounds the memory of a reader."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sa1b.shards.index import Row
+from sa1b.shards.manifest import LARGEST
+
+
+@dataclass(slots=True)
+class Largest:
+    """Per image: masks, runs, and bytes of COCO strings, JPEG and mask record; 0 before the first image."""
+
+    values: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LARGEST, 0))
+
+    def see(self, row: Row) -> None:
+        """Take in one image."""
+        self.merge(
+            {
+                "masks": len(row.annotations),
+                "runs": len(row.runs.runs),
+                "rle_bytes": len(row.annotations.rle),
+                "jpg_bytes": row.jpg_bytes,
+                "masks_bytes": row.masks_bytes,
+            }
+        )
+
+    def merge(self, found: Mapping[str, int]) -> None:
+        """Take in some of the quantities of one image, or those of another shard."""
+        for name, value in found.items():
+            self.values[name] = max(self.values[name], value)
