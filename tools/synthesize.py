@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from tqdm import tqdm
 from tyro.conf import Positional
 
 from sa1b.console import run
 from sa1b.errors import UsageError
+from sa1b.progress import bar
 from sa1b.synthetic.source_tars import IDS_PER_TAR, write_tars
 
 
@@ -50,7 +50,7 @@ def main(
     """
     if tars < 1 or not 0 < images_per_tar <= IDS_PER_TAR or (long_side is not None and long_side < 32):
         raise UsageError(f"--tars from 1, --images-per-tar from 1 to {IDS_PER_TAR}, --long-side from 32")
-    with tqdm(total=tars * images_per_tar, unit="image", disable=json_output or None) as bar:
+    with bar(tars * images_per_tar, "synthesize", "image", json_output) as shown:
         summary = write_tars(
             out,
             tars=tars,
@@ -61,7 +61,7 @@ def main(
             compress=not plain,
             workers=workers or os.cpu_count() or 1,
             overwrite=overwrite,
-            progress=bar.update,
+            progress=shown.update,
         )
     print(json.dumps(summary.as_dict()) if json_output else summary.table())
     return 0

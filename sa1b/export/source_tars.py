@@ -7,7 +7,6 @@ version of isal, which compresses).
 
 import io
 import json
-import sys
 import tarfile
 import time
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 from isal import igzip
-from tqdm import tqdm
 
 from sa1b.errors import ManifestError, UsageError
 from sa1b.names import member_name, shard_order, source_stem
+from sa1b.progress import Bar, bar
 from sa1b.shards.dataset import Dataset, Sample, open_dataset
 from sa1b.shards.manifest import DATASET
 from sa1b.storage.publish import flush, lock, naming, publish
@@ -99,18 +98,10 @@ def export_sa1b(
         )
     out.mkdir(parents=True, exist_ok=True)
     summary = Summary(str(out))
-    bar = tqdm(
-        total=int(dataset.table.jpg_bytes[chosen].sum(dtype=np.int64)),
-        desc="export",
-        unit="B",
-        unit_scale=True,
-        disable=quiet,
-        mininterval=0.2 if sys.stderr.isatty() else 10,
-        dynamic_ncols=True,
-    )
-    with lock(out), bar:
+    total = int(dataset.table.jpg_bytes[chosen].sum(dtype=np.int64))
+    with lock(out), bar(total, "export", "B", quiet) as progress:
         for path, rows in tars.items():
-            _write(path, dataset, rows, plain, summary, bar)
+            _write(path, dataset, rows, plain, summary, progress)
             summary.tars.append(path.name)
             summary.bytes += path.stat().st_size
     summary.seconds = time.monotonic() - began
@@ -180,7 +171,7 @@ def _tars(dataset: Dataset, chosen: Rows, images_per_tar: int | None) -> Iterato
             yield f"{name}-{part:04d}.tar", own[start : start + images_per_tar]
 
 
-def _write(path: Path, dataset: Dataset, rows: Rows, plain: bool, summary: Summary, bar: "tqdm[Any]") -> None:
+def _write(path: Path, dataset: Dataset, rows: Rows, plain: bool, summary: Summary, progress: Bar) -> None:
     aside = path.with_name(f".{path.name}.partial")
     try:
         with (
@@ -195,7 +186,7 @@ def _write(path: Path, dataset: Dataset, rows: Rows, plain: bool, summary: Summa
                 _member(tar, f"./{member_name(sample.image_id, 'json')}", annotation_text(sample))
                 summary.images += 1
                 summary.masks += len(sample.annotations)
-                bar.update(len(sample.jpeg))
+                progress.update(len(sample.jpeg))
         with naming(path):
             flush(aside)
             publish(aside, path)

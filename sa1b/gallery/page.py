@@ -12,14 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from sa1b.errors import BadSample, UsageError
 from sa1b.gallery.chart import charts
 from sa1b.gallery.inputs import gather, total_bytes
 from sa1b.gallery.picture import SORTS, Picture, figure, prepare, sort_key
 from sa1b.gallery.predictions import Predicted, read_predictions
 from sa1b.gallery.selection import Choice, Gathered
+from sa1b.progress import bar
 from sa1b.storage.publish import write_whole
 
 MAX_PAGE_BYTES = 19_990_000
@@ -107,14 +106,11 @@ def write_gallery(
     if predicted and not choice.ids:
         choice = replace(choice, ids=tuple(predicted)[: choice.count])
     # The bar comes late: most inputs are done before it would appear.
-    bar = tqdm(
-        total=total_bytes(path), desc="gallery", unit="B", unit_scale=True, delay=2, disable=quiet or None
-    )
+    with bar(total_bytes(path), "gallery", "B", quiet, delay=2) as progress:
 
-    def advance(done: int) -> None:
-        bar.update(done)
+        def advance(done: int) -> None:
+            progress.update(done)
 
-    with bar:
         gathered = gather(path, choice, advance)
         pictures = _prepare(gathered, choice, max_side, predicted)
     if choice.ids and not pictures:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from sa1b.errors import SourceError, UsageError
 from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
 from sa1b.ingest.summary import Summary
 from sa1b.names import source_stem
+from sa1b.progress import bar
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import DATASET, PARTIAL, Options, Task
@@ -106,16 +105,8 @@ def _run(
     for source in sources:
         tasks.append((source, root, options, replace(policy, md5=md5.get(source.name))))
     seen = [Counts() for _ in sources]
-    bar = tqdm(
-        total=sum(source.size for source in sources),
-        desc="reshard",
-        unit="B",
-        unit_scale=True,
-        disable=quiet or not sources,
-        mininterval=0.2 if sys.stderr.isatty() else 10,
-        dynamic_ncols=True,
-    )
-    with bar:
+    total = sum(source.size for source in sources)
+    with bar(total, "reshard", "B", quiet or not sources) as progress:
         for event in supervise(_task, tasks, workers=workers):
             name = sources[event.task].name
             if event.kind in ("progress", "done"):
@@ -135,8 +126,8 @@ def _run(
                     )
             totals = [sum(column) for column in zip(*(asdict(one).values() for one in seen), strict=True)]
             now = Counts(*totals)
-            bar.set_postfix(images=now.images, masks=now.masks, refused=now.refused, refresh=False)
-            bar.update(now.stored_bytes - bar.n)
+            progress.set_postfix(images=now.images, masks=now.masks, refused=now.refused, refresh=False)
+            progress.update(now.stored_bytes - progress.n)
             summary.stored_bytes = now.stored_bytes
     summary.done.sort()
 
@@ -209,10 +200,8 @@ def _is_finished(task: Task, source: Source, recheck: bool, root: Path, quiet: b
         return False
     if not recheck:
         return bool(recorded["size"] == source.size and recorded["mtime_ns"] == source.mtime_ns)
-    with tqdm(
-        total=source.size, desc=f"recheck {source.name}", unit="B", unit_scale=True, disable=quiet
-    ) as bar:
-        return bool(digest_of_source(source, bar.update) == recorded["sha256"])
+    with bar(source.size, f"recheck {source.name}", "B", quiet) as progress:
+        return bool(digest_of_source(source, progress.update) == recorded["sha256"])
 
 
 def _check_space(sources: list[Source], root: Path, spill: Path, workers: int) -> None:
@@ -241,10 +230,8 @@ def _other_md5(task: Task, source: Source, expected: str | None, quiet: bool) ->
         return None
     found = task.source["md5"]
     if found is None:
-        with tqdm(
-            total=source.size, desc=f"md5 of {source.name}", unit="B", unit_scale=True, disable=quiet
-        ) as bar:
-            found = digest_of_source(source, bar.update, "md5")
+        with bar(source.size, f"md5 of {source.name}", "B", quiet) as progress:
+            found = digest_of_source(source, progress.update, "md5")
     return None if found == expected else str(found)
 
 

@@ -4,16 +4,14 @@ The tars hold everything but what came before them: of a source only its name is
 what the shards show (see sa1b.verify.recover, used where task files are lost).
 """
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from sa1b.errors import ManifestError, ShardError
+from sa1b.progress import Bar, bar
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.index_reader import UNREADABLE, IndexReader
@@ -78,11 +76,11 @@ def rebuild_shards(shards: list[Path], *, quiet: bool = False) -> Summary:
     """
     began = time.monotonic()
     summary = Summary()
-    with _bar(shards, quiet) as bar:
+    with _bar(shards, quiet) as progress:
         for shard in shards:
             with lock(shard.parent):
                 recorded = _Recorded.read(shard.parent)
-                built = _rebuild(shard, recorded, summary, bar.update)
+                built = _rebuild(shard, recorded, summary, progress.update)
                 if built is not None:
                     _publish(shard, built, recorded, summary)
                     if _other_index(built, recorded):
@@ -112,9 +110,9 @@ def rebuild_root(root: Path, *, quiet: bool = False) -> Summary:
             raise ManifestError(f"{root}: holds no shards of tools/reshard.py")
         shards = [root / shard for name in sorted(named) for shard in named[name]]
         built: dict[str, RebuiltIndex] = {}
-        with _bar(shards, quiet) as bar:
+        with _bar(shards, quiet) as progress:
             for shard in shards:
-                one = _rebuild(shard, recorded, summary, bar.update)
+                one = _rebuild(shard, recorded, summary, progress.update)
                 if one is None:
                     continue
                 built[shard.name] = one
@@ -270,14 +268,6 @@ def _publish(shard: Path, built: RebuiltIndex, recorded: _Recorded, summary: Sum
         )
 
 
-def _bar(shards: list[Path], quiet: bool) -> "tqdm[Any]":
+def _bar(shards: list[Path], quiet: bool) -> Bar:
     total = sum(shard.stat().st_size for shard in shards if shard.exists())
-    return tqdm(
-        total=total,
-        desc="index",
-        unit="B",
-        unit_scale=True,
-        disable=quiet,
-        mininterval=0.2 if sys.stderr.isatty() else 10,
-        dynamic_ncols=True,
-    )
+    return bar(total, "index", "B", quiet)

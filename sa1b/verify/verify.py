@@ -1,15 +1,13 @@
 """Checks a whole root: what it says of itself, then every shard, several at a time."""
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from sa1b.errors import ManifestError
+from sa1b.progress import bar
 from sa1b.shards.manifest import DATASET, TASKS
 from sa1b.storage.publish import lock
 from sa1b.verify.places import Claim
@@ -100,16 +98,8 @@ def _supervised(
     results: dict[str, ShardResult] = {}
     deaths: Counter[str] = Counter()
     findings = 0
-    bar = tqdm(
-        total=sum(claim.info.bytes for claim in claims),
-        desc="verify",
-        unit="B",
-        unit_scale=True,
-        disable=quiet,
-        mininterval=0.2 if sys.stderr.isatty() else 10,
-        dynamic_ncols=True,
-    )
-    with bar:
+    total = sum(claim.info.bytes for claim in claims)
+    with bar(total, "verify", "B", quiet) as shown:
         while waiting := [claim for claim in claims if claim.info.name not in results]:
             size = max(1, min(_BATCH_SHARDS, -(-len(waiting) // workers)))
             batches = [waiting[i : i + size] for i in range(0, len(waiting), size)]
@@ -123,7 +113,7 @@ def _supervised(
                 elif isinstance(value, str) and event.kind == "progress":
                     at[event.task] = value
                 elif isinstance(value, int):
-                    bar.update(value)
+                    shown.update(value)
                 elif event.kind != "done":
                     name = at[event.task]
                     if name in results:  # it died on its way to the next one
@@ -134,5 +124,5 @@ def _supervised(
                         why = value.message if isinstance(value, Failure) else value
                         message = f"the process that checked it died {_DEATHS} times: {why}"
                         results[name] = _unfinished(name, "check_died", message)
-                bar.set_postfix(shards=len(results), findings=findings, refresh=False)
+                shown.set_postfix(shards=len(results), findings=findings, refresh=False)
     return results

@@ -6,7 +6,6 @@ but the columns that a condition names is read: no tar is opened. One thread tak
 if their indexes are in memory; from a disk, more threads keep more reads in flight.
 """
 
-import sys
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from sa1b.errors import ShardError
+from sa1b.progress import bar
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.index_reader import UNREADABLE
 from sa1b.shards.shard import index_path
@@ -57,16 +56,8 @@ def scan(
     waiting = iter(shards)
     running: set[Future[ShardPart]] = set()
     pool = ThreadPoolExecutor(workers)
-    bar = tqdm(
-        total=len(shards),
-        desc="view",
-        unit="shard",
-        disable=quiet,
-        mininterval=0.2 if sys.stderr.isatty() else 10,
-        dynamic_ncols=True,
-    )
     try:
-        with bar:
+        with bar(len(shards), "view", "shard", quiet) as progress:
             while True:
                 for shard in islice(waiting, _AHEAD * workers - len(running)):
                     path = index_path(Path(dataset.root) / dataset.shards[shard])
@@ -76,7 +67,7 @@ def scan(
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield future.result()
-                    bar.update()
+                    progress.update()
     finally:
         pool.shutdown(cancel_futures=True)
 

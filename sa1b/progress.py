@@ -1,0 +1,30 @@
+"""The progress bar of all commands: on stderr, often on a terminal, every ten seconds in a log."""
+
+import sys
+from typing import Any, TypeAlias
+
+from tqdm import tqdm
+
+Bar: TypeAlias = "tqdm[Any]"  # generic in its type stubs only
+
+
+def bar(total: int, desc: str, unit: str, quiet: bool, *, delay: float = 0.0) -> Bar:
+    """A progress bar; a context manager with `update(n)` and `set_postfix(...)`.
+
+    Args:
+        total: units of the whole work.
+        desc: the command, such as "verify".
+        unit: "B" is shown with prefixes (kB, MB, ...), any other unit as it is.
+        quiet: show nothing.
+        delay: seconds before the bar is shown, for work that is usually done at once.
+    """
+    return tqdm(
+        total=total,
+        desc=desc,
+        unit=unit,
+        unit_scale=unit == "B",
+        disable=quiet,
+        delay=delay,
+        mininterval=0.2 if sys.stderr.isatty() else 10,
+        dynamic_ncols=True,
+    )
