@@ -2,28 +2,38 @@
 
 A pool that loses a worker waits for ever or drops what it held. Here every task has its own process and
 pipe; a process that dies without an answer is started again, and after `retries` the task is reported by
-name while the others go on. If the watching process dies, its workers end themselves.
+name while the others go on. One that reports no progress for `stall_timeout` seconds is killed and tried
+once more. If the watching process dies, its workers end themselves.
+
+An event costs the parent one wake-up and one small message, whatever the number of tasks: 6 to 20
+microseconds, so 64 workers with five reports a second each take 0.6 % of a core.
 """
 
 import multiprocessing
 import os
+import pickle
+import selectors
 import signal
 import threading
+import time
 import traceback
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 from sa1b.errors import Sa1bError
 
 _CONTEXT = multiprocessing.get_context("spawn")  # no threads, locks or handles of the parent come along
+_STALL_RETRIES = 1
+_KILL_SECONDS = 10.0  # a killed process that is still there hangs in the kernel, on storage that is gone
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something a task said, or its end.
+    """A progress report of a task, or its end.
 
     Attributes:
         task: index of the task.
@@ -39,15 +49,20 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that ended a task: its class's name, its message, and where it came from.
+    """An exception that ended a task.
 
-    `expected`: of the package's family of errors, or an OSError.
+    Attributes:
+        kind: the name of its class.
+        message, trace: its text, and its traceback as text.
+        expected: of the package's family of errors, or an OSError: the message is enough.
+        errno: of an OSError, else None.
     """
 
     kind: str
     message: str
     trace: str
     expected: bool = False
+    errno: int | None = None
 
 
 @dataclass(slots=True)
@@ -55,76 +70,164 @@ class _Running:
     task: int
     process: BaseProcess
     pipe: Connection
+    last: float  # when it last gave a sign of life; seconds of the monotonic clock
     answered: bool = False
 
 
 def supervise(
-    function: Callable[..., Any], tasks: list[tuple[Any, ...]], *, workers: int, retries: int = 2
+    function: Callable[..., Any],
+    tasks: list[tuple[Any, ...]],
+    *,
+    workers: int,
+    retries: int = 2,
+    stall_timeout: float | None = None,
 ) -> Generator[Event, None, None]:
     """Run function(*task, report) for every task in its own process, at most `workers` at a time.
 
-    `function` and the arguments must be importable and picklable; `report(value)` sends progress. Closing
-    the iterator, or an exception in its consumer (Ctrl-C included), ends all processes first.
+    `function` and the arguments must be importable and picklable. Closing the iterator, or an exception in
+    its consumer (Ctrl-C included), ends all processes first.
+
+    Args:
+        function: `report(value)`, its last argument, sends progress; from any one thread at a time.
+        retries: how often a task whose process died is tried again.
+        stall_timeout: seconds after which a worker that neither reports nor ends is killed; its task is
+            tried once more, then lost. None: never.
     """
-    waiting = list(range(len(tasks)))
-    deaths = dict.fromkeys(waiting, 0)
-    running: dict[Connection, _Running] = {}
+    pool = _Pool(function, tasks, retries, stall_timeout)
     try:
-        while waiting or running:
-            while waiting and len(running) < workers:
-                one = _start(function, tasks, waiting.pop(0))
-                running[one.pipe] = one
-            for pipe in wait(list(running)):
-                assert isinstance(pipe, Connection)
-                one = running[pipe]
-                try:
-                    kind, value = pipe.recv()
-                except (EOFError, OSError):
-                    del running[pipe]
-                    pipe.close()
-                    one.process.join()
-                    if one.answered:
-                        continue
-                    deaths[one.task] += 1
-                    again = deaths[one.task] <= retries
-                    yield Event(one.task, "died" if again else "lost", _describe(one.process.exitcode))
-                    if again:
-                        waiting.insert(0, one.task)
-                    continue
-                one.answered = kind != "progress"
-                yield Event(one.task, kind, value)
+        while pool.waiting or pool.running:
+            while pool.waiting and len(pool.running) < workers:
+                pool.start()
+            for one in pool.ready():
+                event = pool.receive(one)
+                if event is not None:
+                    yield event
+            for one in pool.stalled():
+                yield pool.kill(one)
     finally:
-        for one in running.values():
-            one.process.kill()
-        for one in running.values():
+        pool.close()
+
+
+class _Pool:
+    """The processes of one call of supervise."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        tasks: list[tuple[Any, ...]],
+        retries: int,
+        stall_timeout: float | None,
+    ) -> None:
+        self.function, self.tasks, self.retries, self.stall_timeout = function, tasks, retries, stall_timeout
+        self.waiting = deque(range(len(tasks)))
+        self.running: dict[int, _Running] = {}  # by task
+        self.deaths: Counter[int] = Counter()
+        self.stalls: Counter[int] = Counter()
+        self.selector = selectors.DefaultSelector()
+
+    def start(self) -> None:
+        """Start a process for the next task."""
+        task = self.waiting.popleft()
+        ours, theirs = _CONTEXT.Pipe()
+        work = pickle.dumps((self.function, self.tasks[task]))
+        process = _CONTEXT.Process(target=_work, args=(theirs, work), daemon=True)
+        # Ctrl-C reaches the whole process group; a new process must not receive it while it still imports.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        one = self.running[task] = _Running(task, process, ours, time.monotonic())
+        self.selector.register(ours, selectors.EVENT_READ, one)
+
+    def ready(self) -> list[_Running]:
+        """Wait until processes have something to say, or one of them is silent for too long."""
+        timeout = None
+        if self.stall_timeout is not None:
+            first = min(one.last for one in self.running.values())
+            timeout = max(first + self.stall_timeout - time.monotonic(), 0)
+        return [key.data for key, _ in self.selector.select(timeout)]
+
+    def receive(self, one: _Running) -> Event | None:
+        """The next message of a process, or what its end means."""
+        try:
+            kind, value = one.pipe.recv()
+        except (EOFError, OSError):
+            self._remove(one)
             one.process.join()
+            if one.answered:
+                return None
+            self.deaths[one.task] += 1
+            again = self.deaths[one.task] <= self.retries
+            return self._ended(one.task, again, _describe(one.process.exitcode))
+        one.last = time.monotonic()
+        one.answered = kind != "progress"
+        return Event(one.task, kind, value)
+
+    def stalled(self) -> list[_Running]:
+        """Processes that have been silent for too long."""
+        if self.stall_timeout is None:
+            return []
+        limit = time.monotonic() - self.stall_timeout
+        silent = [one for one in self.running.values() if one.last <= limit and not one.answered]
+        return [
+            one for one in silent if not one.pipe.poll()
+        ]  # a report may have come while the caller was busy
+
+    def kill(self, one: _Running) -> Event:
+        """End a stalled process."""
+        self._remove(one)
+        one.process.kill()
+        one.process.join(_KILL_SECONDS)
+        said = f"no progress for {self.stall_timeout:g} s"
+        if one.process.is_alive():
+            return self._ended(one.task, False, f"{said}, and it cannot be killed: is its storage reachable?")
+        self.stalls[one.task] += 1
+        return self._ended(one.task, self.stalls[one.task] <= _STALL_RETRIES, said)
+
+    def close(self) -> None:
+        """End every process."""
+        for one in self.running.values():
+            one.process.kill()
+        for one in self.running.values():
+            one.process.join(_KILL_SECONDS)
             one.pipe.close()
+        self.selector.close()
+
+    def _ended(self, task: int, again: bool, how: str) -> Event:
+        if again:
+            self.waiting.appendleft(task)
+        return Event(task, "died" if again else "lost", how)
+
+    def _remove(self, one: _Running) -> None:
+        self.selector.unregister(one.pipe)
+        one.pipe.close()
+        del self.running[one.task]
 
 
-def _start(function: Callable[..., Any], tasks: list[tuple[Any, ...]], task: int) -> _Running:
-    ours, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_work, args=(theirs, function, tasks[task]), daemon=True)
-    # Ctrl-C reaches the whole process group; a new process must not hear it while it still imports.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
-    return _Running(task, process, ours)
-
-
-def _work(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _work(pipe: Connection, work: bytes) -> None:
     # Ctrl-C reaches the whole process group; the parent decides what ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     answer: tuple[str, Any]
     try:
+        function, arguments = pickle.loads(work)  # imports what the function needs: that can fail too
         answer = ("done", function(*arguments, lambda value: pipe.send(("progress", value))))
     except Exception as error:
-        expected = isinstance(error, (Sa1bError, OSError))
-        answer = ("failed", Failure(type(error).__name__, str(error), traceback.format_exc(), expected))
+        answer = ("failed", _failure(error))
     pipe.send(answer)
+
+
+def _failure(error: Exception) -> Failure:
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, MemoryError):
+        message = (
+            f"out of memory ({error}): use fewer workers, or raise the limit (ulimit -v, the job's memory)"
+        )
+        return Failure(type(error).__name__, message, trace, expected=True)
+    errno = error.errno if isinstance(error, OSError) else None
+    return Failure(type(error).__name__, str(error), trace, isinstance(error, Sa1bError | OSError), errno)
 
 
 def _end_with_parent(pipe: Connection) -> None:

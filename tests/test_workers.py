@@ -1,6 +1,8 @@
 """The supervisor: a dead worker is retried, then named; nothing hangs, nothing is lost."""
 
+import errno
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -8,9 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from sa1b.workers import Failure, supervise
 
 Report = Callable[[object], None]
+STALL = 6  # seconds: more than a new process takes to start on a busy machine
 
 
 def double(value: int, report: Report) -> int:
@@ -77,6 +82,108 @@ def test_leaving_without_an_answer_is_a_death_even_with_code_0() -> None:
     events = list(supervise(leave, [()], workers=1, retries=0))
     assert [event.kind for event in events] == ["lost"]
     assert "code 0" in events[0].value
+
+
+def stall(marker: str, times: int, report: Report) -> str:
+    """Silent for ever in its first `times` processes; then slower than the limit, but reporting."""
+    path = Path(marker)
+    seen = len(path.read_text()) if path.exists() else 0
+    path.write_text("x" * (seen + 1))
+    if seen < times:
+        report("begun")
+        time.sleep(600)
+    for _ in range(12):
+        report("alive")
+        time.sleep(STALL / 10)
+    return "done"
+
+
+def stall_or_double(kind: str, marker: str, report: Report) -> object:
+    return stall(marker, 99, report) if kind == "stall" else double(1, report)
+
+
+def test_a_worker_without_progress_is_killed_and_tried_again_and_progress_counts_as_life(
+    tmp_path: Path,
+) -> None:
+    events = list(supervise(stall, [(str(tmp_path / "marker"), 1)], workers=1, stall_timeout=STALL))
+    ends = [(event.kind, event.value) for event in events if event.kind != "progress"]
+    assert ends == [("died", f"no progress for {STALL} s"), ("done", "done")]
+
+
+def test_a_worker_that_stalls_twice_is_named_and_the_others_finish(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    tasks = [("stall", str(marker)), ("double", "")]
+    events = supervise(stall_or_double, tasks, workers=2, retries=5, stall_timeout=STALL)
+    ends = [(event.task, event.kind, event.value) for event in events if event.kind != "progress"]
+    assert sorted(ends) == [
+        (0, "died", f"no progress for {STALL} s"),
+        (0, "lost", f"no progress for {STALL} s"),
+        (1, "done", 2),
+    ]
+    assert len(marker.read_text()) == 2
+
+
+def stop(report: Report) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_reports_that_wait_for_a_busy_caller_are_signs_of_life(tmp_path: Path) -> None:
+    events = supervise(stall, [(str(tmp_path / "marker"), 0)], workers=1, stall_timeout=STALL)
+    assert next(events).kind == "progress"
+    time.sleep(STALL + 1)  # the worker has long ended
+    assert {event.kind for event in events} == {"progress", "done"}
+
+
+def test_a_stopped_process_is_a_stalled_one() -> None:
+    events = [event.kind for event in supervise(stop, [()], workers=1, stall_timeout=STALL)]
+    assert events == ["died", "lost"]
+
+
+def full_disk(report: Report) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "/disk/file")
+
+
+def no_memory(report: Report) -> None:
+    raise MemoryError("4 GB")
+
+
+def test_a_failure_says_which_error_of_the_operating_system_it_is() -> None:
+    (event,) = supervise(full_disk, [()], workers=1)
+    assert (event.value.errno, event.value.expected) == (errno.ENOSPC, True)
+    assert "/disk/file" in event.value.message
+    (event,) = supervise(fail, [(7,)], workers=1)
+    assert event.value.errno is None
+
+
+def test_out_of_memory_is_a_message_with_the_way_out() -> None:
+    (event,) = supervise(no_memory, [()], workers=1)
+    assert event.value.expected
+    assert event.value.message.startswith("out of memory (4 GB): use fewer workers")
+
+
+def chatter(count: int, report: Report) -> None:
+    for value in range(count):
+        report(value)
+
+
+def test_a_process_is_registered_once_and_not_at_every_event() -> None:
+    """An event's cost must not grow with the number of tasks or workers."""
+    registered: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selectors.DefaultSelector, "register", counted_register(registered))
+        events = list(supervise(chatter, [(50,)] * 3, workers=2))
+    assert len(events) == 51 * 3
+    assert len(registered) == 3
+
+
+def counted_register(made: list[object]) -> Callable[..., object]:
+    register = selectors.DefaultSelector.register
+
+    def counted(self: selectors.DefaultSelector, file: object, events: int, data: object = None) -> object:
+        made.append(file)
+        return register(self, file, events, data)
+
+    return counted
 
 
 def test_closing_early_ends_the_workers(tmp_path: Path) -> None:
