@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 BLOCK = 512
 _PAX_RECORD = re.compile(rb"([1-9][0-9]{0,6}) ([^=\n]+)=")
+_CONTROL = re.compile(rb"[\x00-\x1f]")  # no name in an archive of images holds one
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +54,24 @@ def _number(data: bytes) -> int | None:
 
 
 def parse_extended(kind: bytes, data: bytes) -> dict[str, str] | None:
-    """What a GNU long-name (L, K) or pax (x, g) header says of the next member; None if it is malformed."""
-    if kind == b"L":
-        return {"path": data.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")}
+    """What a GNU long-name (L, K) or pax (x, g) header says of the next member; None if it is malformed.
+
+    A malformed one is perhaps a member whose type is damaged: its content is checked whatever it is used for.
+    """
+    if kind in b"LK":
+        path = data[:-1]
+        # GNU tar, Python, Go and libarchive all write the name and one zero byte.
+        if data[-1:] != b"\0" or not path or _CONTROL.search(path):
+            return None
+        return {"path": path.decode("utf-8", "backslashreplace")} if kind == b"L" else {}
     found: dict[str, str] = {}
     position = 0
-    while kind == b"x" and position < len(data):
+    while position < len(data):
         match = _PAX_RECORD.match(data, position)
         end = position + int(match[1]) if match else 0
         if match is None or not match.end() < end <= len(data) or data[end - 1 : end] != b"\n":
             return None
-        if match[2] in (b"path", b"size"):
+        if kind == b"x" and match[2] in (b"path", b"size"):
             found[match[2].decode()] = data[match.end() : end - 1].decode("utf-8", "backslashreplace")
         position = end
     return found if re.fullmatch(r"[0-9]{1,20}", found.get("size", "0")) else None

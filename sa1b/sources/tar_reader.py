@@ -9,7 +9,7 @@ Formats: POSIX.1-1988 ustar, GNU and pax headers, V7. One pass, front to back.
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sa1b.sources.member import MAX_KEPT_BYTES, Damage, Member
@@ -17,7 +17,7 @@ from sa1b.sources.tar_header import BLOCK, parse, parse_extended
 from sa1b.sources.tar_stream import GZIP, StoredStream
 
 MAX_MEMBER_BYTES = 32 << 20  # real files: 1 MB on average
-MAX_EXTENDED_BYTES = 1 << 20  # of a pax or long-name header
+MAX_EXTENDED_BYTES = 1 << 20  # of the pax and long-name headers of a member
 MAX_END_BYTES = 1 << 16  # of the zeros that end an archive: two blocks, padded to a record of 10 KB or more
 _WINDOW = 1 << 20
 _ZEROS = bytes(BLOCK)
@@ -34,39 +34,76 @@ _KINDS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Extended headers before a member: what they say of it, and their bytes at `offset` of the archive."""
+
+    offset: int
+    values: dict[str, str]
+    stored: bytes
+
+
 def members(stream: StoredStream) -> Iterator[Member | Damage]:
     """Everything in the archive, in order: members, and damage where something is no member.
 
     Never raises for the content of the archive. Pax and GNU long-name headers are applied, not yielded.
     """
-    extended: dict[str, str] = {}
+    extension: Extension | None = None
     damaged = False
     while True:
         offset = stream.position
         header = stream.peek(BLOCK)
         if len(header) < BLOCK:
+            yield from _dangling(extension)
             yield from _end_of_stream(stream, offset, header, damaged)
             return
-        found: Member | Damage | dict[str, str] | None
+        found: Member | Damage | Extension | None
         if header == _ZEROS:
             found = _skip_zeros(stream, offset)
             if found is None:
+                yield from _dangling(extension)
                 yield from _stream_damage(stream)
                 return
         else:
-            found = _next_item(stream, offset, header, extended)
-        if isinstance(found, dict):
-            extended |= found
+            found = _next_item(stream, offset, header, extension.values if extension else {})
+        if isinstance(found, Extension):
             damaged = False
+            if extension is not None and _are_of_two_members(extension, found):
+                yield from _dangling(extension)
+                extension = None
+            if extension is not None:
+                values, stored = extension.values | found.values, extension.stored + found.stored
+                found = Extension(extension.offset, values, stored)
+            extension = found if found.stored else None
             continue
-        extended = {}
         damaged = isinstance(found, Damage)
+        if extension is not None and isinstance(found, Damage):
+            # Together they are what is left of one member. Damage without bytes is zeros.
+            data = extension.stored + (found.data or bytes(min(found.length, MAX_KEPT_BYTES)))
+            length = len(extension.stored) + found.length
+            found = replace(found, offset=extension.offset, length=length, data=data[:MAX_KEPT_BYTES])
+        extension = None
         yield found
+
+
+def _are_of_two_members(one: Extension, other: Extension) -> bool:
+    """Whether two extended headers in a row cannot describe one member."""
+    both = one.values.keys() & other.values.keys()
+    return bool(both) or len(one.stored) + len(other.stored) > MAX_EXTENDED_BYTES
+
+
+def _dangling(extension: Extension | None) -> Iterator[Damage]:
+    """Extended headers that are followed by no member: theirs is lost."""
+    if extension is not None:
+        length = len(extension.stored)
+        named = f" of {extension.values['path'][-200:]!r}" if "path" in extension.values else ""
+        why = f"{length:,} bytes of extended headers{named} that no member follows"
+        yield Damage("dangling_extended_header", why, extension.offset, length, extension.stored)
 
 
 def _next_item(
     stream: StoredStream, offset: int, header: bytes, extended: dict[str, str]
-) -> Member | Damage | dict[str, str]:
+) -> Member | Damage | Extension:
     """The member that begins here, the damage that does, or what an extended header says of the next one."""
     parsed = parse(header)
     if parsed is None:
@@ -93,12 +130,15 @@ def _next_item(
     if len(data) < size:
         why = f"the archive ends inside {parsed.name!r}, after {len(data):,} of {size:,} bytes"
         return Damage("member_truncated", why, offset, BLOCK + len(data), header + data)
-    stream.read(-size % BLOCK)
+    padding = stream.read(-size % BLOCK)
     if parsed.describes_next:
-        said = parse_extended(parsed.type, data)
-        why = f"malformed extended header {parsed.name!r}"
-        length = stream.position - offset
-        return Damage("bad_extended_header", why, offset, length, header + data) if said is None else said
+        values = parse_extended(parsed.type, data)
+        stored = header + data + padding
+        if values is None:
+            why = f"malformed extended header {parsed.name!r}"
+            return Damage("bad_extended_header", why, offset, len(stored), stored)
+        # A global header describes no member in particular: nothing has to follow it.
+        return Extension(offset, values, b"" if parsed.type == b"g" else stored)
     kind = (
         "file" if parsed.type in _FILE_TYPES else _KINDS.get(parsed.type, f"member of type {parsed.type!r}")
     )
