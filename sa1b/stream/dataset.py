@@ -33,6 +33,7 @@ from sa1b.stream.plan import MicroBatch, Plan
 from sa1b.stream.ranks import place
 from sa1b.stream.sample import Recipe, SampleMasks, draw_image, pick_masks
 from sa1b.stream.stages import Stages
+from sa1b.stream.transport import send_errors
 from sa1b.views.view import open_view
 
 MAX_SUBSTITUTES = 100
@@ -159,6 +160,8 @@ class Stream(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        if info:
+            send_errors()
         begun: deque[Begun] = deque()
         try:
             for i, piece in enumerate(self.plan.micro_batches(self.position)):

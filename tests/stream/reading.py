@@ -8,6 +8,7 @@ KIND is "loader" for sa1b.Loader, "workers" for a DataLoader with two of them. E
 """
 
 import gc
+import io
 import json
 import os
 import signal
@@ -39,18 +40,30 @@ class CallerError(Exception):
     """What a training loop may raise in the middle of an epoch."""
 
 
-def start(kind: str, root: Path, what: str, temporary: Path) -> "subprocess.Popen[str]":
-    """Begin such a process, the leader of a session of its own, with a temporary folder of its own."""
+def start(kind: str, root: Path, what: str, temporary: Path) -> "subprocess.Popen[bytes]":
+    """Start such a process as the leader of its own session, with its own temporary folder.
+
+    The folder's path must be short: sockets are made below it. The pipes have no buffers, because `communicate`
+    does not return what `readline` left in one.
+    """
     temporary.mkdir()
     return subprocess.Popen(
         [sys.executable, "-m", "tests.stream.reading", kind, str(root), what],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        bufsize=0,
         cwd=REPOSITORY,
         start_new_session=True,
         env={**os.environ, "TMPDIR": str(temporary)},
     )
+
+
+def first_lines(process: "subprocess.Popen[bytes]", count: int) -> list[bytes]:
+    """Its next lines; AssertionError with what it wrote to stderr if it ends before."""
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(count)]
+    assert lines[-1].endswith(b"\n"), process.communicate(timeout=60)[1].decode()
+    return lines
 
 
 def stream_of(root: Path, **options: Any) -> sa1b.Stream:
@@ -68,8 +81,8 @@ def say(**line: Any) -> None:
 
 
 def settled(expected: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What is held, at the latest in two seconds: threads of torch's queues end a moment after their owner."""
-    end = time.monotonic() + 2
+    """What is held, after up to 30 seconds: threads of torch's queues end a moment after their owner."""
+    end = time.monotonic() + 30
     while (found := held()) != expected and time.monotonic() < end:
         time.sleep(0.02)
     return found
@@ -118,7 +131,7 @@ def endless(kind: str, root: Path) -> None:
             state = loader.state_dict() if kind == "loader" else stream.state_dict(batch)
             say(digest=digest(batch), state=state)
             if kind == "workers" and number == 7:
-                time.sleep(3)  # for the interrupt: destructors of torch's own swallow one that meets them
+                time.sleep(600)  # for the interrupt: destructors of torch's own swallow one that meets them
 
     with suppress(KeyboardInterrupt):
         read()
@@ -133,38 +146,55 @@ def murders(root: Path) -> None:
     for life in range(4):
         begun = state["position"]
         stream.load_state_dict(json.loads(json.dumps(state)))
-        seen, error, seconds = one_life(stream, life)
+        seen, error, waits = one_life(stream, life)
         digests = [one for one, _ in seen]
         state = seen[-1][1]
-        say(begun=begun, digests=digests, error=error, seconds=seconds, before=before, after=held())
+        say(begun=begun, digests=digests, error=error, waits=waits, before=before, after=settled(before))
     stream.load_state_dict(state)
     digests = [digest(batch) for batch in islice(batches("workers", stream), 6)]
-    say(begun=state["position"], digests=digests, error=None, seconds=0.0, before=before, after=held())
+    say(begun=state["position"], digests=digests, error=None, waits=0, before=before, after=settled(before))
 
 
-def one_life(stream: sa1b.Stream, life: int) -> tuple[list[tuple[str, dict[str, Any]]], str, float]:
+def one_life(stream: sa1b.Stream, life: int) -> tuple[list[tuple[str, dict[str, Any]]], str, int]:
     """Read, kill a worker, read on until that is noticed.
 
-    Returns each batch's digest with the state behind it, the error, and the seconds it took to come.
+    Returns each batch's digest with the state behind it, the error, and how often the DataLoader waited for a
+    batch in vain, 5 seconds each, until the error came.
     """
     reading = iter(batches("workers", stream))
     seen: list[tuple[str, dict[str, Any]]] = []
-    killed = 0.0
+    waits: list[bool] = []
+    killed = False
+    look = type(reading)._try_get_data
+
+    def counted(loader: Any) -> tuple[bool, Any]:
+        found = look(loader)
+        waits.append(killed and not found[0])
+        return found
+
+    # On an error the DataLoader opens files, to see whether descriptors are left. If the signal of the dead
+    # worker arrives just then, one stays open.
+    probes = mock.patch("tempfile.NamedTemporaryFile", io.BytesIO)
     try:
-        while True:
-            batch = next(reading)
-            seen.append((digest(batch), stream.state_dict(batch)))
-            if len(seen) == 3 + life:
-                time.sleep(0.004 * life)  # in the middle of work, or when all is read ahead
-                killed = time.monotonic()
-                os.kill(reading._workers[life % 2].pid, signal.SIGKILL)
+        with probes, mock.patch.object(type(reading), "_try_get_data", counted):
+            while True:
+                batch = next(reading)
+                seen.append((digest(batch), stream.state_dict(batch)))
+                if len(seen) == 3 + life:
+                    time.sleep(0.004 * life)  # in the middle of work, or when all is read ahead
+                    killed = True
+                    os.kill(reading._workers[life % 2].pid, signal.SIGKILL)
     except (RuntimeError, OSError, EOFError) as error:
         if not killed:
             raise
-        words, seconds = repr(error), time.monotonic() - killed
+        words = repr(error)
+    workers = list(reading._workers)
     del reading, batch
     gc.collect()
-    return seen, words, seconds
+    for worker in workers:  # the same signal in the DataLoader's destructor may stop it before the last one
+        worker.kill()
+        worker.join()
+    return seen, words, sum(waits)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.stream.leftovers import session, shared_memory, wait_for_end
-from tests.stream.reading import KINDS, PIECES, STEP, batches, start, stream_of
+from tests.stream.reading import KINDS, PIECES, STEP, batches, first_lines, start, stream_of
 from tests.stream.recorded import digest, make_root, sequence
 
 IMAGES = 23
@@ -29,17 +29,17 @@ def piece(position: int) -> int:
     return position // STEP["global_batch"] * PIECES
 
 
-def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Path, short_path: Path) -> None:
     whole = recorded(root, 60)
-    process = start("workers", root, "murders", tmp_path / "tmp")
-    out, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    process = start("workers", root, "murders", short_path / "tmp")
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()
     lives = [json.loads(line) for line in out.splitlines()]
     assert [life["error"] is None for life in lives] == [False] * 4 + [True]
     for life in lives:
         first = piece(life["begun"])
         assert life["digests"] == whole[first : first + len(life["digests"])]
-        assert life["seconds"] < 5
+        assert life["waits"] <= 1  # by the signal, or when the DataLoader next looks at its workers
         assert life["before"] == life["after"]
     # Each life went on behind the last whole step of the one before.
     ends = [piece(life["begun"]) + len(life["digests"]) for life in lives[:-1]]
@@ -48,28 +48,25 @@ def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Pa
     assert shared_memory([process.pid]) == []
     # Who is killed, or ended by torch's DataLoader because another was, cannot remove the folder with the
     # socket through which multiprocessing hands on tensors: nothing else may be left.
-    left = [path for path in (tmp_path / "tmp").rglob("*") if not path.is_dir()]
+    left = [path for path in (short_path / "tmp").rglob("*") if not path.is_dir()]
     assert all(path.is_socket() for path in left)
 
 
 def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_the_suffix(
-    root: Path, tmp_path: Path
+    root: Path, short_path: Path
 ) -> None:
-    started = {kind: start(kind, root, "endless", tmp_path / kind) for kind in KINDS}
-    heard = {
-        kind: [process.stdout.readline() for _ in range(5 + i)]
-        for i, (kind, process) in enumerate(started.items())
-    }
+    started = {kind: start(kind, root, "endless", short_path / kind) for kind in KINDS}
+    received = {kind: first_lines(process, 5 + i) for i, (kind, process) in enumerate(started.items())}
     members = {kind: session(process.pid) for kind, process in started.items()}
     assert {kind: len(pids) for kind, pids in members.items()} == {"loader": 1, "workers": 3}
     for process in started.values():
         process.kill()
     for kind, process in started.items():
-        out, _ = process.communicate(timeout=20)  # ends when the last holder of its pipes has
+        out, _ = process.communicate(timeout=120)  # ends when the last holder of its pipes has
         # What lies in the pipe since counts too; the last line may be cut.
-        text = "".join(heard[kind]) + out
-        lines = [json.loads(line) for line in text[: text.rindex("\n")].splitlines()]
-        wait_for_end(process.pid, 15)
+        text = b"".join(received[kind]) + out
+        lines = [json.loads(line) for line in text[: text.rindex(b"\n")].splitlines()]
+        wait_for_end(process.pid, 120)
         assert shared_memory(members[kind]) == []
         whole = recorded(root, len(lines) + 10)
         assert [line["digest"] for line in lines] == whole[: len(lines)]
@@ -79,4 +76,4 @@ def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_
         assert [digest(batch) for batch in islice(stream, 7)] == whole[first : first + 7]
         again = batches(kind, stream)
         assert [digest(batch) for batch in islice(again, 7)] == whole[first : first + 7]
-        assert list((tmp_path / kind).iterdir()) == []
+        assert list((short_path / kind).iterdir()) == []

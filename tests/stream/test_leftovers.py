@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.stream.leftovers import session, shared_memory
-from tests.stream.reading import KINDS, start
+from tests.stream.reading import KINDS, first_lines, start
 from tests.stream.recorded import make_root
 
 
@@ -23,12 +23,12 @@ def files(root: Path) -> set[Path]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_after_the_end_an_early_close_or_an_error_of_the_caller(
-    root: Path, kind: str, tmp_path: Path
+    root: Path, kind: str, short_path: Path
 ) -> None:
     before = files(root)
-    process = start(kind, root, "endings", tmp_path / "tmp")
-    out, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
+    process = start(kind, root, "endings", short_path / "tmp")
+    out, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (0, b"")
     ways = [json.loads(line) for line in out.splitlines()]
     assert [way["way"] for way in ways] == ["whole", "early", "broken"]
     for way in ways:
@@ -37,26 +37,25 @@ def test_nothing_is_left_after_the_end_an_early_close_or_an_error_of_the_caller(
         assert way["at_last"] == way["empty"], way["way"]
     assert session(process.pid) == []
     assert shared_memory([process.pid]) == []
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((short_path / "tmp").iterdir()) == []
     assert files(root) == before
 
 
 @pytest.mark.parametrize(
     ("kind", "whom"), [("loader", "process"), ("workers", "process"), ("workers", "group")]
 )
-def test_nothing_is_left_after_an_interrupt(root: Path, kind: str, whom: str, tmp_path: Path) -> None:
+def test_nothing_is_left_after_an_interrupt(root: Path, kind: str, whom: str, short_path: Path) -> None:
     """A terminal's Ctrl-C goes to the process and its workers alike, a scheduler's signal to the process."""
     before = files(root)
-    process = start(kind, root, "endless", tmp_path / "tmp")
-    for _ in range(7):
-        assert "digest" in process.stdout.readline()
+    process = start(kind, root, "endless", short_path / "tmp")
+    assert all(b"digest" in line for line in first_lines(process, 7))
     members = session(process.pid)
     if whom == "process":
         os.kill(process.pid, signal.SIGINT)
     else:
         os.killpg(process.pid, signal.SIGINT)
-    out, errors = process.communicate(timeout=30)
-    assert process.returncode == 0, errors
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()
     left = json.loads(out.splitlines()[-1])
     assert left["after"]["children"] == []
     if kind == "loader":
@@ -64,5 +63,5 @@ def test_nothing_is_left_after_an_interrupt(root: Path, kind: str, whom: str, tm
         assert left["after"] == left["before"]
     assert session(process.pid) == []
     assert shared_memory(members) == []
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((short_path / "tmp").iterdir()) == []
     assert files(root) == before

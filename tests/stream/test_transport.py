@@ -1,0 +1,50 @@
+"""A worker process that cannot send its batches: the error is raised in the training process, nothing hangs."""
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+from sa1b.stream.transport import TransportError
+from tests.stream.reading import start, stream_of
+from tests.stream.recorded import make_root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("transport"), 12)
+
+
+def no_shared_memory(worker: int) -> None:
+    """Let this process write no file of more than one byte, as in a full /dev/shm."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_shared_memory_that_cannot_be_had_is_an_error_of_the_training_process(root: Path) -> None:
+    # Without the error the loader would wait until its own timeout, in seconds, and raise RuntimeError.
+    loader = DataLoader(
+        stream_of(root), batch_size=None, num_workers=1, timeout=60, worker_init_fn=no_shared_memory
+    )
+    with pytest.raises(TransportError, match=r"worker process \d+ cannot send a batch: .*/dev/shm") as caught:
+        next(iter(loader))
+    assert "File too large" in str(caught.value)
+
+
+def test_a_temporary_folder_too_long_for_a_socket_is_an_error_of_the_training_process(
+    root: Path, short_path: Path
+) -> None:
+    folder = short_path / ("x" * 100)
+    process = start("workers", root, "endless", folder)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 1
+    message = errors.decode().splitlines()[-1]
+    assert "TransportError" in message
+    assert "AF_UNIX path too long" in message
+    assert f"below {folder}: set TMPDIR to a shorter path" in message
