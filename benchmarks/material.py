@@ -26,7 +26,7 @@ from sa1b.ingest.ingest import Policy, ingest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options, read_tasks
 from sa1b.shards.sample_read import place_of
-from sa1b.sources.source import discover
+from sa1b.sources.discovery import discover
 from sa1b.synthetic import source_tars as synthetic
 from sa1b.verify.rebuild import rebuild_root
 
@@ -109,7 +109,7 @@ def copied(dataset: sa1b.Dataset, rows: Iterable[int], root: Path) -> Path:
 def root_of(source: Path, root: Path, options: Options, limits: Iterable[int] = (MASKS,)) -> Path:
     """Shards of one source tar."""
     root.mkdir()
-    (found,) = discover([source])
+    (found,) = discover([source]).sources
     ingest(found, root, options, Policy())
     write_dataset(root, read_tasks(root))
     return noted(root, limits)

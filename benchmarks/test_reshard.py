@@ -21,7 +21,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from sa1b.ingest.ingest import Policy, ingest
 from sa1b.shards.manifest import Options
-from sa1b.sources.source import discover
+from sa1b.sources.discovery import discover
 from sa1b.synthetic.source_tars import scene
 
 PICTURES, COPIES = 40, 6
@@ -79,7 +79,7 @@ def test_reshard(
     benchmark: BenchmarkFixture, tar: tuple[Path, int], tmp_path: Path, flags: dict[str, bool]
 ) -> None:
     path, size = tar
-    (source,) = discover([path])
+    (source,) = discover([path]).sources
 
     def run() -> None:
         ingest(source, tmp_path, Options(images_per_shard=40, **flags), Policy(spill_memory=8 << 20))

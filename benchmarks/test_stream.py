@@ -20,7 +20,7 @@ from sa1b.ingest.ingest import Policy, ingest
 from sa1b.masks.grid import framed_size
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options, read_tasks
-from sa1b.sources.source import discover
+from sa1b.sources.discovery import discover
 from sa1b.synthetic import source_tars as synthetic
 
 IMAGES = 32
@@ -33,7 +33,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Shards of original size and of 1024 pixels, of the same full-size synthetic images."""
     folder = tmp_path_factory.mktemp("stream")
     synthetic.write_tar(folder / "sa_000000.tar", images=IMAGES, first_id=1)
-    (source,) = discover([folder / "sa_000000.tar"])
+    (source,) = discover([folder / "sa_000000.tar"]).sources
     found = {}
     for name, options in (("original", Options()), ("1024", Options(image_size=SIZE, quality=90))):
         found[name] = folder / name

@@ -18,7 +18,7 @@ from benchmarks.peers.task import Pair, pairs
 from sa1b.ingest.ingest import Policy, ingest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options, read_tasks
-from sa1b.sources.source import discover
+from sa1b.sources.discovery import discover
 from sa1b.verify.verify import verify
 
 COPIES = 5
@@ -44,7 +44,7 @@ def measure(folder: Path, root: Path, rounds: int) -> dict[str, Any]:
     def reshard() -> None:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        (found,) = discover([packed])
+        (found,) = discover([packed]).sources
         ingest(found, out, Options(), Policy())
         write_dataset(out, read_tasks(out))
 

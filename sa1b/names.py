@@ -44,12 +44,16 @@ def parse_member_name(name: str) -> MemberName | None:
 
 
 def parse_member_path(path: str) -> MemberName | None:
-    """Like `parse_member_name`, for a name alone or in folders below the root of an archive.
+    """Like `parse_member_name`, for the path of a member in a source: alone or in folders.
 
-    Absolute paths and paths with empty, `.` or `..` parts (but for one `./` in front) give None.
+    The ending may be in upper case, `sa_5.JPG`; it is returned in lower case. Absolute paths and paths with
+    empty, `.` or `..` parts (except one `./` in front) give None.
     """
     *folders, last = path.removeprefix("./").split("/")
-    return None if any(part in ("", ".", "..") for part in folders) else parse_member_name(last)
+    if any(part in ("", ".", "..") for part in folders):
+        return None
+    stem, dot, ending = last.rpartition(".")
+    return parse_member_name(f"{stem}{dot}{ending.lower()}")
 
 
 def is_source_name(name: str) -> bool:

@@ -9,7 +9,8 @@ from sa1b.gallery.members import read_members
 from sa1b.gallery.selection import Choice, Gathered
 from sa1b.shards import manifest
 from sa1b.shards.shard import index_path
-from sa1b.sources.source import Source, discover
+from sa1b.sources.discovery import discover
+from sa1b.sources.source import Source
 from sa1b.sources.tar_reader import is_tar
 
 
@@ -45,7 +46,7 @@ def sources(path: Path) -> list[Source]:
     if path.is_file() and is_tar(path):
         stat = path.stat()
         return [Source(path.name, path, "tar", stat.st_size, stat.st_mtime_ns)]
-    return discover([path])
+    return discover([path]).sources
 
 
 def total_bytes(path: Path) -> int:

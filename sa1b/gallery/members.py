@@ -17,8 +17,8 @@ from sa1b.names import member_name, parse_member_path
 from sa1b.shards import annotation, jpeg, record
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.record import RecordError
-from sa1b.sources.member import Damage, Member
 from sa1b.sources.source import Source, SourceReader
+from sa1b.sources.tar_stream import Damage, Member
 
 WAITING_BYTES = 256 << 20
 _NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")

@@ -22,10 +22,9 @@ from sa1b.shards.commit import check_clash, publish_quarantine, publish_task
 from sa1b.shards.largest import Largest
 from sa1b.shards.manifest import PARTIAL, QUARANTINE, Options, ShardInfo, Task, task_path, versions
 from sa1b.shards.shard import Pair, ShardWriter, seal
-from sa1b.sources.member import Damage, Member
-from sa1b.sources.pairing import MemberPair, Refusal, pair_up
+from sa1b.sources.pairing import MemberPair, Refusal, Spill, pair_up
 from sa1b.sources.source import Source, SourceReader
-from sa1b.sources.spill import Spill
+from sa1b.sources.tar_stream import Damage, Member
 from sa1b.storage.publish import naming
 
 MIN_SYSTEMATIC = 20  # so many bad pairs for one reason, and
@@ -158,6 +157,7 @@ class _Ingest:
             digests = reader.digests()
             if self.shard is not None:
                 self._close_shard()
+            reader.check_unchanged()
         except BaseException:
             if self.shard is not None:
                 self.shard.abandon()
@@ -170,12 +170,6 @@ class _Ingest:
                 f"{self.source.path}: md5 is {digests['md5']}, the checklist says {self.policy.md5}; "
                 "download it again"
             )
-        stat = self.source.path.stat()
-        if self.source.kind == "tar" and (stat.st_size, stat.st_mtime_ns) != (
-            self.source.size,
-            self.source.mtime_ns,
-        ):
-            raise SourceError(f"{self.source.path}: changed while it was read; run the same command again")
         self._check_sums()
         self._check_systematic()
         if not shards:

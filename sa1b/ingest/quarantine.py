@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from sa1b.sources.member import Damage, Member
+from sa1b.sources.tar_stream import Damage, Member
 
 EXAMPLES = 3
 _MESSAGE = 500  # characters; names and values in it come from outside

@@ -16,7 +16,8 @@ from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import DATASET, PARTIAL, Options, Task
 from sa1b.shards.shard import index_path
-from sa1b.sources.source import Source, digest_of_source, discover, read_checklist
+from sa1b.sources.discovery import discover
+from sa1b.sources.source import Source, digest_of_source, read_checklist
 from sa1b.storage.publish import lock
 from sa1b.workers import Failure, supervise
 
@@ -43,7 +44,8 @@ def reshard(
         sa1b.storage.LockedError: another run is at work in `root`.
     """
     began = time.monotonic()
-    sources = discover(paths)
+    own = [path for path in (root, checklist, policy.spill) if path is not None]
+    sources = discover(paths, skip=own).sources
     listed = read_checklist(checklist) if checklist else {}
     md5 = {
         one.name: listed[one.path.name] for one in sources if one.kind == "tar" and one.path.name in listed

@@ -26,7 +26,7 @@ from sa1b.names import member_name, parse_member_name
 from sa1b.shards import jpeg, record
 from sa1b.shards.index import Row
 from sa1b.shards.record import RecordError
-from sa1b.sources.tar_header import BLOCK, parse
+from sa1b.sources.tar_stream import BLOCK, parse_header
 
 _MAX_MEMBER_BYTES = (
     64 << 20
@@ -163,7 +163,7 @@ class _Reads:
         if not header.strip(b"\0"):
             self._end(offset)
             return None
-        parsed = parse(header) if len(header) == BLOCK else None
+        parsed = parse_header(header) if len(header) == BLOCK else None
         named = parse_member_name(parsed.name) if parsed is not None else None
         if parsed is None or named is None:
             name = "" if parsed is None else f" ({parsed.name[:80]!r})"

@@ -1,16 +1,18 @@
 """Members in any order, as pairs: an image and its annotation file, or the reason why there is no pair."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from sa1b.names import member_name, parse_member_path
-from sa1b.sources.member import Damage, Member
-from sa1b.sources.spill import Spill
+from sa1b.sources.tar_stream import HARD_LINK, OVERSIZED, UNREADABLE, Damage, Member
+
+_REASONS = {OVERSIZED: "member_oversized", UNREADABLE: "member_unreadable"}
 
 
 @dataclass(frozen=True, slots=True)
 class MemberPair:
-    """Both members of one image, as they stand in the source."""
+    """Both members of one image, as stored in the source."""
 
     image_id: int
     image: Member
@@ -26,12 +28,52 @@ class Refusal:
     member: Member
 
 
+class Spill:
+    """Bytes that wait by name: in memory up to a limit, then one file each.
+
+    Each name is put once and taken once; the space is free again as soon as it is taken.
+    """
+
+    def __init__(self, folder: Path, memory_bytes: int) -> None:
+        self._folder = folder
+        self._left = memory_bytes
+        self._memory: dict[str, bytes] = {}
+        self._files: set[str] = set()
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep `data` under `name`, a plain file name."""
+        if len(data) <= self._left:
+            self._left -= len(data)
+            self._memory[name] = data
+            return
+        if not self._files:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / name).write_bytes(data)
+        self._files.add(name)
+
+    def take(self, name: str) -> bytes | None:
+        """The bytes kept under `name`, which are forgotten here; None if there are none."""
+        data = self._memory.pop(name, None)
+        if data is not None:
+            self._left += len(data)
+        elif name in self._files:
+            path = self._folder / name
+            data = path.read_bytes()
+            path.unlink()
+            self._files.remove(name)
+        return data
+
+    def names(self) -> list[str]:
+        """What still waits, sorted."""
+        return sorted(self._memory.keys() | self._files)
+
+
 def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPair | Refusal | Damage]:
     """Pairs in the order they complete, everything else in the order it comes, the unpaired last.
 
     The half that comes first waits in the spill. Folders hold nothing of their own and are passed over.
     """
-    waiting: dict[int, Member] = {}  # without their bytes, which the spill holds
+    waiting: dict[int, tuple[str, Member]] = {}  # ending, and the member without its data
     done: set[int] = set()
     damaged = False
     for item in items:
@@ -41,7 +83,7 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
             continue
         if item.kind != "file":
             if item.kind != "folder":
-                yield Refusal("not_a_file", f"{item.kind}; only plain files belong in the archive", item)
+                yield Refusal(_REASONS.get(item.kind, "not_a_file"), _why_no_file(item), item)
             continue
         named = parse_member_path(item.name)
         if named is None or named.ending == "masks":
@@ -49,24 +91,33 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
             continue
         image_id, ending = named
         first = waiting.get(image_id)
-        if image_id in done or (first is not None and first.name.endswith(ending)):
+        if image_id in done or (first is not None and first[0] == ending):
             yield Refusal("duplicate", f"a second .{ending} of image {image_id}", item)
         elif first is None:
-            waiting[image_id] = Member(item.name, item.kind, item.offset, b"")
+            waiting[image_id] = ending, replace(item, data=b"")
             spill.put(member_name(image_id, ending), item.data)
         else:
             done.add(image_id)
-            other = _take(waiting.pop(image_id), image_id, spill)
+            other = _take(image_id, *waiting.pop(image_id), spill)
             yield MemberPair(image_id, item, other) if ending == "jpg" else MemberPair(image_id, other, item)
     for image_id in sorted(waiting):
-        member = _take(waiting.pop(image_id), image_id, spill)
-        ending, other_ending = ("jpg", "json") if member.name.endswith("jpg") else ("json", "jpg")
+        ending, first_member = waiting.pop(image_id)
+        other_ending = "json" if ending == "jpg" else "jpg"
         # Where part of the source is lost, that is where the partner was.
         reason = f"{ending}_partner_lost" if damaged else f"{ending}_unpaired"
-        yield Refusal(reason, f"no .{other_ending} of image {image_id} in the source", member)
+        message = f"no .{other_ending} of image {image_id} in the source"
+        yield Refusal(reason, message, _take(image_id, ending, first_member, spill))
 
 
-def _take(waiting: Member, image_id: int, spill: Spill) -> Member:
-    data = spill.take(member_name(image_id, waiting.name.rsplit(".", 1)[1]))
+def _why_no_file(member: Member) -> str:
+    if member.kind == HARD_LINK:
+        return f"hard link to {member.detail!r}, which is no earlier file of the archive"
+    if member.kind in _REASONS:
+        return member.detail
+    return f"{member.kind}; only plain files belong in a source"
+
+
+def _take(image_id: int, ending: str, member: Member, spill: Spill) -> Member:
+    data = spill.take(member_name(image_id, ending))
     assert data is not None
-    return Member(waiting.name, waiting.kind, waiting.offset, data)
+    return replace(member, data=data)

@@ -1,8 +1,8 @@
-"""Tar archives from outside, read strictly: nothing is dropped without a word.
+"""Tar archives from outside, read strictly: nothing is dropped silently.
 
 Python's tarfile, and every reader built on it, silently ends at the first damaged header and loses the rest
-of the archive. This reader yields `Damage` for every byte it cannot make sense of, finds the next header
-behind it (at any byte offset, so a lost or added byte costs one member too) and goes on.
+of the archive. This reader yields `Damage` for every stretch that is no member, finds the next header after
+it (at any byte offset, so a lost or added byte costs one member too) and continues.
 
 Formats: POSIX.1-1988 ustar, GNU and pax headers, V7. One pass, front to back.
 """
@@ -12,25 +12,36 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sa1b.sources.member import MAX_KEPT_BYTES, Damage, Member
-from sa1b.sources.tar_header import BLOCK, parse, parse_extended
-from sa1b.sources.tar_stream import GZIP, StoredStream
+from sa1b.sources.tar_stream import (
+    BLOCK,
+    GZIP,
+    HARD_LINK,
+    MAX_KEPT_BYTES,
+    MAX_MEMBER_BYTES,
+    Damage,
+    Member,
+    StoredStream,
+    parse_extended,
+    parse_header,
+)
 
-MAX_MEMBER_BYTES = 32 << 20  # real files: 1 MB on average
 MAX_EXTENDED_BYTES = 1 << 20  # of the pax and long-name headers of a member
-MAX_END_BYTES = 1 << 16  # of the zeros that end an archive: two blocks, padded to a record of 10 KB or more
+# Zeros that end an archive: two blocks, and what is missing to a whole record. The default is 20 blocks.
+MAX_END_BYTES = 1 << 16
+_RECORDS = [BLOCK << n for n in range(7, 15)] + [BLOCK * d * 10**n for d in range(1, 10) for n in (2, 3)]
 _WINDOW = 1 << 20
 _ZEROS = bytes(BLOCK)
 _MAGIC = 257  # where a header says "ustar"
 _PAIR_NAME = re.compile(rb"sa_[0-9]+\.[a-z]+")
 _FILE_TYPES = b"0\x007"
 _KINDS = {
-    b"1": "hard link",
+    b"1": HARD_LINK,
     b"2": "symbolic link",
     b"3": "character device",
     b"4": "block device",
     b"5": "folder",
     b"6": "fifo",
+    b"S": "sparse file",
 }
 
 
@@ -105,13 +116,13 @@ def _next_item(
     stream: StoredStream, offset: int, header: bytes, extended: dict[str, str]
 ) -> Member | Damage | Extension:
     """The member that begins here, the damage that does, or what an extended header says of the next one."""
-    parsed = parse(header)
+    parsed = parse_header(header)
     if parsed is None:
         named = _PAIR_NAME.search(header, 0, 100)
         why = f"damaged header, perhaps of {named[0].decode()}" if named else "no valid member header"
         return _resync(stream, offset, "bad_header", why)
     size, limit = parsed.size, MAX_MEMBER_BYTES
-    if parsed.describes_next:
+    if parsed.is_metadata:
         limit = MAX_EXTENDED_BYTES
     elif "size" in extended:
         size = int(extended["size"])
@@ -131,18 +142,21 @@ def _next_item(
         why = f"the archive ends inside {parsed.name!r}, after {len(data):,} of {size:,} bytes"
         return Damage("member_truncated", why, offset, BLOCK + len(data), header + data)
     padding = stream.read(-size % BLOCK)
-    if parsed.describes_next:
+    stored = header + data + padding
+    if parsed.is_metadata:
         values = parse_extended(parsed.type, data)
-        stored = header + data + padding
         if values is None:
             why = f"malformed extended header {parsed.name!r}"
             return Damage("bad_extended_header", why, offset, len(stored), stored)
         # A global header describes no member in particular: nothing has to follow it.
         return Extension(offset, values, b"" if parsed.type == b"g" else stored)
-    kind = (
-        "file" if parsed.type in _FILE_TYPES else _KINDS.get(parsed.type, f"member of type {parsed.type!r}")
-    )
-    return Member(extended.get("path", parsed.name), kind, offset, data)
+    if parsed.type == b"V" and not data:
+        return Extension(offset, {}, b"")  # a volume label: the name of the archive
+    name, kind = extended.get("path", parsed.name), _KINDS.get(parsed.type, f"member of type {parsed.type!r}")
+    if parsed.type in _FILE_TYPES:
+        kind = "sparse file" if "sparse" in extended else "file"
+    link = extended.get("link", parsed.link) if kind == HARD_LINK else ""
+    return Member(name, kind, offset, data, link)
 
 
 def _resync(stream: StoredStream, offset: int, reason: str, why: str) -> Damage:
@@ -170,7 +184,7 @@ def _next_header(buffer: bytes | bytearray, start: int, stop: int) -> int | None
         header = bytes(buffer[begin : min(begin + BLOCK, stop)])
         if len(header) < BLOCK:
             return None
-        if parse(header):
+        if parse_header(header):
             return begin
         magic += 1
     return None
@@ -188,7 +202,7 @@ def _inner_header(window: bytes | bytearray, size: int) -> int | None:
             return begin
     # With bytes lost or added they begin anywhere, and no header follows this member.
     following = bytes(window[padded : padded + BLOCK])
-    if len(following) == BLOCK and parse(following):
+    if len(following) == BLOCK and parse_header(following):
         return None
     return _next_header(window, 1, padded - 1 + BLOCK)
 
@@ -203,11 +217,20 @@ def _skip_zeros(stream: StoredStream, offset: int) -> Damage | None:
         if len(block) < BLOCK:
             stream.read(BLOCK)
             length = stream.position - offset
-            if length <= MAX_END_BYTES:
+            if length <= MAX_END_BYTES or _pads_record(length, stream.position):
                 return None
             why = f"{length:,} zero bytes at the end, more than an end marker has: is the file complete?"
             return Damage("zero_tail", why, offset, length)
         stream.read(BLOCK)
+
+
+def _pads_record(zeros: int, total: int) -> bool:
+    """Whether an archive of `total` bytes may end in so many zeros because its records are large.
+
+    `tar --blocking-factor=512` pads to 256 KiB. Only archives that are whole records of a usual size count:
+    powers of two and round numbers of blocks. A download into a file made at full size has any length.
+    """
+    return any(zeros < record + 2 * BLOCK and total % record == 0 for record in _RECORDS)
 
 
 def _end_of_stream(stream: StoredStream, offset: int, rest: bytes, damaged: bool) -> Iterator[Damage]:
@@ -221,8 +244,8 @@ def _end_of_stream(stream: StoredStream, offset: int, rest: bytes, damaged: bool
     elif stream.damage is None and not damaged:
         yield Damage(
             "no_end_marker",
-            "the archive ends without the zero blocks that close a tar: it was cut between two members, "
-            "get it again",
+            "the archive ends without the zero blocks that close a tar: it was cut between two members; "
+            "download it again",
             offset,
         )
     yield from _stream_damage(stream)
@@ -239,8 +262,15 @@ def _stream_damage(stream: StoredStream) -> Iterator[Damage]:
 def is_tar(path: Path) -> bool:
     """By content: a gzip file, or a plain tar, whose first headers may be damaged."""
     with path.open("rb") as file:
-        head = file.read(_WINDOW)
-    if head[:2] == GZIP:
-        return True
+        return file.read(len(GZIP)) == GZIP or holds_tar(path)
+
+
+def holds_tar(path: Path) -> bool:
+    """By content: a plain tar or the gzip stream of one, whose first headers may be damaged."""
+    stream = StoredStream(path)
+    try:
+        head = stream.peek(_WINDOW)
+    finally:
+        stream.close()
     whole = len(head) >= BLOCK
-    return whole and (parse(head[:BLOCK]) is not None or _next_header(head, 0, len(head)) is not None)
+    return whole and (parse_header(head[:BLOCK]) is not None or _next_header(head, 0, len(head)) is not None)

@@ -1,21 +1,151 @@
-"""A source tar's bytes, gunzipped if need be, told apart by content; digested as they are read."""
+"""A source tar as a stream: its bytes, gunzipped if need be, its header blocks, and what is found in it.
+
+The format is detected by content. The stored bytes are digested as they are read.
+"""
 
 import hashlib
+import os
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from isal import isal_zlib
 
-from sa1b.sources.member import Damage
-from sa1b.sources.tar_header import BLOCK, parse
+from sa1b.errors import SourceError
 
+BLOCK = 512
 GZIP = b"\x1f\x8b"
+HARD_LINK = "hard link"
+OVERSIZED, UNREADABLE = "oversized file", "unreadable file"
+MAX_MEMBER_BYTES = 32 << 20  # real files: 1 MB on average
+MAX_KEPT_BYTES = 32 << 20  # of a damaged region, for quarantine; the source stays the copy of the rest
+_PAX_RECORD = re.compile(rb"([1-9][0-9]{0,6}) ([^=\n]+)=")
+_CONTROL = re.compile(rb"[\x00-\x1f]")  # no name in an archive of images holds one
+_PAX_KEYS = {b"path": "path", b"size": "size", b"linkpath": "link"}
 _TRAILER = 8
 _CHUNK = 1 << 16  # an error in a deflate stream loses at most what one chunk inflates to,
 _MAX_INFLATED = 1 << 20  # or this much: a chunk of zeros could become 64 MB
 # The library's stub types this exception class as an instance.
 _INFLATE_ERROR: type[Exception] = vars(isal_zlib)["error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member as stored in the source.
+
+    Attributes:
+        name: as stored, not to be trusted.
+        kind: "file", or what else it is.
+        offset: bytes from the start of the tar (uncompressed) to the member's header; 0 in a folder.
+        data: content of a file, else empty.
+        detail: target of a hard link as stored; of OVERSIZED and UNREADABLE why the content is not here.
+    """
+
+    name: str
+    kind: str
+    offset: int
+    data: bytes
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A stretch of the archive that holds no readable member.
+
+    Attributes:
+        reason: snake_case word.
+        message: what is wrong, for the user.
+        offset, length: bytes of the tar (uncompressed). Length 0: what is missing follows the offset.
+        data: the bytes, at most MAX_KEPT_BYTES.
+    """
+
+    reason: str
+    message: str
+    offset: int
+    length: int = 0
+    data: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One header block: ustar, GNU or V7."""
+
+    name: str
+    size: int
+    type: bytes
+    link: str
+
+    @property
+    def has_data(self) -> bool:
+        """Whether content follows; links, devices and folders have none, whatever size they claim."""
+        return self.type not in b"123456"
+
+    @property
+    def is_metadata(self) -> bool:
+        """Whether its content describes the next member: a pax or GNU long-name header."""
+        return self.type in b"xgLK"
+
+
+def parse_header(block: bytes) -> Header | None:
+    """The header in a block of 512 bytes, or None if it holds none."""
+    stored = _number(block[148:156])
+    unsigned = sum(block) - sum(block[148:156]) + 8 * 0x20
+    if stored != unsigned:
+        # Some old writers added the bytes up as signed numbers.
+        signed = unsigned - 256 * sum(byte > 127 for byte in block[:148] + block[156:])
+        if stored is None or stored != signed:
+            return None
+    size = _number(block[124:136])
+    if size is None:
+        return None
+    name, link = (field.split(b"\0", 1)[0] for field in (block[:100], block[157:257]))
+    prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
+    path = prefix + b"/" + name if prefix else name
+    return Header(_text(path), size, block[156:157], _text(link))
+
+
+def parse_extended(kind: bytes, data: bytes) -> dict[str, str] | None:
+    """What a GNU long-name (L, K) or pax (x, g) header says of the next member; None if it is malformed.
+
+    Keys: path, size, link, sparse. A malformed one is perhaps a member whose type is damaged: its content is
+    checked whatever it is used for.
+    """
+    if kind in b"LK":
+        name = data[:-1]
+        # GNU tar, Python, Go and libarchive all write the name and one zero byte.
+        if data[-1:] != b"\0" or not name or _CONTROL.search(name):
+            return None
+        return {"path" if kind == b"L" else "link": _text(name)}
+    found: dict[str, str] = {}
+    position = 0
+    while position < len(data):
+        match = _PAX_RECORD.match(data, position)
+        end = position + int(match[1]) if match else 0
+        if match is None or not match.end() < end <= len(data) or data[end - 1 : end] != b"\n":
+            return None
+        key = "sparse" if match[2].startswith(b"GNU.sparse.") else _PAX_KEYS.get(match[2])
+        if kind == b"x" and key is not None:
+            found[key] = _text(data[match.end() : end - 1])
+        position = end
+    return found if re.fullmatch(r"[0-9]{1,20}", found.get("size", "0")) else None
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")
+
+
+def _number(data: bytes) -> int | None:
+    """A numeric field: octal, or GNU's base 256."""
+    if data[0] in (0x80, 0xFF):
+        value = int.from_bytes(data[1:], "big")
+        return value if data[0] == 0x80 else value - (1 << (8 * (len(data) - 1)))
+    text = data.split(b"\0", 1)[0].strip(b" ")
+    try:
+        return int(text or b"0", 8)
+    except ValueError:
+        return None
 
 
 class StoredStream:
@@ -33,7 +163,8 @@ class StoredStream:
         self.position = 0
         self.damage: Damage | None = None
         self._file: BinaryIO = path.open("rb", buffering=0)
-        self._size = path.stat().st_size
+        self._stat = os.fstat(self._file.fileno())
+        self._size = self._stat.st_size
         self._sha256 = hashlib.sha256()
         self._md5 = hashlib.md5(usedforsecurity=False) if md5 else None
         self._progress = progress
@@ -43,7 +174,7 @@ class StoredStream:
         self._inflating = False  # the last call of the decompressor stopped at its limit
         head = self._read_stored()
         # A plain tar's first name may begin with any bytes, gzip's among them.
-        gzip = head[:2] == GZIP and parse(head[:BLOCK].ljust(BLOCK, b"\0")) is None
+        gzip = head[:2] == GZIP and parse_header(head[:BLOCK].ljust(BLOCK, b"\0")) is None
         self._gzip: Any = isal_zlib.decompressobj(31) if gzip else None
         self._waiting = head
 
@@ -58,6 +189,24 @@ class StoredStream:
         if self._md5 is not None:
             found["md5"] = self._md5.hexdigest()
         return found
+
+    def check_unchanged(self) -> None:
+        """Compare the file with what it was when it was opened, by inode, size, mtime and ctime.
+
+        An overwrite in place is noticed even if the time of modification was restored, because that sets the
+        ctime. What cannot be noticed: a change within one tick of the clock of the file system before the
+        file was opened (4 ms on ext4), changes on file systems without a ctime (FAT, exFAT) or with cached
+        attributes (NFS, until the cache expires), and writes through a memory map that was already dirty.
+
+        Raises:
+            SourceError: changed, replaced or removed since.
+        """
+        try:
+            found = [os.fstat(self._file.fileno()), self.path.stat()]
+        except FileNotFoundError:
+            raise SourceError(f"{self.path}: removed while it was read; restore it and run again") from None
+        if any(_identity(stat) != _identity(self._stat) for stat in found):
+            raise SourceError(f"{self.path}: changed while it was read; run the same command again")
 
     def read(self, length: int) -> bytes:
         """The next `length` bytes; fewer only at the end of the stream."""
@@ -105,7 +254,7 @@ class StoredStream:
             self._ended = not stored
             return stored
         if not stored and not self._inflating:
-            self._end("gzip_truncated", "gzip stream ends in the middle: the file is cut off, get it again")
+            self._end("gzip_truncated", "the gzip stream is truncated: download the file again")
             return b""
         try:
             data: bytes = self._gzip.decompress(stored, _MAX_INFLATED)
@@ -113,10 +262,11 @@ class StoredStream:
             checksum = "checksum" in str(error).lower()
             self._end(
                 "gzip_checksum" if checksum else "gzip_corrupt",
-                "the checksum at the end of the gzip stream does not fit its content: some member, "
-                "anywhere in it, is wrong; get the file again"
+                "the checksum of the gzip stream does not match its content: some member is wrong; "
+                "download the file again"
                 if checksum
-                else f"gzip stream is corrupt ({error}); nothing behind can be read, get the file again",
+                else f"the gzip stream is corrupt ({error}) and nothing after it can be read; download the "
+                "file again",
             )
             return b""
         self._waiting = self._gzip.unconsumed_tail
@@ -133,7 +283,9 @@ class StoredStream:
             self._ended = True
             return
         if rest[:2] != GZIP:
-            self._end("gzip_trailing_bytes", "bytes behind the end of the gzip stream; get the file again")
+            self._end(
+                "gzip_trailing_bytes", "bytes after the end of the gzip stream: download the file again"
+            )
             return
         self._gzip = isal_zlib.decompressobj(31)
         self._waiting = rest
@@ -142,3 +294,7 @@ class StoredStream:
         self._ended = True
         where = f"{message} (near byte {self._stored:,} of the file)"
         self.damage = Damage(reason, where, self.position)
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -15,10 +15,8 @@ from sa1b.names import parse_member_name
 from sa1b.shards.index_reader import Place
 from sa1b.shards.manifest import SAMPLES, TASKS
 from sa1b.shards.shard import index_path
-from sa1b.sources.member import Damage, Member
-from sa1b.sources.tar_header import BLOCK
 from sa1b.sources.tar_reader import members
-from sa1b.sources.tar_stream import StoredStream
+from sa1b.sources.tar_stream import BLOCK, Damage, Member, StoredStream
 from sa1b.verify.member_check import ContentCheck
 from sa1b.verify.places import Claim, Places
 from sa1b.verify.report import Finding, ShardResult, remake, short

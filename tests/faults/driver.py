@@ -18,7 +18,7 @@ from sa1b.ingest.ingest import Policy, ingest
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options
-from sa1b.sources.source import discover
+from sa1b.sources.discovery import discover
 
 OPTIONS = Options(images_per_shard=6)
 
@@ -27,7 +27,7 @@ def make(source: Path, root: Path) -> None:
     """What a run does to a root, in this process."""
     root.mkdir(parents=True, exist_ok=True)
     tasks = manifest.read_tasks(root)
-    for one in discover([source]):
+    for one in discover([source]).sources:
         if one.name not in tasks:
             ingest(one, root, OPTIONS, Policy())
     shutil.rmtree(root / manifest.PARTIAL, ignore_errors=True)

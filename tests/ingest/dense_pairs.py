@@ -10,7 +10,7 @@ import simplejpeg
 from sa1b.errors import Sa1bError
 from sa1b.ingest.ingest import Policy, ingest, limit_threads
 from sa1b.shards.manifest import Options
-from sa1b.sources.source import discover
+from sa1b.sources.discovery import discover
 from tests.shards import tiny
 
 HEIGHT, WIDTH, RUNS = 1950, 2000, 3_900_000
@@ -39,7 +39,7 @@ def write_dense(path: Path, images: int, runs: int = RUNS) -> Path:
 def main() -> None:
     """Ingest argv[1] into argv[2], in an address space that may grow by argv[3] MB; say what became of it."""
     limit_threads()
-    (source,) = discover([Path(sys.argv[1])])
+    (source,) = discover([Path(sys.argv[1])]).sources
     root = Path(sys.argv[2])
     root.mkdir()
     if growth := int(sys.argv[3]):

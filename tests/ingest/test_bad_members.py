@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sa1b.sources.spill import Spill
+from sa1b.sources.pairing import Spill
 from tests.ingest.bad_pairs import (
     BAD,
     GOOD,
@@ -55,7 +55,6 @@ def test_the_first_of_duplicates_counts_and_the_others_are_listed(ingest, place,
         "x//sa_500.jpg",
         "sa_500.jpg/",
         "..",
-        "sa_500.JPG",
         "sa_500.jpeg",
         "sa_0500.jpg",
         "sa_+500.jpg",

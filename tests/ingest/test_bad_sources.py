@@ -157,7 +157,7 @@ def test_the_command_goes_on_after_a_damaged_source_and_says_what_became_of_each
     assert "md5 is not checked" in done.stderr
     assert f"FAILED sa_000022: {tmp_path / 'sa_000022.tar'}: md5 is" in done.stdout
     assert "damage in sa_000021" in done.stdout
-    assert "gzip stream ends in the middle" in done.stdout
+    assert "gzip stream is truncated" in done.stdout
     assert "Not complete" in done.stdout
     finished = {path.stem for path in (tmp_path / "root" / "tasks").iterdir()}
     assert finished == {"sa_000020", "sa_000021"}

@@ -17,7 +17,7 @@ import zstandard
 
 from sa1b.errors import SourceError
 from sa1b.shards import annotation, record
-from sa1b.sources.tar_reader import MAX_MEMBER_BYTES
+from sa1b.sources.tar_stream import MAX_MEMBER_BYTES
 from tests.shards import tiny
 from tests.shards.tiny import counts_from, document, encode, pair, pair_members, pairs
 

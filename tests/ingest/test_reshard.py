@@ -22,7 +22,7 @@ from sa1b.ingest.ingest import Policy, ingest
 from sa1b.ingest.reshard import _task, _why, reshard
 from sa1b.shards import jpeg
 from sa1b.shards.manifest import Options
-from sa1b.sources.source import discover
+from sa1b.sources.discovery import discover
 from sa1b.storage.publish import lock
 from sa1b.synthetic import source_tars as synthetic
 from sa1b.workers import supervise
@@ -261,7 +261,7 @@ def test_a_source_that_vanishes_while_it_is_read_is_named_without_a_traceback(
     sources: Path, tmp_path: Path
 ) -> None:
     shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000000.tar")
-    (source,) = discover([tmp_path / "sa_000000.tar"])
+    (source,) = discover([tmp_path / "sa_000000.tar"]).sources
     source.path.unlink()
     (event,) = supervise(_task, [(source, tmp_path / "root", Options(), Policy())], workers=1)
     assert event.kind == "failed"
@@ -271,10 +271,10 @@ def test_a_source_that_vanishes_while_it_is_read_is_named_without_a_traceback(
 def test_a_source_that_changes_while_it_is_read_is_refused(sources: Path, tmp_path: Path) -> None:
     path = tmp_path / "sa_000000.tar"
     shutil.copy(sources / "sa_000000.tar", path)
-    (source,) = discover([path])
+    (source,) = discover([path]).sources
     os.utime(path, (1, 1))
     (tmp_path / "root").mkdir()
-    with pytest.raises(SourceError, match=r"sa_000000\.tar: changed while it was read"):
+    with pytest.raises(SourceError, match=r"sa_000000\.tar: changed before it was read"):
         ingest(source, tmp_path / "root", Options(), Policy())
 
 

@@ -21,7 +21,7 @@ from sa1b.masks import coco
 from sa1b.shards import record
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options, read_tasks
-from sa1b.sources.source import discover
+from sa1b.sources.discovery import discover
 from sa1b.synthetic import source_tars as synthetic
 
 IMAGES = 14
@@ -47,7 +47,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, b
 @pytest.fixture(scope="module")
 def root(originals: dict[int, dict[str, bytes]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("root")
-    (source,) = discover([Path(originals.pop(-1)["path"].decode())])
+    (source,) = discover([Path(originals.pop(-1)["path"].decode())]).sources
     ingest(source, path, Options(images_per_shard=5, keep_json=True), Policy())
     write_dataset(path, read_tasks(path))
     return path

@@ -20,7 +20,7 @@ from sa1b.masks.runs import Runs
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import Options, Task, read_tasks
-from sa1b.sources.source import discover
+from sa1b.sources.discovery import discover
 
 Members = Sequence[tuple[str, bytes]]
 SIZE = (48, 64)  # height, width
@@ -158,7 +158,7 @@ def make_tar(path: Path, ids: Sequence[int], *, seed: int = 0, gzip: bool = True
 
 def ingest_tar(path: Path, root: Path, **options: Any) -> Task:
     """Ingest one source (tar or folder) in this process; options of `Options` and `Policy` alike."""
-    (source,) = discover([path])
+    (source,) = discover([path]).sources
     names = {field.name for field in fields(Options)}
     chosen = Options(**{name: value for name, value in options.items() if name in names})
     policy = Policy(**{name: value for name, value in options.items() if name not in names})

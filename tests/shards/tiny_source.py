@@ -16,7 +16,7 @@ from sa1b.masks.runs import Runs
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options
-from sa1b.sources.source import discover
+from sa1b.sources.discovery import discover
 
 HEIGHT, WIDTH = 48, 64
 
@@ -106,7 +106,7 @@ def write_source(path, content, seed=0):
 def make_root(root, sources, options):
     """A finished root, in this process."""
     root.mkdir(parents=True, exist_ok=True)
-    for source in discover(sources):
+    for source in discover(sources).sources:
         ingest(source, root, options, Policy())
     shutil.rmtree(root / manifest.PARTIAL)
     write_dataset(root, manifest.read_tasks(root))

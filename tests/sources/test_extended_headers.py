@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.sources.member import Damage, Member
 from sa1b.sources.tar_reader import members
-from sa1b.sources.tar_stream import StoredStream
+from sa1b.sources.tar_stream import Damage, Member, StoredStream
 from tests.shards.tiny import member
 
 END = bytes(1024)

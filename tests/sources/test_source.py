@@ -9,12 +9,8 @@ from sa1b.errors import SourceError, UsageError
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.shards.manifest import Options
-from sa1b.sources.source import (
-    SourceReader,
-    digest_of_source,
-    discover,
-    read_checklist,
-)
+from sa1b.sources.discovery import discover
+from sa1b.sources.source import SourceReader, digest_of_source, read_checklist
 from tests.shards import tiny
 from tests.shards.tiny import make_tar, pair, pair_members, pairs, write_tar
 
@@ -40,7 +36,7 @@ def check_exact(root, ids=IDS):
 @pytest.mark.parametrize("name", ["sa_000020.tar", "sa_000020.tar.gz", "sa_000020.tgz", "sa_000020"])
 def test_a_tar_is_told_by_its_content_whatever_its_name(tmp_path, name, gzip):
     make_tar(tmp_path / name, IDS, gzip=gzip)
-    (source,) = discover([tmp_path / name])
+    (source,) = discover([tmp_path / name]).sources
     assert (source.name, source.kind) == ("sa_000020", "tar")
     tiny.ingest_tar(tmp_path / name, tmp_path / "root")
     check_exact(tmp_path / "root")
@@ -92,7 +88,7 @@ def test_what_does_not_exist_is_named(tmp_path):
 @pytest.mark.parametrize("name", ["sa_000020", "pictures"])
 def test_a_flat_folder_of_pairs_is_a_source_of_its_name(tmp_path, name):
     extract(pairs(IDS), images=tmp_path / name)
-    (source,) = discover([tmp_path / name])
+    (source,) = discover([tmp_path / name]).sources
     assert (source.name, source.kind) == (name, "folder")
     assert source.size == sum(len(data) for _, data in pairs(IDS))
     tiny.ingest_tar(tmp_path / name, tmp_path / "root")
@@ -111,14 +107,14 @@ def test_folders_below_are_sources_of_their_own(tmp_path):
     nested = tmp_path / "all" / "sa_000021"
     extract(pairs(IDS[3:]), images=nested / "images", annotations=nested / "annotations")
     (tmp_path / "all" / "notes").mkdir()
-    assert [source.name for source in discover([tmp_path / "all"])] == ["sa_000020", "sa_000021"]
+    assert [source.name for source in discover([tmp_path / "all"]).sources] == ["sa_000020", "sa_000021"]
 
 
 def test_a_folder_of_tars_is_all_of_them_in_order_of_name(tmp_path):
     for name in ("sa_000021.tar", "sa_000020.tar", "sa_000019.tgz"):
         make_tar(tmp_path / name, IDS)
     (tmp_path / "sa_images_ids.txt").write_text("1\n")
-    assert [source.name for source in discover([tmp_path])] == ["sa_000019", "sa_000020", "sa_000021"]
+    assert [source.name for source in discover([tmp_path]).sources] == ["sa_000019", "sa_000020", "sa_000021"]
 
 
 def test_an_empty_download_in_a_folder_of_tars_is_named_and_the_others_go_on(tmp_path):
@@ -135,7 +131,7 @@ def test_an_empty_download_in_a_folder_of_tars_is_named_and_the_others_go_on(tmp
 def test_a_folder_without_sources_is_refused(tmp_path, content):
     for name in content:
         (tmp_path / name).touch()
-    with pytest.raises(SourceError, match=r"holds no .tar files and no sa_<id>.jpg"):
+    with pytest.raises(SourceError, match=r"holds no tar and no sa_<id>.jpg"):
         discover([tmp_path])
 
 
@@ -184,7 +180,7 @@ def test_the_digest_of_a_folder_depends_on_names_and_contents_only(tmp_path):
     extract(pairs(IDS), images=tmp_path / "a")
     extract(pairs(IDS, seed=1), images=tmp_path / "b" / "images", annotations=tmp_path / "b" / "annotations")
     extract(pairs(IDS[1:]), images=tmp_path / "c")
-    a, b, c = (digest_of_source(discover([tmp_path / name])[0]) for name in "abc")
+    a, b, c = (digest_of_source(discover([tmp_path / name]).sources[0]) for name in "abc")
     assert a == b != c
 
 
@@ -192,7 +188,7 @@ def test_the_digest_of_a_tar_is_that_of_the_file_as_stored(tmp_path):
     import hashlib
 
     make_tar(tmp_path / "sa_000020.tar", IDS)
-    (source,) = discover([tmp_path / "sa_000020.tar"])
+    (source,) = discover([tmp_path / "sa_000020.tar"]).sources
     stored = (tmp_path / "sa_000020.tar").read_bytes()
     reader = SourceReader(source, md5=True)
     expected = {"sha256": hashlib.sha256(stored).hexdigest(), "md5": hashlib.md5(stored).hexdigest()}
@@ -247,7 +243,7 @@ def test_a_source_named_twice_counts_once(tmp_path, monkeypatch):
     make_tar(tmp_path / "sa_000020.tar", IDS)
     monkeypatch.chdir(tmp_path)
     paths = [tmp_path / "sa_000020.tar", tmp_path / "." / "sa_000020.tar", tmp_path]
-    assert len(discover(paths)) == 1
+    assert len(discover(paths).sources) == 1
 
 
 @pytest.mark.parametrize("name", [".tar", "-x.tar", "sa 20.tar", "sa_20*.tar", "sä.tar", "a\nb.tar", "..tar"])
@@ -289,7 +285,7 @@ def test_a_checklist_that_is_not_there_is_named(tmp_path):
 
 def test_a_tar_that_vanishes_is_named(tmp_path):
     write_tar(tmp_path / "sa_000020.tar", pairs(IDS))
-    (source,) = discover([tmp_path / "sa_000020.tar"])
+    (source,) = discover([tmp_path / "sa_000020.tar"]).sources
     (tmp_path / "sa_000020.tar").unlink()
     with pytest.raises(OSError, match=r"sa_000020.tar"):
         SourceReader(source)

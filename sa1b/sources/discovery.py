@@ -1,0 +1,234 @@
+"""The sources in what the user named, and everything found there that is no source.
+
+A path is a tar, a folder of pairs, or a folder with any of these at any depth. Nothing is left out silently:
+
+    data/batch1/sa_000020.tar   a tar: by its content, or by its name (then a failed download is reported)
+    data/X.TAR                  the same; the source is named X
+    data/sa_000021/sa_5.jpg     a folder of pairs, see `sa1b.sources.folder`
+    data/x.tar.gz.part          not taken: a partial download
+    data/notes.txt              not taken: neither a tar nor half of a pair
+"""
+
+import os
+import stat
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from sa1b.errors import SourceError
+from sa1b.names import is_source_name, parse_shard_name, source_stem
+from sa1b.sources.folder import Ignore, folder_size, inode_of, is_folder, is_pair_name, pair_files, subfolders
+from sa1b.sources.source import Source
+from sa1b.sources.tar_reader import holds_tar, is_tar
+
+_TAR_ENDINGS = (".tar.gz", ".tar", ".tgz")
+_PARTIAL_ENDINGS = (".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp", ".!qb")
+# Written by operating systems and file servers, never by users: neither taken nor listed.
+_SYSTEM = (
+    ".DS_Store",
+    "._*",
+    ".Spotlight-V100",
+    ".Trashes",
+    ".fseventsd",
+    ".nfs*",
+    "@eaDir",
+    "Thumbs.db",
+    "desktop.ini",
+    "lost+found",
+)
+_MAGIC = {
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"(\xb5/\xfd": "compressed with Zstandard",
+    b"PK\x03\x04": "a zip archive",
+    b"\x1f\x8b": "a gzip file without a tar in it",
+}
+_UNFIT = "the name becomes part of the names of shards; use letters, digits, '_', '-' and '.'"
+_SHOWN = 3
+
+
+class NotTaken(NamedTuple):
+    """A file or folder that is not ingested, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(slots=True)
+class Discovered:
+    """What `discover` found: sources in the order of their names, and what is not taken in that of paths."""
+
+    sources: list[Source] = field(default_factory=list)
+    not_taken: list[NotTaken] = field(default_factory=list)
+
+
+def discover(paths: Sequence[Path], ignore: Sequence[str] = (), *, skip: Collection[Path] = ()) -> Discovered:
+    """Find all sources in `paths`.
+
+    Hidden files and folders are not taken, but listed; what operating systems write is not (`.DS_Store`,
+    `._*`, `Thumbs.db`, `lost+found`, ...). Symbolic links are followed; a folder that is reached twice counts
+    once.
+
+    Args:
+        paths: tars, or folders to search at any depth.
+        ignore: fnmatch patterns, compared with the file name and with the path below the named folder; what
+            matches is neither taken nor listed. They do not apply to what is named itself.
+        skip: files and folders of the run itself, such as its output, that are neither taken nor listed.
+
+    Raises:
+        SourceError: a path does not exist or holds no source, two sources have one name, extracted pairs and
+            tars share a folder, or a dataset directory is named.
+    """
+    skipped = {inode_of(path) for path in skip if path.exists()}
+    sources: dict[str, Source] = {}
+    not_taken: dict[str, NotTaken] = {}
+    for path in paths:
+        if not path.exists():
+            raise SourceError(f"{path}: no such file or folder")
+        search = _Search(path, Ignore(path, tuple(ignore)), skipped)
+        for source in search.run():
+            other = sources.setdefault(source_stem(source.name), source)
+            if other.path.resolve() != source.path.resolve():
+                raise SourceError(
+                    f"two sources are named {source_stem(source.name)!r}: {other.path} and {source.path}; "
+                    "the name becomes part of the names of shards, so leave one out or rename it"
+                )
+        not_taken |= {os.path.realpath(one.path): one for one in search.not_taken}
+    taken = {os.path.realpath(source.path) for source in sources.values()}
+    return Discovered(
+        sorted(sources.values(), key=lambda source: source.name),
+        sorted(one for path, one in not_taken.items() if path not in taken),
+    )
+
+
+class _Search:
+    """One named path, searched."""
+
+    def __init__(self, path: Path, ignore: Ignore, skipped: set[tuple[int, int]]) -> None:
+        self.path, self.ignore, self.skipped = path, ignore, skipped
+        self.sources: list[Source] = []
+        self.not_taken: list[NotTaken] = []
+        self.seen = set(skipped)  # folders
+        self.tars: dict[tuple[int, int], Path] = {}
+        self.waiting: list[tuple[Path, bool]] = [(path, False)]  # whether it belongs to a folder source
+
+    def run(self) -> list[Source]:
+        if self.path.is_file():
+            if not is_tar(self.path):
+                raise SourceError(f"{self.path}: neither a gzip file nor a tar; is the download complete?")
+            self._take("tar", self.path)
+            return self.sources
+        if _is_dataset([child.name for child in self.path.iterdir()]):
+            raise SourceError(
+                f"{self.path}: is a dataset directory, not a source: name the tars that it was made of; or, "
+                "if its dataset.json is not of this package, move that file away"
+            )
+        while self.waiting:
+            self._folder(*self.waiting.pop())
+        if not self.sources:
+            found = [f"{one.path.name} ({one.reason})" for one in sorted(self.not_taken)]
+            more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
+            hint = f"; found and not taken: {', '.join(found[:_SHOWN])}{more}" if found else ""
+            raise SourceError(f"{self.path}: holds no tar and no sa_<id>.jpg beside sa_<id>.json{hint}")
+        return self.sources
+
+    def _folder(self, path: Path, inside: bool) -> None:
+        """Take what one folder holds; `inside` a folder source its pairs have been taken already."""
+        try:
+            if (inode := inode_of(path)) in self.seen:
+                return
+            self.seen.add(inode)
+            # Links come last, so that what is reached twice is named by its own path.
+            entries = sorted(os.scandir(path), key=lambda entry: (entry.is_symlink(), entry.name))
+            if _is_dataset([entry.name for entry in entries]):
+                self._leave(path, "a dataset directory, not a source")
+                return
+            pairs = not inside and any(is_pair_name(file.name) for file in pair_files(path, self.ignore))
+        except OSError as error:
+            if not inside:  # else it is refused as a member when the source is read
+                self._leave(path, f"cannot be read: {error.strerror}")
+            return
+        if pairs:
+            self._take("folder", path)
+        parts = set(subfolders(path, self.ignore)) if pairs else set()
+        below = []
+        for entry in entries:
+            child = path / entry.name
+            if any(fnmatchcase(entry.name, pattern) for pattern in _SYSTEM) or self.ignore(child):
+                continue
+            if is_folder(entry):
+                below.append((child, inside or child in parts))
+            elif not is_pair_name(entry.name) and self._file(child) and pairs:
+                raise SourceError(
+                    f"{path}: holds extracted pairs and {entry.name} too; name one of them, move one away, "
+                    f"or leave one out with --ignore '{entry.name}'"
+                )
+        for child, _ in below:
+            if child.name.startswith("."):
+                self._leave(child, "a hidden folder")
+        self.waiting += [one for one in reversed(below) if not one[0].name.startswith(".")]
+
+    def _file(self, path: Path) -> bool:
+        """Take a tar; whether the file is one."""
+        try:
+            found = path.stat()
+            inode = found.st_dev, found.st_ino
+            if inode in self.skipped:
+                return False
+            reason = _why_not_taken(path, found)
+        except OSError as error:
+            reason = "a link to nothing" if path.is_symlink() else f"cannot be read: {error.strerror}"
+        else:
+            if reason is None and (other := self.tars.setdefault(inode, path)) != path:
+                reason = f"the same file as {other}"
+        if reason is None:
+            self._take("tar", path)
+            return True
+        self._leave(path, reason)
+        return False
+
+    def _take(self, kind: str, path: Path) -> None:
+        name = _tar_name(path.name) if kind == "tar" else path.resolve().name
+        if not is_source_name(name):
+            if path == self.path:
+                raise SourceError(f"{path}: {_UNFIT}")
+            self._leave(path, _UNFIT)
+        elif kind == "tar":
+            found = path.stat()
+            self.sources.append(Source(name, path, kind, found.st_size, found.st_mtime_ns))
+        else:
+            self.sources.append(Source(name, path, kind, *folder_size(path, self.ignore), self.ignore))
+
+    def _leave(self, path: Path, reason: str) -> None:
+        self.not_taken.append(NotTaken(path, reason))
+
+
+def _is_dataset(names: Sequence[str]) -> bool:
+    """Whether a folder with these entries is a dataset directory, complete or not."""
+    return "dataset.json" in names or ("tasks" in names and any(map(parse_shard_name, names)))
+
+
+def _tar_name(name: str) -> str:
+    ending = next((ending for ending in _TAR_ENDINGS if name.lower().endswith(ending)), "")
+    return name[: len(name) - len(ending)]
+
+
+def _why_not_taken(path: Path, found: os.stat_result) -> str | None:
+    """Why a file is no source; None if it is one, by its content or (so that it fails by name) its name."""
+    name = path.name.lower()
+    if not stat.S_ISREG(found.st_mode):
+        return "not a regular file"
+    if name.startswith("."):
+        return "a hidden file"
+    if name.endswith(_PARTIAL_ENDINGS):
+        return "a partial download"
+    if name.endswith(_TAR_ENDINGS) or holds_tar(path):
+        return None
+    if found.st_size == 0:
+        return "an empty file"
+    with path.open("rb") as file:
+        head = file.read(6)
+    what = next((what for magic, what in _MAGIC.items() if head.startswith(magic)), None)
+    return f"{what}; only plain and gzip tars are read" if what else "neither a tar nor half of a pair"

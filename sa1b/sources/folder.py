@@ -1,0 +1,195 @@
+"""A folder of extracted pairs as a stream of members.
+
+    sa_000020/sa_5.jpg, sa_5.json                       pairs in the folder itself
+    sa_000020/images/sa_5.jpg, annotations/sa_5.json    in two folders at any depth, or beside them
+
+Files are read one at a time, none above the limit of a member, so that one bad file costs one member.
+"""
+
+import contextlib
+import fnmatch
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sa1b.errors import SourceError
+from sa1b.names import parse_member_path
+from sa1b.sources.tar_stream import MAX_MEMBER_BYTES, OVERSIZED, UNREADABLE, Member
+
+LAYOUT = ("images", "annotations")
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """Patterns of fnmatch for what to leave out, compared with a file's name and its path below `base`."""
+
+    base: Path
+    patterns: tuple[str, ...] = ()
+
+    def __call__(self, path: Path) -> bool:
+        if not self.patterns:
+            return False
+        names = (path.name, path.relative_to(self.base).as_posix() if path != self.base else ".")
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.patterns)
+
+
+def is_pair_name(name: str) -> bool:
+    """Whether a file of this name is half of a pair."""
+    named = parse_member_path(name)
+    return named is not None and named.ending != "masks"
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder or a link to one; never raises, unlike `entry.is_dir`."""
+    try:
+        return entry.is_dir()
+    except OSError:  # a loop of links, or a link into a folder without permission
+        return False
+
+
+def subfolders(path: Path, ignore: Ignore) -> list[Path]:
+    """`images/` and `annotations/` of a folder that has both, with all folders below them; else nothing.
+
+    Hidden folders are left out, and one that is reached twice (by a symbolic link) comes once.
+    """
+    waiting = [path / name for name in LAYOUT]
+    if not all(folder.is_dir() and not ignore(folder) for folder in waiting):
+        return []
+    found: list[Path] = []
+    seen = {inode_of(path)}
+    while waiting:
+        folder = waiting.pop()
+        if (inode := inode_of(folder)) in seen:
+            continue
+        seen.add(inode)
+        found.append(folder)
+        with contextlib.suppress(OSError):  # `pair_files` returns a folder that cannot be read
+            below = [folder / entry.name for entry in os.scandir(folder) if is_folder(entry)]
+            waiting += [child for child in below if child.name[0] != "." and not ignore(child)]
+    return sorted(found)
+
+
+def pair_files(path: Path, ignore: Ignore) -> list[Path]:
+    """The files of a folder source by image id, jpg before json; also what has such a name but is no file.
+
+    Folders below that cannot be listed come first. Memory: 1 kB a name.
+
+    Raises:
+        OSError: the folder itself cannot be listed.
+    """
+    found = []
+    unreadable = []
+    for folder in [path, *subfolders(path, ignore)]:
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            if folder == path:
+                raise
+            unreadable.append(folder)
+            continue
+        for entry in entries:
+            file = folder / entry.name
+            named = parse_member_path(entry.name)
+            if named is None or named.ending == "masks" or ignore(file):
+                continue
+            if not is_folder(entry):
+                # Of sa_5.jpg and sa_5.JPG the former comes first, and counts.
+                found.append((named, not entry.name.endswith(named.ending), str(file), file))
+    return unreadable + [file for *_, file in sorted(found)]
+
+
+def folder_size(path: Path, ignore: Ignore) -> tuple[int, int]:
+    """Bytes of all files that can be members, and the newest time of modification in nanoseconds."""
+    stats = [found for file in pair_files(path, ignore) if isinstance(found := _stat(file), os.stat_result)]
+    size = sum(found.st_size for found in stats if found.st_size <= MAX_MEMBER_BYTES)
+    return size, max((found.st_mtime_ns for found in stats), default=0)
+
+
+class FolderReader:
+    """One pass over a folder of pairs: `items()`, then `digests()` and `check_unchanged()`."""
+
+    def __init__(
+        self, path: Path, ignore: Ignore, *, progress: Callable[[int], object] | None = None
+    ) -> None:
+        self.path, self.ignore = path, ignore
+        self._progress = progress
+        self._sha256 = hashlib.sha256()
+        self._stats = hashlib.sha256()  # of all files as they were when they were read
+
+    def items(self) -> Iterator[Member]:
+        """Members by image id, jpg before json."""
+        for file in pair_files(self.path, self.ignore):
+            member = self._member(file)
+            self._sha256.update(f"{member.name} {len(member.data)}\n".encode("utf-8", "surrogateescape"))
+            self._sha256.update(member.data)
+            if self._progress is not None:
+                self._progress(len(member.data))
+            yield member
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of names and contents; a file that cannot be a member counts as empty."""
+        return {"sha256": self._sha256.hexdigest()}
+
+    def check_unchanged(self) -> None:
+        """Compare the files with what they were when they were read, by name, size, mtime and ctime.
+
+        The same changes cannot be noticed as in `StoredStream.check_unchanged`.
+
+        Raises:
+            SourceError: a file was added, removed, replaced or written to since.
+        """
+        stats = hashlib.sha256()
+        for file in pair_files(self.path, self.ignore):
+            stats.update(_fingerprint(file, _stat(file)))
+        if stats.digest() != self._stats.digest():
+            raise SourceError(f"{self.path}: files changed while they were read; run the same command again")
+
+    def close(self) -> None:
+        """Nothing to close: every file is closed once it has been read."""
+
+    def _member(self, file: Path) -> Member:
+        found = _stat(file)
+        self._stats.update(_fingerprint(file, found))
+        if isinstance(found, OSError):
+            kind = "link to nothing" if file.is_symlink() else UNREADABLE
+            return Member(file.name, kind, 0, b"", f"cannot be read: {found.strerror}")
+        if stat.S_ISDIR(found.st_mode):
+            return Member(file.name, UNREADABLE, 0, b"", "a folder that cannot be listed")
+        if not stat.S_ISREG(found.st_mode):
+            return Member(file.name, "special file", 0, b"")
+        if found.st_size > MAX_MEMBER_BYTES:
+            why = f"{found.st_size:,} bytes, more than the {MAX_MEMBER_BYTES:,} that a member may have"
+            return Member(file.name, OVERSIZED, 0, b"", why)
+        try:
+            with file.open("rb") as opened:
+                data = opened.read(found.st_size)
+        except OSError as error:
+            return Member(file.name, UNREADABLE, 0, b"", f"cannot be read: {error.strerror}")
+        if len(data) != found.st_size:
+            why = f"cannot be read: {len(data):,} bytes came, of {found.st_size:,}"
+            return Member(file.name, UNREADABLE, 0, b"", why)
+        return Member(file.name, "file", 0, data)
+
+
+def inode_of(path: Path) -> tuple[int, int]:
+    """Device and inode: the same for all names of a file or folder."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _stat(file: Path) -> os.stat_result | OSError:
+    try:
+        return file.stat()
+    except OSError as error:
+        return error
+
+
+def _fingerprint(file: Path, found: os.stat_result | OSError) -> bytes:
+    if isinstance(found, OSError):
+        return b""  # of a file that was gone before it was read: its member is refused
+    # Without the inode: some network file systems number a file anew each time it is opened.
+    numbers = found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return f"{file} {numbers}\n".encode("utf-8", "surrogateescape")

@@ -1,0 +1,34 @@
+"""A small archive of random files, and what the archive reader makes of bytes."""
+
+import random
+
+from sa1b.sources.tar_stream import Damage, Member
+from tests.shards.tiny import tar_bytes
+
+FILES = [(f"./sa_{i}.jpg", random.Random(i).randbytes(300 + 400 * i)) for i in range(6)]
+GOOD = tar_bytes(FILES)
+
+
+def files(items):
+    return [(item.name, item.data) for item in items if isinstance(item, Member) and item.kind == "file"]
+
+
+def damage(items):
+    return [item for item in items if isinstance(item, Damage)]
+
+
+def reasons(items):
+    return [item.reason for item in damage(items)]
+
+
+def offset_of(number, data=GOOD):
+    """Where the header of FILES[number] begins."""
+    return data.index(FILES[number][0].encode() + b"\0")
+
+
+def replaced(data, start, new):
+    return data[:start] + new + data[start + len(new) :]
+
+
+def without(*numbers):
+    return [file for number, file in enumerate(FILES) if number not in numbers]
