@@ -15,7 +15,7 @@ from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.checksum import Part
 from sa1b.storage.errors import DamageError
-from sa1b.storage.local import Ahead
+from sa1b.storage.local import LocalRead
 from sa1b.storage.reader import Range, Reader
 
 NEAR = 1 << 20  # bytes between two samples of a shard that are read along rather than left out
@@ -30,7 +30,7 @@ class _Begun(Protocol):
 class _Shared:
     """One read for several samples, whose threads may ask for it at the same time."""
 
-    def __init__(self, begun: "Future[bytes] | Ahead") -> None:
+    def __init__(self, begun: "Future[bytes] | LocalRead") -> None:
         self._begun = begun
         self._lock = threading.Lock()
         self._data: bytes | None = None
@@ -155,7 +155,7 @@ def begin(reader: Reader, places: Sequence[Place]) -> list[Reading]:
         run = places[first:stop]
         origin = run[0].start
         checks = tuple(part for place in run for part in place.parts(origin))
-        begun = reader.begin(Range(run[0].shard, origin, run[-1].stop - origin, checks))
+        begun = reader.submit(Range(run[0].shard, origin, run[-1].stop - origin, checks))
         shared = len(run) > 1
         read = _Shared(begun) if shared else begun
         readings += [Reading(place, reader, read, origin, shared) for place in run]

@@ -1,1 +1,1 @@
-"""How bytes are read and published: checked ranges of files and objects, copies per machine, atomic files."""
+"""Bytes: verified reads of ranges of files and objects, a cache per machine, atomic commits."""

@@ -1,11 +1,11 @@
-"""Large objects of a URL root, fetched once per machine and shared by all its processes.
+"""A cache of large objects of a URL, downloaded once per machine and shared by its processes.
 
     FOLDER/<sha256>/samples.bin
 
-A copy lies under its digest, so it never goes stale; it is read and hashed whole before it is handed out
-(0.3 s for the 400 MB of all of SA-1B), so it is never wrong. One process fetches, under a lock that the
-system frees when it dies; the others wait. Nothing is evicted: a table takes 36 bytes a sample, and its
-folder may be removed at any time.
+A copy is stored under its digest, so it is never outdated; it is read and hashed as a whole before it is
+returned (0.3 s for the 400 MB of all of SA-1B), so it is never damaged. One process downloads, under a lock
+that the system releases when the process dies; the others wait. Nothing is evicted: a table takes 36 bytes
+per sample, and its folder may be removed at any time.
 """
 
 import contextlib
@@ -21,25 +21,25 @@ from sa1b.storage.publish import lock, publish
 from sa1b.storage.reader import PIECE, Reader, pieces_of
 
 _PARTIAL = ".partial"
-_AHEAD = 8  # pieces in memory: 64 MiB
+_PREFETCH = 8  # pieces in memory: 64 MiB
 
 
 def default_folder() -> Path:
-    """Where copies lie if nobody says: $XDG_CACHE_HOME/sa1b, else sa1b-<user id> in the temporary folder.
+    """The default cache: $XDG_CACHE_HOME/sa1b, else sa1b-<user id> in the temporary folder.
 
-    Not the home folder, which machines often share: a copy per machine is what makes mapping it fast.
+    Not the home folder, which machines often share: a memory-mapped copy must be local to be fast.
     """
     home = os.environ.get("XDG_CACHE_HOME")
     return Path(home) / "sa1b" if home else Path(tempfile.gettempdir()) / f"sa1b-{os.getuid()}"
 
 
 def fetch_once(reader: Reader, name: str, digest: str, cache: Path | None = None) -> Path:
-    """A local file with the bytes of an object; of a local root, the file itself, unchecked.
+    """A local file with the bytes of an object; of a local root, the file itself, unverified.
 
-    May be called by any number of processes at a time: one of them downloads.
+    Any number of processes may call this at the same time: one of them downloads.
 
     Args:
-        reader: where the object lies.
+        reader: reads the object.
         name: of the object, relative to the reader's root.
         digest: sha256 of its bytes, in hexadecimal.
         cache: folder for copies; default_folder() if not given.
@@ -52,26 +52,26 @@ def fetch_once(reader: Reader, name: str, digest: str, cache: Path | None = None
     if reader.is_local:
         return Path(reader.url(name))
     if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-        raise ValueError(f"{digest!r} is no sha256 in hexadecimal")
+        raise ValueError(f"{digest!r} is not a sha256 in hexadecimal")
     if cache is None:
         cache = default_folder()
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         if cache.stat().st_uid != os.getuid():  # the temporary folder is open to everyone
-            raise StorageError(f"{cache} belongs to another user; name a cache folder of yours")
+            raise StorageError(f"{cache} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
     folder = cache / digest
     final = folder / Path(name).name
     if _digest(final) == digest:
         return final
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder, wait=True):
-        if _digest(final) != digest:  # nobody else has fetched it meanwhile
+        if _digest(final) != digest:  # no other process has downloaded it meanwhile
             _sweep(cache)
             _fetch(reader, name, digest, folder, final)
     return final
 
 
 def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) -> None:
-    """Download, verify and publish, under the lock of the folder."""
+    """Download, verify and commit, under the lock of the folder."""
     for stale in folder.iterdir():
         stale.unlink()
     partial = folder / _PARTIAL
@@ -79,12 +79,12 @@ def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) ->
         with _naming(partial), partial.open("w+b") as file:
             size = reader.size(name)
             sha256 = hashlib.sha256()
-            for data in reader.read_ranges(pieces_of(name, size), ahead=_AHEAD):
+            for data in reader.read_ranges(pieces_of(name, size), prefetch=_PREFETCH):
                 file.write(data)
                 sha256.update(data)
             found = sha256.hexdigest()
             if found != digest:
-                # Stored so, or flipped on the way: a piece counts once two reads of it agree.
+                # Damaged as stored, or in transit: a piece is accepted once two reads of it agree.
                 sha256 = hashlib.sha256()
                 for start in range(0, size, PIECE):
                     file.seek(start)
@@ -97,7 +97,7 @@ def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) ->
             if found != digest:
                 raise DamageError(
                     f"{reader.url(name)}: sha256 {found}, {digest} expected: damaged, or "
-                    "replaced since its digest was written down",
+                    "replaced since its digest was recorded",
                     url=reader.url(name),
                     length=size,
                     expected=digest,
@@ -111,7 +111,7 @@ def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) ->
 
 
 def _digest(path: Path) -> str | None:
-    """sha256 of a file in hexadecimal, None where there is none."""
+    """sha256 of a file in hexadecimal, None if there is no file."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -120,7 +120,7 @@ def _digest(path: Path) -> str | None:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove what killed downloads of other objects left behind."""
+    """Remove the partial files of other downloads that were killed."""
     for partial in cache.glob(f"*/{_PARTIAL}"):
         with contextlib.suppress(LockedError, OSError), lock(partial.parent):
             partial.unlink()
@@ -128,7 +128,7 @@ def _sweep(cache: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Have an error of the disk name the file."""
+    """Add the file's name to an error of the disk."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the bytes of a range are held against: one crc32c for all of it, or one for each of its parts."""
+"""Checksums that a range is verified against: one crc32c of the range, or one for each of its parts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ Crc = int | tuple[Part, ...] | None
 
 
 def parts_of(crc: Crc, length: int) -> tuple[Part, ...]:
-    """The parts of a range of `length` bytes that are checked."""
+    """The parts of a range of `length` bytes that are verified."""
     if crc is None:
         return ()
     return (Part(0, length, crc),) if isinstance(crc, int) else crc
 
 
 def wrong_parts(data: bytes, parts: tuple[Part, ...]) -> Iterator[tuple[Part, int]]:
-    """Parts with another crc32c than they should have, and the one they have."""
+    """Parts whose crc32c is wrong, each with the value found."""
     for part in parts:
         # The checksum takes bytes only: a part is copied, the whole is not.
         whole = part.length == len(data)

@@ -1,8 +1,8 @@
-"""Why an attempt failed, read from the exceptions of fsspec's file systems.
+"""The error class of a failed attempt, from the exceptions of fsspec's file systems.
 
-They wrap and rename: s3fs turns most answers into an OSError and keeps the client's error as its cause;
-aiohttp and botocore have families of their own. No library is imported for it: an exception is known by its
-attributes and by the module its class comes from.
+These wrap and rename errors: s3fs turns most error responses into an OSError whose `__cause__` is the
+client's error; aiohttp and botocore have their own families. None of these libraries is imported here: an
+exception is recognised by its attributes and by the module of its class.
 """
 
 import errno
@@ -12,8 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 
-class Cause(StrEnum):
-    """Kinds of failure. The transient ones are named as their counter in Counters."""
+class ErrorClass(StrEnum):
+    """Classes of errors. Transient ones have the name of their counter in `Counters`."""
 
     RESETS = "resets"
     TIMEOUTS = "timeouts"
@@ -29,16 +29,16 @@ class Cause(StrEnum):
 
     @property
     def transient(self) -> bool:
-        """Asking again may help."""
-        return self not in (Cause.MISSING, Cause.DENIED, Cause.REFUSED)
+        """Whether a retry may help."""
+        return self not in (ErrorClass.MISSING, ErrorClass.DENIED, ErrorClass.REFUSED)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One failed attempt: its kind, and the error in words."""
+    """One failed attempt: the class of its error, and a message of one line."""
 
-    cause: Cause
-    words: str
+    error_class: ErrorClass
+    message: str
 
 
 _EXPIRED = {
@@ -55,61 +55,61 @@ _CLIENTS = {"botocore", "aiobotocore", "aiohttp", "urllib3", "requests", "http",
 _DEVICE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO}
 
 
-def cause_of(error: BaseException) -> Fault | None:
-    """What a failed request means; None for an error that no store can have caused: a bug, to be raised.
+def classify_error(error: BaseException) -> Fault | None:
+    """The fault that an exception stands for; None for one that no store can cause: a bug, to be raised.
 
     Args:
         error: as raised by a file system of fsspec.
     """
     chain = list(_chain(error))
-    words = _words(chain)
+    message = _message(chain)
     for link in chain:
-        status, code = _answer(link)
+        status, code = _response(link)
         if status or code:
-            return Fault(_of_answer(status, code), words)
+            return Fault(_of_response(status, code), message)
     if any(name in _LOOKUPS for name in map(_name, chain)):
-        return Fault(Cause.RESETS, words)
+        return Fault(ErrorClass.RESETS, message)
     if any("Credential" in name or "Token" in name or "Profile" in name for name in map(_name, chain)):
-        return Fault(Cause.DENIED, words)
-    for kinds, cause in _FAMILIES:
+        return Fault(ErrorClass.DENIED, message)
+    for kinds, error_class in _FAMILIES:
         if any(isinstance(link, kinds) for link in chain):
-            return Fault(cause, words)
+            return Fault(error_class, message)
     if any("Timeout" in name for name in map(_name, chain)):
-        return Fault(Cause.TIMEOUTS, words)
+        return Fault(ErrorClass.TIMEOUTS, message)
     if any(_name(link) in ("ParamValidationError", "InvalidURL", "InvalidUrlClientError") for link in chain):
-        return Fault(Cause.REFUSED, words)
+        return Fault(ErrorClass.REFUSED, message)
     if isinstance(error, OSError) or any(_origin(link) in _CLIENTS for link in chain):
-        return Fault(Cause.RESETS, words)
+        return Fault(ErrorClass.RESETS, message)
     return None
 
 
-def cause_of_local(error: OSError) -> Fault | None:
-    """What a failed read of a local file means; None for what neither waiting nor another sample helps.
+def classify_local_error(error: OSError) -> Fault | None:
+    """The fault of a failed read of a local file; None where neither a retry nor another sample helps.
 
-    An input/output error is retried: disks on a network return it while their server restarts. If it stays,
-    the deadline passes and the read counts as unavailable, not as damage: a mount that died would otherwise
-    have every sample replaced by another.
+    An input/output error is retried: network disks return it while their server restarts. If it persists
+    until the deadline, the file is unavailable, not damaged: otherwise a mount that failed would have every
+    sample replaced by another.
     """
-    words = _words([error])
+    message = _message([error])
     if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return Fault(Cause.MISSING, words)
+        return Fault(ErrorClass.MISSING, message)
     if isinstance(error, PermissionError):
-        return Fault(Cause.DENIED, words)
-    return Fault(Cause.DEVICE, words) if error.errno in _DEVICE else None
+        return Fault(ErrorClass.DENIED, message)
+    return Fault(ErrorClass.DEVICE, message) if error.errno in _DEVICE else None
 
 
-_FAMILIES: tuple[tuple[type[BaseException], Cause], ...] = (
-    (FileNotFoundError, Cause.MISSING),
-    (IsADirectoryError, Cause.MISSING),
-    (PermissionError, Cause.DENIED),
-    (TimeoutError, Cause.TIMEOUTS),
-    (ConnectionError, Cause.RESETS),
-    (EOFError, Cause.RESETS),
+_FAMILIES: tuple[tuple[type[BaseException], ErrorClass], ...] = (
+    (FileNotFoundError, ErrorClass.MISSING),
+    (IsADirectoryError, ErrorClass.MISSING),
+    (PermissionError, ErrorClass.DENIED),
+    (TimeoutError, ErrorClass.TIMEOUTS),
+    (ConnectionError, ErrorClass.RESETS),
+    (EOFError, ErrorClass.RESETS),
 )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from, outermost first."""
+    """The error and the chain of its causes, outermost first."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -118,8 +118,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__
 
 
-def _answer(link: BaseException) -> tuple[int, str]:
-    """HTTP status and error code of an answer, 0 and "" where the exception holds none."""
+def _response(link: BaseException) -> tuple[int, str]:
+    """HTTP status and error code of a response; 0 and "" where the exception has none."""
     response: Any = getattr(link, "response", None)
     if isinstance(response, dict):  # botocore's ClientError
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -128,24 +128,24 @@ def _answer(link: BaseException) -> tuple[int, str]:
     return (status if isinstance(status, int) else 0), ""
 
 
-def _of_answer(status: int, code: str) -> Cause:
+def _of_response(status: int, code: str) -> ErrorClass:
     if not status and code.isdecimal():
         status = int(code)
     if code in _EXPIRED:
-        return Cause.EXPIRED
+        return ErrorClass.EXPIRED
     if code in _TIMEOUTS or status == 408:
-        return Cause.TIMEOUTS
+        return ErrorClass.TIMEOUTS
     if code in _THROTTLED or status in (429, 503):
-        return Cause.THROTTLED
+        return ErrorClass.THROTTLED
     if status >= 500 or status == 409 or code == "InternalError":
-        return Cause.SERVER_ERRORS
+        return ErrorClass.SERVER_ERRORS
     if status in (404, 410) or code.startswith("NoSuch"):
-        return Cause.MISSING
+        return ErrorClass.MISSING
     if status in (401, 403):
-        return Cause.DENIED
+        return ErrorClass.DENIED
     if status == 416 or code == "InvalidRange":
-        return Cause.SHORT
-    return Cause.REFUSED
+        return ErrorClass.SHORT
+    return ErrorClass.REFUSED
 
 
 def _name(error: BaseException) -> str:
@@ -156,7 +156,7 @@ def _origin(error: BaseException) -> str:
     return type(error).__module__.partition(".")[0]
 
 
-def _words(chain: list[BaseException]) -> str:
-    """The error nearest to the wire, in one line."""
+def _message(chain: list[BaseException]) -> str:
+    """The innermost error, in one line."""
     inner = chain[-1]
     return f"{_name(inner)}: {' '.join(str(inner).split()) or 'no message'}"[:300]

@@ -1,4 +1,4 @@
-"""What happened to the reads of one process, counted by cause."""
+"""Counters of the reads of one process, by error class."""
 
 import threading
 from collections import Counter
@@ -7,21 +7,21 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """A snapshot. Counts of attempts, unless stated otherwise; the causes exclude one another.
+    """A snapshot. Counts of attempts, unless stated otherwise; an attempt counts in one error class only.
 
     Attributes:
-        reads: ranges asked for by the caller.
-        attempts: requests made for them; attempts - reads were repetitions.
-        bytes: bytes handed to the caller.
-        resets: connections refused, reset or closed in the middle.
-        timeouts: no complete answer within the time of one attempt.
+        reads: ranges that were read.
+        attempts: requests made for them; attempts - reads were retries.
+        bytes: bytes returned to the caller.
+        resets: connections refused, reset or closed early.
+        timeouts: no complete response within the timeout of one attempt.
         throttled: 503 and 429, "slow down".
-        server_errors: other answers of the 5xx class.
+        server_errors: other 5xx responses.
         short: bodies of another length than the range.
         crc: bodies of the right length with a wrong crc32c.
         device: input/output errors of a local or mounted disk.
-        expired: answers that the credentials have expired.
-        slow: attempts that succeeded, but took longer than `Patience.slow` seconds.
+        expired: responses that the credentials have expired.
+        slow: attempts that succeeded, but took longer than `RetryPolicy.slow_after` seconds.
         waited: seconds spent between attempts, over all reads.
     """
 
@@ -41,7 +41,7 @@ class Counters:
 
     @property
     def faults(self) -> int:
-        """Attempts that failed and were, or could have been, repeated."""
+        """Attempts that failed with an error that a retry may fix."""
         return (
             self.resets
             + self.timeouts
@@ -59,8 +59,8 @@ class Counters:
         return ", ".join(f"{name} {value:,.10g}" for name, value in named if value) or "nothing read"
 
 
-class Tally:
-    """Counters that threads add to."""
+class CounterSet:
+    """Counters that several threads may add to."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,15 +68,16 @@ class Tally:
         self._waited = 0.0
 
     def add(self, **counts: int) -> None:
-        """Add to the counters named."""
+        """Add to counters by name."""
         with self._lock:
             self._counts.update(counts)
 
-    def wait(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Add to the seconds spent between attempts."""
         with self._lock:
             self._waited += seconds
 
     def snapshot(self) -> Counters:
+        """The counters now."""
         with self._lock:
             return Counters(**self._counts, waited=self._waited)

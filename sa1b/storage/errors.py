@@ -1,7 +1,7 @@
-"""What a read can end in, told apart by what the caller should do.
+"""Errors of a read, distinguished by what the caller should do.
 
-Every class can be made from a message alone and carries its attributes through pickle: it stays itself on
-its way out of a worker process.
+Every class can be constructed from a message alone and keeps its attributes through pickle, so that a worker
+process can raise it.
 """
 
 from sa1b.errors import Sa1bError
@@ -9,7 +9,7 @@ from sa1b.storage.counters import Counters
 
 
 class StorageError(Sa1bError):
-    """A read that failed for good.
+    """A read that failed and is not retried.
 
     Attributes:
         url: path or URL of the object.
@@ -25,22 +25,22 @@ class StorageError(Sa1bError):
 
 
 class MissingError(StorageError):
-    """There is no such object. Raised at once, never retried."""
+    """There is no such object. Raised at once, without a retry."""
 
 
 class DeniedError(StorageError):
-    """The store refuses these credentials, or none were found. Raised at once, never retried."""
+    """The store rejects the credentials, or there are none. Raised at once, without a retry."""
 
 
 class ExpiredError(DeniedError):
-    """The credentials have expired, and looking them up again gave no better ones."""
+    """The credentials have expired, also after they were looked up again."""
 
 
 class DamageError(StorageError):
-    """What is stored is not what was written: asking again cannot help, another sample can.
+    """The stored bytes are not those that were written. A retry cannot help; another sample can be used.
 
     Attributes:
-        expected: the crc32c, the size in bytes or the sha256 that was promised.
+        expected: the recorded crc32c, size in bytes or sha256.
         found: the same of what is stored.
     """
 
@@ -60,10 +60,10 @@ class DamageError(StorageError):
 
 
 class UnavailableError(StorageError):
-    """The deadline passed before the bytes came: nothing is known about them, so nothing may replace them.
+    """The deadline passed before the bytes were received. They may be intact, so no other sample may be used.
 
     Attributes:
-        cause: the last thing that went wrong, in words.
+        last_error: message of the last failed attempt.
         counters: of this reader in this process, at that moment.
     """
 
@@ -74,9 +74,9 @@ class UnavailableError(StorageError):
         url: str = "",
         start: int = 0,
         length: int = 0,
-        cause: str = "",
+        last_error: str = "",
         counters: Counters | None = None,
     ) -> None:
         super().__init__(message, url=url, start=start, length=length)
-        self.cause = cause
+        self.last_error = last_error
         self.counters = counters if counters is not None else Counters()

@@ -1,7 +1,7 @@
-"""Ranges of files on this machine's disks, mounted ones included, by `pread`.
+"""Ranges of files on local and mounted disks, read with `pread`.
 
-An error of the disk is retried like one of a network, see cause.cause_of_local; a file that ends too early
-is damage at once. After a wrong crc32c the file is opened anew and its cached pages are dropped, so that the
+A disk error is retried like a network error, see `classify_local_error`; a file that ends too early is
+damaged at once. After a wrong crc32c the file is opened again and its cached pages are dropped, so that the
 second read comes from the disk.
 """
 
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sa1b.storage.checksum import Crc
-from sa1b.storage.classify import cause_of_local
-from sa1b.storage.counters import Tally
-from sa1b.storage.retry import Effort, Patience
+from sa1b.storage.classify import classify_local_error
+from sa1b.storage.counters import CounterSet
+from sa1b.storage.retry import RetryPolicy, RetryState
 
-_LONGEST = 2**63 - 1  # bytes of a file; a damaged table may name a place beyond
+_LONGEST = 2**63 - 1  # bytes of a file; a damaged table may point beyond
 OPEN_FILES = 256  # a quarter of the usual limit of a process
 
 
 class _File:
-    """An open descriptor; closed when the last reader lets go of it, not when it leaves the table."""
+    """An open file; closed once unreferenced, not when it leaves the table of open files."""
 
     __slots__ = ("descriptor",)
 
@@ -37,8 +37,8 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """A range that the disk was told of. The system reads ahead by itself: no threads are needed."""
+class LocalRead:
+    """A pending read of a range that the system was asked to prefetch: no threads are needed."""
 
     origin: "LocalOrigin"
     name: str
@@ -58,70 +58,70 @@ class LocalOrigin:
 
     Args:
         root: the folder.
-        patience: times.
-        tally: where reads are counted.
+        policy: times and retries.
+        counters: counts the reads.
     """
 
-    def __init__(self, root: Path, patience: Patience, tally: Tally) -> None:
-        self.tally = tally
+    def __init__(self, root: Path, policy: RetryPolicy, counters: CounterSet) -> None:
+        self.counters = counters
         self._root = os.fspath(root)
-        self._patience = patience
+        self._policy = policy
         self._lock = threading.Lock()
         self._files: OrderedDict[str, _File] = OrderedDict()
 
     def read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
         """See Reader.read_range."""
         path = f"{self._root}/{name}"
-        effort = Effort(path, start, length, crc, self._patience, self.tally)
+        state = RetryState(path, start, length, crc, self._policy, self.counters)
         fresh = False
         while True:
-            effort.begin()
+            state.start_attempt()
             try:
                 data = self._pread(path, start, length, fresh=fresh)
             except OSError as error:
-                fault = cause_of_local(error)
+                fault = classify_local_error(error)
                 if fault is None:
                     raise
-                effort.failed(fault)
+                state.fail(fault)
             else:
-                if effort.accept(data):
+                if state.accept(data):
                     return data
                 if fresh and len(data) < length:
-                    effort.sized(Path(path).stat().st_size)
+                    state.check_end(Path(path).stat().st_size)
                 elif len(data) < length:
-                    fresh = True  # the file may have been replaced by a longer one: look once more, now
+                    fresh = True  # the file may have been replaced by a longer one: read again at once
                     continue
             fresh = True
-            self._patience.sleep(effort.wait())
+            self._policy.sleep(state.backoff())
 
     def size(self, name: str) -> int:
         """Bytes of a file. See Reader.size."""
         path = f"{self._root}/{name}"
-        effort = Effort(path, 0, None, None, self._patience, self.tally)
+        state = RetryState(path, 0, None, None, self._policy, self.counters)
         while True:
-            effort.begin()
+            state.start_attempt()
             try:
                 size = Path(path).stat().st_size
-                effort.done()
+                state.succeed()
                 return size
             except OSError as error:
-                fault = cause_of_local(error)
+                fault = classify_local_error(error)
                 if fault is None:
                     raise
-                effort.failed(fault)
-            self._patience.sleep(effort.wait())
+                state.fail(fault)
+            self._policy.sleep(state.backoff())
 
     def names(self, folder: str) -> list[str]:
         """See Reader.names."""
         path = Path(f"{self._root}/{folder}")
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
 
-    def submit(self, name: str, start: int, length: int, crc: Crc) -> "Ahead":
-        """Have the disk begin with a range; `result()` reads it."""
-        with contextlib.suppress(OSError, OverflowError):  # the read itself will say it
+    def submit(self, name: str, start: int, length: int, crc: Crc) -> "LocalRead":
+        """Ask the system to prefetch a range; `result()` reads it."""
+        with contextlib.suppress(OSError, OverflowError):  # the read itself raises it
             file = self._open(f"{self._root}/{name}")
             os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_WILLNEED)
-        return Ahead(self, name, start, length, crc)
+        return LocalRead(self, name, start, length, crc)
 
     def close(self) -> None:
         """Close the files."""

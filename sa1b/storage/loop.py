@@ -1,9 +1,9 @@
-"""An event loop in a thread of its own, and what becomes of it in a forked child.
+"""An event loop in its own thread, and what happens to it in a forked child.
 
 The child inherits the objects, but not the thread. Sockets and epoll set are shared with the parent: a
-transport that is collected in the child would take its socket out of the set that the parent waits on, or
-say goodbye on it. So the child puts /dev/null in the place of every inherited connection and an empty set in
-the place of the epoll set. It also holds none of the parent's connections open that way.
+transport that is collected in the child would remove its socket from the set that the parent waits on, or
+close the connection. So the child replaces every inherited connection by /dev/null and the epoll set by an
+empty one. The child then also keeps none of the parent's connections open.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_CLOSING = 5.0  # seconds that the last work of a loop gets
+_CLOSING = 5.0  # seconds that each step of closing may take
 
 
 class Loop:
-    """Runs coroutines for other threads of the process that made it."""
+    """Runs coroutines for other threads of the process that created it."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -30,13 +30,13 @@ class Loop:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin a coroutine. Not to be called while `close` is."""
+        """Start a coroutine. Must not be called during `close`."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel what runs, run `last`, end the thread.
+        """Cancel the running coroutines, run `last`, end the thread.
 
-        Nothing happens in a process that inherited the loop.
+        Does nothing in a process that inherited the loop.
         """
         if _loops.pop(id(self), None) is None:
             last.close()
@@ -46,8 +46,8 @@ class Loop:
         if threading.current_thread() is not self._thread:  # the garbage collector calls from anywhere
             self._thread.join(2 * _CLOSING)
 
-    def let_go(self) -> None:
-        """In a forked child: part from what the parent still uses."""
+    def detach(self) -> None:
+        """In a forked child: release what the parent still uses."""
         fresh = selectors.DefaultSelector()
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in list(self._selector.get_map()):
@@ -78,7 +78,7 @@ class Loop:
 
 
 def _silence(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An exception handler that says nothing."""
+    """An exception handler that prints nothing."""
 
 
 _forks = [0]
@@ -87,9 +87,9 @@ _inherited: list[Loop] = []
 
 
 def generation() -> int:
-    """How many forks lie between the process that imported this and the one that asks.
+    """How many forks lie between the process that imported this module and the calling one.
 
-    What belongs to one process is kept under this number, not under the process id, which may return.
+    Objects of one process are stored under this number; a process id may be used again.
     """
     return _forks[0]
 
@@ -97,7 +97,7 @@ def generation() -> int:
 def _after_fork() -> None:
     _forks[0] += 1
     for loop in _loops.values():
-        loop.let_go()
+        loop.detach()
     _inherited.extend(_loops.values())  # never collected: a loop that was not closed complains when it is
     _loops.clear()
 

@@ -1,10 +1,10 @@
-"""The one way by which bytes are read: a range of a file or object, checked, or an error that says why.
+"""Verified reads: the bytes of a range of a file or object, or an error that states the reason.
 
     with Reader("s3://bucket/sa1b") as reader:
         data = reader.read_range("sa1b-000020-0003.tar", 1_536, 330_000, crc=0x1C291CA3)
 
-A reader holds settings only until it reads: it can be pickled, forked and shared by threads, and every
-process that reads makes its own connections, one thread and one event loop, on its first read.
+Until its first read a reader holds only settings. It can be pickled, forked and shared by threads; every
+process that reads opens its own connections, one thread and one event loop, on its first read.
 """
 
 import weakref
@@ -18,12 +18,12 @@ from typing import Any
 import google_crc32c
 
 from sa1b.storage.checksum import Crc
-from sa1b.storage.counters import Counters, Tally
+from sa1b.storage.counters import Counters, CounterSet
 from sa1b.storage.errors import DamageError, StorageError
-from sa1b.storage.local import Ahead, LocalOrigin
+from sa1b.storage.local import LocalOrigin, LocalRead
 from sa1b.storage.loop import generation
 from sa1b.storage.remote import RemoteOrigin
-from sa1b.storage.retry import Patience
+from sa1b.storage.retry import RetryPolicy
 
 PIECE = 8 << 20  # bytes of one request for a large object
 _AGREEMENTS = 16  # reads of one range before giving up on two that agree
@@ -47,22 +47,23 @@ class Range:
 
 
 class Reader:
-    """Reads ranges below a root: a folder, or a URL that fsspec knows (s3://, http://, memory://, ...).
+    """Reads ranges below a root: a folder, or a URL that fsspec supports (s3://, http://, memory://, ...).
 
-    What may pass is repeated until the deadline: resets, timeouts, 5xx and 429, bodies too short, wrong
-    crc32c, input/output errors of a disk. What will not pass is raised at once, see sa1b.storage.errors.
-    Without a crc a range is only as good as the wire: a flipped bit passes.
+    Every read is verified by CRC-32C and retried with exponential backoff and jitter until a deadline. It is
+    retried after connection resets, timeouts, 5xx and 429 responses, short bodies, wrong checksums and
+    input/output errors of a disk; all other errors are raised at once, see sa1b.storage.errors. A range
+    without a crc is not verified: a bit flipped in transit goes unnoticed.
 
     Credentials come from the standard places, or from `options` as fsspec's file system takes them.
 
     Args:
         root: folder or URL.
-        deadline: seconds of one read over all its attempts, counted from its first attempt.
-        attempt: seconds of one attempt, plus one for every 256 KiB of the range.
-        attempts_in_flight: requests to a URL at a time, per process; a range that waits to be repeated
-            holds none. Of a folder, read_ranges has the disk read ahead instead.
+        deadline: seconds of one read over all its attempts, from the start of the first one.
+        attempt_timeout: seconds of one attempt, plus one for every 256 KiB of the range.
+        attempts_in_flight: requests to a URL at the same time, per process; a range that waits for its retry
+            does not count. For a folder, read_ranges has the system prefetch instead.
         options: for fsspec's file system, e.g. {"anon": True} or {"endpoint_url": "http://127.0.0.1:9000"}.
-        patience: all times at once, and the clock; overrides deadline and attempt.
+        retry_policy: all times and the clock; overrides deadline and attempt_timeout.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class Reader:
         root: str | Path,
         *,
         deadline: float = 300.0,
-        attempt: float = 15.0,
+        attempt_timeout: float = 15.0,
         attempts_in_flight: int = 16,
         options: Mapping[str, Any] | None = None,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
     ) -> None:
         if attempts_in_flight < 1:
             raise ValueError(f"attempts_in_flight is {attempts_in_flight}; at least 1")
@@ -82,7 +83,7 @@ class Reader:
             text = text.removeprefix("file://")
         self.is_local = "://" not in text
         self.root = text.rstrip("/") if not self.is_local else (text.rstrip("/") or "/")
-        self.patience = patience or Patience(deadline=deadline, attempt=attempt)
+        self.retry_policy = retry_policy or RetryPolicy(deadline=deadline, attempt_timeout=attempt_timeout)
         self.attempts_in_flight = attempts_in_flight
         self._options = dict(options or {})
         self._prepare()
@@ -100,54 +101,54 @@ class Reader:
 
         Raises:
             MissingError: there is no such object.
-            DeniedError: the store refuses; ExpiredError among them.
-            DamageError: the stored bytes are not the promised ones, or end too early.
+            DeniedError: the store denies access; ExpiredError is one of them.
+            DamageError: the stored bytes have another crc32c, or end too early.
             UnavailableError: the deadline passed.
-            StorageError: the store refuses the request itself.
-            ValueError: a negative range, or a name that leads out of the root.
+            StorageError: the store rejects the request itself.
+            ValueError: a negative range, or a name outside of the root.
         """
         _check(name, start, length)
         return self._origin().read(name, start, length, crc) if length else b""
 
-    def begin(self, item: Range) -> "Future[bytes] | Ahead":
-        """Begin to read a range; its `result()` is what read_range gives or raises, `cancel()` drops it."""
+    def submit(self, item: Range) -> "Future[bytes] | LocalRead":
+        """Start to read a range: `result()` returns or raises what read_range does, `cancel()` drops it."""
         _check(item.name, item.start, item.length)
         return (
             self._origin().submit(item.name, item.start, item.length, item.crc) if item.length else _nothing()
         )
 
-    def read_ranges(self, ranges: Iterable[Range], *, ahead: int | None = None) -> Iterator[bytes]:
-        """The bytes of many ranges, in the order asked for, many requests in flight.
+    def read_ranges(self, ranges: Iterable[Range], *, prefetch: int | None = None) -> Iterator[bytes]:
+        """The bytes of many ranges, in their order, with many requests in flight.
 
-        `ranges` is taken as needed, at most `ahead` beyond the one yielded; at most that many ranges are in
-        memory. The first range that fails raises its error in its turn. Closing the iterator early drops the
-        reads that wait.
+        `ranges` is consumed lazily, at most `prefetch` beyond the one yielded; at most that many ranges are
+        in memory. A range that fails raises its error in its turn. Closing the iterator early drops the
+        pending reads.
 
         Args:
             ranges: what to read.
-            ahead: ranges begun at a time, 2 * attempts_in_flight if not given: a slow one at the head does
-                not stop the others.
+            prefetch: ranges in flight, 2 * attempts_in_flight if not given, so that a slow one at the head
+                does not stop the others.
 
         Raises:
             as read_range does.
         """
-        begun: deque[Future[bytes] | Ahead] = deque()
+        pending: deque[Future[bytes] | LocalRead] = deque()
         try:
             for item in ranges:
-                begun.append(self.begin(item))
-                if len(begun) >= (ahead or 2 * self.attempts_in_flight):
-                    yield begun.popleft().result()
-            while begun:
-                yield begun.popleft().result()
+                pending.append(self.submit(item))
+                if len(pending) >= (prefetch or 2 * self.attempts_in_flight):
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         finally:
-            for future in begun:
+            for future in pending:
                 future.cancel()
 
     def read_agreed(self, name: str, start: int, length: int, first: bytes | None = None) -> bytes:
-        """A range without a known crc, read until two reads agree: no flipped bit passes.
+        """A range without a known crc, read until two reads agree, so that damage in transit is detected.
 
         Args:
-            first: the bytes of an earlier read, which count.
+            first: the bytes of an earlier read, which counts as one.
 
         Raises:
             DamageError: no two of many reads agree.
@@ -168,10 +169,10 @@ class Reader:
         )
 
     def read_whole(self, name: str, cap: int) -> bytes:
-        """A small object, such as dataset.json. Behind a URL it is read twice, see read_agreed.
+        """A small object, such as dataset.json. At a URL it is read twice, see read_agreed.
 
         Args:
-            cap: bytes that it may have.
+            cap: largest size that is accepted, in bytes.
 
         Raises:
             StorageError: it is larger than `cap`.
@@ -196,7 +197,7 @@ class Reader:
         return self._origin().size(name)
 
     def names(self, folder: str) -> list[str]:
-        """Names of the files or objects right in a folder, sorted; none where there is no such folder.
+        """Names of the files or objects directly in a folder, sorted; none if there is no such folder.
 
         Raises as read_range does.
         """
@@ -208,13 +209,13 @@ class Reader:
         return f"{self.root.rstrip('/')}/{name}"
 
     def counters(self) -> Counters:
-        """What happened so far to the reads of this process."""
-        return self._origin().tally.snapshot()
+        """The counters of the reads of this process so far."""
+        return self._origin().counters.snapshot()
 
     def close(self) -> None:
-        """Close files and connections and end the threads of this process; the counters begin anew.
+        """Close files and connections and end the threads of this process; the counters are reset.
 
-        Reads that run elsewhere in the process are cancelled. A later read opens again what it needs.
+        Pending reads of other threads are cancelled. A later read opens again what it needs.
         """
         _close(self._origins)
 
@@ -238,27 +239,29 @@ class Reader:
         self._finalizer = weakref.finalize(self, _close, self._origins)
 
     def _origin(self) -> LocalOrigin | RemoteOrigin:
-        """What reads in this process; a forked child leaves its parent's alone."""
+        """The origin of this process; a forked child does not use its parent's."""
         found = self._origins.get(generation())
-        return found or self._origins.setdefault(generation(), self._make())  # atomic: no lock to be forked
+        return found or self._origins.setdefault(
+            generation(), self._make()
+        )  # atomic: no lock that a fork could copy
 
     def _make(self) -> LocalOrigin | RemoteOrigin:
-        tally = Tally()
+        counters = CounterSet()
         if self.is_local:
-            return LocalOrigin(Path(self.root), self.patience, tally)
-        return RemoteOrigin(self.root, self._options, self.patience, tally, self.attempts_in_flight)
+            return LocalOrigin(Path(self.root), self.retry_policy, counters)
+        return RemoteOrigin(self.root, self._options, self.retry_policy, counters, self.attempts_in_flight)
 
 
 def pieces_of(name: str, size: int) -> Iterator[Range]:
-    """The ranges of PIECE bytes that make up an object of `size` bytes."""
+    """An object of `size` bytes as ranges of PIECE bytes."""
     return (Range(name, start, min(PIECE, size - start)) for start in range(0, size, PIECE))
 
 
 def _check(name: str, start: int, length: int) -> None:
     if start < 0 or length < 0:
-        raise ValueError(f"{name}: no range of {length} bytes at {start}")
+        raise ValueError(f"{name}: {length} bytes at {start} are not a range")
     if not name or name.startswith("/") or ".." in name.split("/"):
-        raise ValueError(f"{name!r} is no name of an object below a root")
+        raise ValueError(f"{name!r} is not the name of an object below a root")
 
 
 def _nothing() -> "Future[bytes]":

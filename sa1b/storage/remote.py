@@ -1,9 +1,9 @@
-"""Ranges of objects behind a URL, by fsspec, from one event loop in one thread of the process that reads.
+"""Ranges of objects at a URL, read with fsspec from one event loop in one thread of the reading process.
 
-The file system is made inside that loop, on first use, and never leaves the process: after a fork the child
-makes its own. It is asked for one range at a time and told to repeat nothing: every attempt is ours, so it
-has a time limit, is counted, and its bytes are checked. s3fs by itself returns short and flipped bodies
-without an error and fills gaps with zeros when it reads whole objects; none of that code is called.
+The file system is created inside that loop, on first use, and never leaves the process: after a fork the
+child creates its own. It reads one range per request, without retries of its own: every attempt is made here,
+with a timeout, counters and verified bytes. s3fs by itself returns short and corrupted bodies without an
+error and fills gaps with zeros when it reads whole objects; none of that code is called.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from sa1b.storage.checksum import Crc
-from sa1b.storage.classify import Cause, Fault, cause_of
-from sa1b.storage.counters import Tally
+from sa1b.storage.classify import ErrorClass, Fault, classify_error
+from sa1b.storage.counters import CounterSet
 from sa1b.storage.errors import MissingError, StorageError
 from sa1b.storage.loop import Loop
-from sa1b.storage.retry import Effort, Patience
+from sa1b.storage.retry import RetryPolicy, RetryState
 
 T = TypeVar("T")
 
@@ -27,24 +27,24 @@ class RemoteOrigin:
     """Reads objects below a URL, for one process.
 
     Args:
-        root: URL of a kind that fsspec knows.
+        root: URL of a scheme that fsspec supports.
         options: for the file system, as fsspec takes them.
-        patience: times.
-        tally: where reads are counted.
-        in_flight: attempts at a time.
+        policy: times and retries.
+        counters: counts the reads.
+        in_flight: attempts at the same time.
     """
 
     def __init__(
-        self, root: str, options: Mapping[str, Any], patience: Patience, tally: Tally, in_flight: int
+        self, root: str, options: Mapping[str, Any], policy: RetryPolicy, counters: CounterSet, in_flight: int
     ) -> None:
-        self.tally = tally
+        self.counters = counters
         self._root = root
         self._options = options
-        self._patience = patience
+        self._policy = policy
         self._in_flight = in_flight
         self._lock = threading.Lock()
         self._loop: Loop | None = None
-        self._slots = asyncio.Semaphore(in_flight)
+        self._limit = asyncio.Semaphore(in_flight)
         self._system: Any = None
         self._systems: list[Any] = []
 
@@ -53,106 +53,110 @@ class RemoteOrigin:
         return _result(self.submit(name, start, length, crc))
 
     def submit(self, name: str, start: int, length: int, crc: Crc) -> "Future[bytes]":
-        """Read on the origin's loop."""
-        return self._begin(self._read(name, start, length, crc))
+        """Start a read on the origin's loop."""
+        return self._start(self._read(name, start, length, crc))
 
     def size(self, name: str) -> int:
         """Bytes of an object. See Reader.size."""
-        return _result(self._begin(self._size(name)))
+        return _result(self._start(self._size(name)))
 
     def names(self, folder: str) -> list[str]:
         """See Reader.names."""
-        return _result(self._begin(self._names(folder)))
+        return _result(self._start(self._names(folder)))
 
     def close(self) -> None:
-        """Cancel the reads that run, close connections, end the thread."""
+        """Cancel pending reads, close connections, end the thread."""
         with self._lock:
             loop, self._loop = self._loop, None
             systems, self._systems, self._system = self._systems, [], None
-            self._slots = asyncio.Semaphore(self._in_flight)
+            self._limit = asyncio.Semaphore(self._in_flight)
             if loop is not None:
                 loop.close(_disconnect(systems))
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        with self._lock:  # whatever is begun is begun before the loop is closed, or on the next one
+    def _start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        with self._lock:  # work starts before the loop is closed, or on the next loop
             if self._loop is None:
                 self._loop = Loop()
             return self._loop.submit(work)
 
     async def _read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
         url = f"{self._root}/{name}"
-        effort: Effort | None = None
+        state: RetryState | None = None
         while True:
-            async with self._slots:
-                if effort is None:  # the deadline counts from here, not from the queue
-                    effort = Effort(url, start, length, crc, self._patience, self.tally)
-                data = await self._attempt(effort, lambda system: _range(system, url, start, start + length))
+            async with self._limit:
+                if state is None:  # time in the queue does not count towards the deadline
+                    state = RetryState(url, start, length, crc, self._policy, self.counters)
+                data = await self._attempt(state, lambda system: _range(system, url, start, start + length))
                 if data is not None:
                     if len(data) > length:
                         raise StorageError(
-                            f"{effort}: {len(data):,} bytes came: the server ignores byte ranges",
+                            f"{state}: {len(data):,} bytes received: the server ignores byte ranges",
                             url=url,
                             start=start,
                             length=length,
                         )
-                    if effort.accept(data):
+                    if state.accept(data):
                         return data
-                if effort.shorts > 1 and effort.last and effort.last.cause is Cause.SHORT:
-                    size = await self._attempt(effort, lambda system: _size(system, url))
+                if (
+                    state.short_reads > 1
+                    and state.last_fault
+                    and state.last_fault.error_class is ErrorClass.SHORT
+                ):
+                    size = await self._attempt(state, lambda system: _size(system, url))
                     if size is not None:
-                        effort.sized(size)
-            await self._patience.pause(effort.wait())
+                        state.check_end(size)
+            await self._policy.async_sleep(state.backoff())
 
     async def _size(self, name: str) -> int:
         url = f"{self._root}/{name}"
-        return await self._ask(url, lambda system: _size(system, url))
+        return await self._request(url, lambda system: _size(system, url))
 
     async def _names(self, folder: str) -> list[str]:
         url = f"{self._root}/{folder}"
         try:
-            return await self._ask(url, lambda system: _names(system, url))
+            return await self._request(url, lambda system: _names(system, url))
         except MissingError:
             return []
 
-    async def _ask(self, url: str, ask: Callable[[Any], Awaitable[T]]) -> T:
-        """The answer to a request that is not a range."""
-        effort = Effort(url, 0, None, None, self._patience, self.tally)
+    async def _request(self, url: str, request: Callable[[Any], Awaitable[T]]) -> T:
+        """The response to a request that is not a range."""
+        state = RetryState(url, 0, None, None, self._policy, self.counters)
         while True:
-            async with self._slots:
-                answer = await self._attempt(effort, ask)
-            if answer is not None:
-                effort.done()
-                return answer
-            await self._patience.pause(effort.wait())
+            async with self._limit:
+                response = await self._attempt(state, request)
+            if response is not None:
+                state.succeed()
+                return response
+            await self._policy.async_sleep(state.backoff())
 
-    async def _attempt(self, effort: Effort, ask: Callable[[Any], Awaitable[T]]) -> T | None:
-        """One request; None where it failed and may be repeated."""
+    async def _attempt(self, state: RetryState, request: Callable[[Any], Awaitable[T]]) -> T | None:
+        """One attempt; None where it failed and may be retried."""
         system = self._system = self._system or self._connect()
-        limit = effort.begin()
-        request = asyncio.ensure_future(ask(system))
+        timeout = state.start_attempt()
+        task = asyncio.ensure_future(request(system))
         try:
-            # Unlike asyncio.wait_for, this does not wait for a request that will not be cancelled.
-            await asyncio.wait({request}, timeout=limit)
+            # Unlike asyncio.wait_for, this does not wait for a task that ignores its cancellation.
+            await asyncio.wait({task}, timeout=timeout)
         finally:
-            if not request.done():
-                request.cancel()
-        if not request.done():
-            request.add_done_callback(_forget)
-            effort.failed(Fault(Cause.TIMEOUTS, f"no complete answer in {limit:.3g} s"))
+            if not task.done():
+                task.cancel()
+        if not task.done():
+            task.add_done_callback(_consume)
+            state.fail(Fault(ErrorClass.TIMEOUTS, f"no complete response in {timeout:.3g} s"))
             return None
-        error = request.exception()
+        error = task.exception()
         if error is None:
-            return request.result()
-        fault = cause_of(error)
+            return task.result()
+        fault = classify_error(error)
         if fault is None:
             raise error
-        if fault.cause is Cause.EXPIRED and system is self._system:
+        if fault.error_class is ErrorClass.EXPIRED and system is self._system:
             self._system = None  # a new one looks the credentials up again
-        effort.failed(fault)
+        state.fail(fault)
         return None
 
     def _connect(self) -> Any:
-        """The file system, made to repeat nothing and to cache nothing."""
+        """The file system, without retries and caches of its own."""
         import fsspec
 
         protocol = self._root.partition("://")[0]
@@ -168,10 +172,10 @@ class RemoteOrigin:
             options["config_kwargs"] = {
                 "max_pool_connections": self._in_flight,
                 "retries": {"total_max_attempts": 1},
-                "connect_timeout": self._patience.attempt,
-                "read_timeout": self._patience.attempt,
-                "response_checksum_validation": "when_required",  # ranges have none; ours are checked
-                "user_agent": "sa1b",  # botocore's is made anew for each request: a tenth of its time
+                "connect_timeout": self._policy.attempt_timeout,
+                "read_timeout": self._policy.attempt_timeout,
+                "response_checksum_validation": "when_required",  # ranges have none; ours are verified
+                "user_agent": "sa1b",  # botocore would build one for each request, a tenth of its time
                 **options.get("config_kwargs", {}),
             }
         system = kind(**options)
@@ -182,7 +186,7 @@ class RemoteOrigin:
 
 
 def _result(future: "Future[T]") -> T:
-    """Wait for a read; an interrupted caller drops it."""
+    """Wait for a read; if the caller is interrupted, cancel it."""
     try:
         return future.result()
     except BaseException:
@@ -203,7 +207,7 @@ async def _size(system: Any, url: str) -> int:
     if info.get("type") == "directory":
         raise FileNotFoundError(f"{url} is a folder")
     if info.get("size") is None:
-        raise StorageError(f"{url}: the server does not tell the size", url=url)
+        raise StorageError(f"{url}: the server does not return the size", url=url)
     return int(info["size"])
 
 
@@ -223,10 +227,10 @@ async def _disconnect(systems: list[Any]) -> None:
             with contextlib.suppress(Exception):
                 session = await system.set_session()
                 await session.close()
-    await asyncio.sleep(0)  # transports close in the next turn of the loop
+    await asyncio.sleep(0)  # transports close in the next iteration of the loop
 
 
-def _forget(request: "asyncio.Future[Any]") -> None:
-    """Take note of the error of a request that nobody waits for."""
-    if not request.cancelled():
-        request.exception()
+def _consume(task: "asyncio.Future[Any]") -> None:
+    """Retrieve the error of an abandoned task, so that asyncio does not report it."""
+    if not task.cancelled():
+        task.exception()

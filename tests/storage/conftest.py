@@ -10,11 +10,11 @@ import google_crc32c
 import pytest
 
 from sa1b.storage.reader import Range
-from sa1b.storage.retry import Patience
+from sa1b.storage.retry import RetryPolicy
 from tests.storage.service import Service
 
 SIZE = 4_000_000
-HASTY = Patience(deadline=60, attempt=0.6, first_wait=0.02, longest_wait=0.2)
+HASTY = RetryPolicy(deadline=60, attempt_timeout=0.6, initial_backoff=0.02, max_backoff=0.2)
 
 
 @dataclass(frozen=True)

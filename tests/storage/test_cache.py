@@ -97,7 +97,7 @@ def test_a_killed_download_leaves_the_lock_free_and_its_partial_is_cleared(
 ) -> None:
     partial = tmp_path / digest / ".partial"
     with Service("fault_proxy", store.port, 1, 1.0, "stall_body") as proxy:
-        reader = Reader("s3://data", options=store.options(proxy.port), attempt=60)
+        reader = Reader("s3://data", options=store.options(proxy.port), attempt_timeout=60)
         process = SPAWN.Process(target=fetch_slowly, args=(reader, digest, tmp_path))
         process.start()
         end = time.monotonic() + 30
@@ -144,14 +144,14 @@ def test_a_missing_object_is_missing_and_nothing_is_left(store: Store, tmp_path:
     assert files_in(tmp_path) == []
 
 
-def test_bits_that_flip_on_the_way_are_mended(
+def test_bits_that_flip_in_transit_are_fixed(
     store: Store, digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("sa1b.storage.cache", "sa1b.storage.reader"):
         monkeypatch.setattr(f"{module}.PIECE", 100_000)  # forty pieces, none with a crc
     with (
         Service("fault_proxy", store.port, 3, 0.2, "flip", "short", "reset_body", "busy") as proxy,
-        Reader("s3://data", options=store.options(proxy.port), patience=HASTY) as reader,
+        Reader("s3://data", options=store.options(proxy.port), retry_policy=HASTY) as reader,
     ):
         assert fetch_once(reader, "a.bin", digest, tmp_path).read_bytes() == store.bytes()
         assert any(kind == "flip" for *_, kind in proxy.ask({"do": "log"})["faults"])
@@ -181,7 +181,7 @@ def test_a_local_root_needs_no_copy(store: Store, digest: str, tmp_path: Path) -
 def test_what_is_no_digest_is_refused(store: Store, tmp_path: Path) -> None:
     with (
         Reader("s3://data", options=store.options()) as reader,
-        pytest.raises(ValueError, match="no sha256"),
+        pytest.raises(ValueError, match="is not a sha256"),
     ):
         fetch_once(reader, "a.bin", "../../" + "a" * 58, tmp_path)
 

@@ -17,7 +17,7 @@ import pytest
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import DamageError, DeniedError, MissingError, UnavailableError
 from sa1b.storage.reader import Range, Reader
-from sa1b.storage.retry import Patience
+from sa1b.storage.retry import RetryPolicy
 from tests.storage import ceph
 from tests.storage.conftest import HASTY
 from tests.storage.service import Service
@@ -72,7 +72,7 @@ def test_ranges_one_by_one_and_at_once(objects: Objects) -> None:
         assert reader.counters().faults == 0
 
 
-def test_answers_are_told_apart(objects: Objects) -> None:
+def test_error_responses_are_distinguished(objects: Objects) -> None:
     with Reader("s3://bucket/root", options=objects.gateway.options) as reader:
         with pytest.raises(MissingError):
             reader.read_range("none.tar", 0, 10)
@@ -97,11 +97,11 @@ def test_faults_in_between_change_nothing(objects: Objects, rate: float) -> None
         Reader(
             "s3://bucket/root",
             options={**objects.gateway.options, "endpoint_url": proxy.url},
-            patience=HASTY,
+            retry_policy=HASTY,
         ) as reader,
     ):
         began = time.monotonic()
-        assert list(reader.read_ranges(ranges, ahead=100)) == objects.slices(ranges)
+        assert list(reader.read_ranges(ranges, prefetch=100)) == objects.slices(ranges)
         log = proxy.ask({"do": "log"})
         print(
             f"\n{rate:.0%}: {len(log['faults'])} faults in {log['requests']} requests, 0 of 600 wrong, ",
@@ -123,12 +123,12 @@ def test_a_table_is_fetched_once(objects: Objects, tmp_path: Path) -> None:
         print(f"\nfetched {SIZE / 1e6:.0f} MB at {SIZE / 1e6 / took:.0f} MB/s, hashed and flushed")
 
 
-def killed(objects: Objects, seconds: float, patience: Patience) -> None:
+def killed(objects: Objects, seconds: float, policy: RetryPolicy) -> None:
     """Read on while the gateway is killed and started again."""
     ranges = objects.ranges(800, seed=3)
     found: list[bytes] = []
     began = time.monotonic()
-    with Reader("s3://bucket/root", options=objects.gateway.options, patience=patience) as reader:
+    with Reader("s3://bucket/root", options=objects.gateway.options, retry_policy=policy) as reader:
         reads = threading.Thread(target=lambda: found.extend(reader.read_ranges(ranges)))
         reads.start()
         ceph.wait_for(lambda: reader.counters().reads > 100, "the first ranges")
@@ -147,7 +147,7 @@ def test_a_killed_gateway_is_waited_for(objects: Objects) -> None:
 
 @pytest.mark.slow
 def test_a_gateway_killed_for_a_minute_is_waited_for(objects: Objects) -> None:
-    killed(objects, 60, Patience())
+    killed(objects, 60, RetryPolicy())
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_a_store_that_throttles_is_read_to_the_end() -> None:
         system.pipe_file("bucket/a.tar", data)
         ranges = [Range("a.tar", 4000 * i, 500_000) for i in range(400)]
         options = {**gateway.options}
-        with Reader("s3://bucket", options=options, attempts_in_flight=32, patience=HASTY) as reader:
+        with Reader("s3://bucket", options=options, attempts_in_flight=32, retry_policy=HASTY) as reader:
             for item, found in zip(ranges, reader.read_ranges(ranges), strict=True):
                 assert found == data[item.start : item.start + item.length]
             print(f"\nthrottled gateway: {reader.counters()}")

@@ -1,4 +1,4 @@
-"""Causes read from the exceptions that s3fs, aiohttp and the operating system raise."""
+"""Error classes of the exceptions that s3fs, aiohttp and the operating system raise."""
 
 import errno
 from typing import Any
@@ -8,11 +8,11 @@ import botocore.exceptions
 import pytest
 from s3fs.errors import translate_boto_error
 
-from sa1b.storage.classify import Cause, cause_of, cause_of_local
+from sa1b.storage.classify import ErrorClass, classify_error, classify_local_error
 
 
-def answer(status: int, code: str) -> BaseException:
-    """As s3fs raises an answer of the store."""
+def response(status: int, code: str) -> BaseException:
+    """As s3fs raises an error response of the store."""
     response: Any = {
         "Error": {"Code": code, "Message": "m"},
         "ResponseMetadata": {"HTTPStatusCode": status},
@@ -21,85 +21,85 @@ def answer(status: int, code: str) -> BaseException:
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "cause"),
+    ("status", "code", "error_class"),
     [
-        (404, "NoSuchKey", Cause.MISSING),
-        (404, "NoSuchBucket", Cause.MISSING),
-        (404, "404", Cause.MISSING),
-        (403, "AccessDenied", Cause.DENIED),
-        (403, "403", Cause.DENIED),
-        (403, "SignatureDoesNotMatch", Cause.DENIED),
-        (403, "InvalidAccessKeyId", Cause.DENIED),
-        (403, "RequestTimeTooSkewed", Cause.DENIED),
-        (400, "ExpiredToken", Cause.EXPIRED),
-        (403, "ExpiredToken", Cause.EXPIRED),
-        (400, "InvalidToken", Cause.EXPIRED),
-        (503, "SlowDown", Cause.THROTTLED),
-        (503, "ServiceUnavailable", Cause.THROTTLED),
-        (503, "503", Cause.THROTTLED),
-        (429, "TooManyRequests", Cause.THROTTLED),
-        (500, "InternalError", Cause.SERVER_ERRORS),
-        (502, "502", Cause.SERVER_ERRORS),
-        (504, "GatewayTimeout", Cause.SERVER_ERRORS),
-        (400, "RequestTimeout", Cause.TIMEOUTS),
-        (416, "InvalidRange", Cause.SHORT),
-        (301, "PermanentRedirect", Cause.REFUSED),
-        (400, "InvalidArgument", Cause.REFUSED),
+        (404, "NoSuchKey", ErrorClass.MISSING),
+        (404, "NoSuchBucket", ErrorClass.MISSING),
+        (404, "404", ErrorClass.MISSING),
+        (403, "AccessDenied", ErrorClass.DENIED),
+        (403, "403", ErrorClass.DENIED),
+        (403, "SignatureDoesNotMatch", ErrorClass.DENIED),
+        (403, "InvalidAccessKeyId", ErrorClass.DENIED),
+        (403, "RequestTimeTooSkewed", ErrorClass.DENIED),
+        (400, "ExpiredToken", ErrorClass.EXPIRED),
+        (403, "ExpiredToken", ErrorClass.EXPIRED),
+        (400, "InvalidToken", ErrorClass.EXPIRED),
+        (503, "SlowDown", ErrorClass.THROTTLED),
+        (503, "ServiceUnavailable", ErrorClass.THROTTLED),
+        (503, "503", ErrorClass.THROTTLED),
+        (429, "TooManyRequests", ErrorClass.THROTTLED),
+        (500, "InternalError", ErrorClass.SERVER_ERRORS),
+        (502, "502", ErrorClass.SERVER_ERRORS),
+        (504, "GatewayTimeout", ErrorClass.SERVER_ERRORS),
+        (400, "RequestTimeout", ErrorClass.TIMEOUTS),
+        (416, "InvalidRange", ErrorClass.SHORT),
+        (301, "PermanentRedirect", ErrorClass.REFUSED),
+        (400, "InvalidArgument", ErrorClass.REFUSED),
     ],
 )
-def test_answers_of_a_store(status: int, code: str, cause: Cause) -> None:
-    fault = cause_of(answer(status, code))
+def test_error_responses_of_a_store(status: int, code: str, error_class: ErrorClass) -> None:
+    fault = classify_error(response(status, code))
     assert fault is not None
-    assert fault.cause is cause
+    assert fault.error_class is error_class
 
 
 @pytest.mark.parametrize(
-    ("error", "cause"),
+    ("error", "error_class"),
     [
-        (botocore.exceptions.EndpointConnectionError(endpoint_url="http://127.0.0.1:1"), Cause.RESETS),
-        (botocore.exceptions.ConnectionClosedError(endpoint_url="http://127.0.0.1:1"), Cause.RESETS),
-        (botocore.exceptions.IncompleteReadError(actual_bytes=1, expected_bytes=2), Cause.RESETS),
-        (botocore.exceptions.ReadTimeoutError(endpoint_url="http://127.0.0.1:1"), Cause.TIMEOUTS),
-        (botocore.exceptions.ConnectTimeoutError(endpoint_url="http://127.0.0.1:1"), Cause.TIMEOUTS),
-        (botocore.exceptions.NoCredentialsError(), Cause.DENIED),
-        (botocore.exceptions.ProfileNotFound(profile="p"), Cause.DENIED),
-        (botocore.exceptions.CredentialRetrievalError(provider="iam", error_msg="busy"), Cause.RESETS),
-        (botocore.exceptions.ParamValidationError(report="bucket"), Cause.REFUSED),
-        (aiohttp.ClientPayloadError("cut"), Cause.RESETS),
-        (aiohttp.ServerDisconnectedError(), Cause.RESETS),
-        (aiohttp.ServerTimeoutError(), Cause.TIMEOUTS),
-        (aiohttp.ClientOSError(errno.ECONNRESET, "reset"), Cause.RESETS),
-        (ConnectionResetError(), Cause.RESETS),
-        (BrokenPipeError(), Cause.RESETS),
-        (TimeoutError(), Cause.TIMEOUTS),
-        (OSError(errno.ENETUNREACH, "no route"), Cause.RESETS),
-        (FileNotFoundError("memory://a"), Cause.MISSING),
-        (PermissionError("no"), Cause.DENIED),
+        (botocore.exceptions.EndpointConnectionError(endpoint_url="http://127.0.0.1:1"), ErrorClass.RESETS),
+        (botocore.exceptions.ConnectionClosedError(endpoint_url="http://127.0.0.1:1"), ErrorClass.RESETS),
+        (botocore.exceptions.IncompleteReadError(actual_bytes=1, expected_bytes=2), ErrorClass.RESETS),
+        (botocore.exceptions.ReadTimeoutError(endpoint_url="http://127.0.0.1:1"), ErrorClass.TIMEOUTS),
+        (botocore.exceptions.ConnectTimeoutError(endpoint_url="http://127.0.0.1:1"), ErrorClass.TIMEOUTS),
+        (botocore.exceptions.NoCredentialsError(), ErrorClass.DENIED),
+        (botocore.exceptions.ProfileNotFound(profile="p"), ErrorClass.DENIED),
+        (botocore.exceptions.CredentialRetrievalError(provider="iam", error_msg="busy"), ErrorClass.RESETS),
+        (botocore.exceptions.ParamValidationError(report="bucket"), ErrorClass.REFUSED),
+        (aiohttp.ClientPayloadError("cut"), ErrorClass.RESETS),
+        (aiohttp.ServerDisconnectedError(), ErrorClass.RESETS),
+        (aiohttp.ServerTimeoutError(), ErrorClass.TIMEOUTS),
+        (aiohttp.ClientOSError(errno.ECONNRESET, "reset"), ErrorClass.RESETS),
+        (ConnectionResetError(), ErrorClass.RESETS),
+        (BrokenPipeError(), ErrorClass.RESETS),
+        (TimeoutError(), ErrorClass.TIMEOUTS),
+        (OSError(errno.ENETUNREACH, "no route"), ErrorClass.RESETS),
+        (FileNotFoundError("memory://a"), ErrorClass.MISSING),
+        (PermissionError("no"), ErrorClass.DENIED),
     ],
 )
-def test_errors_of_clients(error: BaseException, cause: Cause) -> None:
-    fault = cause_of(error)
+def test_errors_of_clients(error: BaseException, error_class: ErrorClass) -> None:
+    fault = classify_error(error)
     assert fault is not None
-    assert fault.cause is cause
+    assert fault.error_class is error_class
 
 
 def test_what_no_store_can_cause_is_left_to_be_raised() -> None:
-    assert cause_of(TypeError("a bug")) is None
-    assert cause_of(MemoryError()) is None
+    assert classify_error(TypeError("a bug")) is None
+    assert classify_error(MemoryError()) is None
 
 
 @pytest.mark.parametrize(
-    ("number", "cause"),
+    ("number", "error_class"),
     [
-        (errno.EIO, Cause.DEVICE),
-        (errno.ESTALE, Cause.DEVICE),
-        (errno.ENOENT, Cause.MISSING),
-        (errno.ENOTDIR, Cause.MISSING),
-        (errno.EACCES, Cause.DENIED),
+        (errno.EIO, ErrorClass.DEVICE),
+        (errno.ESTALE, ErrorClass.DEVICE),
+        (errno.ENOENT, ErrorClass.MISSING),
+        (errno.ENOTDIR, ErrorClass.MISSING),
+        (errno.EACCES, ErrorClass.DENIED),
         (errno.EISDIR, None),
         (errno.EMFILE, None),
     ],
 )
-def test_errors_of_a_disk(number: int, cause: Cause | None) -> None:
-    fault = cause_of_local(OSError(number, "words", "path"))
-    assert (fault and fault.cause) == cause
+def test_errors_of_a_disk(number: int, error_class: ErrorClass | None) -> None:
+    fault = classify_local_error(OSError(number, "words", "path"))
+    assert (fault and fault.error_class) == error_class

@@ -12,7 +12,7 @@ import pytest
 from sa1b.storage.counters import Counters
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Range, Reader
-from sa1b.storage.retry import Patience
+from sa1b.storage.retry import RetryPolicy
 from tests.storage.conftest import HASTY, Store
 from tests.storage.fault_proxy import KINDS
 from tests.storage.service import Service
@@ -30,7 +30,7 @@ COUNTED = {
 
 
 # An answer is never given up by these, so that a machine under load counts what an idle one does.
-UNHURRIED = Patience(deadline=60, first_wait=HASTY.first_wait, longest_wait=HASTY.longest_wait)
+UNHURRIED = RetryPolicy(deadline=60, initial_backoff=HASTY.initial_backoff, max_backoff=HASTY.max_backoff)
 
 
 def through(
@@ -41,10 +41,10 @@ def through(
     with (
         Service("fault_proxy", store.port, seed, rate, *kinds) as proxy,
         Reader(
-            "s3://data", options=store.options(proxy.port), patience=HASTY if stalls else UNHURRIED
+            "s3://data", options=store.options(proxy.port), retry_policy=HASTY if stalls else UNHURRIED
         ) as reader,
     ):
-        data = list(reader.read_ranges(ranges, ahead=200))
+        data = list(reader.read_ranges(ranges, prefetch=200))
         return data, reader.counters(), proxy.ask({"do": "log"})["faults"]
 
 
@@ -88,7 +88,7 @@ def test_small_objects_without_a_crc_are_right_though_bits_flip(store: Store) ->
     for seed in range(3):
         with (
             Service("fault_proxy", store.port, seed, 0.4, "flip") as proxy,
-            Reader("s3://data", options=store.options(proxy.port), patience=HASTY) as reader,
+            Reader("s3://data", options=store.options(proxy.port), retry_policy=HASTY) as reader,
         ):
             assert reader.read_whole("deep/b c+ü.bin", 10**6) == store.bytes("deep/b c+ü.bin")
 
@@ -103,12 +103,12 @@ def test_a_seed_replayed_gives_the_same_faults(store: Store) -> None:
     assert len(first) > 10
 
 
-def outage(store: Store, seconds: float, patience: Patience) -> Counters:
+def outage(store: Store, seconds: float, policy: RetryPolicy) -> Counters:
     """Read on while every connection is refused for a time; the counters."""
     ranges = store.ranges(400, seed=8)
     with (
         Service("fault_proxy", store.port, 1, 0.0) as proxy,
-        Reader("s3://data", options=store.options(proxy.port), patience=patience) as reader,
+        Reader("s3://data", options=store.options(proxy.port), retry_policy=policy) as reader,
     ):
         data = []
         for number, read in enumerate(reader.read_ranges(ranges)):
@@ -130,13 +130,13 @@ def test_an_outage_is_waited_out(store: Store) -> None:
 @pytest.mark.slow
 def test_an_outage_of_a_minute_is_waited_out(store: Store) -> None:
     began = time.monotonic()
-    counters = outage(store, 60, Patience())
+    counters = outage(store, 60, RetryPolicy())
     took = time.monotonic() - began
     print(f"\noutage of 60 s: {took:.1f} s for all, {counters}")
     assert 60 <= took < 85
 
 
-def test_an_outage_longer_than_the_deadline_names_url_and_cause(store: Store) -> None:
+def test_an_outage_longer_than_the_deadline_names_url_and_last_error(store: Store) -> None:
     with (
         Service("fault_proxy", store.port, 1, 0.0) as proxy,
         Reader("s3://data", options=store.options(proxy.port), deadline=1.5) as reader,
@@ -145,7 +145,7 @@ def test_an_outage_longer_than_the_deadline_names_url_and_cause(store: Store) ->
         proxy.ask({"do": "outage", "seconds": 30})
         with pytest.raises(UnavailableError, match="s3://data/a.bin, bytes 5 to 15: unavailable") as caught:
             reader.read_range("a.bin", 5, 10)
-    assert caught.value.cause
+    assert caught.value.last_error
     assert caught.value.counters.resets > 3
 
 

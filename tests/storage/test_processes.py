@@ -179,7 +179,7 @@ def test_no_process_or_thread_is_left(store: Store) -> None:
     threads = set(threading.enumerate())
     before = set(multiprocessing.active_children())
     with Service("fault_proxy", store.port, 1, 0.3, "reset_body", "short") as proxy:
-        reader = Reader("s3://data", options=store.options(proxy.port), patience=HASTY)
+        reader = Reader("s3://data", options=store.options(proxy.port), retry_policy=HASTY)
         with reader:
             ranges = store.ranges(10)
             assert list(reader.read_ranges(ranges)) == store.slices(ranges)

@@ -24,7 +24,7 @@ from sa1b.storage.errors import (
     UnavailableError,
 )
 from sa1b.storage.reader import Range, Reader
-from sa1b.storage.retry import Patience
+from sa1b.storage.retry import RetryPolicy
 from tests.storage.conftest import SIZE, Store
 from tests.storage.service import REPOSITORY
 
@@ -33,7 +33,7 @@ KINDS = ("folder", "file", "memory", "s3", "http")
 
 @pytest.fixture(params=KINDS)
 def reader(request: pytest.FixtureRequest, store: Store) -> Iterator[Reader]:
-    """A reader of the same objects by every way."""
+    """A reader of the same objects for every kind of root."""
     folder = store.folder / "data"
     if request.param == "memory":
         memory = fsspec.filesystem("memory")
@@ -48,7 +48,7 @@ def reader(request: pytest.FixtureRequest, store: Store) -> Iterator[Reader]:
         "http": f"http://127.0.0.1:{store.port}/data",
     }[request.param]
     options = store.options() if request.param == "s3" else None
-    with Reader(root, options=options, deadline=5, attempt=2) as reader:
+    with Reader(root, options=options, deadline=5, attempt_timeout=2) as reader:
         yield reader
 
 
@@ -61,7 +61,7 @@ def test_ranges_are_exact(reader: Reader, store: Store) -> None:
     assert counters.bytes == sum(item.length for item in ranges)
 
 
-def test_many_ranges_come_in_the_order_asked_for(reader: Reader, store: Store) -> None:
+def test_many_ranges_are_returned_in_their_order(reader: Reader, store: Store) -> None:
     ranges = [*store.ranges(100, seed=5), Range("a.bin", 7, 0), Range("empty.bin", 0, 0)]
     assert list(reader.read_ranges(ranges)) == store.slices(ranges)
 
@@ -101,7 +101,7 @@ def test_a_range_where_no_file_can_end_is_damage(store: Store, start: int) -> No
         with pytest.raises(DamageError, match=r"a\.bin"):
             reader.read_range("a.bin", start, 10)
         with pytest.raises(DamageError, match=r"a\.bin"):
-            reader.begin(Range("a.bin", start, 10)).result()
+            reader.submit(Range("a.bin", start, 10)).result()
 
 
 def test_a_wrong_crc_that_stays_is_damage(reader: Reader, store: Store) -> None:
@@ -123,14 +123,14 @@ def test_sizes_and_small_objects(reader: Reader, store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../a.bin", "deep/../../a.bin"])
-def test_names_that_lead_out_of_the_root_are_refused(reader: Reader, name: str) -> None:
-    with pytest.raises(ValueError, match="no name of an object"):
+def test_names_outside_of_the_root_are_refused(reader: Reader, name: str) -> None:
+    with pytest.raises(ValueError, match="is not the name of an object"):
         reader.read_range(name, 0, 1)
 
 
 def test_negative_ranges_are_refused(reader: Reader) -> None:
     for start, length in ((-1, 1), (0, -1)):
-        with pytest.raises(ValueError, match="no range"):
+        with pytest.raises(ValueError, match="are not a range"):
             reader.read_range("a.bin", start, length)
 
 
@@ -144,15 +144,15 @@ def test_the_first_failing_range_fails_in_its_turn(reader: Reader, store: Store)
         next(reads)
 
 
-def test_no_more_is_begun_than_the_window_holds(reader: Reader, store: Store) -> None:
+def test_no_more_is_in_flight_than_prefetch_allows(reader: Reader, store: Store) -> None:
     taken: list[Range] = []
 
-    def asked() -> Iterator[Range]:
+    def requested() -> Iterator[Range]:
         for item in store.ranges(50):
             taken.append(item)
             yield item
 
-    reads = reader.read_ranges(asked(), ahead=5)
+    reads = reader.read_ranges(requested(), prefetch=5)
     for done in range(10):
         next(reads)
         assert len(taken) == done + 5
@@ -204,7 +204,7 @@ def test_nothing_is_left_of_a_closed_reader(reader: Reader, store: Store) -> Non
     reads.close()
 
 
-def test_nothing_is_left_of_a_reader_that_was_forgotten(store: Store) -> None:
+def test_nothing_is_left_of_a_reader_once_it_is_unreferenced(store: Store) -> None:
     reader = Reader("s3://data", options=store.options())
     reader.read_range("a.bin", 0, 10)
     assert any(thread.name == "sa1b-storage" for thread in threading.enumerate())
@@ -212,10 +212,10 @@ def test_nothing_is_left_of_a_reader_that_was_forgotten(store: Store) -> None:
     assert not any(thread.name == "sa1b-storage" for thread in threading.enumerate())
 
 
-# ---- answers of stores
+# ---- responses of stores
 
 
-def test_a_store_that_refuses_is_told_apart_and_the_error_says_where_keys_come_from(store: Store) -> None:
+def test_a_store_that_denies_access_is_an_error_that_names_where_keys_are_looked_up(store: Store) -> None:
     with Reader("s3://denied", options=store.options()) as reader:
         with pytest.raises(DeniedError, match="s3://denied/a.bin: access denied.*AWS_ACCESS_KEY_ID"):
             reader.read_range("a.bin", 0, 10)
@@ -264,13 +264,15 @@ def test_a_server_that_ignores_ranges_is_refused_not_cut(store: Store) -> None:
 def test_a_store_that_always_sends_less_is_unavailable_not_damage(store: Store) -> None:
     with (
         Reader("s3://brief", options=store.options(), deadline=1) as reader,
-        pytest.raises(UnavailableError, match="s3://brief/a.bin, bytes 100 to 200.*50 bytes came") as caught,
+        pytest.raises(
+            UnavailableError, match="s3://brief/a.bin, bytes 100 to 200.*50 bytes received"
+        ) as caught,
     ):
         reader.read_range("a.bin", 100, 100)
     assert caught.value.counters.short > 2
 
 
-def test_nobody_listening_ends_at_the_deadline() -> None:
+def test_a_closed_port_is_unavailable_at_the_deadline() -> None:
     options = {"anon": True, "endpoint_url": "http://127.0.0.1:9"}
     began = time.monotonic()
     with (
@@ -284,7 +286,7 @@ def test_nobody_listening_ends_at_the_deadline() -> None:
 # ---- local disks
 
 
-def test_an_input_output_error_is_repeated_until_it_passes(
+def test_an_input_output_error_is_retried_until_it_passes(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = [errno.EIO, errno.ESTALE, errno.EIO]
@@ -297,7 +299,7 @@ def test_an_input_output_error_is_repeated_until_it_passes(
 
     monkeypatch.setattr(os, "pread", failing)
     slept: list[float] = []
-    with Reader(store.folder / "data", patience=Patience(sleep=slept.append)) as reader:
+    with Reader(store.folder / "data", retry_policy=RetryPolicy(sleep=slept.append)) as reader:
         assert reader.read_range("a.bin", 3, 10) == store.bytes()[3:13]
         assert reader.counters().device == len(slept) == 3
 
@@ -315,30 +317,30 @@ def test_an_input_output_error_that_stays_is_unavailable_with_the_path(
         now[0] += seconds + 1
 
     with (
-        Reader(store.folder / "data", patience=Patience(clock=lambda: now[0], sleep=sleep)) as reader,
+        Reader(store.folder / "data", retry_policy=RetryPolicy(clock=lambda: now[0], sleep=sleep)) as reader,
         pytest.raises(UnavailableError, match=f"{store.folder}/data/a.bin.*Input/output error"),
     ):
         reader.read_range("a.bin", 3, 10)
     assert now[0] >= 300
 
 
-def test_a_file_replaced_by_a_longer_one_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_replaced_by_a_longer_one_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"short")
     with Reader(tmp_path) as reader:
         assert reader.read_range("a.bin", 0, 5) == b"short"
-        (tmp_path / "aside").write_bytes(b"a longer one")
-        (tmp_path / "aside").replace(path)
+        (tmp_path / "temporary").write_bytes(b"a longer one")
+        (tmp_path / "temporary").replace(path)
         assert reader.read_range("a.bin", 2, 10) == b"longer one"
 
 
-def test_a_file_replaced_by_another_of_its_size_is_read_anew_when_the_crc_tells(tmp_path: Path) -> None:
+def test_a_file_replaced_by_another_of_its_size_is_read_again_after_a_wrong_crc(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
-    with Reader(tmp_path, patience=Patience(sleep=lambda seconds: None)) as reader:
+    with Reader(tmp_path, retry_policy=RetryPolicy(sleep=lambda seconds: None)) as reader:
         assert reader.read_range("a.bin", 0, 3) == b"old"
-        (tmp_path / "aside").write_bytes(b"new")
-        (tmp_path / "aside").replace(path)
+        (tmp_path / "temporary").write_bytes(b"new")
+        (tmp_path / "temporary").replace(path)
         assert reader.read_range("a.bin", 0, 3, int(google_crc32c.value(b"new"))) == b"new"
 
 

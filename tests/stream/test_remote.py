@@ -23,7 +23,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.storage.errors import MissingError, UnavailableError
 from sa1b.storage.reader import Reader
-from sa1b.storage.retry import Patience
+from sa1b.storage.retry import RetryPolicy
 from sa1b.synthetic import source_tars as synthetic
 from sa1b.views.selection import Selection, select
 from tests.shards import tiny
@@ -64,7 +64,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry at once, as a test must."""
 
     def reader(root: str, *, deadline: float, options: Any) -> Reader:
-        return Reader(root, options=options, patience=HASTY)
+        return Reader(root, options=options, retry_policy=HASTY)
 
     monkeypatch.setattr("sa1b.shards.dataset.Reader", reader)
 
@@ -272,5 +272,5 @@ def test_a_table_that_does_not_fit_is_refused(bucket: Path, tmp_path: Path) -> N
 
 def test_a_deadline_is_kept(server: Service) -> None:
     stream = remote(server.port, deadline=7)
-    assert stream.dataset.reader.patience == Patience(deadline=7)
+    assert stream.dataset.reader.retry_policy == RetryPolicy(deadline=7)
     assert torch.equal(take(stream, 1)[0].ids, take(remote(server.port), 1)[0].ids)
