@@ -70,7 +70,7 @@ Order(10, "warm", 0).rows(np.arange(256))
         """
 samples = open_table(Path(path))
 view = whole(samples)
-rows = view.table_rows(Order(len(view), view.digest, 0).rows(np.arange(256)))
+rows = view.table_rows(Order(len(view), view.ids_digest, 0).rows(np.arange(256)))
 samples.shard[rows], samples.offset[rows]
 """,
         None,

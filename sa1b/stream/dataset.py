@@ -77,7 +77,9 @@ class Stream(IterableDataset[Batch]):
         root: folder that tools/reshard.py made, or its URL (s3://..., anything that fsspec knows).
         global_batch: samples of a step over all ranks, G.
         micro_batch: samples of a rank at a time; by default its whole share of a step.
-        view: name or digest of a view that tools/view.py made; by default all images.
+        view: view that tools/view.py made: its name or digest (also its first 6 or more characters) in
+            ROOT/views, or the path of its .json file or folder; by default all images. A view keeps its
+            sequence when sources are added to the root; all images do not.
         order: "shuffle" runs on over epochs without an end; "sequential" gives every sample once over all
             ranks, for evaluation, with the uneven tail filled up and marked valid=False.
         seed: of the order and of every draw.
@@ -101,7 +103,7 @@ class Stream(IterableDataset[Batch]):
         *,
         global_batch: int,
         micro_batch: int | None = None,
-        view: str | None = None,
+        view: str | Path | None = None,
         order: Literal["shuffle", "sequential"] = "shuffle",
         seed: int = 0,
         run: int = 1,
@@ -145,7 +147,7 @@ class Stream(IterableDataset[Batch]):
             self.dataset.check_table()  # the order comes from places now, not from a digest alone
             self.view = self.view.by_place(self.dataset.table)
         count = len(self.view)
-        formula = Order(count, self.view.digest, seed, run) if order == "shuffle" else Sequential(count)
+        formula = Order(count, self.view.ids_digest, seed, run) if order == "shuffle" else Sequential(count)
         share = -(-global_batch // self.world)
         self.plan = Plan(formula, global_batch, micro_batch or share, self.rank, self.world)
         rank_slice(0, global_batch, self.rank, self.world, run=run)  # refuses what does not fit, at once
@@ -262,7 +264,7 @@ class Stream(IterableDataset[Batch]):
         return {
             "position": self.position if batch is None else batch.position,
             "seed": self.seed,
-            "ids_sha256": self.view.digest,
+            "ids_sha256": self.view.ids_digest,
             "masks_where": None if condition is None else condition.text,
             "bytes_sha256": self.view.bytes_digest,
         }
@@ -270,7 +272,7 @@ class Stream(IterableDataset[Batch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken, at any world size, micro-batch or number of workers.
 
-        Other bytes of the same images (another sharding, another image size) give a warning.
+        A changed sample table (other shards, another image size, more sources) gives a warning.
 
         Raises:
             ResumeError: of another set of images, another condition on masks or another seed.
@@ -283,14 +285,28 @@ class Stream(IterableDataset[Batch]):
                 raise ResumeError(
                     f"the saved state has {name} {state[name]}, this stream {own[name]}: "
                     "its sequence is another one, and samples would be repeated and left out"
+                    + self._remedy(name)
                 )
         if state["bytes_sha256"] != own["bytes_sha256"]:
             warnings.warn(
-                f"{self.root} holds the same images in other bytes than when the state was saved "
-                f"({state['bytes_sha256'][:12]}, now {own['bytes_sha256'][:12]})",
+                f"{self.root} has changed since the state was saved (sample table "
+                f"{state['bytes_sha256'][:12]}, now {own['bytes_sha256'][:12]}): the images are the same, "
+                "their stored bytes may not be",
                 stacklevel=2,
             )
         self.position = int(state["position"])
+
+    def _remedy(self, differs: str) -> str:
+        """What to do about a state of other images."""
+        if differs != "ids_sha256":
+            return ""
+        if self.view.digest != self.dataset.table.ids_digest:
+            return ". Pass the view that the state was saved with; a digest is printed by tools/view.py"
+        return (
+            f". If sources were added to {self.root} since, make a view of the images that it was trained "
+            f"on (tools/view.py {self.root} --ids FILE --name NAME) and pass it as view: a view keeps its "
+            "images and its sequence when a directory grows"
+        )
 
 
 def _reopen(arguments: dict[str, Any], position: int) -> Stream:

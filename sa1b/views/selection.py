@@ -6,7 +6,7 @@ A subset of 1 % is h < 0.01: inside every larger one, and the same whatever the 
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -17,25 +17,28 @@ import numpy.typing as npt
 from sa1b.errors import ShardError, UsageError
 from sa1b.hashing import Purpose, random_words
 from sa1b.shards.dataset import Dataset
+from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.shard import index_path
-from sa1b.storage.publish import lock
 from sa1b.views.index_scan import scan
 from sa1b.views.predicate import image_predicate, mask_predicate
-from sa1b.views.view import VIEWS, View, check_name, write_view
+from sa1b.views.view import View, write_view
+from sa1b.views.view_document import check_free, check_name, document_path, views_at
 
-_SHOWN = 5
 _COUNTS = ("masks", "of_masks", "without_masks")
+Ids = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a view is chosen by; every condition must hold. The command line's flags, by their names.
+    """What a view is selected by; every condition must hold. The command line's flags, by their names.
 
     Attributes:
         masks_where, images_where: conditions, see sa1b.views.predicate.
         subset, held_out: parts as text: "1%", "0.5 %" or "0.01".
         split: which side of `held_out` to take; `subset` thins the training side only.
-        ids: file with an image id a line.
+        ids: file of image ids, see sa1b.shards.image_ids.
+        missing: what to do with ids of that file that the dataset lacks: "refuse" them, "skip" them and count
+            them, or skip them and "list" them all.
     """
 
     masks_where: str | None = None
@@ -43,34 +46,42 @@ class Selection:
     subset: str | None = None
     held_out: str | None = None
     split: Literal["train", "held-out"] = "train"
-    ids: Path | None = None
+    ids: str | Path | None = None
+    missing: Literal["refuse", "skip", "list"] = "refuse"
 
     def flags(self) -> dict[str, str]:
         """Flag -> value, those that were given."""
-        found = {
-            flag.replace("_", "-"): str(value) for flag, value in asdict(self).items() if value is not None
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.held_out is None:
-            del found["split"]
-        return found
+            del values["split"]
+        if self.ids is None or self.missing == "refuse":
+            del values["missing"]
+        return {flag.replace("_", "-"): str(value) for flag, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """What came of a selection.
+class Selected:
+    """What a selection gave.
 
     Attributes:
-        of_images: images in the root.
+        view: the images and their masks.
+        path: of the view's document.
+        of_images: images in the dataset directory.
         masks, of_masks: of the view's images: those that pass the mask condition, all. None: not counted,
             as no condition asked for it.
         without_masks: images of the view of which no mask passes; None likewise.
+        missing: ids of the file that the dataset lacks, ascending.
+        list_missing: all of them are printed.
     """
 
     view: View
+    path: Path
     of_images: int
     masks: int | None
     of_masks: int | None
     without_masks: int | None
+    missing: Ids
+    list_missing: bool
 
     def document(self) -> dict[str, Any]:
         """For --json."""
@@ -78,11 +89,14 @@ class Chosen:
             "images": len(self.view),
             "of_images": self.of_images,
             **{name: value for name in _COUNTS if (value := getattr(self, name)) is not None},
+            "missing": len(self.missing),
+            **({"missing_ids": self.missing.tolist()} if self.list_missing else {}),
             "digest": self.view.digest,
-            "key": self.view.key,
+            "ids_sha256": self.view.ids_digest,
+            "path": str(self.path),
         }
 
-    def table(self, root: Path) -> str:
+    def table(self) -> str:
         """For people."""
         lines = [f"  images  {len(self.view):,} of {self.of_images:,}"]
         if self.masks is not None:
@@ -92,61 +106,99 @@ class Chosen:
                 f"          {self.without_masks:,} images have no mask left; "
                 '--images-where "masks >= 1" drops them'
             )
-        lines += [f"  digest  {self.view.digest}", f"Written: {root / VIEWS / self.view.key}.json"]
+        if len(self.missing):
+            lines.append(f"  missing {len(self.missing):,} ids of --ids are not in the dataset: left out")
+            if self.list_missing:
+                lines += map(str, self.missing.tolist())
+        lines += [f"  digest  {self.view.digest}", f"Written: {self.path}"]
         return "\n".join(lines)
 
 
 def select(
-    root: Path, selection: Selection, *, name: str | None = None, workers: int = 1, quiet: bool = False
-) -> Chosen:
-    """Choose images of a root and write the view. Reads only the columns named, of the shards concerned.
+    root: Path | str,
+    selection: Selection,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    overwrite: bool = False,
+    workers: int = 1,
+    quiet: bool = False,
+) -> Selected:
+    """Select images of a dataset directory and write the view; the directory itself is only read.
+
+    Reads the columns named of the indexes concerned, and without conditions the sample table alone. Then the
+    directory may be a URL, with `out` on this machine.
 
     Args:
         name: readable alias of the view.
+        out: folder or .json file to write to, see write_view; None: ROOT/views.
+        overwrite: a name that belongs to another view is given to this one; a file `out` is replaced.
         workers: threads.
         quiet: no progress bar.
 
     Raises:
-        UsageError: a condition, part, list of ids or name that cannot be used, or no image is left.
+        UsageError: a condition, part, file of ids or name that cannot be used, or no image is left.
         ManifestError: no dataset there, or its files do not belong together.
         ShardError: an index file is missing or damaged.
-        LockedError: another process changes the root.
     """
     masks_where = None if selection.masks_where is None else mask_predicate(selection.masks_where)
     images_where = None if selection.images_where is None else image_predicate(selection.images_where)
+    scanned = masks_where is not None or images_where is not None
     low, high = _range(selection)
     if name is not None:
         check_name(name)
-    if not root.is_dir():
-        raise UsageError(f"{root}: no such folder")
-    with lock(root):
-        dataset = Dataset(root)
-        wanted = _by_hash(dataset.table.image_id, low, high)
-        if selection.ids is not None:
-            wanted &= _listed(dataset, selection.ids)
-        counts: Counter[str] = Counter()
-        if masks_where is not None or images_where is not None:
-            seen = np.zeros(len(dataset), np.bool_)
-            shards = np.unique(dataset.table.shard[wanted]).tolist()
-            for part in scan(dataset, shards, masks_where, images_where, workers, quiet):
-                rows = _rows(dataset, part.ids)
-                seen[rows] = True
-                wanted[rows] &= part.passes
-                kept = wanted[rows]
-                counts["masks"] += int(part.left[kept].sum())
-                counts["of_masks"] += int(part.masks[kept].sum())
-                counts["without_masks"] += int((part.left[kept] == 0).sum())
-            _check_seen(dataset, wanted & ~seen)
-        view = write_view(
-            root,
-            dataset.table,
-            np.flatnonzero(wanted).astype(np.uint32),
-            masks_where=masks_where,
-            name=name,
-            chosen_by=selection.flags(),
-            counts=dict(counts),
+    is_url = "://" in str(root)
+    if is_url and (out is None or scanned):
+        raise UsageError(
+            f"{root}: a URL is only read: pass --out, and select by --ids, --subset or --held-out; "
+            "conditions need the index files on this machine"
         )
-    return Chosen(view, len(dataset), **{what: counts.get(what) for what in _COUNTS})
+    if not is_url and not Path(root).is_dir():
+        raise UsageError(f"{root}: no such folder")
+    folder = Path(root)
+    dataset = Dataset(root)
+    if scanned:  # takes minutes: what cannot be written is refused before
+        views = views_at(folder, out)
+        again = selection.flags(), dataset.table.ids_digest  # the view that this selection gave before
+        others = [view for view in views if (view.chosen_by, view.dataset.get("ids_sha256")) != again]
+        check_free(others, out, name, None, overwrite=overwrite)
+    wanted = _by_hash(dataset.table.image_id, low, high)
+    missing = np.empty(0, np.uint64)
+    if selection.ids is not None:
+        listed, missing = _listed(dataset, selection)
+        wanted &= listed
+    counts: Counter[str] = Counter()
+    if scanned:
+        seen = np.zeros(len(dataset), np.bool_)
+        shards = np.unique(dataset.table.shard[wanted]).tolist()
+        for part in scan(dataset, shards, masks_where, images_where, workers, quiet):
+            rows = _rows(dataset, part.ids)
+            seen[rows] = True
+            wanted[rows] &= part.passes
+            kept = wanted[rows]
+            counts["masks"] += int(part.left[kept].sum())
+            counts["of_masks"] += int(part.masks[kept].sum())
+            counts["without_masks"] += int((part.left[kept] == 0).sum())
+        _check_seen(dataset, wanted & ~seen)
+    view = write_view(
+        folder,
+        dataset.table,
+        np.flatnonzero(wanted).astype(np.uint32),
+        masks_where=masks_where,
+        name=name,
+        chosen_by=selection.flags(),
+        counts=dict(counts),
+        out=out,
+        overwrite=overwrite,
+    )
+    return Selected(
+        view,
+        document_path(folder, out, view.digest),
+        len(dataset),
+        **{what: counts.get(what) for what in _COUNTS},
+        missing=missing,
+        list_missing=selection.missing == "list",
+    )
 
 
 def _check_seen(dataset: Dataset, missing: npt.NDArray[np.bool_]) -> None:
@@ -208,30 +260,20 @@ def _by_hash(ids: npt.NDArray[np.uint64], low: int, high: int) -> npt.NDArray[np
     return inside
 
 
-def _listed(dataset: Dataset, path: Path) -> npt.NDArray[np.bool_]:
-    """Whether each image of the root is in a file of ids."""
-    ids: set[int] = set()
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not a text file with an image id a line") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            text = line.strip()
-            if not text.isdecimal() or len(text) > 20 or int(text) >= 1 << 64:
-                raise UsageError(f"{path}, line {number}: expected an image id, found {line[:80]!r}")
-            ids.add(int(text))
-    if not ids:
-        raise UsageError(f"{path}: holds no image id")
-    wanted = np.array(sorted(ids), np.uint64)
-    unknown = wanted[~np.isin(wanted, dataset.table.image_id)].tolist()
-    if unknown:
-        more = f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
+def _listed(dataset: Dataset, selection: Selection) -> tuple[npt.NDArray[np.bool_], Ids]:
+    """Whether each image of the dataset is in the file of ids; and the ids that the dataset lacks."""
+    assert selection.ids is not None
+    ids = read_image_ids(selection.ids)
+    known = dataset.table.image_id
+    missing = missing_ids(ids, known)
+    if len(missing) and selection.missing == "refuse":
         raise UsageError(
-            f"{path}: {', '.join(map(str, unknown[:_SHOWN]))}{more}: not in {dataset.root}; "
-            "take them out of the list"
+            f"{selection.ids}: {listing(missing)}: not in {dataset.root}; leave them out with --missing "
+            "skip, or list all of them with --missing list"
         )
-    return np.isin(dataset.table.image_id, wanted)
+    wanted = np.zeros(len(known), np.bool_)
+    wanted[np.searchsorted(known, np.setdiff1d(ids, missing, assume_unique=True))] = True
+    return wanted, missing
 
 
 def _rows(dataset: Dataset, ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:

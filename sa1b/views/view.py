@@ -1,22 +1,19 @@
-"""A view: a chosen subset of the images of a root, and which of their masks count.
+"""A view: a named subset of the images of a dataset directory, and which of their masks count.
 
-    views/<key>.rows   row numbers of samples.bin, u32 little-endian, ascending: sorted by image id
-    views/<key>.json   format, key, names, counts, digests, conditions and flags it was chosen with
+A view is its image ids and its condition on masks, see sa1b.views.view_document for the files. `View.digest`
+is its identity: what is printed, what names its files, and what opens it. Without a condition it is the
+sha256 of the ids, sorted, u64 little-endian; with one, the sha256 of that digest, a space and the condition.
 
-Two digests. `View.digest` names the set of images: sha256 of their ids, sorted, u64 little-endian. It keys
-the order of training, so another sharding or image size of the same images keeps the order. `View.key` names
-the files: the digest, or with a condition on masks the sha256 of digest, space and condition, so that views
-of the same images with different masks stand side by side and are trained in the same order.
+`View.ids_digest`, of the ids alone, is the key of the order of training: views of the same images with
+different masks are trained in the same order, and so are other shards or image sizes of the same images.
+A dataset directory that gets more images keeps its views: the ids are looked up in its new sample table.
 """
 
 import hashlib
-import json
 import mmap
-import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,15 +22,25 @@ from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import DamageError, MissingError
-from sa1b.storage.publish import json_bytes, write_whole
+from sa1b.storage.publish import lock, write_whole
 from sa1b.storage.reader import Reader
-from sa1b.views.predicate import Predicate, PredicateError, mask_predicate
+from sa1b.views.predicate import Predicate, PredicateError
+from sa1b.views.view_document import (
+    PREFIX,
+    ROWS_ONLY,
+    ViewDocument,
+    check_free,
+    check_name,
+    document_at,
+    document_path,
+    find,
+    is_path,
+    read_documents,
+    views_at,
+)
 
-FORMAT = "sa1b-view-1"
-VIEWS = "views"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_CAP = 4 << 20  # bytes of a view's document
-_PREFIX = 6  # shortest part of a key or digest that may stand for it
+_SHOWN = 5
+_PIECE = 1 << 12  # ids looked up at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +50,11 @@ class View:
     Attributes:
         rows: rows of the sample table, uint32 [n]; None: all rows in the table's order, without an array.
         count: images, n.
-        digest: of the set of images; for `by_place`, of the ids in that order.
-        bytes_digest: of the sample table: other bytes, or another sharding, have another one. Guards
+        digest: the view's identity.
+        ids_digest: of the image ids, sorted; for `by_place`, of the ids in that order. Key of the order of
+            training.
+        bytes_digest: of the sample table: other bytes, other shards or more images have another one. Guards
             integrity only.
-        key: names the view's files.
         masks_where: the condition that a mask must pass, None: all masks. `masks_where.masks(annotations)`
             says which of an image's masks do.
     """
@@ -54,8 +62,8 @@ class View:
     rows: npt.NDArray[np.uint32] | None
     count: int
     digest: str
+    ids_digest: str
     bytes_digest: str
-    key: str
     masks_where: Predicate | None = None
 
     def __len__(self) -> int:
@@ -68,86 +76,94 @@ class View:
     def by_place(self, table: SampleTable) -> "View":
         """The same images sorted by shard and offset, for an `Order` with run > 1.
 
-        The digest is that of the ids in this order. Shards of the same sources with more or fewer images
+        `ids_digest` is that of the ids in this order. Shards of the same sources with more or fewer images
         have the same; where images lie in another order, training has another order, and a resume is
         refused. Takes 4 bytes an image in this process, and 1.2 s for 11.2 million.
         """
         rows = np.arange(self.count, dtype=np.uint32) if self.rows is None else self.rows
         placed = rows[np.lexsort((table.offset[rows], table.shard[rows]))]
-        digest = ids_digest(table.image_id[placed])
-        return View(placed, self.count, digest, self.bytes_digest, self.key, self.masks_where)
+        return replace(self, rows=placed, ids_digest=ids_digest(table.image_id[placed]))
 
 
 def ids_digest(ids: npt.NDArray[np.uint64]) -> str:
-    """sha256 of image ids as u64 little-endian; for all ids, sorted, that of samples.bin."""
+    """sha256 of image ids as u64 little-endian; for all ids, sorted, that of the sample table."""
     return hashlib.sha256(np.ascontiguousarray(ids, "<u8").data).hexdigest()
 
 
-def view_key(digest: str, masks_where: Predicate | None) -> str:
-    """What names a view's files, see the module."""
-    return (
-        digest if masks_where is None else hashlib.sha256(f"{digest} {masks_where.text}".encode()).hexdigest()
-    )
+def view_digest(ids_sha256: str, masks_where: Predicate | None) -> str:
+    """The identity of a view, see the module."""
+    if masks_where is None:
+        return ids_sha256
+    return hashlib.sha256(f"{ids_sha256} {masks_where.text}".encode()).hexdigest()
 
 
 def whole(table: SampleTable, masks_where: Predicate | None = None) -> View:
-    """The view of all images of a root; opening it costs nothing."""
-    key = view_key(table.ids_digest, masks_where)
-    return View(None, len(table), table.ids_digest, table.digest, key, masks_where)
+    """The view of all images of a dataset directory; opening it costs nothing."""
+    digest = view_digest(table.ids_digest, masks_where)
+    return View(None, len(table), digest, table.ids_digest, table.digest, masks_where)
 
 
 def open_view(
-    root: Path | str | Reader, table: SampleTable, which: str | None = None, *, check: bool = True
+    root: Path | str | Reader,
+    table: SampleTable,
+    which: str | Path | None = None,
+    *,
+    check: bool = True,
 ) -> View:
-    """Open a view of a root by its name, or by its key or digest or the first characters of one.
+    """Open a view of a dataset directory.
+
+    The view's image ids are looked up in the table, unless the view was made for the same set of images:
+    then its row numbers are mapped and nothing is copied. Looking up 11 million ids takes 0.4 s and 4 bytes
+    an image.
 
     Args:
-        root: folder or URL, or what reads there. Row numbers of a URL are copied to this machine once.
-        table: the root's sample table.
-        which: None or the digest of all images: the whole root.
-        check: hold the row numbers against their digest: 0.05 s for 11 million.
+        root: folder or URL, or what reads there. Files of views at a URL are copied to this machine once.
+        table: the sample table of `root`.
+        which: a view's name in ROOT/views, or its digest or the first 6 or more characters of it. Or a path
+            on this machine that tools/view.py --out wrote, of the view's .json file or of the folder that
+            holds it: what contains a "/" or ends with .json is a path, and so is every `Path`. None or the
+            digest of all images: all images.
+        check: verify the view's files by their digests: 0.1 s for 11 million images.
 
     Raises:
-        ManifestError: no such view, more than one, damaged, or made for another set of images.
+        ManifestError: no such view, more than one, damaged, or some of its images are not in the table.
         sa1b.storage.errors.StorageError: the URL cannot be read.
     """
     if which is None or which == table.ids_digest:
         return whole(table)
     reader = root if isinstance(root, Reader) else Reader(root)
-    document = _resolve(reader, which)
-    key, digest, masks_where = str(document["key"]), str(document["ids_sha256"]), document["masks_where"]
-    name = f"{VIEWS}/{key}"
-    again = f"make it again: python tools/view.py {reader.root} {_flags(document)}".rstrip()
+    if isinstance(which, Path) or is_path(which):
+        source, document = document_at(str(which))
+    else:
+        source, documents = reader, read_documents(reader)
+        prefix = len(which) >= PREFIX and table.ids_digest.startswith(which)
+        known = {document.digest for document in documents if document.digest.startswith(which)}
+        if prefix and known <= {table.ids_digest} and not any(which in one.names for one in documents):
+            return whole(table)
+        document = find(documents, which, reader.root)
+    again = f"make it again: python tools/view.py {reader.root} {document.flags()}".rstrip()
+    path = source.url(f"{document.stem}.json")
     try:
-        condition = None if masks_where is None else mask_predicate(masks_where)
-        made_for = document["dataset"]["ids_sha256"]
-        if view_key(digest, condition) != key:
-            raise ValueError("its digest and condition are not those of its name")
+        condition = document.condition()
+        made_for = document.dataset["ids_sha256"]
+        if view_digest(document.ids_sha256, condition) != document.digest:
+            raise ValueError("its ids and condition are not those of its digest")
     except (PredicateError, ValueError, KeyError, TypeError) as error:
-        raise ManifestError(f"{reader.url(name)}.json: damaged ({error!r}); {again}") from None
-    if made_for != table.ids_digest:
+        raise ManifestError(f"{path}: damaged ({error!r}); {again}") from None
+    if document.ids_sha256 == table.ids_digest:
+        return whole(table, condition)
+    if made_for == table.ids_digest:
+        data = _map(source, document, ".rows", document.rows_sha256, 4, check, again)
+        rows = np.frombuffer(data, "<u4")
+    elif document.format == ROWS_ONLY:
         raise ManifestError(
-            f"{reader.url(name)}.json: chosen from other images than {reader.root} holds now; {again}"
+            f"{path}: made by an older version, which stored row numbers and no image ids; {reader.root} "
+            f"has other images since. Open it with the directory it was made for, or {again}"
         )
-    rows_path = reader.url(f"{name}.rows")
-    try:
-        with fetch_once(reader, f"{name}.rows", str(document["rows_sha256"])).open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError, MissingError):
-        raise ManifestError(f"{rows_path}: missing or empty; {again}") from None
-    except DamageError as error:
-        raise ManifestError(f"{error}; {again}") from None
-    count = int(document["images"])
-    if len(data) != 4 * count or (check and hashlib.sha256(data).hexdigest() != document["rows_sha256"]):
-        raise ManifestError(f"{rows_path}: not the {count:,} row numbers of its view; {again}")
-    return View(
-        rows=np.frombuffer(data, "<u4"),
-        count=count,
-        digest=digest,
-        bytes_digest=table.digest,
-        key=key,
-        masks_where=condition,
-    )
+    else:
+        data = _map(source, document, ".ids", document.ids_sha256, 8, check, again)
+        rows = _look_up(table, np.frombuffer(data, "<u8"), source.url(f"{document.stem}.ids"), reader.root)
+    return View(rows, document.images, document.digest, document.ids_sha256, table.digest, condition)
 
 
 def write_view(
@@ -159,128 +175,96 @@ def write_view(
     name: str | None = None,
     chosen_by: dict[str, str] | None = None,
     counts: dict[str, int] | None = None,
+    out: Path | None = None,
+    overwrite: bool = False,
 ) -> View:
-    """Write views/<key>.rows, then views/<key>.json; the same choice gives the same bytes.
+    """Write a view's files, the document last; the same selection gives the same bytes.
 
     A view that is there already keeps its names.
 
     Args:
+        root: the dataset directory.
         rows: of the sample table, ascending, uint32 [n], at least one.
         name: readable alias.
-        chosen_by: flag -> value, to make it again.
-        counts: further counts for the record.
+        chosen_by: flag -> value, to select it again.
+        counts: further counts for the document.
+        out: where to write: a folder, or the path of the .json file; None: ROOT/views.
+        overwrite: a name that belongs to another view is given to this one; a file `out` is replaced.
 
     Raises:
         UsageError: no rows, or the name cannot be used or belongs to another view.
-        ManifestError: another view of the root is damaged.
+        ManifestError: another view of the folder is damaged.
     """
     if len(rows) == 0:
         raise UsageError("no image is left: the view would be empty; relax the conditions")
     if name is not None:
         check_name(name)
-    digest = ids_digest(table.image_id[rows])
-    key = view_key(digest, masks_where)
-    documents = {document["key"]: document for document in read_views(Reader(root))}
-    for other, document in documents.items():
-        if name not in document["names"] or other == key:
-            continue
-        path = root / VIEWS / f"{other}.json"
-        if document["dataset"]["ids_sha256"] == table.ids_digest:
-            raise UsageError(
-                f"the name {name!r} belongs to view {other}; choose another --name, or remove {path}"
-            )
-        # Of the images that the root held before: nobody can open it by that name any more.
-        document["names"].remove(name)
-        write_whole(path, json_bytes(document))
-    names = set(documents[key]["names"]) if key in documents else set()
-    if name is not None:
-        names.add(name)
-    data = np.ascontiguousarray(rows, "<u4").tobytes()
-    document = {
-        "format": FORMAT,
-        "key": key,
-        "names": sorted(names),
-        "images": len(rows),
-        **(counts or {}),
-        "ids_sha256": digest,
-        "rows_sha256": hashlib.sha256(data).hexdigest(),
-        "masks_where": None if masks_where is None else masks_where.text,
-        "chosen_by": chosen_by or {},
-        "dataset": {
-            "images": len(table),
-            "ids_sha256": table.ids_digest,
-            "columns_sha256": table.digest,
-        },
-    }
-    write_whole(root / VIEWS / f"{key}.rows", data)
-    write_whole(root / VIEWS / f"{key}.json", json_bytes(document))
-    return open_view(root, table, key, check=False)
+    ids = np.ascontiguousarray(table.image_id[rows], "<u8")
+    row_bytes = np.ascontiguousarray(rows, "<u4").tobytes()
+    ids_sha256 = ids_digest(ids)
+    digest = view_digest(ids_sha256, masks_where)
+    final = document_path(root, out, digest)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with lock(final.parent, wait=True):  # of those that write views; readers take none
+        others = views_at(root, out)
+        names = {one for other in others if other.digest == digest for one in other.names}
+        check_free(others, out, name, digest, overwrite=overwrite)
+        if name is not None:
+            names.add(name)
+        document = ViewDocument(
+            digest=digest,
+            names=tuple(sorted(names)),
+            images=len(rows),
+            ids_sha256=ids_sha256,
+            rows_sha256=hashlib.sha256(row_bytes).hexdigest(),
+            masks_where=None if masks_where is None else masks_where.text,
+            chosen_by=chosen_by or {},
+            dataset={"images": len(table), "ids_sha256": table.ids_digest},
+            counts=counts or {},
+        )
+        write_whole(final.with_suffix(".ids"), ids.tobytes())
+        write_whole(final.with_suffix(".rows"), row_bytes)
+        write_whole(final, document.encode())
+        for other in others:
+            if name in other.names and other.digest != digest and out != final:
+                left = replace(other, names=tuple(one for one in other.names if one != name))
+                write_whole(document_path(root, out, other.digest), left.encode())
+    return open_view(root, table, final.absolute(), check=False)
 
 
-def check_name(name: str) -> None:
-    """Whether a view can be called so.
-
-    Raises:
-        UsageError: not a plain word, or it could be taken for a digest.
-    """
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 64")
-    if re.fullmatch(f"[0-9a-f]{{{_PREFIX},}}", name):
-        raise UsageError(f"--name {name!r} could be taken for the beginning of a digest")
-
-
-def read_views(reader: Reader) -> list[dict[str, Any]]:
-    """The documents of all views of a root, sorted by key.
-
-    Raises:
-        ManifestError: one is damaged or of another format.
-    """
-    documents = []
-    for name in reader.names(VIEWS):
-        if not name.endswith(".json"):
-            continue
-        path = reader.url(f"{VIEWS}/{name}")
-        try:
-            document = json.loads(reader.read_whole(f"{VIEWS}/{name}", _CAP))
-            if document["format"] != FORMAT:
-                raise ManifestError(f"{path}: format {document['format']!r}; this package reads {FORMAT!r}")
-            if f"{document['key']}.json" != name or not isinstance(document["names"], list):
-                raise ValueError(f"key {document['key']!r}")
-            needed = "images", "ids_sha256", "rows_sha256", "masks_where", "chosen_by", "dataset"
-            documents.append({**document, **{name: document[name] for name in needed}})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ManifestError(
-                f"{path}: damaged ({error!r}); remove it and run tools/view.py again"
-            ) from None
-    return documents
+def _map(
+    reader: Reader, document: ViewDocument, ending: str, sha256: str, width: int, check: bool, again: str
+) -> mmap.mmap:
+    """A view's file of numbers, mapped."""
+    name = f"{document.stem}{ending}"
+    try:
+        with fetch_once(reader, name, sha256).open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError, MissingError):
+        raise ManifestError(f"{reader.url(name)}: missing or empty; {again}") from None
+    except DamageError as error:
+        raise ManifestError(f"{error}; {again}") from None
+    what = "row numbers" if width == 4 else "image ids"
+    if len(data) != width * document.images or (check and hashlib.sha256(data).hexdigest() != sha256):
+        raise ManifestError(f"{reader.url(name)}: not the {document.images:,} {what} of its view; {again}")
+    return data
 
 
-def _resolve(reader: Reader, which: str) -> dict[str, Any]:
-    documents = read_views(reader)
-    found = [document for document in documents if which in document["names"]]
-    if not found and len(which) >= _PREFIX:
-        found = [
-            document
-            for document in documents
-            if document["key"].startswith(which) or document["ids_sha256"].startswith(which)
-        ]
-        exact = [document for document in found if document["key"] == which]
-        found = exact or found
-    if len(found) == 1:
-        return found[0]
-    if not documents:
-        raise ManifestError(f"no view {which!r} in {reader.root}: it has none; tools/view.py makes them")
-    problem = "stands for more than one view" if found else "is no view"
-    known = "; ".join(map(_describe, found or documents))
-    raise ManifestError(f"{which!r} {problem} of {reader.root}. Known: {known}")
-
-
-def _describe(document: dict[str, Any]) -> str:
-    names = ", ".join(document["names"])
-    return f"{names} ({document['key'][:12]})" if names else str(document["key"][:12])
-
-
-def _flags(document: dict[str, Any]) -> str:
-    """The command line's flags that made a view."""
-    flags = [f"--{flag} {shlex.quote(value)}" for flag, value in document["chosen_by"].items()]
-    return " ".join([*flags, *(f"--name {name}" for name in document["names"][:1])])
+def _look_up(table: SampleTable, ids: npt.NDArray[np.uint64], path: str, root: str) -> npt.NDArray[np.uint32]:
+    """The rows of a view's images in a table of another set of images."""
+    known = table.image_id
+    rows = np.empty(len(ids), np.uint32)
+    for start in range(0, len(ids), _PIECE):  # both are sorted: what a piece is compared with stays in cache
+        piece = ids[start : start + _PIECE]
+        first, last = np.searchsorted(known, piece[[0, -1]])
+        rows[start : start + _PIECE] = first + np.searchsorted(known[first : last + 1], piece)
+    found = known[np.minimum(rows, max(len(known) - 1, 0))] == ids
+    if not found.all():
+        missing = ids[~found]
+        listed = ", ".join(map(str, missing[:_SHOWN].tolist())) + (" ..." if len(missing) > _SHOWN else "")
+        raise ManifestError(
+            f"{path}: {len(missing):,} of its {len(ids):,} images are not in {root} ({listed}). Add their "
+            "sources again with tools/reshard.py, or make a view of the images that are left: "
+            f"tools/view.py {root} --ids {shlex.quote(path)} --missing skip"
+        )
+    return rows

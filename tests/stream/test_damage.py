@@ -243,7 +243,7 @@ def test_a_cut_table_is_refused_by_name(copy: Path, tmp_path: Path, size: int) -
 
 def test_every_changed_byte_of_a_views_rows_is_refused(copy: Path, tmp_path: Path) -> None:
     view = write_view(copy, open_table(copy / "samples.bin"), np.arange(1, 10, dtype=np.uint32), name="nine")
-    rows = copy / "views" / f"{view.key}.rows"
+    rows = copy / "views" / f"{view.digest}.rows"
     for offset in range(rows.stat().st_size):
         with flipped(rows, offset, 1 << offset % 8), pytest.raises(ManifestError, match=rows.name):
             epoch(copy, tmp_path / "ledger", view="nine")

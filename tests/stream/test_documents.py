@@ -35,7 +35,7 @@ def test_a_views_document_that_says_something_else_is_refused(copy: Path, tmp_pa
     table = open_table(copy / "samples.bin")
     condition = mask_predicate("area >= 200")
     view = write_view(copy, table, np.arange(IMAGES, dtype=np.uint32), masks_where=condition, name="large")
-    document = copy / "views" / f"{view.key}.json"
+    document = copy / "views" / f"{view.digest}.json"
     expected = epoch(copy, tmp_path / "ledger", view="large")
     for offset in range(document.stat().st_size):
         with flipped(document, offset, 1 << offset % 7):

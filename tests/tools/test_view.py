@@ -33,7 +33,8 @@ def test_the_example(root):
     (path,) = (root / "views").glob("*.json")
     document = json.loads(path.read_text())
     assert f"images  {document['images']} of 40" in done.stdout
-    assert document["ids_sha256"] in done.stdout
+    assert f"digest  {path.stem}" in done.stdout
+    assert document["digest"] == path.stem != document["ids_sha256"]
     assert f"Written: {path}" in done.stdout
     assert document["names"] == ["good"]
 
@@ -53,6 +54,7 @@ def test_json(root):
         (["--masks-where", "stability > 1"], "did you mean stability_score?"),
         (["--images-where", "__import__('os')"], "is a function call"),
         (["--subset", "60%", "--held-out", "41%"], "--subset 60% and --held-out 41% overlap"),
+        (["--missing", "skip"], "--missing skip needs --ids"),
         (["--workers", "0"], "--workers must be at least 1"),
         (["--images-where", "masks > 1000"], "no image is left"),
     ],
@@ -63,6 +65,23 @@ def test_refusals_are_one_line(root, arguments, message):
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_missing_ids_are_code_3_and_the_view_is_written_elsewhere(root, tmp_path):
+    (tmp_path / "ids.csv").write_text("file_name\nsa_3.jpg\nsa_99.jpg\nsa_98.jpg\n")
+    before = sorted(path.name for path in root.rglob("*"))
+    command = (root, "--ids", tmp_path / "ids.csv", "--out", tmp_path / "few.json", "--missing")
+    for missing, shown in (("skip", ""), ("list", "\n98\n99\n")):
+        done = run(*command, missing)
+        assert done.returncode == 3, done.stderr
+        assert "missing 2 ids" in done.stdout
+        assert shown in done.stdout
+        assert f"Written: {tmp_path / 'few.json'}" in done.stdout
+    assert json.loads(run(*command, "list", "--json").stdout)["missing_ids"] == [98, 99]
+    refused = run(*command, "refuse")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "98, 99: not in" in refused.stderr
+    assert sorted(path.name for path in root.rglob("*")) == before
 
 
 def test_no_root(tmp_path):

@@ -1,0 +1,197 @@
+"""Files of image ids: text with an id a line, CSV or TSV with a header, Parquet, or a view's `.ids` file.
+
+An id is written `223750`, `sa_223750` or `sa_223750.jpg`, in text and in columns. The kind of a file follows
+from its content (Parquet) or its ending (.csv, .tsv, .ids), else from its first line: a column name, or
+several columns, make it CSV or TSV.
+"""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import csv as arrow_csv
+
+from sa1b.errors import UsageError
+
+COLUMNS = ("image_id", "id", "file_name")  # looked for in this order
+_FORM = r"^(?:sa_)?0*(?P<id>[0-9]{1,19})(?:\.jpg)?$"
+_END = 2**63
+_SHOWN = 80  # characters of a value in a message
+_HEAD = 64 << 10  # bytes that show what a file is
+
+
+def read_image_ids(file: str | Path) -> npt.NDArray[np.uint64]:
+    """The image ids of a file, ascending, each once. 11 million lines take 4 s.
+
+    Args:
+        file: its path, or FILE:COLUMN to name the column.
+
+    Raises:
+        UsageError: not such a file, no such column, a value that is no image id (the message names the file
+            and its line), or no id at all.
+        OSError: it cannot be read.
+    """
+    path, column = _split(file)
+    with path.open("rb") as opened:
+        head = opened.read(_HEAD)
+    if path.suffix == ".ids":
+        ids = _binary(path)
+    elif head.startswith(b"PAR1"):
+        ids = _from_parquet(path, column)
+    else:
+        delimiter = _delimiter(path, head, column)
+        ids = _from_lines(path) if delimiter is None else _from_csv(path, delimiter, column)
+    if not len(ids):
+        raise UsageError(f"{path}: holds no image id")
+    return np.unique(ids)
+
+
+def missing_ids(wanted: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Those of the wanted ids that are not among the known ones, both ascending."""
+    rows = np.minimum(np.searchsorted(known, wanted), max(len(known) - 1, 0))
+    return wanted[known[rows] != wanted] if len(known) else wanted
+
+
+def listing(ids: npt.NDArray[np.uint64], shown: int = 5) -> str:
+    """The first ids and the number of the others, for messages."""
+    more = f" and {len(ids) - shown:,} more" if len(ids) > shown else ""
+    return ", ".join(map(str, ids[:shown].tolist())) + more
+
+
+def _split(file: str | Path) -> tuple[Path, str | None]:
+    path = Path(file)
+    if path.exists() or ":" not in str(file):
+        return path, None
+    name, _, column = str(file).rpartition(":")
+    return (Path(name), column) if Path(name).exists() else (path, None)
+
+
+def _binary(path: Path) -> npt.NDArray[np.uint64]:
+    data = path.read_bytes()
+    if len(data) % 8:
+        raise UsageError(f"{path}: not the ids of a view, which are 8 bytes each")
+    ids = np.frombuffer(data, "<u8").astype(np.uint64)
+    if (ids >= np.uint64(_END)).any():
+        raise UsageError(f"{path}: not the ids of a view: one is not below 2**63")
+    return ids
+
+
+def _delimiter(path: Path, head: bytes, column: str | None) -> str | None:
+    """What separates the columns of a text file; None: an id a line."""
+    try:
+        first = head.split(b"\n", 1)[0].decode("utf-8-sig").strip()
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not a text file with an image id a line, CSV, TSV or Parquet") from None
+    if path.suffix == ".tsv" or "\t" in first:
+        return "\t"
+    is_table = path.suffix == ".csv" or "," in first or column is not None
+    return "," if is_table or first.strip('"') in COLUMNS else None
+
+
+def _from_lines(path: Path) -> npt.NDArray[np.uint64]:
+    table = _read_csv(
+        path,
+        arrow_csv.ReadOptions(column_names=["id"]),
+        # No line of ids contains the delimiter; empty lines count, so that messages name the right one.
+        arrow_csv.ParseOptions(delimiter="\x01", quote_char=False, ignore_empty_lines=False),
+        arrow_csv.ConvertOptions(column_types={"id": pa.string()}, strings_can_be_null=False),
+    )
+    return _parse(path, table["id"], 1)
+
+
+def _from_csv(path: Path, delimiter: str, column: str | None) -> npt.NDArray[np.uint64]:
+    options = arrow_csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        names = [name.strip() for name in next(csv.reader(file, delimiter=delimiter), [])]
+    chosen = _column(path, names, column)
+    table = _read_csv(
+        path,
+        arrow_csv.ReadOptions(column_names=[str(i) for i in range(len(names))], skip_rows=1),
+        options,
+        arrow_csv.ConvertOptions(
+            include_columns=[str(names.index(chosen))],
+            column_types={str(i): pa.string() for i in range(len(names))},
+            strings_can_be_null=False,
+        ),
+    )
+    return _parse(path, table.column(0), 2)
+
+
+def _read_csv(path: Path, read: Any, parse: Any, convert: Any) -> pa.Table:
+    try:
+        return arrow_csv.read_csv(path, read_options=read, parse_options=parse, convert_options=convert)
+    except pa.ArrowInvalid as error:
+        if "Empty CSV" in str(error):
+            raise UsageError(f"{path}: holds no image id") from None
+        raise UsageError(
+            f"{path}: not a text file with an image id a line, CSV, TSV or Parquet: {str(error)[:200]}"
+        ) from None
+
+
+def _from_parquet(path: Path, column: str | None) -> npt.NDArray[np.uint64]:
+    try:
+        with pq.ParquetFile(path) as file:
+            chosen = _column(path, file.schema_arrow.names, column)
+            values = file.read([chosen])[chosen]
+    except (pa.ArrowException, OSError) as error:
+        raise UsageError(f"{path}: {error}") from None
+    if not pa.types.is_integer(values.type):
+        if not pa.types.is_string(values.type) and not pa.types.is_large_string(values.type):
+            raise UsageError(
+                f"{path}: column {chosen!r} is {values.type}; image ids are integers or text; "
+                f"name another column: {path}:COLUMN"
+            )
+        return _parse(path, values.cast(pa.string()), 1, "row", blank=False)
+    if pa.types.is_unsigned_integer(values.type):
+        outside = pc.greater_equal(values.cast(pa.uint64()), pa.scalar(_END, pa.uint64()))
+    else:
+        outside = pc.less(values.cast(pa.int64()), pa.scalar(0, pa.int64()))
+    row = _first(pc.fill_null(outside, True))
+    if row is not None:
+        raise UsageError(f"{path}, row {row + 1}: expected an image id, found {values[row].as_py()!r}")
+    ids: npt.NDArray[np.uint64] = values.cast(pa.uint64()).to_numpy()
+    return ids
+
+
+def _column(path: Path, names: list[str], column: str | None) -> str:
+    """The column that holds the ids."""
+    wanted = (column,) if column is not None else COLUMNS
+    for name in wanted:
+        if name in names:
+            return name
+    known = ", ".join(names)[:500]
+    missing = repr(column) if column is not None else f"{', '.join(COLUMNS[:-1])} or {COLUMNS[-1]}"
+    raise UsageError(f"{path}: no column {missing}; its columns: {known}. Name one as {path}:COLUMN")
+
+
+def _parse(
+    path: Path, values: pa.ChunkedArray, first: int, unit: str = "line", *, blank: bool = True
+) -> npt.NDArray[np.uint64]:
+    """Ids from text; `first` numbers the first value. Blank values are left out where lines may be."""
+    trimmed = pc.utf8_trim_whitespace(values)
+    digits = pc.struct_field(pc.extract_regex(trimmed, _FORM), "id")
+    bad = pc.is_null(digits)
+    if blank:
+        bad = pc.and_(bad, pc.not_equal(trimmed, ""))
+    # Text of one length compares as numbers do.
+    long = pc.greater_equal(pc.utf8_lpad(pc.fill_null(digits, "0"), 19, "0"), str(_END))
+    row = _first(pc.or_(pc.fill_null(bad, True), long))
+    if row is not None:
+        found = str(values[row].as_py())[:_SHOWN]
+        raise UsageError(
+            f"{path}, {unit} {row + first:,}: expected an image id such as 223750 or sa_223750.jpg, below "
+            f"2**63, found {found!r}"
+        )
+    ids: npt.NDArray[np.uint64] = pc.drop_null(digits).cast(pa.uint64()).to_numpy()
+    return ids
+
+
+def _first(flags: pa.ChunkedArray) -> int | None:
+    """The place of the first true one."""
+    place = int(pc.index(flags, True).as_py())
+    return None if place < 0 else place

@@ -1,0 +1,237 @@
+"""The document of a view, `<digest>.json`: what the view holds, how it was selected, and what it is called.
+
+Two other files stand beside it under the same stem:
+
+    .ids    image ids, u64 little-endian, ascending: what the view is, whatever directory they are read from
+    .rows   row numbers of the sample table that the view was made for, u32 little-endian: saves the look-up
+"""
+
+import json
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+from sa1b.errors import ManifestError, UsageError
+from sa1b.storage.publish import json_bytes
+from sa1b.storage.reader import Reader
+from sa1b.views.predicate import Predicate, mask_predicate
+
+FORMAT = "sa1b-view-2"
+ROWS_ONLY = "sa1b-view-1"  # has `key` for `digest`, and row numbers without ids
+VIEWS = "views"
+PREFIX = 6  # shortest part of a digest that may stand for it
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CAP = 4 << 20  # bytes of a document
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FIELDS = ("names", "images", "ids_sha256", "rows_sha256", "masks_where", "chosen_by", "dataset")
+
+
+@dataclass(frozen=True, slots=True)
+class ViewDocument:
+    """What a view's document says.
+
+    Attributes:
+        digest: the view's identity.
+        names: readable aliases, sorted.
+        images: in the view.
+        ids_sha256, rows_sha256: of the two files beside it.
+        masks_where: condition on masks, None: all masks.
+        chosen_by: flag -> value, to select the view again.
+        dataset: images and ids_sha256 of the dataset directory that it was selected from.
+        counts: further counts for people.
+        format: FORMAT or ROWS_ONLY.
+        stem: path of the three files without their endings, relative to the reader that found it.
+    """
+
+    digest: str
+    names: tuple[str, ...]
+    images: int
+    ids_sha256: str
+    rows_sha256: str
+    masks_where: str | None
+    chosen_by: dict[str, str]
+    dataset: dict[str, Any]
+    counts: dict[str, int] = field(default_factory=dict)
+    format: str = FORMAT
+    stem: str = ""
+
+    def encode(self) -> bytes:
+        """The file's bytes; the same view gives the same ones."""
+        return json_bytes(
+            {
+                "format": self.format,
+                "key" if self.format == ROWS_ONLY else "digest": self.digest,
+                "names": list(self.names),
+                "images": self.images,
+                **self.counts,
+                "ids_sha256": self.ids_sha256,
+                "rows_sha256": self.rows_sha256,
+                "masks_where": self.masks_where,
+                "chosen_by": self.chosen_by,
+                "dataset": self.dataset,
+            }
+        )
+
+    def condition(self) -> Predicate | None:
+        """The parsed condition on masks.
+
+        Raises:
+            PredicateError: it cannot be used.
+        """
+        return None if self.masks_where is None else mask_predicate(self.masks_where)
+
+    def flags(self) -> str:
+        """The flags of tools/view.py that selected the view."""
+        flags = [f"--{flag} {shlex.quote(value)}" for flag, value in self.chosen_by.items()]
+        return " ".join([*flags, *(f"--name {name}" for name in self.names[:1])])
+
+    def __str__(self) -> str:
+        names = ", ".join(self.names)
+        return f"{names} ({self.digest[:12]})" if names else self.digest[:12]
+
+
+def check_name(name: str) -> None:
+    """Check that a view can be called so.
+
+    Raises:
+        UsageError: not a plain word, or it could be taken for a digest or a path.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 64")
+    if name.endswith(".json"):
+        raise UsageError(f"--name {name!r} could be taken for a path: a name does not end with .json")
+    if re.fullmatch(f"[0-9a-f]{{{PREFIX},}}", name):
+        raise UsageError(f"--name {name!r} could be taken for the beginning of a digest")
+
+
+def read_document(reader: Reader, name: str) -> ViewDocument:
+    """One document, by its path relative to the reader.
+
+    Raises:
+        ManifestError: damaged, or of another format.
+        sa1b.storage.errors.StorageError: it cannot be read.
+    """
+    path = reader.url(name)
+    try:
+        found = json.loads(reader.read_whole(name, _CAP))
+        if found["format"] not in (FORMAT, ROWS_ONLY):
+            raise ManifestError(
+                f"{path}: format {found['format']!r}; this package reads {FORMAT!r} and {ROWS_ONLY!r}"
+            )
+        fields = {what: found[what] for what in _FIELDS}
+        digest = str(found["key" if found["format"] == ROWS_ONLY else "digest"])
+        stem = PurePath(name).stem
+        if _SHA256.fullmatch(stem) and stem != digest:
+            raise ValueError(f"digest {digest!r}")
+        fields |= {"names": tuple(map(str, fields["names"])), "images": int(fields["images"])}
+        counts = {what: n for what, n in found.items() if what not in fields and isinstance(n, int)}
+        return ViewDocument(
+            **fields, digest=digest, counts=counts, format=found["format"], stem=name.removesuffix(".json")
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ManifestError(f"{path}: damaged ({error!r}); remove it and run tools/view.py again") from None
+
+
+def read_documents(reader: Reader, folder: str = VIEWS) -> list[ViewDocument]:
+    """The documents of all views of a folder, sorted by digest; files of other names are left alone.
+
+    Raises:
+        ManifestError: one is damaged or of another format.
+        sa1b.storage.errors.StorageError: they cannot be read.
+    """
+    names = [name for name in reader.names(folder) if _SHA256.fullmatch(name.removesuffix(".json"))]
+    return [read_document(reader, f"{folder}/{name}") for name in names if name.endswith(".json")]
+
+
+def find(documents: list[ViewDocument], which: str, where: str) -> ViewDocument:
+    """The view of this name, or whose digest is `which` or begins with it.
+
+    Raises:
+        ManifestError: there is none, or more than one.
+    """
+    found = [document for document in documents if which in document.names]
+    if not found and len(which) >= PREFIX:
+        found = [document for document in documents if document.digest.startswith(which)]
+    if len(found) == 1:
+        return found[0]
+    if not documents:
+        raise ManifestError(f"no view {which!r} in {where}: it has none; tools/view.py makes them")
+    problem = "stands for more than one view" if found else "is no view"
+    known = "; ".join(map(str, found or documents))
+    raise ManifestError(f"{which!r} {problem} of {where}. Known: {known}")
+
+
+def is_path(which: str) -> bool:
+    """Whether `which` is the path of a view, not a name or a digest: it has a "/" or ends with .json."""
+    return "/" in which or which.endswith(".json")
+
+
+def document_path(root: Path, out: Path | None, digest: str) -> Path:
+    """Where the document of a view is written, see write_view."""
+    if out is not None and out.suffix == ".json":
+        return out
+    return (root / VIEWS if out is None else out) / f"{digest}.json"
+
+
+def views_at(root: Path, out: Path | None) -> list[ViewDocument]:
+    """The views that stand where `write_view` would write; of a file `out`, the one in it."""
+    if out is not None and out.suffix == ".json":
+        return [read_document(Reader(out.absolute().parent), out.name)] if out.exists() else []
+    folder = (root / VIEWS if out is None else out).absolute()
+    return read_documents(Reader(folder.parent), folder.name)
+
+
+def check_free(
+    views: list[ViewDocument], out: Path | None, name: str | None, digest: str | None, *, overwrite: bool
+) -> None:
+    """Check that a view may be written: its name is free or its own, and a file `out` is.
+
+    Args:
+        views: that stand there, see views_at.
+        digest: of the view to be written; None: not known yet, no view is taken for it.
+
+    Raises:
+        UsageError: name or file belong to another view, and `overwrite` is False.
+    """
+    is_file = out is not None and out.suffix == ".json"
+    for view in views:
+        if view.digest == digest or overwrite or not (is_file or name in view.names):
+            continue
+        made = f", selected with {flags}" if (flags := view.flags()) else ""
+        of = f"view {view.digest[:12]}{made} from {view.dataset.get('images')} images"
+        if is_file:
+            raise UsageError(f"{out} holds {of}: choose another --out, or replace it with --overwrite")
+        raise UsageError(
+            f"the name {name!r} belongs to {of}: choose another --name, or reassign it with --overwrite"
+        )
+
+
+def document_at(which: str) -> tuple[Reader, ViewDocument]:
+    """The view at a path: its .json file, the only view of a folder, or FOLDER/NAME; and what reads there.
+
+    Raises:
+        ManifestError: there is none, or the folder holds several.
+    """
+    if "://" in which:
+        raise ManifestError(
+            f"{which}: a path of a view is one on this machine; views at a URL stand in the views/ folder of "
+            "their dataset directory and are opened by name"
+        )
+    path = Path(which).absolute()
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise ManifestError(f"{which}: no such file; tools/view.py --out makes it")
+        return Reader(path.parent), read_document(Reader(path.parent), path.name)
+    folder = path if path.is_dir() else path.parent
+    reader = Reader(folder.parent)
+    documents = read_documents(reader, folder.name) if folder.is_dir() else []
+    if folder != path:
+        return reader, find(documents, path.name, str(PurePath(which).parent))
+    if len(documents) != 1:
+        known = "; ".join(map(str, documents)) or "none"
+        raise ManifestError(
+            f"{which}: a folder of {len(documents)} views ({known}); name one: {which.rstrip('/')}/NAME"
+        )
+    return reader, documents[0]
