@@ -75,7 +75,8 @@ def discover(paths: Sequence[Path], ignore: Sequence[str] = (), *, skip: Collect
         paths: tars, or folders to search at any depth.
         ignore: fnmatch patterns, compared with the file name and with the path below the named folder; what
             matches is neither taken nor listed. They do not apply to what is named itself.
-        skip: files and folders of the run itself, such as its output, that are neither taken nor listed.
+        skip: files and folders of the run itself, such as its output, that are neither taken nor listed,
+            unless they are among `paths`.
 
     Raises:
         SourceError: a path does not exist or holds no source, two sources have one name, extracted pairs and
@@ -110,7 +111,7 @@ class _Search:
         self.path, self.ignore, self.skipped = path, ignore, skipped
         self.sources: list[Source] = []
         self.not_taken: list[NotTaken] = []
-        self.seen = set(skipped)  # folders
+        self.seen = skipped - {inode_of(path)}  # folders
         self.tars: dict[tuple[int, int], Path] = {}
         self.waiting: list[tuple[Path, bool]] = [(path, False)]  # whether it belongs to a folder source
 

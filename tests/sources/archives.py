@@ -1,9 +1,11 @@
 """A small archive of random files, and what the archive reader makes of bytes."""
 
+import json
 import random
 
 from sa1b.sources.tar_stream import Damage, Member
-from tests.shards.tiny import tar_bytes
+from tests.shards import tiny
+from tests.shards.tiny import pair, tar_bytes
 
 FILES = [(f"./sa_{i}.jpg", random.Random(i).randbytes(300 + 400 * i)) for i in range(6)]
 GOOD = tar_bytes(FILES)
@@ -32,3 +34,15 @@ def replaced(data, start, new):
 
 def without(*numbers):
     return [file for number, file in enumerate(FILES) if number not in numbers]
+
+
+def extract(members, *, images, annotations=None):
+    """Write pairs as files: jpgs into `images`, the rest into `annotations`."""
+    for name, data in members:
+        folder = images if name.endswith("jpg") or annotations is None else annotations
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name.rsplit("/", 1)[-1]).write_bytes(data)
+
+
+def check_exact(root, ids):
+    assert tiny.read_back(root) == {i: (pair(i)[0], json.loads(pair(i)[1])) for i in ids}
