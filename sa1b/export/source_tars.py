@@ -2,46 +2,64 @@
 
 The JPEG is the original's bytes; the annotation file says the same, and in SA-1B's usual form it has the same
 bytes. The order inside a tar is that of the shards. The same shards give the same bytes (with the same
-version of isal, which compresses).
+version of isal, which compresses), whatever the number of workers. An export that was interrupted goes on
+with the same command: tars that are complete are skipped, see sa1b.export.export_record.
 """
 
-import io
-import json
-import tarfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from isal import igzip
 
-from sa1b.errors import ManifestError, UsageError
-from sa1b.names import member_name, shard_order, source_stem
+from sa1b.errors import ManifestError, ShardError, UsageError
+from sa1b.export.export_record import ExportRecord, read_record
+from sa1b.export.source_tar import Rows, Written, content_digest, partial_path, write_source_tar
+from sa1b.names import shard_order, source_stem
 from sa1b.progress import Bar, bar
-from sa1b.shards.dataset import Dataset, Sample, open_dataset
+from sa1b.shards.dataset import Dataset, open_dataset
+from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import DATASET
-from sa1b.storage.publish import flush, lock, naming, publish
+from sa1b.storage.publish import lock
+from sa1b.workers import Event, Failure, supervise
 
-_GZIP_LEVEL = 2  # of isal's 0 to 3; JPEGs hardly shrink at any
 _SHOWN = 5
-
-Rows = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Summary:
-    """What was written. Bytes of tars as stored; seconds in all."""
+class ExportSummary:
+    """What the folder holds now. Bytes of tars as stored; seconds in all.
+
+    Attributes:
+        tars: all tars of this export; skipped: those that an earlier run had completed.
+        images, masks, bytes: of all tars.
+        failed: tar -> why it could not be written.
+        bytes_written: of the tars that this run wrote.
+    """
 
     out: str
     seconds: float = 0.0
     tars: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
     images: int = 0
     masks: int = 0
     bytes: int = 0
+    bytes_written: int = 0
+
+    def add(self, name: str, written: Written, *, skipped: bool) -> None:
+        """Count one tar."""
+        self.tars.append(name)
+        self.images += written.images
+        self.masks += written.masks
+        self.bytes += written.bytes
+        if skipped:
+            self.skipped.append(name)
+        else:
+            self.bytes_written += written.bytes
 
     def document(self) -> dict[str, Any]:
         """For --json."""
@@ -49,10 +67,11 @@ class Summary:
 
     def table(self) -> str:
         """For people."""
-        rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
+        rate = self.bytes_written / 1e6 / self.seconds if self.seconds else 0.0
+        skipped = f" ({len(self.skipped):,} complete before)" if self.skipped else ""
         return "\n".join(
             [
-                f"  tars    {len(self.tars):,}",
+                f"  tars    {len(self.tars):,}{skipped}",
                 f"  images  {self.images:,}",
                 f"  masks   {self.masks:,}",
                 f"  bytes   {self.bytes:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s)",
@@ -66,53 +85,115 @@ def export_sa1b(
     out: Path,
     *,
     images_per_tar: int | None = None,
-    ids: Path | None = None,
+    ids: str | Path | None = None,
+    images: npt.NDArray[np.uint64] | None = None,
     plain: bool = False,
     overwrite: bool = False,
+    workers: int = 1,
     quiet: bool = False,
-) -> Summary:
-    """Write the images of `root` as source tars into `out`, made if need be. Memory: one image.
+) -> ExportSummary:
+    """Write the images of a dataset directory as source tars into `out`, made if need be.
+
+    Memory: one image for each worker. A tar with a damaged sample is left out, and the others are written.
 
     Args:
         images_per_tar: split a source into `<source>-0000.tar`, ... of so many images; None: one tar each.
-        ids: file with an image id a line: only these images. A source without any of them gives no tar.
+        ids: file of image ids, see sa1b.shards.image_ids: only these. A source without any gives no tar.
+        images: image ids, such as those of a view: only these.
         plain: plain tars instead of gzip.
-        overwrite: replace tars that exist.
+        overwrite: replace tars that exist, complete ones of an earlier export too.
+        workers: processes, each with one tar at a time.
 
     Raises:
-        UsageError: shards made with an image size, an unknown id, a tar that exists; nothing was written.
-        ShardError: a sample is damaged; finished tars stay.
+        UsageError: shards made with an image size, an unknown id, a tar that exists and is none of this
+            export; nothing was written.
+        ShardError: a sample is damaged; the other tars are complete.
         ManifestError: no dataset there.
+        OSError: the disk is full, or fails; complete tars stay.
     """
     began = time.monotonic()
+    if workers < 1:
+        raise UsageError("--workers must be at least 1")
     dataset = open_dataset(root)
+    table = dataset.table
     _refuse_scaled(dataset)
-    chosen = _chosen(dataset, ids)
-    tars = {out / name: rows for name, rows in _tars(dataset, chosen, images_per_tar)}
-    existing = [path.name for path in tars if path.exists()]
-    if existing and not overwrite:
-        more = f" and {len(existing) - _SHOWN} more" if len(existing) > _SHOWN else ""
-        raise UsageError(
-            f"{out} holds {', '.join(existing[:_SHOWN])}{more} already: name another --out, or replace "
-            "them with --overwrite"
-        )
+    chosen = _chosen(dataset, ids, images)
+    tars = dict(_tars(dataset, chosen, images_per_tar))
+    contents = {name: content_digest(table, rows, plain) for name, rows in tars.items()}
+    record = read_record(out)
+    _refuse_existing(record, contents, overwrite)
     out.mkdir(parents=True, exist_ok=True)
-    summary = Summary(str(out))
-    total = int(dataset.table.jpg_bytes[chosen].sum(dtype=np.int64))
-    with lock(out), bar(total, "export", "B", quiet) as progress:
-        for path, rows in tars.items():
-            _write(path, dataset, rows, plain, summary, progress)
-            summary.tars.append(path.name)
-            summary.bytes += path.stat().st_size
+    summary = ExportSummary(str(out))
+    with lock(out):
+        left = [name for name in tars if overwrite or not record.complete(name, contents[name])]
+        for name in tars.keys() - set(left):
+            summary.add(name, record.written[name], skipped=True)
+        if left:
+            record.begin({name: contents[name] for name in left})
+        total = sum(int(table.jpg_bytes[tars[name]].sum(dtype=np.int64)) for name in left)
+        tasks = [(root, out / name, tars[name], plain) for name in left]
+        with bar(total, "export", "B", quiet) as progress:
+            _run(tasks, workers, record, summary, progress)
+    summary.tars.sort()
+    summary.skipped.sort()
     summary.seconds = time.monotonic() - began
+    if summary.failed:
+        name, why = min(summary.failed.items())
+        others = f" ({len(summary.failed) - 1:,} other tars failed too)" if len(summary.failed) > 1 else ""
+        raise ShardError(
+            f"{out / name}: {why}{others}. {len(summary.tars):,} tars are complete; repair {root} and run "
+            "the same command again"
+        )
     return summary
 
 
-def annotation_text(sample: Sample) -> bytes:
-    """The annotation file of a sample: the original's bytes where it was in SA-1B's usual form or odd enough
-    to have been kept, else (other white space, other escapes) the same values in the usual form."""
-    kept = sample.annotations.text
-    return json.dumps(sample.annotations.to_json()).encode() if kept is None else kept
+def _run(
+    tasks: list[tuple[Path, Path, Rows, bool]],
+    workers: int,
+    record: ExportRecord,
+    summary: ExportSummary,
+    progress: Bar,
+) -> None:
+    events = _here(tasks, progress) if workers == 1 else supervise(write_source_tar, tasks, workers=workers)
+    try:
+        for event in events:
+            name = tasks[event.task][1].name
+            if event.kind == "progress":
+                progress.update(event.value)
+            elif event.kind == "done":
+                record.finish(name, event.value)
+                summary.add(name, event.value, skipped=False)
+            elif event.kind == "failed":
+                failure: Failure = event.value
+                if failure.kind != ShardError.__name__:  # the next tar would fail as well
+                    raise OSError(failure.message) if failure.expected else RuntimeError(failure.trace)
+                summary.failed[name] = failure.message
+            elif event.kind == "lost":
+                summary.failed[name] = f"its process died: {event.value}"
+    finally:
+        events.close()
+        for _, path, _, _ in tasks:  # of processes that were killed
+            partial_path(path).unlink(missing_ok=True)
+
+
+def _here(tasks: list[tuple[Path, Path, Rows, bool]], progress: Bar) -> Generator[Event, None, None]:
+    """What supervise does, in this process."""
+    for number, task in enumerate(tasks):
+        try:
+            yield Event(number, "done", write_source_tar(*task, progress.update))
+        except ShardError as error:
+            yield Event(number, "failed", Failure(ShardError.__name__, str(error), "", expected=True))
+
+
+def _refuse_existing(record: ExportRecord, contents: dict[str, str], overwrite: bool) -> None:
+    foreign = [name for name, content in contents.items() if not record.owns(name, content)]
+    existing = [name for name in foreign if (record.out / name).exists()]
+    if existing and not overwrite:
+        more = f" and {len(existing) - _SHOWN} more" if len(existing) > _SHOWN else ""
+        raise UsageError(
+            f"{record.out} holds {', '.join(existing[:_SHOWN])}{more} already, not from an export of these "
+            "images: name another --out, or replace them with --overwrite"
+        )
 
 
 def _refuse_scaled(dataset: Dataset) -> None:
@@ -124,27 +205,24 @@ def _refuse_scaled(dataset: Dataset) -> None:
         )
 
 
-def _chosen(dataset: Dataset, ids: Path | None) -> Rows:
+def _chosen(dataset: Dataset, ids: str | Path | None, images: npt.NDArray[np.uint64] | None) -> Rows:
     """Rows of the sample table to export."""
-    if ids is None:
-        return np.arange(len(dataset))
-    wanted = set()
-    for number, line in enumerate(ids.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            if not line.strip().isdecimal():
-                raise UsageError(f"{ids}, line {number}: expected an image id, found {line[:80]!r}")
-            wanted.add(int(line))
     known = dataset.table.image_id
-    unknown = sorted(wanted - set(known[np.isin(known, np.fromiter(wanted, np.uint64))].tolist()))
-    if unknown:
-        more = f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
-        raise UsageError(
-            f"{ids}: {', '.join(map(str, unknown[:_SHOWN]))}{more}: not in {dataset.root}; "
-            "take them out of the list"
-        )
-    if not wanted:
-        raise UsageError(f"{ids}: holds no image id")
-    return np.flatnonzero(np.isin(known, np.fromiter(wanted, np.uint64)))
+    wanted = np.ones(len(known), np.bool_)
+    if ids is not None:
+        listed = read_image_ids(ids)
+        missing = missing_ids(listed, known)
+        if len(missing):
+            raise UsageError(
+                f"{ids}: {listing(missing)}: not in {dataset.root}; take them out of the list, or make a "
+                "view with tools/view.py --ids FILE --missing skip"
+            )
+        wanted &= np.isin(known, listed, assume_unique=True)
+    if images is not None:
+        wanted &= np.isin(known, images, assume_unique=True)
+    if not wanted.any():
+        raise UsageError(f"{dataset.root}: no image is left to export; --view and --ids share none")
+    return np.flatnonzero(wanted)
 
 
 def _tars(dataset: Dataset, chosen: Rows, images_per_tar: int | None) -> Iterator[tuple[str, Rows]]:
@@ -157,54 +235,17 @@ def _tars(dataset: Dataset, chosen: Rows, images_per_tar: int | None) -> Iterato
             f"{dataset.reader.url(DATASET)}: names no source for shards of {strange[0]!r}; "
             "run tools/index.py to make it again"
         )
-    names = [sources[stem] for stem in stems]
+    names = sorted(sources.values())
+    numbers = {name: number for number, name in enumerate(names)}
     table = dataset.table
     rows = chosen[np.lexsort((table.offset[chosen], table.shard[chosen]))]
-    of_source = np.array([sorted(sources.values()).index(name) for name in names])[table.shard[rows]]
-    for number, name in enumerate(sorted(sources.values())):
-        own = rows[of_source == number]
+    of_source = np.array([numbers[sources[stem]] for stem in stems])[table.shard[rows]]
+    rows = rows[np.argsort(of_source, kind="stable")]
+    ends = np.cumsum(np.bincount(of_source, minlength=len(names)))
+    for name, own in zip(names, np.split(rows, ends[:-1]), strict=True):
         if images_per_tar is None:
             if len(own):
                 yield f"{name}.tar", own
             continue
         for part, start in enumerate(range(0, len(own), images_per_tar)):
             yield f"{name}-{part:04d}.tar", own[start : start + images_per_tar]
-
-
-def _write(path: Path, dataset: Dataset, rows: Rows, plain: bool, summary: Summary, progress: Bar) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        with (
-            naming(path),
-            aside.open("wb") as file,
-            _compressed(file, plain) as stream,
-            tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar,
-        ):
-            for row in rows.tolist():
-                sample = dataset[row]
-                _member(tar, f"./{member_name(sample.image_id, 'jpg')}", sample.jpeg)
-                _member(tar, f"./{member_name(sample.image_id, 'json')}", annotation_text(sample))
-                summary.images += 1
-                summary.masks += len(sample.annotations)
-                progress.update(len(sample.jpeg))
-        with naming(path):
-            flush(aside)
-            publish(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-@contextmanager
-def _compressed(file: BinaryIO, plain: bool) -> Iterator[Any]:
-    if plain:
-        yield file
-        return
-    gzip_file: Any = igzip.IGzipFile
-    with gzip_file("", "wb", _GZIP_LEVEL, file, mtime=0) as stream:
-        yield stream
-
-
-def _member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    tar.addfile(member, io.BytesIO(data))

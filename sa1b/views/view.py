@@ -73,6 +73,10 @@ class View:
         """Rows of the sample table, int64 [n], for the view's rows 0 to count - 1 that an Order gives."""
         return indices if self.rows is None else self.rows[indices].astype(np.int64)
 
+    def image_ids(self, table: SampleTable) -> npt.NDArray[np.uint64]:
+        """The image ids, ascending, uint64 [n]; of `by_place`, in its order."""
+        return table.image_id if self.rows is None else table.image_id[self.rows]
+
     def by_place(self, table: SampleTable) -> "View":
         """The same images sorted by shard and offset, for an `Order` with run > 1.
 

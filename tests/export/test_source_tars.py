@@ -1,9 +1,12 @@
 import json
 import tarfile
 
+import numpy as np
 import pytest
 
 from sa1b.errors import ManifestError, ShardError, UsageError
+from sa1b.export import source_tar
+from sa1b.export.export_record import ExportRecord
 from sa1b.export.source_tars import export_sa1b
 from sa1b.shards import manifest
 from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
@@ -42,7 +45,7 @@ def export(root, out, **options):
 def test_the_sources_come_back(root, tmp_path):
     summary = export(root, tmp_path)
     assert summary.tars == ["holiday.tar", "sa_000001.tar", "sa_000002.tar"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == summary.tars
+    assert sorted(path.name for path in tmp_path.glob("*.tar")) == summary.tars
     assert summary.images == 21
     for name, content in CONTENT.items():
         found = read(tmp_path / f"{name}.tar")
@@ -57,7 +60,7 @@ def test_the_sources_come_back(root, tmp_path):
 
 def test_a_round_trip_gives_the_same_shards(root, tmp_path):
     export(root, tmp_path / "tars")
-    again = make_root(tmp_path / "again", sorted((tmp_path / "tars").iterdir()), ROOTS["plain"])
+    again = make_root(tmp_path / "again", sorted((tmp_path / "tars").glob("*.tar")), ROOTS["plain"])
     written = sorted(path.name for path in root.glob("sa1b-*"))
     assert sorted(path.name for path in again.glob("sa1b-*")) == written
     for name in [*written, "samples.bin"]:
@@ -73,7 +76,7 @@ def test_annotation_files_kept_verbatim_make_no_difference(root, tmp_path):
     kept = make_root(tmp_path / "kept", sources, ROOTS["keep_json"])
     export(root, tmp_path / "one")
     export(kept, tmp_path / "two")
-    for path in (tmp_path / "one").iterdir():
+    for path in (tmp_path / "one").glob("*.tar"):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 
 
@@ -89,7 +92,7 @@ def test_plain(root, tmp_path):
 
 def test_chosen_images(root, tmp_path):
     ids = tmp_path / "ids.txt"
-    ids.write_text("301\n\n100\n301\n")
+    ids.write_text("301\n\nsa_100.jpg\n301\n")
     assert export(root, tmp_path / "out", ids=ids).tars == ["sa_000001.tar", "sa_000002.tar"]
     assert list(read(tmp_path / "out" / "sa_000001.tar")) == [100]
     assert list(read(tmp_path / "out" / "sa_000002.tar")) == [301]
@@ -112,7 +115,8 @@ def test_small_tars(root, tmp_path):
     ("lines", "message"),
     [
         ("100\n7\n8\n", "7, 8: not in"),
-        ("100\nsa_101\n", "line 2: expected an image id"),
+        ("100\nsa_101.png\n", "line 2: expected an image id"),
+        (f"100\n{2**63}\n", "line 2: expected an image id .*below 2"),
         ("\n", "no image id"),
     ],
 )
@@ -140,16 +144,109 @@ def test_scaled_images_are_refused(tmp_path):
         export(root, tmp_path / "out")
 
 
-def test_damage_stops_it_and_leaves_no_half_tar(tmp_path):
-    source = write_source(tmp_path / "sa_000001.tar", pairs(range(8)))
-    root = make_root(tmp_path / "root", [source], ROOTS["plain"])
-    shard = root / "sa1b-000001-0001.tar"
-    data = bytearray(shard.read_bytes())
-    data[600] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(ShardError, match=r"sa1b-000001-0001\.tar"):
-        export(root, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+def test_a_damaged_sample_costs_its_tar_alone_which_the_same_command_writes_after_repair(tmp_path):
+    sources = [
+        write_source(tmp_path / f"sa_00000{i}.tar", pairs(range(10 * i, 10 * i + 8))) for i in (1, 2, 3)
+    ]
+    root = make_root(tmp_path / "root", sources, ROOTS["plain"])
+    shard = root / "sa1b-000002-0001.tar"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:600] + bytes([whole[600] ^ 1]) + whole[601:])
+    out = tmp_path / "out"
+    with pytest.raises(
+        ShardError, match=r"sa_000002.tar: .*sa1b-000002-0001\.tar.* 2 tars are complete; repair"
+    ):
+        export(root, out)
+    assert sorted(path.name for path in out.iterdir()) == [".export.json", "sa_000001.tar", "sa_000003.tar"]
+    shard.write_bytes(whole)
+    summary = export(root, out)
+    assert summary.skipped == ["sa_000001.tar", "sa_000003.tar"]
+    assert (summary.tars, summary.images) == (["sa_000001.tar", "sa_000002.tar", "sa_000003.tar"], 24)
+
+
+def bytes_of(out):
+    return {path.name: path.read_bytes() for path in out.glob("*.tar")}
+
+
+def test_any_number_of_workers_writes_the_same_bytes(root, tmp_path):
+    one = export(root, tmp_path / "one", images_per_tar=7)
+    three = export(root, tmp_path / "three", images_per_tar=7, workers=3)
+    assert bytes_of(tmp_path / "three") == bytes_of(tmp_path / "one")
+    assert (three.tars, three.images, three.masks, three.bytes) == (
+        one.tars,
+        one.images,
+        one.masks,
+        one.bytes,
+    )
+    assert not [path.name for path in (tmp_path / "three").iterdir() if path.name.endswith(".partial")]
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("point", ["in a tar", "before the record"])
+def test_an_interrupted_export_continues_with_the_same_command(root, tmp_path, monkeypatch, point):
+    export(root, tmp_path / "whole")
+    out = tmp_path / "out"
+    with monkeypatch.context() as broken:
+        calls = []
+
+        def killed(*_):
+            calls.append(1)
+            if len(calls) == (1 if point == "before the record" else 15):
+                raise KilledError
+
+        if point == "in a tar":
+            original = source_tar.annotation_text
+            broken.setattr(source_tar, "annotation_text", lambda sample: killed() or original(sample))
+        else:
+            broken.setattr(ExportRecord, "finish", killed)
+        with pytest.raises(KilledError):
+            export(root, out)
+    times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert len(times) == 1
+    summary = export(root, out)
+    assert summary.skipped == (["holiday.tar"] if point == "in a tar" else [])
+    assert (summary.images, len(summary.tars)) == (21, 3)
+    assert bytes_of(out) == bytes_of(tmp_path / "whole")
+    again = export(root, out)  # nothing is left to do
+    assert (again.skipped, again.tars, again.bytes_written) == (summary.tars, summary.tars, 0)
+    if point == "in a tar":
+        assert (out / "holiday.tar").stat().st_mtime_ns == times["holiday.tar"]
+
+
+def test_a_tar_that_is_cut_or_of_other_images_does_not_count_as_complete(root, tmp_path):
+    ids = tmp_path / "ids.txt"
+    ids.write_text("100\n300\n400\n")
+    out = tmp_path / "out"
+    export(root, out)
+    tar = out / "sa_000002.tar"
+    whole = tar.read_bytes()
+    tar.write_bytes(whole[:-1])
+    assert export(root, out).skipped == ["holiday.tar", "sa_000001.tar"]
+    assert tar.read_bytes() == whole
+    with pytest.raises(UsageError, match="not from an export of these images"):
+        export(root, out, ids=ids)
+    assert export(root, out, ids=ids, overwrite=True).skipped == []
+    assert list(read(tar)) == [300]
+    with pytest.raises(UsageError, match="not from an export of these images"):
+        export(root, out, ids=ids, plain=True)
+    (out / ".export.json").write_text("{")
+    with pytest.raises(UsageError, match=r"\.export\.json: damaged .*--overwrite"):
+        export(root, out)
+
+
+def test_images_of_a_view(root, tmp_path):
+    images = np.array([101, 102, 301, 999], np.uint64)
+    assert export(root, tmp_path / "out", images=images).images == 3
+    assert list(read(tmp_path / "out" / "sa_000001.tar")) == [101, 102]
+    ids = tmp_path / "ids.txt"
+    ids.write_text("102\n300\n")
+    assert export(root, tmp_path / "both", images=images, ids=ids).images == 1
+    ids.write_text("400\n")
+    with pytest.raises(UsageError, match="no image is left to export"):
+        export(root, tmp_path / "none", images=images, ids=ids)
 
 
 def test_an_unfinished_root_is_refused(tmp_path):

@@ -30,6 +30,29 @@ def test_export(root, tmp_path):
     assert json.loads(again.stdout)["tars"] == ["sa_000001.tar"]
 
 
+def test_a_view_and_workers(root, tmp_path):
+    view = [
+        sys.executable,
+        TOOL.with_name("view.py"),
+        root,
+        "--images-where",
+        "image_id >= 5",
+        "--name",
+        "last",
+    ]
+    subprocess.run(list(map(str, view)), check=True, capture_output=True)
+    out = ("--out", tmp_path / "out", "--json")
+    done = run(root, "--to", "sa1b", *out, "--view", "last", "--workers", 2, "--images-per-tar", 2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["images"] == 3
+    assert json.loads(done.stdout)["tars"] == ["sa_000001-0000.tar", "sa_000001-0001.tar"]
+    again = run(root, "--to", "sa1b", *out, "--view", "last", "--workers", 2, "--images-per-tar", 2)
+    assert json.loads(again.stdout)["skipped"] == ["sa_000001-0000.tar", "sa_000001-0001.tar"]
+    unknown = run(root, "--to", "sa1b", *out, "--view", "first")
+    assert (unknown.returncode, unknown.stderr.count("\n")) == (2, 1)
+    assert "'first' is no view" in unknown.stderr
+
+
 def test_what_cannot_be_done(root, tmp_path):
     out = ("--out", tmp_path / "out")
     for arguments in (

@@ -1,0 +1,114 @@
+"""One source tar: `./sa_<id>.jpg` beside `./sa_<id>.json`; the same images give the same bytes."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from isal import igzip
+
+from sa1b.names import member_name
+from sa1b.shards.dataset import Sample, open_dataset
+from sa1b.shards.sample_table import SampleTable
+from sa1b.storage.publish import flush, naming, publish
+
+_GZIP_LEVEL = 2  # of isal's 0 to 3; JPEGs hardly shrink at any
+_REPORT_BYTES = 8 << 20
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a tar that was written holds. Bytes as stored."""
+
+    images: int
+    masks: int
+    bytes: int
+
+
+def content_digest(table: SampleTable, rows: Rows, plain: bool) -> str:
+    """Names the content of a tar: the images with the checksums of their bytes, in order, and the form."""
+    columns = (table.image_id[rows], table.jpg_crc32c[rows], table.masks_crc32c[rows])
+    digest = hashlib.sha256(b"plain" if plain else b"gzip")
+    for column in columns:
+        digest.update(np.ascontiguousarray(column).data)
+    return digest.hexdigest()
+
+
+def partial_path(path: Path) -> Path:
+    """The temporary path of a tar that is being written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_source_tar(
+    root: Path, path: Path, rows: Rows, plain: bool, report: Callable[[int], object]
+) -> Written:
+    """Write one tar; it gets its name when it is complete and on the disk. Memory: one image.
+
+    Args:
+        rows: of the sample table, in the order of the tar.
+        plain: without gzip.
+        report: called with bytes of images done since the last call.
+
+    Raises:
+        ShardError: a sample is damaged.
+    """
+    dataset = open_dataset(root)
+    partial = partial_path(path)
+    masks = done = 0
+    try:
+        with (
+            naming(path),
+            partial.open("wb") as file,
+            _compressed(file, plain) as stream,
+            tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+        ):
+            for row in rows.tolist():
+                sample = dataset[row]
+                _member(tar, sample.image_id, "jpg", sample.jpeg)
+                _member(tar, sample.image_id, "json", annotation_text(sample))
+                masks += len(sample.annotations)
+                done += len(sample.jpeg)
+                if done >= _REPORT_BYTES:
+                    report(done)
+                    done = 0
+        report(done)
+        with naming(path):
+            flush(partial)
+            size = partial.stat().st_size
+            publish(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+        dataset.reader.close()
+    return Written(len(rows), masks, size)
+
+
+def annotation_text(sample: Sample) -> bytes:
+    """The annotation file of a sample: the original's bytes where it was in SA-1B's usual form or odd enough
+    to have been kept, else (other white space, other escapes) the same values in the usual form."""
+    kept = sample.annotations.text
+    return json.dumps(sample.annotations.to_json()).encode() if kept is None else kept
+
+
+@contextmanager
+def _compressed(file: BinaryIO, plain: bool) -> Iterator[Any]:
+    if plain:
+        yield file
+        return
+    gzip_file: Any = igzip.IGzipFile
+    with gzip_file("", "wb", _GZIP_LEVEL, file, mtime=0) as stream:
+        yield stream
+
+
+def _member(tar: tarfile.TarFile, image_id: int, ending: str, data: bytes) -> None:
+    member = tarfile.TarInfo(f"./{member_name(image_id, ending)}")
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
