@@ -239,6 +239,7 @@ def _end_with_parent(pipe: Connection) -> None:
 def _describe(exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
-        hint = ", perhaps out of memory" if name == "SIGKILL" else ""
+        # The kernel kills a process that takes too much; libraries abort when they get nothing.
+        hint = ", perhaps out of memory" if name in ("SIGKILL", "SIGABRT") else ""
         return f"killed by {name}{hint}"
     return f"ended with code {exitcode} without an answer"

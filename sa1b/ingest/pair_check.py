@@ -1,0 +1,48 @@
+"""One pair as it comes from a source, checked: what is stored of it, or the reason why it cannot be used."""
+
+from dataclasses import dataclass
+
+from sa1b.errors import BadSample
+from sa1b.shards import annotation, jpeg
+from sa1b.shards.manifest import Options
+from sa1b.shards.shard import Pair
+from sa1b.sources.pairing import MemberPair
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPair:
+    """A pair that is stored.
+
+    Attributes:
+        warnings: reason -> what is odd about it.
+    """
+
+    pair: Pair
+    warnings: dict[str, str]
+
+
+def check_pair(members: MemberPair, options: Options) -> CheckedPair:
+    """Read both members, compare them with each other, scale the image down if asked for.
+
+    Raises:
+        BadSample: the pair cannot be used.
+        MemoryError: it says nothing about the pair.
+    """
+    data, text = members.image.data, members.text.data
+    parsed = annotation.parse(text, members.image_id)
+    frame = jpeg.frame(data)
+    height, width = parsed.annotations.height, parsed.annotations.width
+    if (frame.height, frame.width) != (height, width):
+        raise BadSample(
+            "image_size", f"JPEG of {frame.width} x {frame.height}, annotated as {width} x {height}"
+        )
+    jpeg.check_length(frame)
+    if options.decode_images:
+        jpeg.decode(data)
+    if options.image_size is not None:
+        data, height, width = jpeg.scale_down(data, frame, options.image_size, options.quality or 95)
+    warnings = dict(parsed.doubts)
+    if frame.trailing_bytes:
+        warnings["jpeg_trailing_bytes"] = f"{frame.trailing_bytes:,} bytes behind the end of the JPEG"
+    keep = text if options.keep_json else None
+    return CheckedPair(Pair(data, height, width, parsed.annotations, parsed.runs, keep), warnings)

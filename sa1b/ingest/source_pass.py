@@ -1,0 +1,317 @@
+"""One pass over a source, in three threads: read, digest and inflate; pair up and check; write tar and index.
+
+Whichever of a pair comes first waits in the spill. Finished shards are read back and flushed in a thread of
+their own, one at a time, because that waits for the disk. A failure anywhere ends the pass at once.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from sa1b.errors import BadSample, RefusedError, SourceError
+from sa1b.ingest.pair_check import CheckedPair, check_pair
+from sa1b.ingest.pipeline import Pipeline
+from sa1b.ingest.quarantine import Quarantine
+from sa1b.ingest.systematic import SystematicCheck
+from sa1b.names import shard_name
+from sa1b.shards.largest import Largest
+from sa1b.shards.manifest import QUARANTINE, Options, ShardInfo, Task, versions
+from sa1b.shards.shard import Pair, ShardWriter, seal
+from sa1b.sources.pairing import MemberPair, Refusal, Spill, pair_up
+from sa1b.sources.source import Source, SourceReader
+from sa1b.sources.tar_stream import Damage, Member
+
+_QUEUE_BYTES = 16 << 20  # may wait between two stages, or one item that is larger
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a run does about bad input; none of it changes the bytes of good pairs.
+
+    Attributes:
+        stop: end the run at the first refusal instead of quarantining.
+        accept: reasons that may be frequent.
+        md5: the expected md5 of the source as stored, or None.
+        spill: folder for members that wait, None: inside the root.
+        spill_memory: bytes of them kept in memory instead.
+    """
+
+    stop: bool = False
+    accept: frozenset[str] = frozenset()
+    md5: str | None = None
+    spill: Path | None = None
+    spill_memory: int = 128 << 20
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has been done so far: a progress report, small when pickled."""
+
+    stored_bytes: int = 0
+    members: int = 0
+    images: int = 0
+    masks: int = 0
+    refused: int = 0
+    doubtful: int = 0
+
+    def __reduce__(self) -> tuple[type["Counts"], tuple[int, ...]]:
+        numbers = (self.stored_bytes, self.members, self.images, self.masks, self.refused, self.doubtful)
+        return Counts, numbers
+
+
+class SourcePass:
+    """The state of one pass over a source.
+
+    Args:
+        aside: temporary folder of this pass: shards, indexes and quarantine.
+        spill: folder for members that wait for their partner.
+        report: called with what has been done so far, from one thread at a time.
+        sealer: one thread, which reads finished shards back.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        aside: Path,
+        spill: Path,
+        options: Options,
+        policy: Policy,
+        report: Callable[[Counts], None],
+        sealer: ThreadPoolExecutor,
+    ) -> None:
+        self.source, self.aside, self.options, self.policy, self.report = (
+            source,
+            aside,
+            options,
+            policy,
+            report,
+        )
+        self.counts = Counts()
+        self.jpg_bytes = 0
+        self.largest = Largest()
+        self.quarantine = Quarantine(aside / QUARANTINE)
+        self.spill = Spill(spill, policy.spill_memory)
+        self.sealer = sealer
+        self.shard: ShardWriter | None = None
+        self.shards = 0
+        self.sealing: Future[ShardInfo] | None = None
+        self.sealed: list[ShardInfo] = []
+        self.systematic = SystematicCheck(source.path, source.size, policy.accept)
+        self.report_lock = threading.Lock()
+
+    def run(self) -> Task:
+        """Write all shards into the temporary folder and return the task, which claims them.
+
+        Raises:
+            SourceError, SystematicError, RefusedError, OSError, MemoryError: see `ingest`.
+            ShardError: a shard does not read back as it was written.
+        """
+        reader = SourceReader(self.source, md5=self.policy.md5 is not None, progress=self._read_bytes)
+        try:
+            with Pipeline() as pipeline:
+                read = pipeline.stage("read", self._read(reader), size=_read_size, max_bytes=_QUEUE_BYTES)
+                steps = pipeline.stage("check", self._steps(read), size=_step_size, max_bytes=_QUEUE_BYTES)
+                for step in steps:
+                    self._take(step)
+            digests = reader.digests()
+            if self.shard is not None:
+                self._close_shard()
+            self._wait_for_seal()
+            reader.check_unchanged()
+        except BaseException:
+            if self.shard is not None:
+                self.shard.abandon()
+            raise
+        finally:
+            reader.close()
+        if self.policy.md5 is not None and digests["md5"] != self.policy.md5:
+            raise SourceError(
+                f"{self.source.path}: md5 is {digests['md5']}, the checklist says {self.policy.md5}; "
+                "download it again"
+            )
+        self._check_sums()
+        self.systematic.check(self.quarantine, self.counts.images)
+        if not self.sealed:
+            raise SourceError(f"{self.source.path}: holds no usable pair; {self._problems()}")
+        return self._task(digests["sha256"])
+
+    def _task(self, sha256: str) -> Task:
+        source, quarantine = self.source, self.quarantine
+        return Task(
+            source={
+                "name": source.name,
+                "kind": source.kind,
+                "size": source.size,
+                "mtime_ns": source.mtime_ns,
+                "sha256": sha256,
+                "md5": self.policy.md5,
+            },
+            options=self.options,
+            versions=versions(),
+            shards=self.sealed,
+            counts={
+                "members": self.counts.members,
+                "images": self.counts.images,
+                "masks": self.counts.masks,
+                "jpg_bytes": self.jpg_bytes,
+                "refused_members": quarantine.members,
+                "refused": dict(sorted(quarantine.refused.items())),
+                "doubtful": dict(sorted(quarantine.doubtful.items())),
+            },
+            damage=quarantine.damages,
+            largest=self.largest.values,
+        )
+
+    def _read_bytes(self, count: int) -> None:
+        self.counts.stored_bytes += count
+        self._report()
+
+    def _report(self) -> None:
+        with self.report_lock:  # the thread that reads and the one that writes both do
+            self.report(self.counts)
+
+    def _read(self, reader: SourceReader) -> Iterator["_Read"]:
+        """First stage: read, digest and inflate."""
+        for item in reader.items():
+            if isinstance(item, Member) and item.kind != "folder":
+                self.counts.members += 1
+            yield _Read(item, self.counts.members, self.counts.stored_bytes)
+
+    def _steps(self, read: Iterator["_Read"]) -> Iterator["_Step"]:
+        """Second stage: pair up and check."""
+        last = _Read(Damage("", "", 0), 0, 0)
+
+        def items() -> Iterator[Member | Damage]:
+            nonlocal last
+            for last in read:
+                yield last.item
+
+        for item in pair_up(items(), self.spill):
+            result: CheckedPair | _Refused | Damage
+            if isinstance(item, MemberPair):
+                try:
+                    result = check_pair(item, self.options)
+                except BadSample as error:
+                    result = _Refused(error.reason, str(error), (item.image, item.text))
+            elif isinstance(item, Refusal):
+                result = _Refused(item.reason, item.message, (item.member,))
+            else:
+                result = item
+            yield _Step(result, last.members, last.stored_bytes)
+
+    def _take(self, step: "_Step") -> None:
+        """Third stage: write into shard, index or quarantine."""
+        result = step.result
+        if isinstance(result, Damage):
+            self._damage(result)
+        elif isinstance(result, _Refused):
+            self._refuse(result.reason, result.message, *result.members)
+        else:
+            image_id = result.pair.annotations.image_id
+            for reason, message in result.warnings.items():
+                self.quarantine.doubt(image_id, reason, message)
+                self.counts.doubtful += 1
+            self._store(result.pair)
+        if isinstance(result, _Refused) or (isinstance(result, CheckedPair) and result.warnings):
+            self.systematic.check_early(self.quarantine, self.counts.images, step.members, step.stored_bytes)
+        if self.sealing is not None and self.sealing.done():
+            self._wait_for_seal()
+        self._report()
+
+    def _store(self, pair: Pair) -> None:
+        if self.shard is None:
+            self.shard = ShardWriter(
+                self.aside, shard_name(self.source.name, self.shards), with_runs=self.options.index_runs
+            )
+            self.shards += 1
+        self.largest.see(self.shard.add(pair))
+        self.jpg_bytes += len(pair.jpeg)
+        self.counts.images += 1
+        self.counts.masks += len(pair.annotations)
+        if self.shard.images == self.options.images_per_shard:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        shard = self.shard
+        assert shard is not None
+        shard.close()
+        self.shard = None
+        # Reading back and flushing overlap with the next shard; one at a time bounds the dirty pages.
+        self._wait_for_seal()
+        self.sealing = self.sealer.submit(seal, shard.path)
+
+    def _wait_for_seal(self) -> None:
+        """Take the result of the shard that is being sealed; its error ends the source."""
+        if self.sealing is not None:
+            sealing, self.sealing = self.sealing, None
+            self.sealed.append(sealing.result())
+            self._report()
+
+    def _refuse(self, reason: str, message: str, *members: Member) -> None:
+        if self.policy.stop:
+            where = ", ".join(f"{member.name!r} at offset {member.offset:,}" for member in members)
+            raise RefusedError(f"{self.source.path}: {where}: {reason}: {message}")
+        self.quarantine.refuse(reason, message, list(members))
+        self.counts.refused += 1
+
+    def _damage(self, damage: Damage) -> None:
+        if self.policy.stop:
+            raise RefusedError(f"{self.source.path}: at offset {damage.offset:,}: {damage.message}")
+        self.quarantine.damage(damage)
+
+    def _check_sums(self) -> None:
+        """What went in is what came out plus what is in quarantine."""
+        out = 2 * self.counts.images + self.quarantine.members
+        if self.counts.members != out:
+            raise AssertionError(
+                f"{self.source.path}: {self.counts.members} members went in, {out} are accounted for; "
+                "this is a bug: please report it"
+            )
+
+    def _problems(self) -> str:
+        found = [f"{reason}: {count}" for reason, count in self.quarantine.refused.items()]
+        return ", ".join(found + [damage["message"] for damage in self.quarantine.damages]) or "it is empty"
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A member or damage, with the members and stored bytes read so far."""
+
+    item: Member | Damage
+    members: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """The members of a pair, or a single one, that cannot be used."""
+
+    reason: str
+    message: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What became of a pair, member or damage, with the members and stored bytes read up to it."""
+
+    result: CheckedPair | _Refused | Damage
+    members: int
+    stored_bytes: int
+
+
+def _read_size(read: _Read) -> int:
+    return len(read.item.data)
+
+
+def _step_size(step: _Step) -> int:
+    result = step.result
+    if isinstance(result, Damage):
+        return len(result.data)
+    if isinstance(result, _Refused):
+        return sum(len(member.data) for member in result.members)
+    pair = result.pair
+    text = pair.annotations.text or pair.text or b""
+    return len(pair.jpeg) + len(text) + len(pair.annotations.rle) + pair.runs.runs.nbytes
