@@ -1,77 +1,215 @@
-"""What the gallery shows, gathered from any input: a survey of all, and the chosen images."""
+"""What the gallery shows, gathered from any input: distributions, and the chosen images.
 
-from collections.abc import Callable
+Of a dataset directory the images are chosen from its sample table and read by their offsets. Distributions
+come from the indexes of at most SURVEYED_SHARDS shards, evenly spaced, unless all are asked for: the survey
+of 11,000 shards takes minutes, the page a second. Other inputs are read once, whole.
+"""
+
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from sa1b.errors import UsageError
-from sa1b.gallery.indexes import read_indexes
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sa1b.errors import BadSample, ShardError, UsageError
+from sa1b.gallery.histograms import Survey
 from sa1b.gallery.members import read_members
-from sa1b.gallery.selection import Choice, Gathered
-from sa1b.shards import manifest
+from sa1b.gallery.selection import Choice, Exhibit, Gathered, Skipped
+from sa1b.names import member_name
+from sa1b.progress import Bar
+from sa1b.shards import manifest, record
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.record import RecordError
 from sa1b.shards.shard import index_path
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
 from sa1b.sources.tar_reader import is_tar
 
+SURVEYED_SHARDS = 64
+_BATCH_IMAGES = 1024
+_LOCATIONS = ("jpg_offset", "jpg_bytes", "jpg_crc32c", "masks_offset", "masks_bytes", "masks_crc32c")
+_NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
 
-def gather(path: Path, choice: Choice, progress: Callable[[int], None]) -> Gathered:
-    """Read an input once.
+
+def gather(path: Path, choice: Choice, progress: Bar, *, survey_all: bool = False) -> Gathered:
+    """Read an input.
 
     Args:
-        path: root, shard, source tar, folder of pairs or of tars.
-        progress: called with the number of bytes done, of `total_bytes`.
+        path: dataset directory, shard, source tar, folder of pairs or of tars.
+        progress: bar of bytes; its total is set here.
+        survey_all: read the indexes of all shards of a dataset directory.
 
     Raises:
         SourceError, ManifestError, ShardError: nothing there that can be shown.
-        UsageError: an image asked for is not there.
+        UsageError: an image asked for is not there, or only a part of the images is asked for of what is no
+            dataset directory.
     """
-    if path.is_dir() and ((path / manifest.DATASET).exists() or (path / manifest.TASKS).is_dir()):
-        gathered = _root(path, choice, progress)
+    if is_dataset(path):
+        gathered = _dataset(path, choice, progress, survey_all)
+    elif choice.images is not None:
+        raise UsageError(f"{path}: no dataset directory; --view and --warnings need one")
     elif path.is_file() and index_path(path).exists():
-        gathered = Gathered("Shard", path.name)
-        read_indexes([path], choice, gathered, progress)
+        gathered = _indexed_shard(path, choice, progress)
     else:
+        found = sources(path)
+        progress.total = sum(source.size for source in found)
         gathered = Gathered("Source tar" if path.is_file() else "Folder", path.resolve().name)
-        if read_members(sources(path), choice, gathered, progress) and path.is_file():
+        if read_members(found, choice, gathered, _advance(progress)) and path.is_file():
             gathered.kind = "Shard without index"
     missing = [image_id for image_id in choice.ids if image_id not in gathered.found]
     if missing:
         listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
-        raise UsageError(f"--id: not in {path}: {listed}; it holds {gathered.survey.images:,} images")
+        part = " or not in the part asked for" if choice.images is not None else ""
+        raise UsageError(f"--id: not in {path}{part}: {listed}; it holds {gathered.images:,} images")
     return gathered
 
 
+def is_dataset(path: Path) -> bool:
+    """Whether a path is a dataset directory, complete or not."""
+    return path.is_dir() and ((path / manifest.DATASET).exists() or (path / manifest.TASKS).is_dir())
+
+
 def sources(path: Path) -> list[Source]:
-    """The tars and folders behind a path; unlike for ingest, a single tar may have any name."""
+    """The tars and folders of a path; unlike for ingest, a single tar may have any name."""
     if path.is_file() and is_tar(path):
         stat = path.stat()
         return [Source(path.name, path, "tar", stat.st_size, stat.st_mtime_ns)]
     return discover([path]).sources
 
 
-def total_bytes(path: Path) -> int:
-    """What `gather` will report as progress, in bytes."""
-    if path.is_dir() and (path / manifest.DATASET).exists():
-        return sum(int(shard["index_bytes"]) for shard in manifest.read_dataset(path)["shards"])
-    if path.is_file() and index_path(path).exists():
-        return index_path(path).stat().st_size
-    return sum(source.size for source in sources(path)) if path.exists() else 0
+def _advance(progress: Bar) -> Callable[[int], None]:
+    def advance(done: int) -> None:
+        progress.update(done)
+
+    return advance
 
 
-def _root(root: Path, choice: Choice, progress: Callable[[int], None]) -> Gathered:
-    document = manifest.read_dataset(root)
+def _dataset(root: Path, choice: Choice, progress: Bar, survey_all: bool) -> Gathered:
+    dataset = Dataset(root)
+    table, document = dataset.table, dataset.manifest
     totals, options = document["totals"], document["options"]
-    gathered = Gathered("Sharded dataset", root.resolve().name)
-    names = [str(shard["name"]) for shard in document["shards"]]
-    read_indexes([root / name for name in names], choice, gathered, progress)
+    part = np.arange(len(table)) if choice.images is None else _rows(table.image_id, choice.images)
+    if not len(part):
+        raise UsageError(f"{root}: none of the images asked for is there")
+    gathered = Gathered("Dataset directory", root.resolve().name, known_images=len(part))
+    ids = table.image_id[part]
+    rows = part[choice.best(ids)]
+    gathered.found = set(table.image_id[rows].tolist())
+    gathered.exhibits = _read_rows(dataset, rows, gathered.skipped)
+
+    shards = np.unique(table.shard[part])
+    if len(shards) > SURVEYED_SHARDS and not survey_all:
+        spaced = np.linspace(0, len(shards) - 1, SURVEYED_SHARDS).round().astype(np.int64)
+        gathered.surveyed = [dataset.shards[shard] for shard in shards[spaced].tolist()], len(shards)
+        shards = shards[spaced]
+        gathered.known_masks = totals["masks"] if choice.images is None else None
+    infos = document["shards"]
+    progress.total = sum(int(infos[shard]["index_bytes"]) for shard in shards.tolist())
+    keep = None if choice.images is None else ids
+    for shard in shards.tolist():
+        _survey(root / dataset.shards[shard], gathered.survey, keep)
+        progress.update(int(infos[shard]["index_bytes"]))
+
     gathered.parts = [
-        (name, shard["images"], shard["masks"], shard["bytes"] + shard["index_bytes"])
-        for name, shard in zip(names, document["shards"], strict=True)
+        (str(info["name"]), info["images"], info["masks"], info["bytes"] + info["index_bytes"])
+        for info in infos
     ]
+    if choice.images is not None:
+        gathered.facts.append(("Images in the dataset", f"{len(table):,}"))
     made_from = [str(source) for source in document["sources"]]
     listed = ", ".join(made_from[:6]) + (f" … {made_from[-1]}" if len(made_from) > 6 else "")
     gathered.facts.append(("Sources", f"{len(made_from):,} ({listed})"))
     if options["image_size"] is not None:
-        gathered.facts.append(("Stored pictures", f"longer side at most {options['image_size']:,} px"))
-    gathered.facts.append(("Quarantined, doubtful", f"{totals['refused']:,}, {totals['doubtful']:,}"))
+        gathered.facts.append(("Stored images", f"longer side at most {options['image_size']:,} px"))
+    kept = totals.get("warnings", totals.get("doubtful", 0))
+    gathered.facts.append(("Quarantined; kept with warnings", f"{totals['refused']:,}; {kept:,}"))
     return gathered
+
+
+def _rows(known: npt.NDArray[np.uint64], ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """The rows of those ids that are there."""
+    rows = np.searchsorted(known, np.unique(ids))
+    rows = rows[rows < len(known)]
+    return rows[np.isin(known[rows], ids)]
+
+
+def _read_rows(dataset: Dataset, rows: npt.NDArray[np.int64], skipped: Skipped) -> Iterator[Exhibit]:
+    """The images of rows of the sample table, read as they are asked for."""
+    for row in rows.tolist():
+        try:
+            sample = dataset[row]
+        except ShardError as error:
+            shard, offset = dataset.shards[int(dataset.table.shard[row])], int(dataset.table.offset[row])
+            where = f"sa_{int(dataset.table.image_id[row])} in {shard} at offset {offset:,}"
+            skipped.add("damaged", f"{where}: {error}")
+            continue
+        yield Exhibit(sample.jpeg, sample.annotations, sample.shard)
+
+
+def _survey(shard: Path, survey: Survey, keep: npt.NDArray[np.uint64] | None) -> None:
+    """Count the images of a shard by its index, all or those with the ids to keep.
+
+    Raises:
+        ShardError: the index is missing or damaged.
+    """
+    for batch in _batches(shard, ("image_id", "width", "height", *_NUMBERS)):
+        if keep is not None:
+            rows = batch.filter(pa.array(np.isin(batch["image_id"].to_numpy(), keep)))
+        else:
+            rows = batch
+        flat = {name: rows[name].flatten().to_numpy(zero_copy_only=False) for name in _NUMBERS}
+        counts = rows["area"].value_lengths().to_numpy(zero_copy_only=False)
+        survey.add(rows["width"].to_numpy(), rows["height"].to_numpy(), counts.astype(np.int64), **flat)
+
+
+def _batches(shard: Path, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    index = index_path(shard)
+    try:
+        with pq.ParquetFile(index) as file:
+            yield from file.iter_batches(_BATCH_IMAGES, columns=list(columns))
+    except FileNotFoundError:
+        raise ShardError(f"{index}: missing; tools/index.py makes it again from the tar") from None
+    except (pa.ArrowException, KeyError) as error:
+        raise ShardError(f"{index}: {error}; tools/index.py makes it again from the tar") from None
+
+
+def _indexed_shard(shard: Path, choice: Choice, progress: Bar) -> Gathered:
+    """A shard alone, with its index beside it."""
+    index_bytes = index_path(shard).stat().st_size
+    progress.total = index_bytes
+    gathered = Gathered("Shard", shard.name)
+    _survey(shard, gathered.survey, None)
+    tables = [pa.Table.from_batches([batch]) for batch in _batches(shard, ("image_id", *_LOCATIONS))]
+    located = pa.concat_tables(tables) if tables else pa.table({"image_id": pa.array([], pa.uint64())})
+    ids = located["image_id"].to_numpy()
+    best = choice.best(ids)
+    gathered.found = set(ids[best].tolist())
+    gathered.exhibits = _read_located(shard, located.take(pa.array(best)).to_pylist(), gathered.skipped)
+    gathered.parts = [(shard.name, None, None, shard.stat().st_size + index_bytes)]
+    progress.update(index_bytes)
+    return gathered
+
+
+def _read_located(shard: Path, rows: list[dict[str, Any]], skipped: Skipped) -> Iterator[Exhibit]:
+    """The images at places that an index gives, read as they are asked for."""
+    for row in rows:
+        parts = {}
+        with shard.open("rb", buffering=0) as file:
+            for kind in ("jpg", "masks"):
+                part = os.pread(file.fileno(), row[f"{kind}_bytes"], row[f"{kind}_offset"])
+                if google_crc32c.value(part) == row[f"{kind}_crc32c"]:
+                    parts[kind] = part
+        where = f"{member_name(row['image_id'], 'jpg')} in {shard.name} at offset {row['jpg_offset']:,}"
+        try:
+            if len(parts) < 2:
+                raise BadSample("damaged", "its bytes do not fit the checksums of the index")
+            annotations = record.decode(parts["masks"])
+        except (BadSample, RecordError) as error:
+            skipped.add("damaged", f"{where}: {error}")
+            continue
+        yield Exhibit(parts["jpg"], annotations, shard.name)

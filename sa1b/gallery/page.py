@@ -5,19 +5,23 @@ escaped, and the page's own policy forbids every request, so that even a hostile
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from sa1b.errors import BadSample, UsageError
 from sa1b.gallery.chart import charts
-from sa1b.gallery.inputs import gather, total_bytes
+from sa1b.gallery.inputs import gather, is_dataset
 from sa1b.gallery.picture import SORTS, Picture, figure, prepare, sort_key
 from sa1b.gallery.predictions import Predicted, read_predictions
 from sa1b.gallery.selection import Choice, Gathered
+from sa1b.gallery.summary import GallerySummary
+from sa1b.gallery.warning_list import read_warnings
 from sa1b.progress import bar
 from sa1b.storage.publish import write_whole
 
@@ -30,50 +34,6 @@ _LISTED = 200  # shards; a dataset of thousands would fill the page with their n
 _SIZES_LISTED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What was made.
-
-    Attributes:
-        page: where it lies; bytes: its size.
-        images, masks: of the whole input.
-        shown: ids of the pictures, in the order of the page.
-        longer_side, quality: of the pictures: pixels at most, JPEG quality.
-        left_out: pictures that were chosen but did not fit.
-        skipped: reason -> what could not be used.
-    """
-
-    page: Path
-    bytes: int
-    images: int
-    masks: int
-    shown: list[int]
-    longer_side: int
-    quality: int
-    left_out: int
-    skipped: dict[str, int]
-
-    def document(self) -> dict[str, Any]:
-        """For scripts."""
-        names = ("bytes", "images", "masks", "shown", "longer_side", "quality", "left_out", "skipped")
-        return {"page": str(self.page)} | {name: getattr(self, name) for name in names}
-
-    def text(self) -> str:
-        """For people."""
-        pictures = f"{len(self.shown):,} of {self.images:,} images, {self.masks:,} masks in all"
-        lines = [
-            f"  pictures   {pictures}",
-            f"  drawn at   at most {self.longer_side:,} px, JPEG quality {self.quality}",
-        ]
-        if self.left_out:
-            lines.append(f"  left out   {self.left_out:,} pictures that do not fit into 20 MB")
-        if self.skipped:
-            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in self.skipped.items())
-            lines.append(f"  skipped    {reasons}")
-        lines.append(f"{self.page}: {self.bytes / 1e6:.1f} MB; open it in a browser")
-        return "\n".join(lines)
-
-
 def write_gallery(
     path: Path,
     out: Path,
@@ -83,18 +43,24 @@ def write_gallery(
     max_side: int = MAX_SIDE,
     max_bytes: int = MAX_PAGE_BYTES,
     predictions: Path | None = None,
+    warnings: bool = False,
+    survey_all: bool = False,
+    facts: Sequence[tuple[str, str]] = (),
     quiet: bool = False,
-) -> Summary:
+) -> GallerySummary:
     """Write the gallery of an input; the same input and options give the same bytes.
 
     Args:
-        path: root, shard, source tar, folder of pairs or of tars.
+        path: dataset directory, shard, source tar, folder of pairs or of tars.
         out: the page; an existing one is replaced.
-        sort: one of SORTS, the order of the pictures.
-        max_side: pixels of the longer side of a picture, at most.
+        sort: one of SORTS, the order of the images.
+        max_side: pixels of the longer side of an image, at most.
         max_bytes: of the page.
         predictions: file of a model's masks, see sa1b.gallery.predictions: its images are shown, unless
             `choice` names ids, and its masks beside the true ones.
+        warnings: only images of a dataset directory that ingest kept with a warning, with the reasons.
+        survey_all: distributions over all shards of a dataset directory.
+        facts: label and text of what else the page says of the input.
         quiet: no progress bar.
 
     Raises:
@@ -105,29 +71,40 @@ def write_gallery(
     predicted = {} if predictions is None else read_predictions(predictions)
     if predicted and not choice.ids:
         choice = replace(choice, ids=tuple(predicted)[: choice.count])
+    kept = {}
+    if warnings:
+        if not is_dataset(path):
+            raise UsageError(f"{path}: no dataset directory; --view and --warnings need one")
+        kept = read_warnings(path)
+        ids = np.array(sorted(kept), np.uint64)
+        if choice.images is not None:
+            ids = np.intersect1d(ids, choice.images)
+        choice = replace(choice, images=ids)
+        reasons = Counter(reason for image_id in ids.tolist() for reason, _ in kept[image_id])
+        listed = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(reasons.items()))
+        facts = [*facts, ("Only images kept with warnings", listed)]
     # The bar comes late: most inputs are done before it would appear.
-    with bar(total_bytes(path), "gallery", "B", quiet, delay=2) as progress:
-
-        def advance(done: int) -> None:
-            progress.update(done)
-
-        gathered = gather(path, choice, advance)
+    with bar(0, "gallery", "B", quiet, delay=2) as progress:
+        gathered = gather(path, choice, progress, survey_all=survey_all)
         pictures = _prepare(gathered, choice, max_side, predicted)
+    gathered.facts += facts
+    pictures = [replace(picture, warnings=tuple(kept.get(picture.image_id, ()))) for picture in pictures]
     if choice.ids and not pictures:
         examples = "; ".join(message for some in gathered.skipped.examples.values() for message in some)
         raise UsageError(f"none of the images asked for can be shown: {examples}")
     side, quality, shown, page = _fit(gathered, pictures, sort, max_side, max_bytes)
     write_whole(out, page)
-    return Summary(
+    return GallerySummary(
         page=out,
         bytes=len(page),
-        images=gathered.survey.images,
-        masks=gathered.survey.masks,
+        images=gathered.images,
+        masks=gathered.masks,
         shown=[picture.image_id for picture in shown],
         longer_side=side,
         quality=quality,
         left_out=len(pictures) - len(shown),
         skipped=dict(sorted(gathered.skipped.counts.items())),
+        surveyed=None if gathered.surveyed is None else (len(gathered.surveyed[0]), gathered.surveyed[1]),
     )
 
 
@@ -136,7 +113,7 @@ def check_options(choice: Choice, sort: str, max_side: int) -> None:
     if sort not in SORTS:
         raise UsageError(f"--sort {sort!r} is not known; choose one of {', '.join(SORTS)}")
     if not 1 <= choice.count <= MAX_COUNT or len(choice.ids) > MAX_COUNT:
-        raise UsageError(f"a page of 20 MB holds 1 to {MAX_COUNT} pictures; see --count and --id")
+        raise UsageError(f"a page of 20 MB holds 1 to {MAX_COUNT} images; see --count and --id")
     if not 64 <= max_side <= MAX_SIDE:
         raise UsageError(f"--max-side is from 64 to {MAX_SIDE} pixels")
 
@@ -144,7 +121,7 @@ def check_options(choice: Choice, sort: str, max_side: int) -> None:
 def _prepare(
     gathered: Gathered, choice: Choice, max_side: int, predicted: dict[int, Predicted]
 ) -> list[Picture]:
-    """The pictures to show, most wanted first; what does not decode is counted and the next one taken."""
+    """The images to show, most wanted first; what does not decode is counted and the next one taken."""
     pictures: list[Picture] = []
     wanted = len(choice.ids) or choice.count
     for exhibit in gathered.exhibits:
@@ -162,7 +139,7 @@ def _prepare(
 def _fit(
     gathered: Gathered, pictures: list[Picture], sort: str, max_side: int, max_bytes: int
 ) -> tuple[int, int, list[Picture], bytes]:
-    """Longer side, quality, pictures and bytes of the best page that is not too large."""
+    """Longer side, quality, images and bytes of the best page that is not too large."""
     for part, quality in _STEPS:
         side = round(max_side * part)
         figures = {picture.image_id: figure(picture, side, quality) for picture in pictures}
@@ -193,7 +170,7 @@ def _page(
     quality: int,
     left_out: int = 0,
 ) -> bytes:
-    shown = f"{len(pictures):,} of {gathered.survey.images:,} images, "
+    shown = f"{len(pictures):,} of {gathered.images:,} images, "
     shown += f"at most {side:,} px, JPEG quality {quality}"
     if left_out:
         shown += f"; {left_out:,} more did not fit into the page"
@@ -208,6 +185,7 @@ def _page(
         "FACTS": _facts(gathered, shown),
         "PARTS": _parts(gathered),
         "SKIPPED": _skipped(gathered),
+        "SURVEY": _surveyed(gathered),
         "CHARTS": charts(gathered.survey),
         "SORTS": options,
         "DESCENDING": descending,
@@ -221,7 +199,10 @@ def _page(
 
 def _facts(gathered: Gathered, shown: str) -> str:
     survey = gathered.survey
-    per_image = f" ({survey.masks / survey.images:,.1f} an image)" if survey.images else ""
+    masks = "" if gathered.masks is None else f"{gathered.masks:,}"
+    if survey.images:
+        mean = f"{survey.masks / survey.images:,.1f} an image"
+        masks = f"{masks} ({mean})" if masks else mean
     per_mask = f"{survey.runs:,} ({survey.runs / survey.masks:,.0f} a mask)" if survey.masks else "0"
     sizes = sorted(survey.sizes.items(), key=lambda item: (-item[1], item[0]))[:_SIZES_LISTED]
     listed = ", ".join(f"{width:,} × {height:,} ({count:,})" for (width, height), count in sizes)
@@ -229,8 +210,8 @@ def _facts(gathered: Gathered, shown: str) -> str:
         listed += f" and {len(survey.sizes) - _SIZES_LISTED:,} other sizes"
     stored = sum(part[3] for part in gathered.parts)
     facts = [
-        ("Images", f"{survey.images:,}"),
-        ("Masks", f"{survey.masks:,}{per_image}"),
+        ("Images", f"{gathered.images:,}"),
+        ("Masks", masks or "0"),
         ("Runs", per_mask),
         ("Image sizes", listed or "none"),
         (
@@ -241,6 +222,18 @@ def _facts(gathered: Gathered, shown: str) -> str:
         ("Shown here", shown),
     ]
     return "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in facts)
+
+
+def _surveyed(gathered: Gathered) -> str:
+    """What the distributions come from, if not from everything."""
+    if gathered.surveyed is None:
+        return ""
+    names, of = gathered.surveyed
+    listed = ", ".join(names)
+    return (
+        f"<details><summary>Runs, image sizes and distributions over {len(names):,} of {of:,} shards, evenly "
+        f"spaced; --survey all reads every index</summary><p>{escape(listed)}</p></details>"
+    )
 
 
 def _parts(gathered: Gathered) -> str:

@@ -1,4 +1,4 @@
-"""One image of the gallery: its picture and its masks at display size, as one HTML figure.
+"""One image of the gallery: its pixels and its masks at display size, as one HTML figure.
 
 Masks are resized on their runs (`sa1b.masks.geometry.resize`) and travel as COCO strings: the page's script
 decodes them and walks around their pixels, so that a drawn outline is the edge of `raster.rasterize` at
@@ -47,6 +47,7 @@ class Picture:
         runs: its masks at source resolution, in the order of `order`.
         order: int64 [N], mask indices by area, largest first: what is drawn later lies on top.
         predicted: what a model drew for these masks, in the same order; drawn beside them.
+        warnings: reasons why ingest kept the image with a warning, and the messages.
     """
 
     annotations: Annotations
@@ -55,6 +56,7 @@ class Picture:
     runs: Runs
     order: npt.NDArray[np.int64]
     predicted: Predicted | None = None
+    warnings: tuple[tuple[str, str], ...] = ()
 
     @property
     def image_id(self) -> int:
@@ -139,7 +141,12 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
     )
     count = len(picture.order)
     title = f"sa_{annotations.image_id}"
-    twin, words = "", ""
+    twin, words, noted = "", "", ""
+    if picture.warnings:
+        reasons = "".join(
+            f"<li><b>{escape(reason)}</b> {escape(message)}</li>" for reason, message in picture.warnings
+        )
+        noted = f'<ul class="noted">{reasons}</ul>'
     if picture.predicted is not None:
         twin = (
             '<div class="stage twin" role="img" aria-label="What the model drew from one click each">'
@@ -156,7 +163,7 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
         f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>{twin}'
         f'<figcaption><h2><a href="#{title}">{title}</a></h2>'
         f"<p>{annotations.width:,} × {annotations.height:,} px, "
-        f"{count:,} {'mask' if count == 1 else 'masks'}, {escape(picture.place)}</p>{words}"
+        f"{count:,} {'mask' if count == 1 else 'masks'}, {escape(picture.place)}</p>{words}{noted}"
         f'<dl class="numbers" aria-live="polite"></dl></figcaption>'
         f'<script type="application/json">{_script_json(_masks(picture, longer_side))}</script></figure>'
     )

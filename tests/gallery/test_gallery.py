@@ -22,9 +22,10 @@ from sa1b.errors import ShardError, SourceError, UsageError
 from sa1b.gallery import members
 from sa1b.gallery.chart import charts
 from sa1b.gallery.histograms import MAX_BARS, Distribution, Survey
-from sa1b.gallery.page import Summary, write_gallery
+from sa1b.gallery.page import write_gallery
 from sa1b.gallery.picture import SORTS
 from sa1b.gallery.selection import Choice
+from sa1b.gallery.summary import GallerySummary
 from sa1b.masks import coco, geometry, raster
 from sa1b.shards import jpeg
 from sa1b.shards.commit import write_dataset
@@ -95,10 +96,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., tuple[Page, Summary]]:
+def make(tmp_path: Path) -> Callable[..., tuple[Page, GallerySummary]]:
     """Writes a gallery, and reads it."""
 
-    def write(path: Path, choice: Choice | None = None, **options: Any) -> tuple[Page, Summary]:
+    def write(path: Path, choice: Choice | None = None, **options: Any) -> tuple[Page, GallerySummary]:
         summary = write_gallery(path, tmp_path / "gallery.html", choice or Choice(), quiet=True, **options)
         data = summary.page.read_bytes()
         assert summary.bytes == len(data)
@@ -338,7 +339,7 @@ def test_damage_in_a_shard_is_skipped_and_the_next_image_taken(inputs, make, tmp
         file.seek(sample.offset + len(sample.jpeg) // 2)
         file.write(b"damage")
     page, summary = make(root, Choice(count=1))
-    assert summary.skipped == {"checksum": 1}
+    assert summary.skipped == {"damaged": 1}
     assert summary.shown == [image_id for image_id in second if image_id != first[0]]
     assert f"sa_{first[0]} in {sample.shard} at offset {sample.offset:,}" in page.text
     next(root.glob("*.parquet")).unlink()
