@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from sa1b.errors import BadSample
 from sa1b.shards import annotation, jpeg
+from sa1b.shards.image_warnings import ImageWarnings
 from sa1b.shards.manifest import Options
 from sa1b.shards.shard import Pair
 from sa1b.sources.pairing import MemberPair
@@ -14,11 +15,11 @@ class CheckedPair:
     """A pair that is stored.
 
     Attributes:
-        warnings: reason -> what is odd about it.
+        warnings: what is odd about it, by reason.
     """
 
     pair: Pair
-    warnings: dict[str, str]
+    warnings: ImageWarnings
 
 
 def check_pair(members: MemberPair, options: Options) -> CheckedPair:
@@ -41,8 +42,8 @@ def check_pair(members: MemberPair, options: Options) -> CheckedPair:
         jpeg.decode(data)
     if options.image_size is not None:
         data, height, width = jpeg.scale_down(data, frame, options.image_size, options.quality or 95)
-    warnings = dict(parsed.doubts)
     if frame.trailing_bytes:
-        warnings["jpeg_trailing_bytes"] = f"{frame.trailing_bytes:,} bytes behind the end of the JPEG"
+        message = f"{frame.trailing_bytes:,} bytes after the end of the JPEG"
+        parsed.warnings.add("jpeg_trailing_bytes", message)
     keep = text if options.keep_json else None
-    return CheckedPair(Pair(data, height, width, parsed.annotations, parsed.runs, keep), warnings)
+    return CheckedPair(Pair(data, height, width, parsed.annotations, parsed.runs, keep), parsed.warnings)

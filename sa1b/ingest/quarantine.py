@@ -2,7 +2,9 @@
 
 quarantine/<source>/refused.jsonl    a line per refused member or damaged stretch: reason, message, name,
                                      offset in the tar, bytes, and the file that holds the bytes
-quarantine/<source>/doubtful.jsonl   a line per image and reason that was kept although it is odd
+quarantine/<source>/warnings.jsonl   a line per image and reason that was kept although it is odd: reason,
+                                     message, image id, indices and number of the masks concerned
+                                     (doubtful.jsonl in directories of earlier versions, without masks)
 quarantine/<source>/000001-sa_5.jpg  the bytes
 """
 
@@ -12,17 +14,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from sa1b.shards.image_warnings import ImageWarning
 from sa1b.sources.tar_stream import Damage, Member
+from sa1b.storage.publish import flush
 
 EXAMPLES = 3
 _MESSAGE = 500  # characters; names and values in it come from outside
 
 
 class Quarantine:
-    """Collects one source's refusals and doubts in a folder, made when the first one comes.
+    """Collects one source's refusals and warnings in a folder, made when the first one comes.
 
     Attributes:
-        refused, doubtful: reason -> pairs (damaged stretches count one each).
+        refused, warnings: reason -> pairs.
         members: members refused so far.
         examples: reason -> the first messages.
     """
@@ -31,7 +35,7 @@ class Quarantine:
         self._folder = folder
         self._files = 0
         self.refused: Counter[str] = Counter()
-        self.doubtful: Counter[str] = Counter()
+        self.warnings: Counter[str] = Counter()
         self.members = 0
         self.damages: list[dict[str, Any]] = []
         self.examples: dict[str, list[str]] = {}
@@ -75,14 +79,28 @@ class Quarantine:
             file=file,
         )
 
-    def doubt(self, image_id: int, reason: str, message: str) -> None:
-        """Note that an image was kept although something about it is odd."""
-        self.doubtful[reason] += 1
-        self._example(reason, f"sa_{image_id}: {message}")
-        self._line("doubtful.jsonl", reason=reason, image_id=image_id, message=message)
+    def warn(self, image_id: int, reason: str, warning: ImageWarning) -> None:
+        """List an image that was kept although something about it is odd."""
+        self.warnings[reason] += 1
+        self._example(reason, f"sa_{image_id}: {warning.message}")
+        self._line(
+            "warnings.jsonl",
+            reason=reason,
+            message=warning.message,
+            image_id=image_id,
+            masks=warning.masks,
+            mask_count=warning.mask_count,
+        )
+
+    def flush(self) -> None:
+        """Flush every file and the folder to the disk, before a task file relies on them."""
+        if self.exists():
+            for path in sorted(self._folder.iterdir()):
+                flush(path)
+            flush(self._folder)
 
     def exists(self) -> bool:
-        """Whether there is a folder to publish."""
+        """Whether there is a folder to commit."""
         return self._folder.exists()
 
     def _example(self, reason: str, message: str) -> None:

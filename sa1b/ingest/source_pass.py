@@ -54,10 +54,10 @@ class Counts:
     images: int = 0
     masks: int = 0
     refused: int = 0
-    doubtful: int = 0
+    warnings: int = 0
 
     def __reduce__(self) -> tuple[type["Counts"], tuple[int, ...]]:
-        numbers = (self.stored_bytes, self.members, self.images, self.masks, self.refused, self.doubtful)
+        numbers = (self.stored_bytes, self.members, self.images, self.masks, self.refused, self.warnings)
         return Counts, numbers
 
 
@@ -135,6 +135,7 @@ class SourcePass:
         self.systematic.check(self.quarantine, self.counts.images)
         if not self.sealed:
             raise SourceError(f"{self.source.path}: holds no usable pair; {self._problems()}")
+        self.quarantine.flush()  # the task claims what is in it
         return self._task(digests["sha256"])
 
     def _task(self, sha256: str) -> Task:
@@ -158,7 +159,7 @@ class SourcePass:
                 "jpg_bytes": self.jpg_bytes,
                 "refused_members": quarantine.members,
                 "refused": dict(sorted(quarantine.refused.items())),
-                "doubtful": dict(sorted(quarantine.doubtful.items())),
+                "doubtful": dict(sorted(quarantine.warnings.items())),
             },
             damage=quarantine.damages,
             largest=self.largest.values,
@@ -210,9 +211,9 @@ class SourcePass:
             self._refuse(result.reason, result.message, *result.members)
         else:
             image_id = result.pair.annotations.image_id
-            for reason, message in result.warnings.items():
-                self.quarantine.doubt(image_id, reason, message)
-                self.counts.doubtful += 1
+            for reason, warning in result.warnings.items():
+                self.quarantine.warn(image_id, reason, warning)
+                self.counts.warnings += 1
             self._store(result.pair)
         if isinstance(result, _Refused) or (isinstance(result, CheckedPair) and result.warnings):
             self.systematic.check_early(self.quarantine, self.counts.images, step.members, step.stored_bytes)

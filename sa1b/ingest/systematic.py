@@ -47,7 +47,7 @@ class SystematicCheck:
         self._raise_over(quarantine, images, _EARLY_FACTOR * SYSTEMATIC_FRACTION * expected)
 
     def _raise_over(self, quarantine: Quarantine, images: int, limit: float) -> None:
-        for reason, count in sorted((quarantine.refused + quarantine.doubtful).items()):
+        for reason, count in sorted((quarantine.refused + quarantine.warnings).items()):
             frequent = count > MIN_SYSTEMATIC and count > limit
             # A damaged archive has lost partners by the thousand; the damage itself is what is reported.
             if frequent and reason not in self._accept and not reason.endswith("_partner_lost"):

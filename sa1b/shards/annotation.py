@@ -4,8 +4,8 @@ A file in SA-1B's usual form becomes typed columns. Whatever columns cannot expr
 key order, mixed number types, values out of range) keeps its JSON text beside the columns, so that the
 original always comes back value by value and type by type.
 
-Two verdicts: `BadSample` when the masks cannot be trusted at all, and *doubts* for what is readable but
-odd. Doubts are reported and kept.
+Two verdicts: `BadSample` when the masks cannot be trusted at all, and warnings for what is readable but odd:
+such an image is kept exactly, and listed.
 """
 
 import json
@@ -28,6 +28,7 @@ from sa1b.shards.annotation_columns import (
     unusual_columns,
     usual_columns,
 )
+from sa1b.shards.image_warnings import ImageWarnings
 
 MAX_JSON_BYTES = 4 << 20  # real files: 63 kB on average; lists of nothing take 25 times their text in memory
 MAX_JSON_DEPTH = 100  # real files: 5; a reader deep in its stack must be able to parse it again
@@ -50,7 +51,7 @@ class Annotations:
         point_coords: float64 [N, 2], the prompt point (x, y).
         crop_box: float64 [N, 4], [x, y, width, height] of the crop the mask was found in.
         number_types: uint8 [N], bit 0: bbox is written in integers, bit 1: crop_box is.
-        rle: uint8 [sum of rle_bytes], all COCO strings one behind the other.
+        rle: uint8 [sum of rle_bytes], all COCO strings one after the other.
         rle_bytes: uint32 [N], length of each string.
         runs_count: uint32 [N], runs in each mask.
         text: the JSON file verbatim where these columns cannot give it back, else None.
@@ -127,12 +128,12 @@ class Parsed:
     Attributes:
         annotations: the columns.
         runs: all masks, decoded.
-        doubts: reason -> what is odd, the first example of each reason.
+        warnings: what is odd, by reason.
     """
 
     annotations: Annotations
     runs: Runs
-    doubts: dict[str, str] = field(default_factory=dict)
+    warnings: ImageWarnings = field(default_factory=ImageWarnings)
 
 
 def parse(text: bytes, image_id: int) -> Parsed:
@@ -149,10 +150,13 @@ def parse(text: bytes, image_id: int) -> Parsed:
         raise BadSample("invalid_json", f"annotation file is not UTF-8: zero byte at {text.index(0):,}")
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        message = f"annotation file is not JSON that can be read: nested {_depth(text):,} deep"
+        raise BadSample("invalid_json", f"{message}, cap {MAX_JSON_DEPTH}") from None
+    except ValueError as error:
         raise BadSample("invalid_json", f"annotation file is not JSON: {error}") from None
-    doubts: dict[str, str] = {}
-    height, width, usual = _read_image(document, image_id, doubts)
+    warnings = ImageWarnings()
+    height, width, usual = _read_image(document, image_id, warnings)
     masks = document["annotations"]
     columns = usual_columns(masks, height, width) if usual else None
     # A usual file has a fixed number of quotes; more means keys that json.loads merged.
@@ -160,9 +164,9 @@ def parse(text: bytes, image_id: int) -> Parsed:
     if not exact and (depth := _depth(text)) > MAX_JSON_DEPTH:
         raise BadSample("nested_too_deep", f"annotation file nested {depth:,} deep, cap {MAX_JSON_DEPTH}")
     if columns is None:
-        columns = unusual_columns(masks, height, width, doubts)
+        columns = unusual_columns(masks, height, width, warnings)
     elif not exact:
-        doubts["duplicate_key"] = "a key stands more than once"
+        warnings.add("duplicate_key", "a key stands more than once")
     strings = columns.pop("strings")
     try:
         joined = "".join(strings).encode("ascii")
@@ -182,8 +186,8 @@ def parse(text: bytes, image_id: int) -> Parsed:
         text=None if exact else text,
         **columns,
     )
-    _compare(annotations, runs, doubts)
-    return Parsed(annotations, runs, doubts)
+    _compare(annotations, runs, warnings)
+    return Parsed(annotations, runs, warnings)
 
 
 def _depth(text: bytes) -> int:
@@ -194,7 +198,7 @@ def _depth(text: bytes) -> int:
     return int(np.cumsum(opened.astype(np.int32) - closed, dtype=np.int32).max(initial=0))
 
 
-def _read_image(document: Any, image_id: int, doubts: dict[str, str]) -> tuple[int, int, bool]:
+def _read_image(document: Any, image_id: int, warnings: ImageWarnings) -> tuple[int, int, bool]:
     """Height, width, and whether everything outside the list of masks has the usual form."""
     if not isinstance(document, dict):
         raise BadSample("wrong_type", f"annotation file holds {name_of(document)} where an object belongs")
@@ -222,38 +226,40 @@ def _read_image(document: Any, image_id: int, doubts: dict[str, str]) -> tuple[i
     file_name = image.get("file_name")
     if file_name != member_name(image_id, "jpg"):
         found = repr(file_name) if isinstance(file_name, str) else name_of(file_name)
-        doubts["file_name"] = f"image.file_name is {found}, expected 'sa_{image_id}.jpg'"
+        warnings.add("file_name", f"image.file_name is {found}, expected 'sa_{image_id}.jpg'")
     usual = tuple(document) == ("image", "annotations") and tuple(image) == IMAGE_KEYS
     if not usual:
-        doubts["keys"] = f"keys {list(document)} and {list(image)}"
-    return height, width, usual and "file_name" not in doubts
+        warnings.add("keys", f"keys {list(document)} and {list(image)}")
+    return height, width, usual and "file_name" not in warnings
 
 
-def _compare(annotations: Annotations, runs: Runs, doubts: dict[str, str]) -> None:
-    """Hold the numbers against the masks and the image."""
+def _compare(annotations: Annotations, runs: Runs, warnings: ImageWarnings) -> None:
+    """Verify the numbers against the masks and the image."""
 
-    def doubt(
+    def check(
         reason: str,
         wrong: npt.NDArray[np.bool_] | np.bool_,
         values: npt.NDArray[Any],
         expected: object = None,
     ) -> None:
         if wrong.any():
-            i = int(np.flatnonzero(wrong)[0])
+            masks = np.flatnonzero(wrong).tolist()
+            i = masks[0]
             tail = "" if expected is None else f", the mask says {np.asarray(expected)[i].tolist()}"
-            doubts.setdefault(reason, f"mask {i}: {reason} {values[i].tolist()}{tail}")
+            warnings.add_masks(reason, masks, lambda: f"mask {i}: {reason} {values[i].tolist()}{tail}")
 
     area = geometry.area(runs)
     bbox = geometry.bbox_sa1b(runs)
-    doubt("empty_mask", area == 0, area)
-    doubt("area", annotations.area != area, annotations.area, area)
-    doubt("bbox", (annotations.bbox != bbox).any(axis=1), annotations.bbox, bbox)
+    check("empty_mask", area == 0, area)
+    check("area", annotations.area != area, annotations.area, area)
+    check("bbox", (annotations.bbox != bbox).any(axis=1), annotations.bbox, bbox)
     for name in ("predicted_iou", "stability_score"):
         score = getattr(annotations, name)
-        doubt(name, ~((score >= 0) & (score <= 1.5)), score)
+        check(name, ~((score >= 0) & (score <= 1.5)), score)
     limits = np.array([annotations.width, annotations.height], np.float64)
     box = annotations.crop_box
-    inside = (box[:, :2] >= 0) & (box[:, 2:] > 0) & (box[:, :2] + box[:, 2:] <= limits)
-    doubt("crop_box", ~inside.all(axis=1), box)
+    with np.errstate(over="ignore", invalid="ignore"):  # a sum of infinities is outside like any other
+        inside = (box[:, :2] >= 0) & (box[:, 2:] > 0) & (box[:, :2] + box[:, 2:] <= limits)
+    check("crop_box", ~inside.all(axis=1), box)
     point = annotations.point_coords
-    doubt("point_coords", ~((point >= 0) & (point <= limits)).all(axis=1), point)
+    check("point_coords", ~((point >= 0) & (point <= limits)).all(axis=1), point)

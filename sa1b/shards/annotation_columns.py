@@ -1,10 +1,12 @@
 """The list of masks of an annotation file as columns: its usual form fast, any other as far as it goes."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from sa1b.errors import BadSample
+from sa1b.shards.image_warnings import ImageWarnings
 
 MASK_KEYS = (
     "bbox",
@@ -17,7 +19,7 @@ MASK_KEYS = (
     "stability_score",
 )
 BBOX_IS_INT, CROP_BOX_IS_INT = 1, 2
-_EXACT_INT = 2**53  # integers up to here survive a float64
+_EXACT_INT = 2**53  # integers below survive a float64; this one is also what the next one is rounded to
 
 
 def usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] | None:
@@ -53,7 +55,8 @@ def usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] |
     except (TypeError, ValueError, OverflowError, AttributeError, KeyError):
         return None
     number_types = np.array(kinds, np.uint8)
-    if number_types.any() and np.abs(numbers[number_types > 0, :8]).max() > _EXACT_INT:
+    # Written so that NaN and infinity in a neighbouring number fail it too.
+    if not (np.abs(numbers[number_types > 0, :8]) < _EXACT_INT).all():
         return None
     return {
         "bbox": numbers[:, :4].copy(),
@@ -69,7 +72,7 @@ def usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] |
 
 
 def _signatures() -> dict[tuple[object, ...], int]:
-    """Types of a flattened annotation -> number_types. The lengths tell bbox, crop_box and point apart."""
+    """Types of a flattened annotation -> number_types. The lengths distinguish bbox, crop_box and point."""
     signatures: dict[tuple[object, ...], int] = {}
     for kind in range(4):
         bbox = (int if kind & BBOX_IS_INT else float,) * 4
@@ -81,7 +84,7 @@ def _signatures() -> dict[tuple[object, ...], int]:
 _SIGNATURES = _signatures()
 
 
-def unusual_columns(masks: list[Any], height: int, width: int, doubts: dict[str, str]) -> dict[str, Any]:
+def unusual_columns(masks: list[Any], height: int, width: int, warnings: ImageWarnings) -> dict[str, Any]:
     """Columns of a list that has something odd in it: what can be read is, the rest becomes NaN or -1."""
     count = len(masks)
     columns: dict[str, Any] = {
@@ -98,21 +101,30 @@ def unusual_columns(masks: list[Any], height: int, width: int, doubts: dict[str,
     for i, mask in enumerate(masks):
         columns["strings"].append(_counts(mask, i, height, width))
         if tuple(mask) != MASK_KEYS:
-            doubts.setdefault("keys", f"mask {i}: keys {list(mask)}")
+            warnings.add_masks("keys", [i], partial(_describe_keys, i, mask))
         for key in MASK_KEYS:
-            if key == "segmentation":
-                continue
-            if key not in mask:
-                doubts.setdefault("keys", f"mask {i}: no {key!r}")
+            if key == "segmentation" or key not in mask:
                 continue
             name = "mask_id" if key == "id" else key
             try:
                 value = _number(mask[key], columns[name][i])
             except (TypeError, ValueError, OverflowError):
-                doubts.setdefault(f"type_{key}", f"mask {i}: {key} is {str(mask[key])[:80]}")
+                warnings.add_masks(
+                    f"type_{key}",
+                    [i],
+                    partial(_describe_value, i, key, mask),
+                )
             else:
                 columns[name][i] = value
     return columns
+
+
+def _describe_keys(i: int, mask: dict[str, Any]) -> str:
+    return f"mask {i}: keys {list(mask)}"
+
+
+def _describe_value(i: int, key: str, mask: dict[str, Any]) -> str:
+    return f"mask {i}: {key} is {str(mask[key])[:80]}"
 
 
 def _counts(mask: Any, i: int, height: int, width: int) -> str:

@@ -19,7 +19,7 @@ class Outcome:
         self.root, self.task = root, task
         self.samples = tiny.read_back(root)
         self.refused = tiny.lines(root, task.name)
-        self.doubtful = tiny.lines(root, task.name, "doubtful.jsonl")
+        self.warnings = tiny.lines(root, task.name, "warnings.jsonl")
 
     def check(self, members, ids=GOOD):
         """The good pairs are exact, the sums agree, what is refused lies in quarantine byte for byte."""

@@ -50,7 +50,7 @@ def refused(bad_pair):
         assert sorted(line["name"] for line in outcome.refused) == [f"./sa_{BAD}.jpg", f"./sa_{BAD}.json"]
         ((reason, message),) = {(line["reason"], line["message"]) for line in outcome.refused}
         assert outcome.task.counts["refused"] == {reason: 1}
-        assert outcome.doubtful == []
+        assert outcome.warnings == []
         return reason, message
 
     return refused
@@ -67,7 +67,7 @@ def kept(bad_pair):
         assert stored_jpeg == (usual[0] if jpeg is None else jpeg)
         assert typed(stored) == typed(json.loads(usual[1] if text is None else text))
         assert outcome.refused == []
-        assert {line["image_id"] for line in outcome.doubtful} <= {BAD}
-        return {line["reason"]: line["message"] for line in outcome.doubtful}
+        assert {line["image_id"] for line in outcome.warnings} <= {BAD}
+        return {line["reason"]: line["message"] for line in outcome.warnings}
 
     return kept

@@ -420,7 +420,7 @@ class _Records:
             named = re.search(r"sa_(\d+)\.(jpg|json)$", line["name"])
             if named is not None:
                 self.by_id.setdefault(int(named[1]), set()).add(named[2])
-        self.warned = {line["image_id"] for line in tiny.lines(root, name, "doubtful.jsonl")}
+        self.warned = {line["image_id"] for line in tiny.lines(root, name, "warnings.jsonl")}
         self.spans = [(line["offset"], line["offset"] + line["bytes"]) for line in self.damage]
         self.gzip = [line for line in self.damage if line["reason"].startswith("gzip")]
         for line in self.members:  # a header and the content; extended headers stand before the offset

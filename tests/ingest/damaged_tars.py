@@ -3,7 +3,7 @@
     python tests/ingest/damaged_tars.py --count 2000 --seed 0
 
 Each damaged tar is ingested. Every image of the original must then be exact in the output, or its members
-listed in refused.jsonl or doubtful.jsonl, or lie in a reported stretch of damage, or the whole source must
+listed in refused.jsonl or warnings.jsonl, or lie in a reported stretch of damage, or the whole source must
 be reported as damaged by its gzip stream. An image whose two members stand intact in the damaged archive
 must never be lost. What went in must be what came out plus what is refused.
 
@@ -330,7 +330,7 @@ def listed_ids(root: Path, source: str) -> set[int]:
     """Images with a line of their own in quarantine."""
     names = [str(line["name"]) for line in tiny.lines(root, source)]
     ids = {int(found[1]) for name in names if (found := re.search(r"sa_(\d+)\.", name))}
-    return ids | {line["image_id"] for line in tiny.lines(root, source, "doubtful.jsonl")}
+    return ids | {line["image_id"] for line in tiny.lines(root, source, "warnings.jsonl")}
 
 
 def intact_ids(source: Damaged) -> set[int]:

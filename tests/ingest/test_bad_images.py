@@ -164,9 +164,7 @@ def test_every_jpeg_that_decoders_read_is_kept_byte_for_byte(kept, jpeg):
     "tail", [b"\0", b"trailing", JPEG, bytes(100_000)], ids=["1", "8", "a JPEG", "zeros"]
 )
 def test_bytes_behind_the_end_of_a_jpeg_are_kept_and_listed(kept, tail):
-    assert kept(jpeg=JPEG + tail) == {
-        "jpeg_trailing_bytes": f"{len(tail):,} bytes behind the end of the JPEG"
-    }
+    assert kept(jpeg=JPEG + tail) == {"jpeg_trailing_bytes": f"{len(tail):,} bytes after the end of the JPEG"}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.shards.tiny import pair, pair_members, pairs
 def test_good_pairs_in_any_order_come_back_exactly(ingest, gzip):
     outcome = ingest(pairs(GOOD), gzip=gzip)
     assert sorted(outcome.samples) == list(GOOD)
-    assert outcome.refused == outcome.doubtful == outcome.task.damage == []
+    assert outcome.refused == outcome.warnings == outcome.task.damage == []
 
 
 @pytest.mark.parametrize(("missing", "reason"), [(1, "jpg_unpaired"), (0, "json_unpaired")])

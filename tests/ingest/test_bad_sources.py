@@ -113,7 +113,7 @@ def test_on_error_stop_ends_with_damage_too(tmp_path):
         tiny.ingest_tar(path, tmp_path / "root", stop=True)
 
 
-def test_on_error_stop_lets_doubtful_pairs_pass(bad_pair):
+def test_on_error_stop_lets_odd_pairs_pass(bad_pair):
     assert BAD in bad_pair(text=mask_changed(area=7), stop=True).samples
 
 

@@ -9,6 +9,7 @@ from sa1b.errors import ShardError, SystematicError
 from sa1b.ingest import source_pass
 from sa1b.ingest.quarantine import Quarantine
 from sa1b.ingest.systematic import SystematicCheck
+from sa1b.shards.image_warnings import ImageWarning
 from sa1b.sources.source import SourceReader
 from tests.shards import tiny
 
@@ -62,7 +63,7 @@ def test_an_accepted_reason_stops_nothing(many, tmp_path, members_read):
 def counted(tmp_path, bad, good):
     quarantine = Quarantine(tmp_path / "quarantine")
     for image_id in range(bad):
-        quarantine.doubt(image_id, "area", "odd")
+        quarantine.warn(image_id, "area", ImageWarning("odd"))
     return quarantine, bad + good
 
 

@@ -41,7 +41,7 @@ def test_numbers_that_disagree_with_mask_or_image_are_kept_and_listed(kept, text
     assert found[reason].startswith("mask 1: ")
 
 
-def test_a_doubtful_number_names_what_it_should_be(kept):
+def test_an_odd_number_names_what_it_should_be(kept):
     area = document(BAD)["annotations"][1]["area"]
     assert kept(text=mask_changed(area=7)) == {"area": f"mask 1: area 7, the mask says {area}"}
 
@@ -225,6 +225,6 @@ def test_a_full_mask_is_kept(kept):
 def test_what_a_file_says_cannot_forge_lines_or_drive_a_terminal(bad_pair):
     nasty = "\x1b[2J\r\nFAILED sa_000021: \ud800" + "x" * 100_000
     outcome = bad_pair(text=mask_changed(predicted_iou=nasty))
-    (line,) = [line for line in outcome.doubtful if line["reason"] == "type_predicted_iou"]
+    (line,) = [line for line in outcome.warnings if line["reason"] == "type_predicted_iou"]
     assert line["message"].isprintable()
     assert len(line["message"]) < 600

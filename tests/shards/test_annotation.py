@@ -6,7 +6,7 @@ from tests.shards import annotation_fuzz
 def test_mutated_files_are_refused_or_given_back_exactly() -> None:
     verdicts = annotation_fuzz.fuzz(15_000, seed=1)
     # The mutations reach every kind of verdict.
-    assert {"valid", "doubtful", "invalid_json", "bad_rle", "missing_key", "wrong_type", "mask_size"} <= set(
+    assert {"valid", "odd", "invalid_json", "bad_rle", "missing_key", "wrong_type", "mask_size"} <= set(
         verdicts
     )
-    assert min(verdicts["valid"], verdicts["doubtful"], verdicts["bad_rle"]) > 300
+    assert min(verdicts["valid"], verdicts["odd"], verdicts["bad_rle"]) > 300
