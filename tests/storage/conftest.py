@@ -1,5 +1,6 @@
 """A folder of objects, and the small range server over it."""
 
+import asyncio
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,36 @@ from tests.storage.service import Service
 
 SIZE = 4_000_000
 HASTY = RetryPolicy(deadline=60, attempt_timeout=0.6, initial_backoff=0.02, max_backoff=0.2)
+
+
+class WaitedTime:
+    """A clock that only waiting moves: a busy machine reaches no deadline earlier, an idle one none later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    def policy(self, deadline: float) -> RetryPolicy:
+        """By this clock, with the longest wait before each retry; an attempt has a minute of real time."""
+        return RetryPolicy(
+            deadline=deadline,
+            attempt_timeout=60,
+            clock=self,
+            async_sleep=self.sleep,
+            random=lambda: 1.0,
+        )
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> WaitedTime:
+    monkeypatch.setattr("sa1b.storage.retry._MIN_TIMEOUT", 60.0)
+    return WaitedTime()
 
 
 @dataclass(frozen=True)

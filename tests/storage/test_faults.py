@@ -13,7 +13,7 @@ from sa1b.storage.counters import Counters
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Range, Reader
 from sa1b.storage.retry import RetryPolicy
-from tests.storage.conftest import HASTY, Store
+from tests.storage.conftest import HASTY, Store, WaitedTime
 from tests.storage.fault_proxy import KINDS
 from tests.storage.service import Service
 
@@ -136,44 +136,45 @@ def test_an_outage_of_a_minute_is_waited_out(store: Store) -> None:
     assert 60 <= took < 85
 
 
-def test_an_outage_longer_than_the_deadline_names_url_and_last_error(store: Store) -> None:
+def test_an_outage_longer_than_the_deadline_names_url_and_last_error(
+    store: Store, waited: WaitedTime
+) -> None:
     with (
         Service("fault_proxy", store.port, 1, 0.0) as proxy,
-        Reader("s3://data", options=store.options(proxy.port), deadline=1.5) as reader,
+        Reader("s3://data", options=store.options(proxy.port), retry_policy=waited.policy(20)) as reader,
     ):
         reader.read_range("a.bin", 0, 10)
-        proxy.ask({"do": "outage", "seconds": 30})
+        proxy.ask({"do": "outage", "seconds": 600})
         with pytest.raises(UnavailableError, match="s3://data/a.bin, bytes 5 to 15: unavailable") as caught:
             reader.read_range("a.bin", 5, 10)
     assert caught.value.last_error
     assert caught.value.counters.resets > 3
 
 
-def test_a_storm_of_503_ends_at_the_deadline_not_before(store: Store) -> None:
+def test_a_storm_of_503_ends_at_the_deadline_not_before(store: Store, waited: WaitedTime) -> None:
     with (
         Service("fault_proxy", store.port, 1, 1.0, "busy") as proxy,
-        Reader("s3://data", options=store.options(proxy.port), deadline=1) as reader,
+        Reader("s3://data", options=store.options(proxy.port), retry_policy=waited.policy(20)) as reader,
     ):
-        began = time.monotonic()
         with pytest.raises(UnavailableError, match="SlowDown"):
             reader.read_range("a.bin", 5, 10)
-        assert 0.9 < time.monotonic() - began < 4
+        assert waited.now == pytest.approx(20)
         assert reader.counters().throttled == reader.counters().attempts > 3
 
 
 def test_a_stall_costs_one_attempt_not_the_deadline(store: Store) -> None:
     ranges = store.ranges(8, seed=21)
-    began = time.monotonic()
+    # Each read's deadline is 60 s: one that a stall had cost would be an error.
     data, counters, faults = through(store, 2, 0.5, ranges, "stall", "stall_body")
     assert data == store.slices(ranges)
-    assert counters.timeouts == len(faults) > 0
-    assert time.monotonic() - began < 15
+    # A busy machine may give up attempts that do not stall; nothing else is retried.
+    assert counters.attempts - counters.reads == counters.faults == counters.timeouts >= len(faults) > 0
 
 
 def test_closing_ends_reads_that_hang(store: Store) -> None:
     with (
         Service("fault_proxy", store.port, 1, 1.0, "stall") as proxy,
-        Reader("s3://data", options=store.options(proxy.port)) as reader,
+        Reader("s3://data", options=store.options(proxy.port), attempt_timeout=3600, deadline=3600) as reader,
     ):
         ended: list[BaseException] = []
 
@@ -187,16 +188,14 @@ def test_closing_ends_reads_that_hang(store: Store) -> None:
         thread.start()
         while not proxy.ask({"do": "log"})["faults"]:
             time.sleep(0.05)
-        began = time.monotonic()
         reader.close()
-        thread.join(5)
+        thread.join(60)
         assert len(ended) == 1
-        assert time.monotonic() - began < 3
 
 
 def test_the_proxy_answers_expect_100_continue(store: Store, tmp_path: Path) -> None:
     with Service("fault_proxy", store.port, 1, 0.0) as proxy:
-        connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=60)
         connection.putrequest("PUT", "/data/put/new.bin")
         connection.putheader("Content-Length", "5")
         connection.putheader("Expect", "100-continue")

@@ -29,7 +29,7 @@ class Reads(IterableDataset[torch.Tensor]):
 @pytest.mark.parametrize(("workers", "way"), [(0, None), (2, "fork"), (2, "spawn")])
 def test_workers_of_a_data_loader_read(store: Store, workers: int, way: str | None) -> None:
     ranges = store.ranges(20, seed=4)
-    with Reader("s3://data", options=store.options(), deadline=20) as reader:
+    with Reader("s3://data", options=store.options(), deadline=120) as reader:
         reader.read_range("a.bin", 0, 10)  # the parent's connections must not be the workers'
         loader = DataLoader(
             Reads(reader, ranges), batch_size=None, num_workers=workers, multiprocessing_context=way
@@ -41,7 +41,7 @@ def test_workers_of_a_data_loader_read(store: Store, workers: int, way: str | No
 
 @pytest.mark.parametrize("way", ["fork", "spawn"])
 def test_errors_keep_their_class_on_the_way_out_of_a_worker(store: Store, way: str) -> None:
-    with Reader("s3://data", options=store.options(), deadline=20) as reader:
+    with Reader("s3://data", options=store.options(), deadline=120) as reader:
         reads = Reads(reader, [Range("a.bin", 0, 5, 1)])
         loader = DataLoader(reads, batch_size=None, num_workers=1, multiprocessing_context=way)
         with pytest.raises(DamageError, match="s3://data/a.bin"):
