@@ -1,7 +1,7 @@
 """Ceph's object gateway on one machine, for tests: a real S3 store with signatures, on free ports of 127.0.0.1.
 
 One monitor, one OSD on a sparse file, one gateway, all state in one folder. The daemons run in the
-foreground and are told by the kernel to end when the thread that started them ends.
+foreground; the kernel ends them when the thread that started them ends.
 """
 
 import json

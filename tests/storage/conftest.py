@@ -64,12 +64,12 @@ class Store:
 
     def ranges(self, count: int, seed: int = 0, longest: int = 60_000, name: str = "a.bin") -> list[Range]:
         """Random ranges of an object with their crc32c."""
-        draws = random.Random(seed)
+        rng = random.Random(seed)
         data = self.bytes(name)
         found = []
         for _ in range(count):
-            length = draws.randrange(1, longest)
-            start = draws.randrange(len(data) - length + 1)
+            length = rng.randrange(1, longest)
+            start = rng.randrange(len(data) - length + 1)
             found.append(Range(name, start, length, int(google_crc32c.value(data[start : start + length]))))
         return found
 

@@ -52,18 +52,18 @@ class Proxy:
         self.visits[key] += 1
         visit = self.visits[key]
         words = f"{self.seed}/{method}/{path}/{wanted}/{visit}".encode()
-        draws = random.Random(hashlib.sha256(words).digest())
+        rng = random.Random(hashlib.sha256(words).digest())
         kind = None
         if self.busy[key]:
             self.busy[key] -= 1
             kind = "busy"
-        elif method == "GET" and draws.random() < self.rate:
-            kind = draws.choice(self.kinds)
+        elif method == "GET" and rng.random() < self.rate:
+            kind = rng.choice(self.kinds)
             if kind == "busy":
                 self.busy[key] = 2
         if kind is not None:
             self.log.append((*key, visit, kind))
-        return kind, draws
+        return kind, rng
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of a client."""
@@ -83,9 +83,9 @@ class Proxy:
                     )
                 body = await reader.readexactly(int(fields.get("content-length", 0)))
                 method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
-                kind, draws = self.plan(method, path, fields.get("range", ""))
+                kind, rng = self.plan(method, path, fields.get("range", ""))
                 if kind == "latency":
-                    await asyncio.sleep(draws.uniform(0.05, 0.25))
+                    await asyncio.sleep(rng.uniform(0.05, 0.25))
                 elif kind == "reset":
                     _reset(writer)
                     return
@@ -100,7 +100,7 @@ class Proxy:
                 if upstream is None:
                     upstream = await asyncio.open_connection("127.0.0.1", self.upstream)
                 upstream[1].write(head + body)
-                if not await self._answer(upstream[0], writer, method, kind, draws):
+                if not await self._answer(upstream[0], writer, method, kind, rng):
                     return
         except (OSError, EOFError, asyncio.CancelledError):
             pass  # one of the two went away, or the proxy ends
@@ -116,7 +116,7 @@ class Proxy:
         writer: asyncio.StreamWriter,
         method: str,
         kind: str | None,
-        draws: random.Random,
+        rng: random.Random,
     ) -> bool:
         """Pass an answer on, broken if planned; whether the connection goes on."""
         head, fields = await _head(upstream)
@@ -129,9 +129,9 @@ class Proxy:
                 for line in head.split(b"\r\n")
             )
         elif kind == "flip" and body:
-            body[draws.randrange(len(body))] ^= 1 << draws.randrange(8)
+            body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
         if kind in ("reset_body", "stall_body"):
-            writer.write(head + body[: draws.randrange(len(body) + 1) // 2])
+            writer.write(head + body[: rng.randrange(len(body) + 1) // 2])
             await writer.drain()
             if kind == "stall_body":
                 await asyncio.sleep(_FOR_EVER)

@@ -35,11 +35,11 @@ class Objects:
     data: bytes
 
     def ranges(self, count: int, seed: int, longest: int = 100_000) -> list[Range]:
-        draws = random.Random(seed)
+        rng = random.Random(seed)
         found = []
         for _ in range(count):
-            length = draws.randrange(1, longest)
-            start = draws.randrange(SIZE - length)
+            length = rng.randrange(1, longest)
+            start = rng.randrange(SIZE - length)
             crc = int(google_crc32c.value(self.data[start : start + length]))
             found.append(Range("a.tar", start, length, crc))
         return found

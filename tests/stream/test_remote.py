@@ -182,7 +182,7 @@ def test_a_store_that_is_gone_stops_the_stream_and_is_named(
 ) -> None:
     ledger = tmp_path / "ledger.jsonl"
     with Service("fault_proxy", server.port, 1, 0.0) as proxy:
-        stream = remote(proxy.port, ledger=ledger, deadline=4)
+        stream = remote(proxy.port, ledger=ledger, deadline=10)
         batches = (
             iter(sa1b.Loader(stream, quiet=True))
             if way == "loader"
@@ -190,7 +190,7 @@ def test_a_store_that_is_gone_stops_the_stream_and_is_named(
         )
         next(batches)
         proxy.ask({"do": "outage", "seconds": 600})
-        with pytest.raises(UnavailableError, match=r"s3://data/root/sa1b-000001-.*unavailable: .* in 4 s"):
+        with pytest.raises(UnavailableError, match=r"s3://data/root/sa1b-000001-.*unavailable: .* in 10 s"):
             list(islice(batches, STEPS))
     assert not ledger.exists()
     # torch waits for its workers, 5 s each, in whatever thread the iterator is collected: in ours the next

@@ -40,7 +40,7 @@ def seen(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for world in WORLDS
     ]
     for one in launched:
-        output, _ = one.communicate(timeout=120)
+        output, _ = one.communicate(timeout=600)
         assert one.returncode == 0, output
     return out
 
