@@ -19,7 +19,7 @@ MASK_KEYS = (
     "stability_score",
 )
 BBOX_IS_INT, CROP_BOX_IS_INT = 1, 2
-_EXACT_INT = 2**53  # integers below survive a float64; this one is also what the next one is rounded to
+EXACT_INT = 2**53  # integers below survive a float64; this one is also what the next one is rounded to
 
 
 def usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] | None:
@@ -56,7 +56,7 @@ def usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] |
         return None
     number_types = np.array(kinds, np.uint8)
     # Written so that NaN and infinity in a neighbouring number fail it too.
-    if not (np.abs(numbers[number_types > 0, :8]) < _EXACT_INT).all():
+    if not (np.abs(numbers[number_types > 0, :8]) < EXACT_INT).all():
         return None
     return {
         "bbox": numbers[:, :4].copy(),
