@@ -82,6 +82,12 @@ def parse_shard_name(name: str) -> ShardName | None:
     return None if match is None else ShardName(match[1], int(match[2]))
 
 
+def is_shard_of(name: str, source: str) -> bool:
+    """Whether `name` is the name of a shard of a source."""
+    found = parse_shard_name(name)
+    return found is not None and found.stem == source_stem(source)
+
+
 def shard_order(name: str) -> ShardName:
     """The sort key of shards: part 10,000 after part 9,999. Names of another form sort as text."""
     return parse_shard_name(name) or ShardName(name, -1)

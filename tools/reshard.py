@@ -1,6 +1,8 @@
 """Turn SA-1B tars as downloaded into indexed shards.
 
 Example: python tools/reshard.py sa_000020.tar sa_000021.tar --out shards --workers 4
+         python tools/reshard.py downloads --out shards --task 3/8     on each of 8 machines, then
+         python tools/reshard.py --out shards --finish
 
 Run the same command again after any interruption: finished sources are recognised and only what is missing
 is done. Exit code 0: everything is in; 3: finished, but something was refused or part of a source is damaged;
@@ -16,9 +18,14 @@ from tyro.conf import Positional, UseAppendAction
 
 from sa1b.console import run
 from sa1b.errors import UsageError
+from sa1b.ingest.admission import admitted
+from sa1b.ingest.finish import drop_source
+from sa1b.ingest.finish import finish as finish_dataset
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
+from sa1b.ingest.worker import Run
 from sa1b.shards.manifest import Options
+from sa1b.storage.claim import TIMEOUT
 
 
 def main(
@@ -37,6 +44,14 @@ def main(
     on_error: Literal["quarantine", "stop"] = "quarantine",
     accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
     recheck: bool = False,
+    replace: bool = False,
+    rename: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATH=NAME")] = (),
+    drop: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE")] = (),
+    task: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None,
+    finish: bool = False,
+    claim_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = TIMEOUT,
+    stall_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600,
+    no_space_check: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Turn SA-1B tars as downloaded into indexed shards.
@@ -62,12 +77,26 @@ def main(
         accept: A reason that may be frequent. Without it, one reason for more than 1 % of a source's pairs
             (and more than 20) stops the run. May be given several times.
         recheck: Recognise finished sources by the digest of their content instead of size and time.
+        replace: Take a source that has the name of a finished one and other content in its place. Without it,
+            such a source is refused.
+        rename: Take the source at PATH under another name. May be given several times.
+        drop: Remove a finished source and its shards. May be given several times, without SOURCE.
+        task: Work on a part of the sources: those at I, I + N, I + 2 N, ... in the order of their names, I
+            from 0 to N - 1. For N processes on any number of machines that share --out. The dataset is not
+            finished then: run --finish when all have ended.
+        finish: Make a dataset of all finished sources. With SOURCE, those that are missing are reported.
+        claim_timeout: Seconds without a heartbeat after which a source that another process has claimed may
+            be taken over. A process that has died on this machine is noticed at once.
+        stall_timeout: Seconds without progress after which a worker is killed and its source tried once more.
+        no_space_check: Start although the disk seems too small.
         json_output: Print the summary as JSON, without progress.
     """
+    if drop or finish:
+        return _without_ingest(source, out, drop, finish, task, json_output)
     if not source:
         raise UsageError("no SOURCE given; see --help")
-    if images_per_shard < 1 or workers < 1:
-        raise UsageError("--images-per-shard and --workers must be at least 1")
+    if images_per_shard < 1 or workers < 1 or min(claim_timeout, stall_timeout) <= 0:
+        raise UsageError("--images-per-shard and --workers must be at least 1, timeouts above 0")
     if quality is not None and (image_size is None or not 1 <= quality <= 100):
         raise UsageError("--quality is from 1 to 100 and goes with --image-size")
     if image_size is not None:
@@ -79,13 +108,62 @@ def main(
         out,
         Options(images_per_shard, image_size, quality, keep_json, not no_index_runs, decode_images),
         Policy(on_error == "stop", frozenset(accept), None, spill),
-        workers=workers,
-        checklist=md5,
-        recheck=recheck,
-        quiet=json_output,
+        Run(
+            workers=workers,
+            checklist=md5,
+            recheck=recheck,
+            replace=replace,
+            rename=_renamed(rename),
+            task=_part(task),
+            claim_timeout=claim_timeout,
+            stall_timeout=stall_timeout,
+            space_check=not no_space_check,
+            quiet=json_output,
+        ),
     )
     print(json.dumps(summary.document(), indent=1) if json_output else summary.table(out))
     return summary.exit_code()
+
+
+def _without_ingest(
+    source: tuple[Path, ...], out: Path, drop: tuple[str, ...], finish: bool, task: str | None, as_json: bool
+) -> int:
+    """--drop and --finish."""
+    if (drop and (source or finish)) or task is not None:
+        raise UsageError("--drop and --finish each stand alone; only --finish takes SOURCE")
+    if not out.is_dir():
+        raise UsageError(f"--out {out}: no such folder")
+    for name in drop:
+        finished = drop_source(out, name)
+    if finish:
+        finished = finish_dataset(out, [one.name for one in admitted(source, {})])
+    document = {"sources": len(finished.tasks), "failed": finished.failed, "pending": finished.pending}
+    code = 1 if finished.is_partial else 0
+    if as_json:
+        print(json.dumps({"exit_code": code, "complete": code == 0, **document}, indent=1))
+    else:
+        print(finished.line(out))
+    return code
+
+
+def _renamed(pairs: tuple[str, ...]) -> dict[Path, str]:
+    found = {}
+    for pair in pairs:
+        path, equals, name = pair.rpartition("=")
+        if not equals or not path or not name:
+            raise UsageError(f"--rename {pair!r}: expected PATH=NAME")
+        found[Path(path)] = name
+    return found
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+    """`I/N` as numbers."""
+    if text is None:
+        return None
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise UsageError(f"--task {text!r}: expected I/N with I from 0 to N - 1, such as 0/8")
+    return int(number), int(count)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ shard has been read back do the files get their names, the task file last.
 
 import contextlib
 import ctypes
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,8 @@ import pyarrow as pa
 
 from sa1b.errors import OutOfMemoryError, SourceError, SystematicError
 from sa1b.ingest.source_pass import Counts, Policy, SourcePass
-from sa1b.shards.commit import check_clash, publish_quarantine, publish_task
+from sa1b.ingest.staging import make_staging, remove_staging
+from sa1b.shards.commit import check_clash, commit_quarantine, commit_task
 from sa1b.shards.manifest import PARTIAL, Options, Task, task_path
 from sa1b.sources.source import Source
 from sa1b.storage.publish import naming
@@ -46,11 +46,16 @@ def ingest(
     options: Options,
     policy: Policy,
     report: Callable[[Counts], None] = lambda counts: None,
+    check: Callable[[Task], None] = lambda task: None,
 ) -> Task:
     """Turn one source into shards of `root` and return its task, already written.
 
-    Running it again gives the same bytes. An interruption at any point leaves the root as it was, or with
+    Running it again gives the same bytes. An interruption at any point leaves the dataset as it was, or with
     files that no task file claims; the next run replaces them.
+
+    Args:
+        report: called with what has been done so far.
+        check: called before the first file is committed; what it raises ends the ingest without a trace.
 
     Raises:
         SourceError: the md5 differs from the checklist's, or nothing in the source can be used.
@@ -58,17 +63,17 @@ def ingest(
         OutOfMemoryError: the process may not take the memory it needs, up to 600 MB.
         OSError: the disk is full or fails; the message names the path.
     """
-    aside = root / PARTIAL / source.name
-    spill = (policy.spill or root / PARTIAL) / f"{source.name}.spill"
-    for folder in (aside, spill):
-        shutil.rmtree(folder, ignore_errors=True)
-    aside.mkdir(parents=True)
+    parents = dict.fromkeys((root / PARTIAL, policy.spill or root / PARTIAL))
+    folders = [make_staging(folder) for folder in parents]
+    aside, spill = folders[0] / source.name, folders[-1] / f"{source.name}.spill"
+    aside.mkdir()
     try:
         with naming(root), ThreadPoolExecutor(1) as sealer:
             task = SourcePass(source, aside, spill, options, policy, report, sealer).run()
+        check(task)
         check_clash(task, aside, root)
         with naming(root):
-            publish_task(task, aside, root)
+            task = commit_task(task, aside, root)
     except MemoryError:
         raise OutOfMemoryError(
             f"{source.path}: out of memory; ingest of a source takes up to 600 MB: use fewer --workers, or "
@@ -78,9 +83,9 @@ def ingest(
         # What was refused, with reasons and offsets, is what a person looks at now; but never in place of
         # what an earlier run refused of a source whose shards stay.
         if not task_path(root, source.name).exists():
-            publish_quarantine(source.name, aside, root)
+            commit_quarantine(source.name, aside, root)
         raise
     finally:
-        for folder in (aside, spill):
-            shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders:
+            remove_staging(folder)
     return task

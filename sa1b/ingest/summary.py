@@ -5,25 +5,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sa1b.ingest.finish import Finished
 from sa1b.shards import manifest
 from sa1b.shards.manifest import DATASET, Task
 
 
 @dataclass(slots=True)
-class Summary:
-    """What a run did, and what the root holds now.
+class ReshardSummary:
+    """What a run did, and what the dataset directory holds now.
 
     Attributes:
+        sources: names of the sources of this run.
+        task: (I, N) where the run had a part of the sources.
         seconds: of this run.
         stored_bytes: read from sources in this run.
         done, skipped: names of sources finished in this run, and found finished.
-        failed: name of a source -> why it is not in the root.
-        retried: name of a source -> how its process died, for those that finished later too.
-        tasks: all finished sources of the root.
-        complete: dataset.json and samples.bin are there and cover all of them.
-        interrupted: Ctrl-C.
+        failed: name of a source -> why it is not in the dataset.
+        retried: name of a source -> how its process ended, for those that finished later too.
+        tasks: all finished sources of the directory.
+        finished: what dataset.json says; None: it was not written.
+        interrupted: Ctrl-C. disk_full: the disk was full or cannot be written, and the run stopped.
     """
 
+    sources: list[str] = field(default_factory=list)
+    task: tuple[int, int] | None = None
     seconds: float = 0.0
     stored_bytes: int = 0
     done: list[str] = field(default_factory=list)
@@ -31,8 +36,22 @@ class Summary:
     failed: dict[str, str] = field(default_factory=dict)
     retried: dict[str, list[str]] = field(default_factory=dict)
     tasks: dict[str, Task] = field(default_factory=dict)
-    complete: bool = False
+    finished: Finished | None = None
     interrupted: bool = False
+    disk_full: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether dataset.json is there and covers every source that is known."""
+        return self.finished is not None and bool(self.finished.tasks) and not self.finished.is_partial
+
+    def end(self, finished: Finished) -> None:
+        """Take over what finishing the dataset found out."""
+        self.finished = finished
+        for name in set(self.sources) & finished.failed.keys():
+            self.failed.setdefault(name, finished.failed[name])
+            self.done = [one for one in self.done if one != name]
+            self.skipped = [one for one in self.skipped if one != name]
 
     def _chosen(self) -> list[Task]:
         return [self.tasks[name] for name in self.done + self.skipped if name in self.tasks]
@@ -73,6 +92,13 @@ class Summary:
         return {
             "exit_code": self.exit_code(),
             "complete": self.complete,
+            "dataset": None
+            if self.finished is None
+            else {
+                "sources": len(self.finished.tasks),
+                "failed": self.finished.failed,
+                "pending": self.finished.pending,
+            },
             "seconds": round(self.seconds, 3),
             "megabytes_per_second": round(self._rate(), 1),
             "done": self.done,
@@ -125,15 +151,20 @@ class Summary:
     def _ending(self, root: Path) -> str:
         if self.interrupted:
             return "Interrupted; nothing is broken. Run the same command again to go on."
+        if self.disk_full:
+            return "Stopped: make room, then run the same command again to go on."
+        if self.task is not None:
+            return (
+                f"Task {self.task[0]} of {self.task[1]} is done. When all tasks have ended, write "
+                f"{root / DATASET} with: python tools/reshard.py --out {root} --finish"
+            )
         if self.complete:
             damaged = self.totals()["damaged_sources"]
             if damaged:
                 return (
                     f"Complete but for the damaged parts of {', '.join(damaged)}: {root / DATASET}. "
-                    "Get them again and run the same command: what changed is done again."
+                    "Get them again and run the same command with --replace."
                 )
-            return f"Complete: {root / DATASET}"
-        return (
-            f"Not complete: {root / DATASET} is written when every source named is finished. Run the same "
-            "command again to try the failed ones, or without them to finish with the others."
-        )
+        if self.finished is None:
+            return f"{root / DATASET} is as it was before this run."
+        return self.finished.line(root)

@@ -1,111 +1,268 @@
-"""A finished source takes its place in the root: files get their names, the task file last; and all sources
-together become a dataset.
+"""Commits: a finished source takes its place in the dataset directory, and all sources become a dataset.
+
+The order of writes keeps two promises. A task file is written after everything it claims. dataset.json is
+replaced after the table it names is there, and nothing that it names is removed before its replacement is
+named. A process that dies at any point leaves a directory that readers can open and the next run repairs.
 """
 
-import shutil
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sa1b.errors import SourceError
-from sa1b.names import SHARD_PREFIX, shard_order, source_stem
+from sa1b.errors import ManifestError, SourceError, TableError
+from sa1b.names import is_shard_of
 from sa1b.shards.manifest import (
     DATASET,
+    OLD_SAMPLES,
     QUARANTINE,
-    SAMPLES,
     ShardInfo,
     Task,
+    all_shards,
     dataset_document,
     read_dataset,
-    task_path,
+    read_tasks,
+    task_name,
     write_task,
 )
-from sa1b.shards.sample_table import encode, open_table
+from sa1b.shards.sample_table import SampleTable, encode, open_table, read_facts, write_table
 from sa1b.shards.shard import index_path
-from sa1b.storage.publish import flush, publish, write_whole
+from sa1b.storage.claim import Claim
+from sa1b.storage.publish import flush, naming
+from sa1b.storage.store import Store, temporary_path
+
+_DATASET_CLAIM = ".dataset.claim"  # who writes dataset.json now
+_POLL = 0.2  # seconds
+_COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
 
 
-def publish_task(task: Task, aside: Path, root: Path) -> None:
-    """Name everything, the task file last. What an earlier task of this source left is removed first."""
-    (root / DATASET).unlink(missing_ok=True)
-    (root / SAMPLES).unlink(missing_ok=True)
-    task_path(root, task.name).unlink(missing_ok=True)
-    flush(root)
-    stem = source_stem(task.name)
+def commit_task(task: Task, staged: Path, root: Path) -> Task:
+    """Move a finished source from `staged` into the dataset directory; its task file is written last.
+
+    An earlier task of the same source is replaced. Where its shards differ, dataset.json is first written
+    without the source: a reader never opens a dataset whose shards are not those that it names.
+
+    Args:
+        task: without `samples`.
+        staged: folder on the same file system with the shards and indexes, flushed, and perhaps QUARANTINE.
+    """
+    store = Store(root)
+    rows = _rows_of_indexes(staged, task.shards)
+    task = replace(task, samples={"bytes": len(rows), "sha256": _sha256(rows)})
+    _withdraw(task, root)
+    store.remove(task_name(task.name))
+    commit_quarantine(task.name, staged, root)
+    files = [path for shard in task.shards for path in shard_files(staged, shard.name)]
+    store.commit(files)
     names = {shard.name for shard in task.shards}
-    for old in root.glob(f"{SHARD_PREFIX}{stem}-*.tar"):
-        if old.name not in names and shard_order(old.name).stem == stem:
-            old.unlink()
-            index_path(old).unlink(missing_ok=True)
-    publish_quarantine(task.name, aside, root)
-    for shard in task.shards:
-        for path in (aside / shard.name, index_path(aside / shard.name)):
-            publish(path, root / path.name)
+    old = [name for name in store.names("", ".tar") if is_shard_of(name, task.name)]
+    store.remove(*(path.name for name in old if name not in names for path in shard_files(root, name)))
+    store.put(task_name(task.name, "samples"), rows)
     write_task(root, task)
+    store.remove(task_name(task.name, "failed"))
+    return task
 
 
-def publish_quarantine(name: str, aside: Path, root: Path) -> None:
+def commit_quarantine(name: str, staged: Path, root: Path) -> None:
     """Name what was refused of a source; what an earlier run refused of it is removed."""
-    refused = root / QUARANTINE / name
-    shutil.rmtree(refused, ignore_errors=True)
-    if (aside / QUARANTINE).exists():
-        publish(aside / QUARANTINE, refused)
+    store = Store(root)
+    folder = staged / QUARANTINE
+    if folder.exists():
+        for path in [*folder.iterdir(), folder]:
+            flush(path)
+        store.commit_folder(folder, f"{QUARANTINE}/{name}")
+    elif store.exists(f"{QUARANTINE}/{name}"):
+        store.remove_folder(f"{QUARANTINE}/{name}")
 
 
-def check_clash(task: Task, aside: Path, root: Path) -> None:
-    """Refuse images that a complete root holds already, before anything of it is touched.
+def check_clash(task: Task, staged: Path, root: Path) -> None:
+    """Refuse images that the dataset holds already under another source, before anything of it is touched.
 
     Raises:
         SourceError: naming the image and the shard.
     """
-    if not (root / DATASET).exists() or not (root / SAMPLES).exists():
+    try:
+        document = read_dataset(root)
+        table = open_table(root / document["samples"]["name"])
+        owners = [str(shard["name"]) for shard in document["shards"]]
+    except (ManifestError, TableError, OSError, KeyError, TypeError):
+        return  # found when the dataset is written
+    if not len(table):
         return
-    table = open_table(root / SAMPLES)
-    owners = [shard["name"] for shard in read_dataset(root)["shards"]]
     for shard in task.shards:
-        ids = pq.read_table(index_path(aside / shard.name), columns=["image_id"])["image_id"].to_numpy()
-        rows = np.searchsorted(table.image_id, ids.astype(np.uint64))
-        rows = rows[(rows < len(table)) & (table.image_id[np.minimum(rows, len(table) - 1)] == ids)]
-        for row in rows:
+        index = index_path(staged / shard.name)
+        ids = pq.read_table(index, columns=["image_id"])["image_id"].to_numpy().astype(np.uint64)
+        rows = np.minimum(np.searchsorted(table.image_id, ids), len(table) - 1)
+        for row in rows[table.image_id[rows] == ids]:
             owner = owners[int(table.shard[row])]
-            if shard_order(owner).stem != source_stem(task.name):
-                raise SourceError(
-                    f"image {table.image_id[row]} of {task.name} is in {root / owner} already; "
-                    "leave this source out"
-                )
+            if not is_shard_of(owner, task.name):
+                raise SourceError(_clash_message(int(table.image_id[row]), task.name, owner))
 
 
-def write_dataset(root: Path, tasks: dict[str, Task]) -> None:
-    """Write samples.bin and dataset.json over all finished sources: the root is complete.
+def _clash_message(image_id: int, source: str, owner: str) -> str:
+    return (
+        f"image {image_id} of {source} is in {owner} already: the same images under two names, or two "
+        f"sources that overlap. Leave {source} out, or drop the other one first (--drop)"
+    )
+
+
+@contextlib.contextmanager
+def dataset_claim(root: Path) -> Iterator[None]:
+    """Be the one process that writes dataset.json; wait for another one to end."""
+    store = Store(root)
+    while (claim := Claim.take(store, _DATASET_CLAIM)) is None:
+        time.sleep(_POLL)
+    with claim:
+        yield
+
+
+def write_dataset(
+    root: Path,
+    tasks: Mapping[str, Task],
+    failed: Mapping[str, str] | None = None,
+    pending: Sequence[str] = (),
+) -> None:
+    """Write the sample table and dataset.json over finished sources. Memory: 24 bytes an image.
+
+    With several processes at work in `root`, within `dataset_claim`.
+
+    Args:
+        tasks: the sources, made with the same options, without an image in common.
+        failed, pending: recorded in dataset.json, see `dataset_document`.
 
     Raises:
         SourceError: an image stands in two sources.
     """
-    shards = sorted(
-        (shard for task in tasks.values() for shard in task.shards), key=lambda shard: shard_order(shard.name)
+    if not tasks:
+        _remove_dataset(root)
+        return
+    found = {name: task_rows(root, task) for name, task in sorted(tasks.items())}
+    tasks = {name: task for name, (task, _) in found.items()}
+    tables = {name: table for name, (_, table) in found.items()}
+    twice = clashes(tables)
+    if twice:
+        raise SourceError(next(iter(twice.values())))
+    shards = all_shards(tasks.values())
+    numbers = {shard.name: number for number, shard in enumerate(shards)}
+    first = [numbers[task.shards[0].name] for task in tasks.values()]
+    temporary = temporary_path(root / "samples")
+    store = Store(root)
+    try:
+        with naming(root):
+            facts = write_table(temporary, list(tables.values()), first)
+            final = temporary.with_name(facts.name)
+            temporary.replace(final)
+            flush(root)
+    finally:
+        temporary.unlink(missing_ok=True)
+    store.put(DATASET, dataset_document(tasks, facts.name, facts, failed, pending))
+    _remove_tables(root, keep=facts.name)
+
+
+def task_rows(root: Path, task: Task) -> tuple[Task, SampleTable]:
+    """The rows of a source, and its task: tasks/<source>.samples, made again from the indexes where it is
+    missing, damaged or not there yet (directories of earlier versions).
+
+    Raises:
+        OSError, TableError: an index cannot be read.
+    """
+    path = root / task_name(task.name, "samples")
+    if task.samples is not None:
+        with contextlib.suppress(OSError, TableError):
+            with path.open("rb") as file:
+                facts = read_facts(file)
+            if {"bytes": facts.bytes, "sha256": facts.sha256} == task.samples:
+                return task, open_table(path)
+    rows = _rows_of_indexes(root, task.shards)
+    Store(root).put(task_name(task.name, "samples"), rows)
+    samples = {"bytes": len(rows), "sha256": _sha256(rows)}
+    if task.samples != samples:
+        task = replace(task, samples=samples)
+        write_task(root, task)
+    return task, open_table(path)
+
+
+def clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
+    """Sources that hold an image of a source before them, by name: source -> message."""
+    names = list(tables)
+    ids = np.concatenate([tables[name].image_id for name in names]) if names else np.empty(0, np.uint64)
+    ends = list(accumulate(len(tables[name]) for name in names))
+    order = np.argsort(ids, kind="stable")
+    same = np.flatnonzero(ids[order][1:] == ids[order][:-1])
+    if not len(same):
+        return {}
+    # Of equal ids the stable order has the earlier source first.
+    owners = np.searchsorted(ends, np.stack([order[same], order[same + 1]]), side="right")
+    found: dict[str, str] = {}
+    pairs, at = np.unique(owners, axis=1, return_index=True)
+    for (first, second), position in sorted(zip(pairs.T.tolist(), at.tolist(), strict=True)):
+        if names[first] not in found and first != second:
+            image_id = int(ids[order[same[position]]])
+            message = _clash_message(image_id, names[second], names[first])
+            found.setdefault(names[second], message)
+    return found
+
+
+def _withdraw(task: Task, root: Path) -> None:
+    """Write dataset.json without a source whose shards there are about to be replaced by others."""
+    try:
+        named = {str(shard["name"]): shard for shard in read_dataset(root)["shards"]}
+    except (ManifestError, OSError, KeyError, TypeError):
+        return
+    own = {name: shard for name, shard in named.items() if is_shard_of(name, task.name)}
+    if own and own != {shard.name: asdict(shard) for shard in task.shards}:
+        with dataset_claim(root):
+            left = {name: other for name, other in read_tasks(root).items() if name != task.name}
+            failed, pending = failed_and_pending(root, left, without=task.name)
+            write_dataset(root, left, failed, sorted({*pending, task.name}))
+
+
+def failed_and_pending(
+    root: Path, tasks: Mapping[str, Task], *, without: str
+) -> tuple[dict[str, str], list[str]]:
+    """What dataset.json says of sources that are not in it, but for one."""
+    document = read_dataset(root)
+    failed = {name: str(why) for name, why in document.get("failed", {}).items()}
+    pending = [str(name) for name in document.get("pending", [])]
+    known = {*tasks, without}
+    return (
+        {name: why for name, why in failed.items() if name not in known},
+        [name for name in pending if name not in known],
     )
-    samples = _sample_columns(root, shards, tasks)
-    write_whole(root / SAMPLES, samples)
-    write_whole(root / DATASET, dataset_document(shards, tasks, samples))
 
 
-def _sample_columns(root: Path, shards: list[ShardInfo], tasks: dict[str, Task]) -> bytes:
-    names = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
-    read = [pq.read_table(index_path(root / shard.name), columns=names) for shard in shards]
+def _remove_dataset(root: Path) -> None:
+    """The last source is gone: nothing is left to read."""
+    Store(root).remove(DATASET)
+    _remove_tables(root, keep="")
+
+
+def _remove_tables(root: Path, *, keep: str) -> None:
+    store = Store(root)
+    tables = [name for name in store.names("", ".bin") if name == OLD_SAMPLES or name.startswith("samples-")]
+    store.remove(*(name for name in tables if name != keep))
+
+
+def _rows_of_indexes(folder: Path, shards: Sequence[ShardInfo]) -> bytes:
+    """The bytes of a source's sample table, from its indexes in a folder."""
+    read = [pq.read_table(index_path(folder / shard.name), columns=_COLUMNS) for shard in shards]
     rows = pa.concat_tables(read)
-    columns = {name: rows[name].to_numpy() for name in names}
+    columns = {name: rows[name].to_numpy() for name in _COLUMNS}
     columns["offset"] = columns.pop("jpg_offset")
     columns["shard"] = np.repeat(np.arange(len(shards)), [len(part) for part in read])
-    ids = columns["image_id"]
-    unique, times = np.unique(ids, return_counts=True)
-    if len(unique) != len(ids):
-        twice = int(unique[times > 1][0])
-        pair = [shards[columns["shard"][i]].name for i in np.flatnonzero(ids == twice)[:2]]
-        owners = [name for name, task in tasks.items() for shard in task.shards if shard.name in pair]
-        raise SourceError(
-            f"image {twice} stands in two sources: {' and '.join(owners)}; to drop one of them, remove "
-            f"{task_path(root, owners[-1])} and that source's shards in {root}, and leave it out"
-        )
     return encode(columns)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def shard_files(folder: Path, shard: str) -> tuple[Path, Path]:
+    return folder / shard, index_path(folder / shard)

@@ -1,7 +1,10 @@
 """Reading a root back, sample by sample, for people and for tests; training reads through the stream."""
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ from sa1b.masks.runs import Runs
 from sa1b.shards import jpeg, manifest
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.sample_read import Reading, begin, place_of
-from sa1b.shards.sample_table import SampleTable, open_table
+from sa1b.shards.sample_table import SampleTable, is_intact, open_table
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader
 
+_ATTEMPTS = 3  # to open a directory that sources are added to
 MANIFEST_CAP = 256 << 20  # bytes of a dataset.json: 5 MB for the 11,000 shards of all of SA-1B
 
 
@@ -52,9 +56,11 @@ class Sample:
 
 
 class Dataset:
-    """The samples of a root, sorted by image id. Opening reads the manifest and maps the sample table.
+    """The samples of a dataset directory, sorted by image id. Opening reads the manifest and maps the table.
 
-    `ds[i]`, `ds.by_id(image_id)`, `len(ds)`, iteration. Safe to share between threads.
+    `ds[i]`, `ds.by_id(image_id)`, `len(ds)`, iteration. Safe to share between threads. An open dataset stays
+    as it was opened, also in worker processes that it is pickled for, while sources are added to the
+    directory; opening it again gives the new version.
 
     Args:
         root: folder that tools/reshard.py made, or its URL (s3://...). Of a URL the sample table is copied to
@@ -74,24 +80,41 @@ class Dataset:
         deadline: float = 300.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        self._open(root, deadline, storage_options)
+        for attempt in range(_ATTEMPTS):
+            self.manifest = self._read_manifest()
+            try:
+                self._map_table()
+            except (FileNotFoundError, MissingError):
+                # Sources were added in this moment: the table has another name in the new manifest.
+                if attempt + 1 == _ATTEMPTS or self.manifest == self._read_manifest():
+                    name = self.reader.url(self._table_name())
+                    raise TableError(f"{name}: missing; tools/index.py makes it again") from None
+            else:
+                break
+
+    def _open(self, root: Path | str, deadline: float, storage_options: Mapping[str, Any] | None) -> None:
         self._arguments = root, deadline, storage_options
         self.reader = Reader(root, deadline=deadline, options=storage_options)
         self.root = self.reader.root
-        self.manifest = self._read_manifest()
+
+    def _map_table(self, path: Path | None = None) -> None:
+        """Map the table that the manifest names, from `path` if it lies elsewhere by now."""
         try:
             self.shards: list[str] = [str(shard["name"]) for shard in self.manifest["shards"]]
             samples = self.manifest["samples"]
             promised = samples["columns_sha256"], samples["ids_sha256"]
+            self.failed: dict[str, str] = dict(self.manifest.get("failed", {}))
+            self.pending: list[str] = list(self.manifest.get("pending", []))
         except (KeyError, TypeError) as error:
             raise ManifestError(
                 f"{self.reader.url(manifest.DATASET)}: damaged, it lacks {error}; run tools/index.py to make "
                 "it again"
             ) from None
-        self._samples = self._fetch_samples()
-        try:
-            self.table: SampleTable = open_table(self._samples)
-        except FileNotFoundError:
-            raise TableError(f"{self._samples}: missing; tools/index.py makes it again") from None
+        self._samples = path or self._fetch_samples()
+        # Where other processes find this version once its files have lost their names.
+        self._files = (self._samples.open("rb"), self._manifest_file)
+        self.table: SampleTable = open_table(self._samples)
         if (self.table.digest, self.table.ids_digest) != promised:
             raise ManifestError(
                 f"{self._samples} is not the one {manifest.DATASET} was written with; "
@@ -99,8 +122,22 @@ class Dataset:
             )
 
     def __reduce__(self) -> tuple[Callable[..., "Dataset"], tuple[Any, ...]]:
-        # Another process maps the table itself; it is not copied.
-        return _reopen, self._arguments
+        # Another process reads manifest and table itself; they are not copied.
+        kept = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._files if file is not None]
+        return _reopen, (self._arguments, self.table.digest, kept)
+
+    def __repr__(self) -> str:
+        shown = f"Dataset({str(self.root)!r}: {len(self):,} images in {len(self.shards):,} shards"
+        return f"{shown}; {self.lacks()})" if self.lacks() else f"{shown})"
+
+    def lacks(self) -> str:
+        """What a partial dataset lacks, in words; empty where every known source is in it."""
+        parts = []
+        for names, what in ((sorted(self.failed), "failed"), (self.pending, "pending")):
+            if names:
+                shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+                parts.append(f"{len(names):,} sources {what} ({shown})")
+        return "partial: " + ", ".join(parts) if parts else ""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -163,10 +200,18 @@ class Dataset:
         Raises:
             TableError: it is the table that is.
         """
-        open_table(self._samples, check=True)
+        if not is_intact(self.table):
+            raise TableError(
+                f"{self._samples}: the columns do not match their digest; tools/index.py makes it again"
+            )
 
     def _read_manifest(self) -> dict[str, Any]:
+        self._manifest_file: BufferedReader | None = None
         if self.reader.is_local:
+            path = Path(self.root) / manifest.DATASET
+            with contextlib.suppress(FileNotFoundError):  # then the next line says more
+                self._manifest_file = path.open("rb")
+                return manifest.parse(self._manifest_file.read(), path)
             return manifest.read_dataset(Path(self.root))
         url = self.reader.url(manifest.DATASET)
         try:
@@ -176,6 +221,9 @@ class Dataset:
                 f"{error}; is {self.root} a copy of the --out folder of tools/reshard.py?"
             ) from None
 
+    def _table_name(self) -> str:
+        return str(self.manifest["samples"].get("name", manifest.OLD_SAMPLES))
+
     def _fetch_samples(self) -> Path:
         digest = self.manifest["samples"].get("sha256")
         if digest is None and not self.reader.is_local:
@@ -183,11 +231,34 @@ class Dataset:
                 f"{self.reader.url(manifest.DATASET)}: made before roots could lie behind a URL; run "
                 "tools/index.py on the folder and copy dataset.json again"
             )
-        return fetch_once(self.reader, manifest.SAMPLES, digest or "")
+        return fetch_once(self.reader, self._table_name(), digest or "")
 
 
-def _reopen(root: Path | str, deadline: float, storage_options: Mapping[str, Any] | None) -> Dataset:
-    return Dataset(root, deadline=deadline, storage_options=storage_options)
+def _reopen(
+    arguments: tuple[Path | str, float, Mapping[str, Any] | None], digest: str, kept: list[str]
+) -> Dataset:
+    """The same version of a dataset in another process.
+
+    Args:
+        digest: of its table.
+        kept: the files of the table and of the manifest, as the first process has them open.
+    """
+    dataset = Dataset.__new__(Dataset)
+    dataset._open(*arguments)
+    with contextlib.suppress(FileNotFoundError, MissingError):
+        dataset.manifest = dataset._read_manifest()
+        if dataset.manifest["samples"]["columns_sha256"] == digest:
+            dataset._map_table()
+            return dataset
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        table, document = map(Path, kept)
+        dataset._manifest_file = document.open("rb")
+        dataset.manifest = manifest.parse(dataset._manifest_file.read(), document)
+        dataset._map_table(table)
+        return dataset
+    raise TableError(
+        f"{dataset.reader.url(manifest.DATASET)}: written anew since the dataset was opened; open it again"
+    )
 
 
 def open_dataset(root: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> Dataset:

@@ -1,28 +1,32 @@
-"""What is in a root: one task file per finished source, and dataset.json over all of them.
+"""What a dataset directory holds: one task file per finished source, and dataset.json over all of them.
 
-A task file is written last: while it is missing, nothing of its source counts. dataset.json and samples.bin
-are made from the task files and the indexes, and can be made again from them at any time.
+A task file is written last: while it is missing, nothing of its source counts. dataset.json and the sample
+table are made from the task files and their rows, and can be made again from them at any time.
+
+    dataset.json             the only entry point for readers; replaced atomically, never removed
+    tasks/<source>.json      a finished source
+    tasks/<source>.samples   its rows of the sample table
+    tasks/<source>.failed    why a source is not in the dataset, written by the run that failed
+    tasks/<source>.claim     who works on a source now, see sa1b.storage.claim
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sa1b.errors import ManifestError, TableError
-from sa1b.shards import sample_table as table
+from sa1b.names import shard_order
+from sa1b.shards.sample_table import TableFacts, open_table
 from sa1b.storage.publish import json_bytes, write_whole
 
 FORMAT = "sa1b-shards-1"
-DATASET, SAMPLES, TASKS, QUARANTINE, PARTIAL = (
-    "dataset.json",
-    "samples.bin",
-    "tasks",
-    "quarantine",
-    ".partial",
-)
+DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
+OLD_SAMPLES = "samples.bin"  # the sample table of directories made before its name had its digest
 _TASK_KEYS = {
     "source": {"name", "kind", "size", "mtime_ns", "sha256", "md5"},
     "counts": {"members", "images", "masks", "jpg_bytes", "refused_members", "refused", "doubtful"},
@@ -75,6 +79,11 @@ class Options:
             "index_runs": "masks in the index (no --no-index-runs)" if self.index_runs else "--no-index-runs",
         }
 
+    def difference(self, other: "Options") -> tuple[str, str] | None:
+        """The first flag that differs: as set here, and as set there."""
+        one, two = self.flags(), other.flags()
+        return next(((one[name], two[name]) for name in one if one[name] != two[name]), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -88,6 +97,7 @@ class Task:
         counts: members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs.
         damage: stretches of the source that could not be read.
         largest: per image: masks, runs, and bytes of jpg, masks and decoded record.
+        samples: bytes and sha256 of tasks/<source>.samples; None in directories made before there was one.
     """
 
     source: dict[str, Any]
@@ -97,6 +107,7 @@ class Task:
     counts: dict[str, Any]
     damage: list[dict[str, Any]]
     largest: dict[str, int]
+    samples: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -108,13 +119,25 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("sa1b", *_LIBRARIES)}
 
 
+def task_name(source_name: str, ending: str = "json") -> str:
+    """Name of a source's task file, or of another file beside it, in the dataset directory."""
+    return f"{TASKS}/{source_name}.{ending}"
+
+
 def task_path(root: Path, source_name: str) -> Path:
-    return root / TASKS / f"{source_name}.json"
+    return root / task_name(source_name)
 
 
 def write_task(root: Path, task: Task) -> None:
     """Write a task file; from now on its source counts as finished."""
-    write_whole(task_path(root, task.name), json_bytes({"format": FORMAT, **asdict(task)}))
+    write_whole(task_path(root, task.name), json_bytes({"format": FORMAT, **_document(task)}))
+
+
+def _document(task: Task) -> dict[str, Any]:
+    document = asdict(task)
+    if task.samples is None:
+        del document["samples"]
+    return document
 
 
 def read_tasks(root: Path) -> dict[str, Task]:
@@ -145,6 +168,7 @@ def read_task(path: Path) -> Task:
             counts=document["counts"],
             damage=document["damage"],
             largest=document["largest"],
+            samples=document.get("samples"),
         )
         _check_numbers(task)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -164,17 +188,21 @@ def _check_numbers(task: Task) -> None:
     numbers += [value for shard in task.shards for value in (shard.images, shard.masks, shard.bytes)]
     if any(value is not None and type(value) is not int for value in numbers):
         raise TypeError("a count is no number")
+    if task.samples is not None and set(task.samples) != {"bytes", "sha256"}:
+        raise KeyError(f"samples has {', '.join(task.samples)}; expected bytes, sha256")
 
 
-def is_complete(root: Path, tasks: dict[str, Task]) -> bool:
-    """Whether dataset.json and samples.bin are there and over just these sources."""
+def is_current(root: Path, tasks: dict[str, Task], failed: Mapping[str, str], pending: Sequence[str]) -> bool:
+    """Whether dataset.json and its table are there and say just this."""
     try:
         document = read_dataset(root)
         samples = root / document["samples"]["name"]
         return bool(
             document["sources"] == {name: task_digest(task) for name, task in tasks.items()}
+            and document.get("failed", {}) == failed
+            and document.get("pending", []) == list(pending)
             and samples.stat().st_size == document["samples"]["bytes"]
-            and table.open_table(samples).digest == document["samples"]["columns_sha256"]
+            and open_table(samples).digest == document["samples"]["columns_sha256"]
         )
     except (ManifestError, TableError, OSError, KeyError, TypeError):
         return False
@@ -198,17 +226,43 @@ def read_dataset(root: Path) -> dict[str, Any]:
     return _read(path)
 
 
+def table_name(root: Path) -> str:
+    """Name of the sample table: as dataset.json says or, where that cannot be read, the one that is there."""
+    with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
+        return str(read_dataset(root)["samples"]["name"])
+    return next((path.name for path in sorted(root.glob("samples-*.bin"))), OLD_SAMPLES)
+
+
 def task_digest(task: Task) -> str:
     """sha256 of what a task file says, but for the source's time and md5: another copy changes nothing."""
-    document = asdict(task)
+    document = _document(task)
     document["source"] = {
         name: value for name, value in task.source.items() if name not in ("mtime_ns", "md5")
     }
     return hashlib.sha256(json_bytes(document)).hexdigest()
 
 
-def dataset_document(shards: list[ShardInfo], tasks: dict[str, Task], samples: bytes) -> bytes:
-    """The bytes of dataset.json."""
+def all_shards(tasks: Iterable[Task]) -> list[ShardInfo]:
+    """All shards as dataset.json lists them: by stem, the parts of a source by number."""
+    return sorted((shard for task in tasks for shard in task.shards), key=lambda one: shard_order(one.name))
+
+
+def dataset_document(
+    tasks: dict[str, Task],
+    table_name: str,
+    facts: TableFacts,
+    failed: Mapping[str, str] | None = None,
+    pending: Sequence[str] = (),
+) -> bytes:
+    """The bytes of dataset.json.
+
+    Args:
+        tasks: finished sources, at least one.
+        table_name, facts: of the sample table.
+        failed: source -> why it is not in the dataset.
+        pending: sources that are neither finished nor failed.
+    """
+    shards = all_shards(tasks.values())
     options = next(iter(tasks.values())).options
     names = sorted(tasks[next(iter(tasks))].largest)
     counts = [task.counts for task in tasks.values()]
@@ -227,12 +281,9 @@ def dataset_document(shards: list[ShardInfo], tasks: dict[str, Task], samples: b
                 "doubtful": sum(sum(count["doubtful"].values()) for count in counts),
             },
             "largest": {name: max(task.largest[name] for task in tasks.values()) for name in names},
-            "samples": {
-                "name": SAMPLES,
-                "bytes": len(samples),
-                "sha256": hashlib.sha256(samples).hexdigest(),
-                **table.digests(samples),
-            },
+            **({"failed": dict(sorted(failed.items()))} if failed else {}),
+            **({"pending": sorted(pending)} if pending else {}),
+            "samples": {"name": table_name, **asdict(facts)},
             "shards": [asdict(shard) for shard in shards],
         }
     )

@@ -1,18 +1,25 @@
-"""The sample table `samples.bin`: where every image lies, sorted by id, to be memory-mapped.
+"""The sample table: where every image of a dataset lies, sorted by id, to be memory-mapped.
+
+`samples-<digest>.bin` is that of a dataset (`samples.bin` in older ones), `tasks/<source>.samples` that of
+one source, whose `shard` counts the source's own shards.
 
     header   128 bytes: magic "SA1BTBL1", version u32, header bytes u32, count u64,
              sha256 of the image_id column (32 bytes), sha256 of all columns (32 bytes), zeros
     columns  image_id u64, shard u32, offset u64, jpg_bytes u32, masks_bytes u32, jpg_crc32c u32,
-             masks_crc32c u32; little-endian, one behind the other, each begins at a multiple of 8
+             masks_crc32c u32; little-endian, one after the other, each begins at a multiple of 8
 
-`shard` counts the shards of dataset.json; `offset` is that of the jpg's content. The masks' content follows
-at the next multiple of 512 plus 512: one read from `offset` to its end is a sample. 36 bytes a sample.
+`shard` is an index into the shards of dataset.json; `offset` is that of the jpg's content. The masks' content
+follows at the next multiple of 512 plus 512: one read from `offset` to its end is a sample. A sample takes 36
+bytes.
 """
 
 import hashlib
 import mmap
+import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +45,7 @@ _HEADER_BYTES = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
-    """The columns of samples.bin, each [N], sorted by image_id; views into the mapped file.
+    """The columns of a sample table, each [N], sorted by image_id; views into the mapped file.
 
     Attributes:
         ids_digest: sha256 of the sorted image ids: names the set of images, whatever their sharding.
@@ -64,6 +71,28 @@ class SampleTable:
         return -(-end // 512) * 512 + 512
 
 
+@dataclass(frozen=True, slots=True)
+class TableFacts:
+    """What a manifest says of a sample table.
+
+    Attributes:
+        bytes: size of the file.
+        sha256: of the file.
+        ids_sha256: of the sorted image ids.
+        columns_sha256: of all columns.
+    """
+
+    bytes: int
+    sha256: str
+    ids_sha256: str
+    columns_sha256: str
+
+    @property
+    def name(self) -> str:
+        """The table's file name in a dataset directory."""
+        return f"samples-{self.columns_sha256[:16]}.bin"
+
+
 def encode(columns: dict[str, npt.NDArray[Any]]) -> bytes:
     """The file's bytes, from columns in any order of rows.
 
@@ -75,23 +104,75 @@ def encode(columns: dict[str, npt.NDArray[Any]]) -> bytes:
     twice = ids[1:] == ids[:-1]
     if twice.any():
         raise ValueError(f"image id {int(ids[1:][twice][0])} stands twice")
-    pieces = []
-    for name, dtype in COLUMNS.items():
-        data = columns[name][order].astype(dtype).tobytes()
-        pieces.append(data + bytes(-len(data) % 8))
-    body = b"".join(pieces)
-    ids_sha256 = hashlib.sha256(ids.astype("<u8").tobytes()).digest()
-    header = _HEADER.pack(
-        _MAGIC, _VERSION, _HEADER_BYTES, len(ids), ids_sha256, hashlib.sha256(body).digest()
-    )
-    return header.ljust(_HEADER_BYTES, b"\0") + body
+    body = b"".join(_column(columns[name][order], dtype) for name, dtype in COLUMNS.items())
+    return _header(ids, hashlib.sha256(body).digest()) + body
+
+
+def write_table(path: Path, parts: Sequence[SampleTable], first_shards: Sequence[int]) -> TableFacts:
+    """Join tables into one file, flushed. Memory: 24 bytes a row.
+
+    Args:
+        path: the file; one that is there is overwritten.
+        parts: tables without an image in common.
+        first_shards: for each part, what its shard numbers are counted from in the joined table.
+
+    Raises:
+        ValueError: an image id stands twice; the message names it.
+    """
+    ids = np.concatenate([part.image_id for part in parts])
+    order = np.argsort(ids, kind="stable")
+    ids = ids[order]
+    twice = ids[1:] == ids[:-1]
+    if twice.any():
+        raise ValueError(f"image id {int(ids[1:][twice][0])} stands twice")
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        file.write(bytes(_HEADER_BYTES))
+        for name, dtype in COLUMNS.items():
+            if name == "image_id":
+                column = ids
+            elif name == "shard":
+                pairs = zip(parts, first_shards, strict=True)
+                column = np.concatenate([part.shard + np.uint32(first) for part, first in pairs])[order]
+            else:
+                column = np.concatenate([getattr(part, name) for part in parts])[order]
+            data = _column(column, dtype)
+            digest.update(data)
+            file.write(data)
+        header = _header(ids, digest.digest())
+        file.seek(0)
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
+    with path.open("rb") as file:
+        return read_facts(file)
+
+
+def read_facts(file: BufferedReader) -> TableFacts:
+    """The facts of a table's file, read to its end."""
+    file.seek(0)
+    header = file.read(_HEADER_BYTES)
+    file.seek(0)
+    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return TableFacts(file.tell(), sha256, **digests(header))
+
+
+def _column(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
+    data = values.astype(dtype, copy=False).tobytes()
+    return data + bytes(-len(data) % 8)
+
+
+def _header(ids: npt.NDArray[Any], sha256: bytes) -> bytes:
+    ids_sha256 = hashlib.sha256(ids.astype("<u8", copy=False).tobytes()).digest()
+    fields = _HEADER.pack(_MAGIC, _VERSION, _HEADER_BYTES, len(ids), ids_sha256, sha256)
+    return fields.ljust(_HEADER_BYTES, b"\0")
 
 
 def open_table(path: Path, *, check: bool = False) -> SampleTable:
-    """Map samples.bin. `check` also computes the digest of its columns.
+    """Map a sample table. `check` also computes the digest of its columns.
 
     Raises:
-        TableError: not a sample table, another version, a size that does not fit, or a wrong digest.
+        TableError: not a sample table, another version, a wrong size or digest.
     """
     try:
         with path.open("rb") as file:
@@ -106,10 +187,21 @@ def open_table(path: Path, *, check: bool = False) -> SampleTable:
     starts, size = _layout(count)
     if size != len(view):
         raise TableError(f"{path}: {len(view):,} bytes, {size:,} expected for {count:,} samples")
-    if check and hashlib.sha256(memoryview(view)[_HEADER_BYTES:]).digest() != sha256:
-        raise TableError(f"{path}: the columns do not fit their digest")
     arrays = {name: np.frombuffer(view, dtype, count, starts[name]) for name, dtype in COLUMNS.items()}
-    return SampleTable(**arrays, ids_digest=ids_sha256.hex(), digest=sha256.hex())
+    table = SampleTable(**arrays, ids_digest=ids_sha256.hex(), digest=sha256.hex())
+    if check and not is_intact(table):
+        raise TableError(f"{path}: the columns do not match their digest")
+    return table
+
+
+def is_intact(table: SampleTable) -> bool:
+    """Whether the columns, as they are mapped, match their digest: 0.3 s for all of SA-1B."""
+    digest = hashlib.sha256()
+    for name in COLUMNS:
+        column = getattr(table, name)
+        digest.update(column.data)
+        digest.update(bytes(-column.nbytes % 8))
+    return digest.hexdigest() == table.digest
 
 
 def _layout(count: int) -> tuple[dict[str, int], int]:

@@ -74,7 +74,8 @@ class Stream(IterableDataset[Batch]):
     """Micro-batches of one rank, in the order of the formula.
 
     Args:
-        root: folder that tools/reshard.py made, or its URL (s3://..., anything that fsspec knows).
+        root: folder that tools/reshard.py made, or its URL (s3://..., anything that fsspec knows), or an open
+            dataset.
         global_batch: samples of a step over all ranks, G.
         micro_batch: samples of a rank at a time; by default its whole share of a step.
         view: view that tools/view.py made: its name or digest (also its first 6 or more characters) in
@@ -99,7 +100,7 @@ class Stream(IterableDataset[Batch]):
 
     def __init__(
         self,
-        root: str | Path,
+        root: str | Path | Dataset,
         *,
         global_batch: int,
         micro_batch: int | None = None,
@@ -140,7 +141,12 @@ class Stream(IterableDataset[Batch]):
         }
         self.seed = seed
         self.recipe = Recipe(**recipe)
-        self.dataset = Dataset(root, deadline=deadline, storage_options=storage_options)
+        if isinstance(root, Dataset):
+            self.dataset = root
+        else:
+            self.dataset = Dataset(root, deadline=deadline, storage_options=storage_options)
+            if self.dataset.lacks():
+                warnings.warn(f"{self.dataset.root} is {self.dataset.lacks()}", stacklevel=2)
         self.root = self.dataset.root
         self.view = open_view(self.dataset.reader, self.dataset.table, view)
         if run > 1:
@@ -156,8 +162,8 @@ class Stream(IterableDataset[Batch]):
         self.position = 0
 
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], int]]:
-        # A worker process maps table and view itself; they are not copied.
-        return _reopen, (self._arguments, self.position)
+        # A worker process maps table and view itself, those of the dataset as it was opened here.
+        return _reopen, ({**self._arguments, "root": self.dataset}, self.position)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()

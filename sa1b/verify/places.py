@@ -9,7 +9,7 @@ import numpy as np
 
 from sa1b.errors import TableError
 from sa1b.shards.index_reader import UNREADABLE, IndexReader, Place
-from sa1b.shards.manifest import SAMPLES, ShardInfo
+from sa1b.shards.manifest import ShardInfo, table_name
 from sa1b.shards.sample_table import open_table
 from sa1b.shards.shard import index_path
 from sa1b.verify.report import Find, ShardResult, short
@@ -37,7 +37,7 @@ class Places:
     """The two lists of places; damage of the index is told to `find_index`, its bytes added to `result`.
 
     Attributes:
-        index_file: name of the index.
+        index_file: name of the index. samples: of the sample table.
         index: the index, None if it cannot be read.
         rows: image id -> row of the index.
         table: image id -> ending -> place, by samples.bin; None if it cannot be read.
@@ -45,6 +45,7 @@ class Places:
 
     def __init__(self, root: Path, claim: Claim, result: ShardResult, find_index: Find) -> None:
         path = index_path(root / claim.info.name)
+        self.samples = table_name(root)
         self.index_file = path.name
         self.index: IndexReader | None = None
         self.rows: dict[int, int] = {}
@@ -92,7 +93,7 @@ class Places:
         if claim.number is None:
             return None
         try:
-            table = open_table(root / SAMPLES)
+            table = open_table(root / self.samples)
         except (TableError, OSError):
             return None  # found and named once, not by every shard
         rows = {}
@@ -110,7 +111,7 @@ class Places:
         if self.index is not None and image_id in self.rows:
             found[self.index_file] = self.index.place(self.rows[image_id], ending)
         if self.table is not None and image_id in self.table:
-            found[SAMPLES] = self.table[image_id][ending]
+            found[self.samples] = self.table[image_id][ending]
         return found
 
     def image_ids(self) -> list[int]:

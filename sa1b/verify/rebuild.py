@@ -15,7 +15,7 @@ from sa1b.progress import Bar, bar
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.index_reader import UNREADABLE, IndexReader
-from sa1b.shards.manifest import DATASET, SAMPLES, ShardInfo, Task
+from sa1b.shards.manifest import DATASET, ShardInfo, Task
 from sa1b.shards.shard import index_path
 from sa1b.storage.publish import lock, naming, publish
 from sa1b.verify import recover as inference
@@ -84,9 +84,7 @@ def rebuild_shards(shards: list[Path], *, quiet: bool = False) -> Summary:
                 if built is not None:
                     _publish(shard, built, recorded, summary)
                     if _other_index(built, recorded):
-                        summary.notes.append(
-                            f"run tools/index.py {shard.parent} to bring {DATASET} and {SAMPLES} in line"
-                        )
+                        summary.notes.append(f"run tools/index.py {shard.parent} to bring {DATASET} in line")
     summary.seconds = time.monotonic() - began
     return summary
 
@@ -118,7 +116,6 @@ def rebuild_root(root: Path, *, quiet: bool = False) -> Summary:
                 built[shard.name] = one
                 if _other_index(one, recorded):  # the root is not complete until dataset.json says so too
                     (root / DATASET).unlink(missing_ok=True)
-                    (root / SAMPLES).unlink(missing_ok=True)
                 _publish(shard, one, recorded, summary)
         if not summary.failed:
             _finish(

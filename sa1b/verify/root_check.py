@@ -5,14 +5,15 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sa1b.errors import ManifestError, TableError
 from sa1b.names import SHARD_PREFIX, parse_shard_name, shard_order
 from sa1b.shards import manifest
-from sa1b.shards.manifest import DATASET, SAMPLES, TASKS, ShardInfo, Task
-from sa1b.shards.sample_table import SampleTable, open_table
+from sa1b.shards.manifest import DATASET, TASKS, ShardInfo, Task
+from sa1b.shards.sample_table import SampleTable, open_table, read_facts
 from sa1b.shards.shard import index_path
 from sa1b.storage.publish import json_bytes
 from sa1b.verify.places import Claim
@@ -34,6 +35,7 @@ class RootCheck:
         self.tasks_whole = True
         self.dataset: dict[str, Any] | None = None
         self.shards: dict[str, ShardInfo] = {}
+        self.samples = manifest.table_name(root)
 
     def _find(self, kind: str, file: str, message: str, remedy: str, image_id: int | None = None) -> None:
         self.report.findings.append(Finding(kind, file, message, remedy, image_id=image_id))
@@ -100,13 +102,19 @@ class RootCheck:
 
     def _compare_dataset(self, dataset: dict[str, Any]) -> None:
         """Against what the task files and samples.bin give."""
-        shards = [self.shards[name] for name in sorted(self.shards, key=shard_order)]
         try:
-            with (self.root / SAMPLES).open("rb") as file:
-                samples = file.read(_TABLE_HEADER)
-            expected = json.loads(manifest.dataset_document(shards, self.tasks, samples))
-            expected["samples"]["bytes"] = (self.root / SAMPLES).stat().st_size
-            expected["samples"]["sha256"] = dataset["samples"].get("sha256")  # see _check_table
+            with (self.root / self.samples).open("rb") as file:
+                facts = read_facts(file)
+            said = dataset["samples"].get("sha256")  # see _check_table
+            expected = json.loads(
+                manifest.dataset_document(
+                    self.tasks,
+                    self.samples,
+                    replace(facts, sha256=said),
+                    dataset.get("failed"),
+                    dataset.get("pending", ()),
+                )
+            )
         except FileNotFoundError:
             return  # named by the check of the table
         except Exception as error:
@@ -115,7 +123,7 @@ class RootCheck:
             self._find("dataset_differs", DATASET, message, self.remake)
             return
         for path, one, other in _differences(_by_name(dataset), _by_name(expected)):
-            message = f"{path} is {one}; the task files and {SAMPLES} give {other}"
+            message = f"{path} is {one}; the task files and {self.samples} give {other}"
             self._find("dataset_differs", DATASET, message, self.remake)
 
     def _numbers(self) -> dict[str, int]:
@@ -129,26 +137,29 @@ class RootCheck:
 
     def _check_table(self, shards: int) -> bool:
         """Whether the rows of samples.bin can be held against the shards."""
-        path = self.root / SAMPLES
+        path = self.root / self.samples
         try:
             table = open_table(path)
         except FileNotFoundError:
-            self._find("table_missing", SAMPLES, "not there", self.remake)
+            self._find("table_missing", self.samples, "not there", self.remake)
             return False
         except (TableError, OSError) as error:
-            self._find("table_unreadable", SAMPLES, str(error).removeprefix(f"{path}: "), self.remake)
+            self._find("table_unreadable", self.samples, str(error).removeprefix(f"{path}: "), self.remake)
             return False
         whole = True
         try:
             open_table(path, check=True)
         except TableError as error:
             whole = False
-            self._find("table_digest", SAMPLES, str(error).removeprefix(f"{path}: "), self.remake)
+            self._find("table_digest", self.samples, str(error).removeprefix(f"{path}: "), self.remake)
         with path.open("rb") as file:
             if file.read(_TABLE_HEADER)[_TABLE_HEADER_USED:].strip(b"\0"):
                 whole = False
                 self._find(
-                    "table_header", SAMPLES, "bytes of the header that are not used are not zero", self.remake
+                    "table_header",
+                    self.samples,
+                    "unused bytes of the header are not zero",
+                    self.remake,
                 )
             file.seek(0)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -157,19 +168,19 @@ class RootCheck:
         if isinstance(said, dict) and (
             said.get("columns_sha256") != table.digest or (whole and said.get("sha256") != sha256)
         ):
-            self._find("table_of_another", SAMPLES, f"not the one {DATASET} was written with", self.remake)
+            self._find("table_of_another", self.samples, f"not the one that {DATASET} names", self.remake)
         return self.dataset is not None or self.tasks_whole
 
     def _check_rows(self, table: SampleTable, shards: int) -> None:
         ids = table.image_id
         if hashlib.sha256(ids.tobytes()).hexdigest() != table.ids_digest:
-            self._find("table_ids_digest", SAMPLES, "the image ids do not fit their digest", self.remake)
+            self._find("table_ids_digest", self.samples, "the image ids do not fit their digest", self.remake)
         for row in (ids[1:] <= ids[:-1]).nonzero()[0][:1].tolist():
             message = f"row {row + 1:,} is not in the order of image ids"
-            self._find("table_order", SAMPLES, message, self.remake, int(ids[row + 1]))
+            self._find("table_order", self.samples, message, self.remake, int(ids[row + 1]))
         for row in (table.shard >= shards).nonzero()[0].tolist():
             message = f"row {row:,} names shard {table.shard[row]} of {shards:,}"
-            self._find("table_shard", SAMPLES, message, self.remake, int(ids[row]))
+            self._find("table_shard", self.samples, message, self.remake, int(ids[row]))
 
     def sums(self, results: dict[str, ShardResult]) -> None:
         """What a task file counted against what its shards hold, unless these are damaged anyway."""

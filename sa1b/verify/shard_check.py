@@ -13,7 +13,7 @@ import google_crc32c
 
 from sa1b.names import parse_member_name
 from sa1b.shards.index_reader import Place
-from sa1b.shards.manifest import SAMPLES, TASKS
+from sa1b.shards.manifest import TASKS
 from sa1b.shards.shard import index_path
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import BLOCK, Damage, Member, StoredStream
@@ -204,7 +204,9 @@ class _ShardCheck:
             if self.places.index is not None and image_id not in self.places.rows:
                 self._find_index("index_row_missing", "no row for this image", offset, image_id)
             if self.places.table is not None and image_id not in self.places.table:
-                self._find("table_row_missing", "no row for this image", offset, image_id, SAMPLES)
+                self._find(
+                    "table_row_missing", "no row for this image", offset, image_id, self.places.samples
+                )
         wrong = {file: _differences(ending, place, found) for file, place in places.items()}
         if places and all(place.crc32c != found.crc32c for place in places.values()):
             message = f"content of {member.name}, by {' and '.join(places)}: {next(iter(wrong.values()))}"
@@ -214,7 +216,9 @@ class _ShardCheck:
             wrong = {self.name: next(iter(wrong.values()))}
         for file, message in wrong.items():
             if message:
-                kind = {self.name: f"{ending}_misplaced", SAMPLES: "table_row"}.get(file, "index_row")
+                kind = {self.name: f"{ending}_misplaced", self.places.samples: "table_row"}.get(
+                    file, "index_row"
+                )
                 self._find(kind, message, offset, image_id, None if file == self.name else file)
         return True
 
@@ -233,7 +237,7 @@ class _ShardCheck:
                 and self.places.table is not None
             ):
                 (file,) = places
-                kind = "table_row_extra" if file == SAMPLES else "index_row_extra"
+                kind = "table_row_extra" if file == self.places.samples else "index_row_extra"
                 self._find(kind, "a row for an image that only this file knows", offset, image_id, file)
                 continue
             kind = "pair_missing" if len(absent) == 2 else f"{absent[0]}_missing"

@@ -14,9 +14,10 @@ import sys
 import traceback
 from pathlib import Path
 
+from sa1b.ingest.finish import finish
 from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.staging import remove_leftovers
 from sa1b.shards import manifest
-from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import discover
 
@@ -30,9 +31,8 @@ def make(source: Path, root: Path) -> None:
     for one in discover([source]).sources:
         if one.name not in tasks:
             ingest(one, root, OPTIONS, Policy())
-    shutil.rmtree(root / manifest.PARTIAL, ignore_errors=True)
-    if not (root / manifest.DATASET).exists():
-        write_dataset(root, manifest.read_tasks(root))
+    remove_leftovers(root)
+    finish(root)
 
 
 def contents(root: Path) -> dict[str, bytes]:

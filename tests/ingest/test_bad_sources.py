@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import sa1b
 from sa1b.errors import RefusedError, SourceError, SystematicError
 from tests.ingest.bad_pairs import (
     BAD,
@@ -158,6 +159,8 @@ def test_the_command_goes_on_after_a_damaged_source_and_says_what_became_of_each
     assert f"FAILED sa_000022: {tmp_path / 'sa_000022.tar'}: md5 is" in done.stdout
     assert "damage in sa_000021" in done.stdout
     assert "gzip stream is truncated" in done.stdout
-    assert "Not complete" in done.stdout
-    finished = {path.stem for path in (tmp_path / "root" / "tasks").iterdir()}
-    assert finished == {"sa_000020", "sa_000021"}
+    assert "Partial: " in done.stdout
+    assert "1 failed (sa_000022)" in done.stdout
+    dataset = sa1b.open(tmp_path / "root")
+    assert sorted(dataset.manifest["sources"]) == ["sa_000020", "sa_000021"]
+    assert set(dataset.failed) == {"sa_000022"}

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 import sa1b
-from sa1b.errors import LockedError, ManifestError, SourceError, UsageError
+from sa1b.errors import SourceError, UsageError
 from sa1b.ingest.ingest import Policy, ingest
-from sa1b.ingest.reshard import _task, _why, reshard
+from sa1b.ingest.reshard import _why, reshard
+from sa1b.ingest.worker import Run, work_on
 from sa1b.shards import jpeg
 from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import discover
-from sa1b.storage.publish import lock
 from sa1b.synthetic import source_tars as synthetic
 from sa1b.workers import supervise
 from tests.shards import tiny
@@ -107,6 +107,12 @@ def test_killed_at_random_times_it_goes_on_to_the_same_bytes(
     assert contents(tmp_path) == contents(clean)
 
 
+def command_output(*arguments: str) -> str:
+    """What tools/reshard.py prints when all is well."""
+    line = [sys.executable, "tools/reshard.py", *arguments]
+    return subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.fixture(scope="module")
 def long_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("long") / "sa_000007.tar"
@@ -126,7 +132,7 @@ def long_run(long_source: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Pop
         stderr=subprocess.PIPE,
     )
     deadline = time.monotonic() + 30
-    while not list((tmp_path / "root").glob(".partial/*/*-0001.tar")):
+    while not list((tmp_path / "root").glob(".partial/*/*/*-0001.tar")):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.002)
@@ -166,23 +172,18 @@ def test_ctrl_c_leaves_nothing_broken(
     assert contents(root) == contents(tmp_path / "undisturbed")
 
 
-def test_a_second_run_in_the_same_root_is_refused(sources: Path, tmp_path: Path) -> None:
-    with lock(tmp_path), pytest.raises(LockedError, match="in use by another process"):
-        reshard([sources], tmp_path, Options(), Policy(), quiet=True)
-
-
 def test_other_options_than_the_recorded_are_refused_with_both_named(sources: Path, clean: Path) -> None:
     before = contents(clean)
     with pytest.raises(
         UsageError, match=r"made with --images-per-shard 10, this run says --images-per-shard 1024"
     ):
-        reshard([sources], clean, Options(), Policy(), quiet=True)
+        reshard([sources], clean, Options(), Policy(), Run(quiet=True))
     with pytest.raises(UsageError, match=r"made with no --keep-json, this run says --keep-json"):
-        reshard([sources], clean, Options(images_per_shard=10, keep_json=True), Policy(), quiet=True)
+        reshard([sources], clean, Options(images_per_shard=10, keep_json=True), Policy(), Run(quiet=True))
     assert contents(clean) == before
 
 
-def test_a_changed_source_is_done_again_and_recheck_looks_at_the_content(
+def test_another_time_is_looked_into_and_other_content_is_refused_unless_it_is_to_replace(
     sources: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "sa_000000.tar"
@@ -192,12 +193,23 @@ def test_a_changed_source_is_done_again_and_recheck_looks_at_the_content(
     assert first["done"] == ["sa_000000"]
     assert first["shards"] == 3
     assert run(source, root)["skipped"] == ["sa_000000"]
+    before = contents(root)
     os.utime(source, (1, 1))
     assert run(source, root, "--recheck")["skipped"] == ["sa_000000"]
-    assert run(source, root)["done"] == ["sa_000000"]
+    assert run(source, root)["skipped"] == ["sa_000000"]
+    after = contents(root)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"tasks/sa_000000.json"}  # its time is known now
     synthetic.write_tar(source, images=8, first_id=1, long_side=64)
-    again = run(source, root, "--recheck")
-    assert again["done"] == ["sa_000000"]
+    for flags in ([], ["--recheck"]):
+        done = subprocess.run(
+            command(source, root, *flags), cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        for part in ("other content", "--replace", f"--rename {source}=NEW_NAME"):
+            assert part in done.stdout
+        assert contents(root) == after
+    assert run(source, root, "--replace")["done"] == ["sa_000000"]
     # The shards of the longer source are gone.
     assert sorted(path.name for path in root.glob("*.tar")) == ["sa1b-000000-0000.tar"]
     assert len(sa1b.open(root)) == 8
@@ -211,19 +223,20 @@ def test_a_missing_shard_is_made_again(sources: Path, tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["samples.bin", "dataset.json", "sa1b-000000-0001.parquet"])
+@pytest.mark.parametrize("name", ["samples-*.bin", "dataset.json", "sa1b-000000-0001.parquet"])
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_root_that_lost_a_file_is_completed_again(
     sources: Path, tmp_path: Path, name: str, cut: bool
 ) -> None:
     source = sources / "sa_000000.tar"
-    reshard([source], tmp_path, Options(images_per_shard=10), Policy(), quiet=True)
+    reshard([source], tmp_path, Options(images_per_shard=10), Policy(), Run(quiet=True))
     before = contents(tmp_path)
+    (path,) = tmp_path.glob(name)
     if cut:
-        (tmp_path / name).write_bytes(before[name][:-10])
+        path.write_bytes(before[path.name][:-10])
     else:
-        (tmp_path / name).unlink()
-    summary = reshard([source], tmp_path, Options(images_per_shard=10), Policy(), quiet=True)
+        path.unlink()
+    summary = reshard([source], tmp_path, Options(images_per_shard=10), Policy(), Run(quiet=True))
     assert summary.complete
     assert contents(tmp_path) == before
 
@@ -236,10 +249,13 @@ def test_a_checklist_given_later_checks_finished_sources_too(sources: Path, tmp_
         root = tmp_path / str(recorded)
         checklist.write_text(f"{right}  sa_000000.tar\n")
         first = {"checklist": checklist} if recorded else {}
-        assert reshard([source], root, Options(), Policy(), quiet=True, **first).exit_code() == 0
-        assert reshard([source], root, Options(), Policy(), quiet=True, checklist=checklist).exit_code() == 0
+        assert reshard([source], root, Options(), Policy(), Run(quiet=True, **first)).exit_code() == 0
+        assert (
+            reshard([source], root, Options(), Policy(), Run(quiet=True, checklist=checklist)).exit_code()
+            == 0
+        )
         checklist.write_text(f"{'0' * 32}  sa_000000.tar\n")
-        summary = reshard([source], root, Options(), Policy(), quiet=True, checklist=checklist)
+        summary = reshard([source], root, Options(), Policy(), Run(quiet=True, checklist=checklist))
         assert summary.exit_code() == 1
         assert f"its md5 is {right} and the checklist says {'0' * 32}" in summary.failed["sa_000000"]
 
@@ -248,12 +264,14 @@ def test_images_of_a_complete_root_are_not_taken_twice_and_the_root_stays_comple
     sources: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
-    reshard([sources / "sa_000000.tar"], root, Options(), Policy(), quiet=True)
+    reshard([sources / "sa_000000.tar"], root, Options(), Policy(), Run(quiet=True))
     before = contents(root)
     shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000009.tar")
-    summary = reshard([tmp_path / "sa_000009.tar"], root, Options(), Policy(), quiet=True)
+    summary = reshard([tmp_path / "sa_000009.tar"], root, Options(), Policy(), Run(quiet=True))
     assert summary.exit_code() == 1
     assert "of sa_000009 is in" in summary.failed["sa_000009"]
+    assert list(sa1b.open(root).failed) == ["sa_000009"]
+    assert "Complete" in command_output("--out", str(root), "--drop", "sa_000009")
     assert contents(root) == before
 
 
@@ -263,7 +281,7 @@ def test_a_source_that_vanishes_while_it_is_read_is_named_without_a_traceback(
     shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000000.tar")
     (source,) = discover([tmp_path / "sa_000000.tar"]).sources
     source.path.unlink()
-    (event,) = supervise(_task, [(source, tmp_path / "root", Options(), Policy())], workers=1)
+    (event,) = supervise(work_on, [(source, tmp_path / "root", Options(), Policy(), Run())], workers=1)
     assert event.kind == "failed"
     assert _why(event.value) == f"[Errno 2] No such file or directory: '{source.path}'"
 
@@ -281,10 +299,10 @@ def test_a_source_that_changes_while_it_is_read_is_refused(sources: Path, tmp_pa
 def test_a_failed_second_attempt_leaves_the_quarantine_of_the_first(tmp_path: Path) -> None:
     path, root = tmp_path / "sa_000005.tar", tmp_path / "root"
     tiny.write_tar(path, [*tiny.pairs(range(6)), *tiny.pair_members(7, text=b"{")])
-    assert reshard([path], root, Options(), Policy(), quiet=True).exit_code() == 3
+    assert reshard([path], root, Options(), Policy(), Run(quiet=True)).exit_code() == 3
     before = contents(root)
     tiny.write_tar(path, tiny.pair_members(5, text=b"["))
-    summary = reshard([path], root, Options(), Policy(), quiet=True)
+    summary = reshard([path], root, Options(), Policy(), Run(quiet=True, replace=True))
     assert "holds no usable pair" in summary.failed["sa_000005"]
     assert contents(root) == before
 
@@ -298,7 +316,7 @@ def test_a_reason_to_accept_that_no_pair_has_is_questioned(
 
 def test_what_was_refused_of_a_failed_source_is_kept(tmp_path: Path) -> None:
     tiny.write_tar(tmp_path / "sa_000005.tar", tiny.pair_members(5, text=b"{"))
-    summary = reshard([tmp_path / "sa_000005.tar"], tmp_path / "root", Options(), Policy(), quiet=True)
+    summary = reshard([tmp_path / "sa_000005.tar"], tmp_path / "root", Options(), Policy(), Run(quiet=True))
     assert summary.exit_code() == 1
     assert f"what was refused of it: {tmp_path}/root/quarantine/sa_000005" in summary.table(tmp_path / "root")
     assert {line["name"] for line in tiny.lines(tmp_path / "root", "sa_000005")} == {
@@ -307,15 +325,17 @@ def test_what_was_refused_of_a_failed_source_is_kept(tmp_path: Path) -> None:
     }
 
 
-def test_an_image_in_two_sources_is_refused_with_both_named(sources: Path, tmp_path: Path) -> None:
+def test_of_two_sources_with_the_same_images_the_first_is_taken_and_the_other_named(
+    sources: Path, tmp_path: Path
+) -> None:
     shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000009.tar")
-    summary = reshard(
-        [sources, tmp_path / "sa_000009.tar"], tmp_path / "root", Options(), Policy(), quiet=True
-    )
+    root = tmp_path / "root"
+    summary = reshard([sources, tmp_path / "sa_000009.tar"], root, Options(), Policy(), Run(quiet=True))
     assert summary.exit_code() == 1
-    assert "image 1 stands in two sources: sa_000000 and sa_000009" in summary.failed["dataset.json"]
-    with pytest.raises(ManifestError, match="dataset.json: not there; 4 sources are finished"):
-        sa1b.open(tmp_path / "root")
+    assert "image 1 of sa_000009 is in sa_000000 already" in summary.failed["sa_000009"]
+    dataset = sa1b.open(root)
+    assert sorted(dataset.manifest["sources"]) == ["sa_000000", "sa_000001", "sa_000002"]
+    assert "partial: 1 sources failed (sa_000009)" in repr(dataset)
 
 
 def test_image_size_scales_images_and_keeps_masks(sources: Path, clean: Path, tmp_path: Path) -> None:

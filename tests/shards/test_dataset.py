@@ -20,7 +20,7 @@ from sa1b.ingest.ingest import Policy, ingest
 from sa1b.masks import coco
 from sa1b.shards import record
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import Options, read_tasks
+from sa1b.shards.manifest import Options, read_tasks, table_name
 from sa1b.sources.discovery import discover
 from sa1b.synthetic import source_tars as synthetic
 
@@ -88,7 +88,7 @@ def test_chosen_masks_alone(root: Path) -> None:
 
 
 def test_opening_reads_only_the_manifest_and_the_table(root: Path, tmp_path: Path) -> None:
-    for name in ("dataset.json", "samples.bin"):
+    for name in ("dataset.json", table_name(root)):
         shutil.copy(root / name, tmp_path)
     assert len(sa1b.open(tmp_path)) == IMAGES
 
@@ -100,16 +100,16 @@ def test_a_folder_that_is_no_root_is_named(tmp_path: Path) -> None:
 
 def test_a_root_without_its_table_says_what_makes_it_again(root: Path, tmp_path: Path) -> None:
     shutil.copy(root / "dataset.json", tmp_path)
-    with pytest.raises(TableError, match=r"samples\.bin: missing; tools/index\.py makes it again"):
+    with pytest.raises(TableError, match=r"samples-\w+\.bin: missing; tools/index\.py makes it again"):
         sa1b.open(tmp_path)
 
 
 def test_files_that_do_not_belong_together_are_refused(root: Path, tmp_path: Path) -> None:
-    for name in ("dataset.json", "samples.bin"):
+    for name in ("dataset.json", table_name(root)):
         shutil.copy(root / name, tmp_path)
-    data = bytearray((tmp_path / "samples.bin").read_bytes())
+    data = bytearray((tmp_path / table_name(tmp_path)).read_bytes())
     data[60] ^= 1  # in the digest
-    (tmp_path / "samples.bin").write_bytes(data)
+    (tmp_path / table_name(tmp_path)).write_bytes(data)
     with pytest.raises(ManifestError, match=r"is not the one dataset\.json was written with"):
         sa1b.open(tmp_path)
 
@@ -139,7 +139,7 @@ def test_a_cut_shard_is_named(root: Path, tmp_path: Path) -> None:
     shard = tmp_path / "root" / ds.shards[int(ds.table.shard[last])]
     with shard.open("r+b") as file:
         file.truncate(int(ds.table.offset[last]) + 100)
-    with pytest.raises(ShardError, match=rf"{shard.name}, bytes .* the object ends at byte .* cut off"):
+    with pytest.raises(ShardError, match=rf"{shard.name}, bytes .* the object ends at byte .* truncated"):
         ds[last]
 
 

@@ -54,7 +54,7 @@ def test_an_id_that_stands_twice_is_named() -> None:
         (lambda data: data[:-1], "bytes, .* expected for 3 samples"),
         (lambda data: data + b"\0", "bytes, .* expected for 3 samples"),
         (lambda data: data[:8] + b"\x09" + data[9:], "version 9"),
-        (lambda data: data[:-30] + bytes([data[-30] ^ 1]) + data[-29:], "do not fit their digest"),
+        (lambda data: data[:-30] + bytes([data[-30] ^ 1]) + data[-29:], "do not match their digest"),
     ],
 )
 def test_damage_is_named_with_the_file(damage, message: str, tmp_path: Path) -> None:

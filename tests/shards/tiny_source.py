@@ -3,7 +3,6 @@
 import io
 import json
 import random
-import shutil
 import tarfile
 from pathlib import Path
 
@@ -108,7 +107,6 @@ def make_root(root, sources, options):
     root.mkdir(parents=True, exist_ok=True)
     for source in discover(sources).sources:
         ingest(source, root, options, Policy())
-    shutil.rmtree(root / manifest.PARTIAL)
     write_dataset(root, manifest.read_tasks(root))
     return root
 

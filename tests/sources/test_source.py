@@ -9,6 +9,7 @@ import pytest
 from sa1b.errors import SourceError, UsageError
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
+from sa1b.ingest.worker import Run
 from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import SourceReader, digest_of_source, read_checklist
@@ -37,9 +38,9 @@ def test_a_source_whose_shards_would_replace_those_of_another_run_is_refused(tmp
     make_tar(tmp_path / "000020.tar", IDS)
     tiny.ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "root")
     with pytest.raises(
-        UsageError, match=r"000020.tar: .* holds a source named 'sa_000020' already.*rename it"
+        UsageError, match=r"000020.tar: .* holds a source named 'sa_000020' already.*--rename"
     ):
-        reshard([tmp_path / "000020.tar"], tmp_path / "root", Options(), Policy(), quiet=True)
+        reshard([tmp_path / "000020.tar"], tmp_path / "root", Options(), Policy(), Run(quiet=True))
 
 
 def test_a_checklist_says_nothing_of_a_folder(tmp_path):
@@ -50,8 +51,7 @@ def test_a_checklist_says_nothing_of_a_folder(tmp_path):
         tmp_path / "root",
         Options(),
         Policy(),
-        checklist=tmp_path / "md5.txt",
-        quiet=True,
+        Run(checklist=tmp_path / "md5.txt", quiet=True),
     )
     assert summary.failed == {}
 

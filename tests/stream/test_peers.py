@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import sa1b
+from sa1b.shards.manifest import table_name
 from sa1b.shards.sample_table import open_table
 from sa1b.views.view import write_view
 from tests.stream.leftovers import held
@@ -70,7 +71,7 @@ def test_one_shard_feeds_many_ranks_and_workers_and_none_stays_empty(tmp_path: P
 def test_a_header_of_a_tar_cannot_drop_or_pair_samples(root: Path, whole: list[str], tmp_path: Path) -> None:
     """All of them are zeroed, a tar without members for a tar's reader: samples are found by the index."""
     copy = shutil.copytree(root, tmp_path / "root")
-    table = open_table(copy / "samples.bin")
+    table = open_table(copy / table_name(copy))
     for row in range(IMAGES):
         shard = copy / sa1b.open(copy).shards[int(table.shard[row])]
         with shard.open("r+b") as file:
@@ -82,7 +83,7 @@ def test_a_header_of_a_tar_cannot_drop_or_pair_samples(root: Path, whole: list[s
 
 def test_what_a_view_leaves_out_is_never_read(root: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(root, tmp_path / "root")
-    table = open_table(copy / "samples.bin")
+    table = open_table(copy / table_name(copy))
     write_view(copy, table, np.flatnonzero(table.shard != 1).astype(np.uint32), name="rest")
     (copy / sa1b.open(copy).shards[1]).unlink()
     stream = stream_of(copy, view="rest", order="sequential")

@@ -11,6 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import sa1b
+from sa1b.shards.manifest import table_name
 from sa1b.shards.sample_table import open_table
 from tests.stream.recorded import RECIPE, digest, make_root
 
@@ -27,7 +28,7 @@ def damaged(whole: Path, root: Path, seed: int) -> set[int]:
     if not root.exists():
         shutil.copytree(whole, root)
     draw = random.Random(seed)
-    table = open_table(whole / "samples.bin")
+    table = open_table(whole / table_name(whole))
     rows = draw.sample(range(IMAGES), 2)
     for row in rows:
         shard = root / sa1b.open(whole).shards[int(table.shard[row])]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import sa1b
+from sa1b.shards.manifest import table_name
 from sa1b.storage.errors import MissingError
 from sa1b.stream.order import Order
 from tests.stream.recorded import RECIPE, digest, make_root, sequence
@@ -88,7 +89,7 @@ def test_the_loader_reads_no_more_than_it_keeps_ahead(
 
 
 def test_opening_looks_at_no_shard(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("dataset.json", "samples.bin"):
+    for name in ("dataset.json", table_name(root)):
         (tmp_path / name).write_bytes((root / name).read_bytes())
 
     def listed(*arguments: Any) -> Any:
@@ -121,7 +122,7 @@ def test_another_sharding_is_said_and_every_batch_stays_the_same(root: Path, tmp
     assert len(sa1b.open(other).shards) != len(sa1b.open(root).shards)
     state = stream_of(root).state_dict(next(iter(stream_of(root))))
     stream = stream_of(other)
-    with pytest.warns(UserWarning, match="holds the same images in other bytes"):
+    with pytest.warns(UserWarning, match="has changed since the state was saved"):
         stream.load_state_dict(state)
     expected = [digest(b) for b in islice(sequence(root, 9, global_batch=BATCH, micro_batch=BATCH), 9)]
     assert [digest(batch) for batch in islice(stream, 8)] == expected[1:]
@@ -131,7 +132,7 @@ def test_another_image_size_is_said_and_ids_and_masks_stay_the_same(root: Path, 
     other = make_root(tmp_path, IMAGES, image_size=40, quality=80)
     state = stream_of(root).state_dict(next(iter(stream_of(root))))
     stream = stream_of(other)
-    with pytest.warns(UserWarning, match="holds the same images in other bytes"):
+    with pytest.warns(UserWarning, match="has changed since the state was saved"):
         stream.load_state_dict(state)
     before = list(islice(stream_of(root, BATCH), 8))
     for one, now in zip(before, islice(stream, 8), strict=True):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import sa1b
 from sa1b.masks import geometry, raster
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
+from sa1b.shards.manifest import read_tasks, table_name
 from sa1b.shards.sample_table import open_table
 from sa1b.stream.dataset import ResumeError, Stream
 from sa1b.stream.ledger import DamageLimitError, Ledger
@@ -237,7 +237,7 @@ def test_images_are_channels_last_and_padded_with_zeros(root: Path) -> None:
 
 
 def damage(root: Path, rows: range) -> None:
-    table = open_table(root / "samples.bin")
+    table = open_table(root / table_name(root))
     shards = sa1b.open(root).shards
     for row in rows:
         with (root / shards[int(table.shard[row])]).open("r+b") as file:

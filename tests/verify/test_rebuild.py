@@ -6,9 +6,10 @@ import pytest
 from sa1b.errors import LockedError, ManifestError
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
+from sa1b.ingest.worker import Run
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import Options
+from sa1b.shards.manifest import Options, table_name
 from sa1b.storage.publish import lock
 from sa1b.verify.rebuild import rebuild_root, rebuild_shards
 from sa1b.verify.verify import verify
@@ -58,7 +59,7 @@ def flip(path, offset):
 
 def test_the_same_bytes_come_back(root):
     written = content(root)
-    remove(root, "*.parquet", "samples.bin", "dataset.json")
+    remove(root, "*.parquet", "samples-*.bin", "dataset.json")
     summary = rebuild_root(root, quiet=True)
     assert content(root) == written
     assert (summary.exit_code(), summary.complete, summary.notes) == (0, True, [])
@@ -67,7 +68,7 @@ def test_the_same_bytes_come_back(root):
 
 def test_damaged_files_are_replaced(plain):
     written = content(plain)
-    for name in ("sa1b-000001-0001.parquet", "samples.bin", "dataset.json"):
+    for name in ("sa1b-000001-0001.parquet", table_name(plain), "dataset.json"):
         flip(plain / name, 100)
     rebuild_root(plain, quiet=True)
     assert content(plain) == written
@@ -160,7 +161,7 @@ def test_only_what_is_claimed_is_indexed(plain):
 def test_task_files_from_dataset_json(root):
     written = content(root)
     options = manifest.read_dataset(root)["options"]
-    remove(root, "tasks/*.json", "*.parquet", "samples.bin")
+    remove(root, "tasks/*.json", "*.parquet", "samples-*.bin")
     summary = rebuild_root(root, quiet=True)
     assert "made again from the shards" in summary.notes[0]
     again = content(root)
@@ -182,7 +183,7 @@ def test_one_task_file_from_dataset_json(plain):
 
 def test_everything_from_the_tars_alone(root):
     tasks = manifest.read_tasks(root)
-    remove(root, "tasks/*.json", "samples.bin", "dataset.json")
+    remove(root, "tasks/*.json", "samples-*.bin", "dataset.json")
     summary = rebuild_root(root, quiet=True)
     for name, task in manifest.read_tasks(root).items():
         assert task.options == tasks[name].options
@@ -199,13 +200,13 @@ def test_reshard_does_a_source_again_whose_task_file_was_lost(plain, sources):
     written = content(plain)
     remove(plain, "tasks/*.json")
     rebuild_root(plain, quiet=True)
-    summary = reshard(sources, plain, ROOTS["plain"], Policy(), workers=2, quiet=True)
+    summary = reshard(sources, plain, ROOTS["plain"], Policy(), Run(workers=2, quiet=True))
     assert summary.done == ["sa_000001", "sa_000002"]
     assert content(plain) == written
 
 
 def test_a_gap_in_the_shards_of_a_lost_task_is_refused(plain):
-    remove(plain, "tasks/*.json", "samples.bin", "dataset.json", "sa1b-000001-0001.tar")
+    remove(plain, "tasks/*.json", "samples-*.bin", "dataset.json", "sa1b-000001-0001.tar")
     with pytest.raises(ManifestError, match=r"sa1b-000001-0001\.tar"):
         rebuild_root(plain, quiet=True)
 
@@ -214,7 +215,7 @@ def test_shards_of_different_runs_are_refused(plain, tmp_path, sources):
     other = make_root(tmp_path / "other", sources[1:], Options(images_per_shard=2))
     for path in other.glob("sa1b-*"):
         shutil.copy(path, plain)
-    remove(plain, "tasks/*.json", "samples.bin", "dataset.json")
+    remove(plain, "tasks/*.json", "samples-*.bin", "dataset.json")
     with pytest.raises(ManifestError, match="differ in images in full shards"):
         rebuild_root(plain, quiet=True)
 

@@ -16,7 +16,7 @@ from sa1b.errors import LockedError, ManifestError
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.index import schema
-from sa1b.shards.manifest import Options
+from sa1b.shards.manifest import Options, table_name
 from sa1b.shards.sample_table import COLUMNS
 from sa1b.storage.publish import lock
 from sa1b.verify.verify import verify
@@ -376,7 +376,7 @@ def test_a_kept_annotation_file_is_held_against_the_record(sources, tmp_path):
 
 
 def column(root, name, row):
-    """Where a value of samples.bin lies."""
+    """Where a value of the sample table lies."""
     count = manifest.read_dataset(root)["totals"]["images"]
     start = 128
     for other, dtype in COLUMNS.items():
@@ -390,42 +390,42 @@ def column(root, name, row):
     ("name", "also"), [("jpg_crc32c", "table_row"), ("offset", "table_row"), ("shard", "table_row_missing")]
 )
 def test_a_byte_of_the_sample_table(root, name, also):
-    flip(root / "samples.bin", column(root, name, 3))
+    flip(root / table_name(root), column(root, name, 3))
     found = check(root).findings
     assert "table_digest" in [finding.kind for finding in found]
     assert (also, 103) in [(finding.kind, finding.image_id) for finding in found]
-    assert {finding.file for finding in found} == {"samples.bin"}
+    assert {finding.file for finding in found} == {table_name(root)}
     assert all("tools/index.py" in finding.remedy for finding in found)
 
 
 def test_an_image_id_of_the_sample_table(root):
-    flip(root / "samples.bin", column(root, "image_id", 3))
+    flip(root / table_name(root), column(root, "image_id", 3))
     found = check(root).findings
     assert {"table_digest", "table_ids_digest", "table_order", "table_row_missing"} <= kinds(check(root))
     assert 103 in [finding.image_id for finding in found]
 
 
 def test_a_byte_of_the_table_header_that_is_not_used(root):
-    flip(root / "samples.bin", 100)
+    flip(root / table_name(root), 100)
     assert kinds(check(root)) == {"table_header"}
 
 
 @pytest.mark.parametrize("content", [b"", b"SA1BTBL1", b"\0" * 1000])
 def test_a_sample_table_that_cannot_be_read(root, content):
-    (root / "samples.bin").write_bytes(content)
+    (root / table_name(root)).write_bytes(content)
     assert "table_unreadable" in kinds(check(root))
 
 
 def test_a_missing_sample_table(root):
-    (root / "samples.bin").unlink()
+    (root / table_name(root)).unlink()
     assert kinds(check(root)) == {"table_missing"}
 
 
 def test_a_sample_table_of_another_root(root):
     write_dataset(root, {"sa_000001": manifest.read_tasks(root)["sa_000001"]})
-    other = (root / "samples.bin").read_bytes()
+    other = (root / table_name(root)).read_bytes()
     write_dataset(root, manifest.read_tasks(root))
-    (root / "samples.bin").write_bytes(other)
+    (root / table_name(root)).write_bytes(other)
     assert {"table_of_another", "table_row_missing", "dataset_differs"} <= kinds(check(root))
 
 

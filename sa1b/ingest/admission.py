@@ -1,0 +1,89 @@
+"""What a run of ingest may take: its sources, and the checks made before anything is written."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sa1b.errors import UsageError
+from sa1b.names import is_source_name, source_stem
+from sa1b.shards.manifest import Options, Task
+from sa1b.sources.discovery import discover
+from sa1b.sources.source import Source
+
+_OUT_FACTOR, _SPILL_FACTOR = 1.1, 0.3  # of a source's size: its shards; what waits when the order is random
+_LONGER_SIDE = 2250  # pixels of most images
+_ANNOTATIONS = 0.1  # of a source's size, at most: what --image-size leaves as it is
+
+
+def admitted(paths: Sequence[Path], rename: Mapping[Path, str], skip: Sequence[Path] = ()) -> list[Source]:
+    """All sources, in the order of their names; `skip`: paths of our own, which may lie among them."""
+    for path, name in rename.items():
+        if not is_source_name(name):
+            raise UsageError(
+                f"--rename {path}={name}: the name goes into the shards' names; use letters, digits, '_', "
+                "'-' and '.'"
+            )
+    renamed = {path.resolve(): name for path, name in rename.items()}
+    found = []
+    for path in rename:
+        for source in discover([path], skip=skip).sources:
+            if source.path.resolve() not in renamed:
+                raise UsageError(f"--rename {path}: holds several sources; name one of them")
+            found.append(replace(source, name=renamed[source.path.resolve()]))
+    others = [path for path in paths if path.resolve() not in renamed]
+    found += (
+        [one for one in discover(others, skip=skip).sources if one.path.resolve() not in renamed]
+        if others
+        else []
+    )
+    by_stem: dict[str, Source] = {}
+    for source in found:
+        other = by_stem.setdefault(source_stem(source.name), source)
+        if other is not source:
+            raise UsageError(
+                f"two sources are named {source.name!r}: {other.path} and {source.path}; the name goes into "
+                f"the shards' names: leave one out, or add --rename {source.path}=NEW_NAME"
+            )
+    return sorted(found, key=lambda source: source.name)
+
+
+def check_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None:
+    for task in tasks.values():
+        if (differs := task.options.difference(options)) is not None:
+            raise UsageError(
+                f"{root} was made with {differs[0]}, this run says {differs[1]}; "
+                "all shards of a dataset are alike: use the same flags or another --out"
+            )
+
+
+def check_names(root: Path, tasks: Mapping[str, Task], sources: list[Source]) -> None:
+    taken = {source_stem(name): name for name in tasks}
+    for source in sources:
+        other = taken.get(source_stem(source.name), source.name)
+        if other != source.name:
+            raise UsageError(
+                f"{source.path}: {root} holds a source named {other!r} already, and the shards of both would "
+                f"have the same names; add --rename {source.path}=NEW_NAME, or use another --out"
+            )
+
+
+def check_space(sources: list[Source], root: Path, options: Options, spill: Path, workers: int) -> None:
+    """Refuse before starting what cannot fit."""
+    if not sources:
+        return
+    spill.mkdir(parents=True, exist_ok=True)
+    factor = _OUT_FACTOR
+    if options.image_size is not None:
+        factor = min(factor, _ANNOTATIONS + (options.image_size / _LONGER_SIDE) ** 2)
+    out = int(factor * sum(source.size for source in sources))
+    largest = sorted((one.size for one in sources if one.kind == "tar"), reverse=True)[:workers]
+    waits = int(_SPILL_FACTOR * sum(largest))
+    same = root.stat().st_dev == spill.stat().st_dev
+    for folder, need, flag in ((root, out + waits * same, "--out"), (spill, waits, "--spill")):
+        free = shutil.disk_usage(folder).free
+        if free < need:
+            raise UsageError(
+                f"{folder}: {free / 1e6:,.0f} MB free, about {need / 1e6:,.1f} MB needed; name a larger disk "
+                f"with {flag}, or fewer sources at a time, or start all the same with --no-space-check"
+            )

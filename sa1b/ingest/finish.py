@@ -1,0 +1,153 @@
+"""Finishing: the finished sources of a dataset directory become a dataset that readers can open.
+
+A step of its own, which may run at any time and as often as anyone likes: it reads the task files and their
+rows, never a shard or an index. One process that does everything runs it at its end; after distributed runs
+it is asked for. 11 million rows take one pass over 400 MB.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sa1b.errors import LockedError, UsageError
+from sa1b.names import is_shard_of
+from sa1b.shards.commit import clashes, dataset_claim, shard_files, task_rows, write_dataset
+from sa1b.shards.manifest import (
+    DATASET,
+    QUARANTINE,
+    TASKS,
+    Task,
+    is_current,
+    read_tasks,
+    task_name,
+)
+from sa1b.storage.claim import ENDING, Claim, holder
+from sa1b.storage.publish import json_bytes
+from sa1b.storage.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What dataset.json now says.
+
+    Attributes:
+        tasks: sources in the dataset, by name.
+        failed: source -> why it is not.
+        pending: sources that are neither.
+    """
+
+    tasks: dict[str, Task]
+    failed: dict[str, str] = field(default_factory=dict)
+    pending: list[str] = field(default_factory=list)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a source that is known is missing."""
+        return bool(self.failed or self.pending)
+
+    def line(self, root: Path) -> str:
+        """One sentence for a person."""
+        if not self.tasks:
+            return f"No source is finished: there is no {root / DATASET}."
+        if not self.is_partial:
+            return f"Complete: {root / DATASET}"
+        parts = []
+        for what, names in (("failed", sorted(self.failed)), ("pending", self.pending)):
+            if names:
+                shown = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
+                parts.append(f"{len(names):,} {what} ({shown})")
+        return (
+            f"Partial: {root / DATASET} holds {len(self.tasks):,} sources and can be read; "
+            f"{', '.join(parts)}. To try again, run the same command; to forget a source, --drop NAME."
+        )
+
+
+def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = None) -> Finished:
+    """Write the sample table and dataset.json over all finished sources, unless they are up to date.
+
+    A source that holds an image of another one, or was made with other options, is left out and counts as
+    failed; of two such sources the first by name stays.
+
+    Args:
+        expected: names of sources that should be there; those that are not are pending.
+        without: a source that is left out as if it were not there.
+
+    Raises:
+        ManifestError: a task file is damaged.
+    """
+    store = Store(root)
+    with dataset_claim(root):
+        tasks = {name: task for name, task in read_tasks(root).items() if name != without}
+        failed = {name: why for name, why in read_failed(store).items() if name not in {*tasks, without}}
+        claimed = {name.removesuffix(ENDING) for name in store.names(TASKS, ENDING)}
+        pending = sorted({*expected, *claimed} - tasks.keys() - failed.keys() - {without})
+        if not is_current(root, tasks, failed, pending) and (tasks or without is not None):
+            unlike = _other_options(tasks)
+            found = {name: task_rows(root, task) for name, task in tasks.items() if name not in unlike}
+            tables = {name: rows for name, (_, rows) in found.items()}
+            left_out = unlike | clashes(tables)
+            tasks = {name: task for name, (task, _) in found.items() if name not in left_out}
+            failed |= left_out
+            if not is_current(root, tasks, failed, pending):
+                write_dataset(root, tasks, failed, pending)
+    return Finished(tasks, failed, pending)
+
+
+def _other_options(tasks: Mapping[str, Task]) -> dict[str, str]:
+    """Sources whose options are not those of the first: source -> message."""
+    found = {}
+    first = next(iter(tasks.values()), None)
+    for name, task in tasks.items():
+        if first is not None and (differs := first.options.difference(task.options)):
+            found[name] = (
+                f"{name} was made with {differs[1]}, {first.name} with {differs[0]}; all shards of a dataset "
+                f"are alike: drop one of them (--drop {name}) and reshard it again"
+            )
+    return found
+
+
+def record_failure(root: Path, name: str, error: str, message: str) -> None:
+    """Note why a source is not in the dataset, unless an earlier version of it is."""
+    store = Store(root)
+    if not store.exists(task_name(name)):
+        store.put(task_name(name, "failed"), json_bytes({"error": error, "message": message}))
+
+
+def read_failed(store: Store) -> dict[str, str]:
+    """Source -> why it failed, of all sources that have no later task file."""
+    found = {}
+    for name in store.names(TASKS, ".failed"):
+        try:
+            message = str(json.loads(store.read(f"{TASKS}/{name}"))["message"])
+        except (ValueError, KeyError, TypeError, FileNotFoundError):
+            message = f"{store.path(f'{TASKS}/{name}')} cannot be read; run reshard again for this source"
+        found[name.removesuffix(".failed")] = message
+    return found
+
+
+def drop_source(root: Path, name: str) -> Finished:
+    """Take a source out of a dataset directory: dataset.json is written without it, then its files go.
+
+    Readers that have the dataset open lose the shards of this source.
+
+    Raises:
+        UsageError: the directory holds no such source.
+        LockedError: a process works on it.
+    """
+    store = Store(root)
+    tasks = read_tasks(root)
+    if name not in tasks and not store.exists(task_name(name, "failed")):
+        listed = ", ".join([*tasks][:10]) + (" …" if len(tasks) > 10 else "")
+        raise UsageError(f"--drop {name}: {root} holds no such source; it holds {listed or 'none'}")
+    claim = Claim.take(store, task_name(name, "claim"))
+    if claim is None:
+        raise LockedError(f"--drop {name}: {holder(store, task_name(name, 'claim'))} works on it now")
+    with claim:
+        finished = finish(root, without=name)
+        store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed")))
+        own = [shard for shard in store.names("", ".tar") if is_shard_of(shard, name)]
+        store.remove(*(path.name for shard in own for path in shard_files(root, shard)))
+        if store.exists(f"{QUARANTINE}/{name}"):
+            store.remove_folder(f"{QUARANTINE}/{name}")
+    return finished

@@ -1,0 +1,156 @@
+"""What a worker process does with a source: claim it, see whether it is finished, ingest it."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from sa1b.errors import LockedError, SourceError
+from sa1b.ingest.finish import record_failure
+from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
+from sa1b.shards.commit import shard_files
+from sa1b.shards.manifest import Options, Task, read_task, task_name, task_path, write_task
+from sa1b.sources.source import Source, digest_of_source
+from sa1b.storage.claim import TIMEOUT, Claim, holder
+from sa1b.storage.store import Store
+
+_REPORT_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How a run goes about its sources; see tools/reshard.py for the flags.
+
+    Attributes:
+        workers: processes at a time.
+        checklist: file with the md5 of sources.
+        recheck: recognise finished sources by digest.
+        replace: take a source of a finished one's name with other content in its place.
+        rename: path -> the name that the source takes.
+        task: (I, N): only the sources I, I + N, I + 2 N, ... in the order of their names; the dataset is not
+            finished then.
+        claim_timeout: seconds without a heartbeat after which another run's claim may be taken over.
+        stall_timeout: seconds without progress after which a worker is killed and its source tried once more.
+        space_check: refuse to start when the disk is too small.
+        quiet: neither progress nor notes.
+    """
+
+    workers: int = 1
+    checklist: Path | None = None
+    recheck: bool = False
+    replace: bool = False
+    rename: Mapping[Path, str] | None = None
+    task: tuple[int, int] | None = None
+    claim_timeout: float = TIMEOUT
+    stall_timeout: float = 600.0
+    space_check: bool = True
+    quiet: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a worker did with a source: ingested it, found it finished, or found it claimed by another run."""
+
+    kind: Literal["done", "skipped", "held"]
+    counts: Counts
+    note: str = ""
+
+
+def work_on(
+    source: Source,
+    root: Path,
+    options: Options,
+    policy: Policy,
+    run: Run,
+    report: Callable[[Counts], None],
+) -> Outcome:
+    """What a worker process runs: claim a source and bring it into the dataset directory."""
+    limit_threads()
+    store = Store(root)
+    name = task_name(source.name, "claim")
+    claim = Claim.take(store, name, timeout=run.claim_timeout)
+    if claim is None:
+        return Outcome("held", Counts(), str(holder(store, name) or "another process"))
+    with claim:
+        try:
+            return _claimed(source, root, options, policy, run, claim, report)
+        except LockedError:
+            return Outcome("held", Counts(), str(holder(store, name) or "another process"))
+        except OSError:
+            raise  # of this machine or its disk: says nothing about the source
+        except Exception as error:
+            record_failure(root, source.name, type(error).__name__, str(error))
+            raise
+
+
+def _claimed(
+    source: Source,
+    root: Path,
+    options: Options,
+    policy: Policy,
+    run: Run,
+    claim: Claim,
+    report: Callable[[Counts], None],
+) -> Outcome:
+    previous = read_task(task_path(root, source.name)) if task_path(root, source.name).exists() else None
+    note = ""
+    if previous is not None:
+        if (missing := missing_file(previous, root)) is not None:
+            note = f"{missing} is missing or cut off; {source.name} is done again"
+        elif not run.recheck and is_unchanged(previous, source, root):
+            return Outcome("skipped", Counts())  # another run finished it in the meantime
+        elif previous.source["sha256"] is not None:
+            if previous.source["size"] != source.size and not run.replace:
+                raise _refused(source, previous, root)
+            if digest_of_source(source) == previous.source["sha256"]:
+                known = {**previous.source, "mtime_ns": source.mtime_ns}
+                write_task(root, replace(previous, source=known))
+                return Outcome("skipped", Counts(), f"{source.path} has another time and the same content")
+            if not run.replace:
+                raise _refused(source, previous, root)
+    last = time.monotonic()
+    newest = Counts()
+
+    def throttled(counts: Counts) -> None:
+        nonlocal last, newest
+        newest = counts
+        if time.monotonic() - last >= _REPORT_SECONDS:
+            last = time.monotonic()
+            report(counts)
+
+    def check(task: Task) -> None:
+        claim.check()
+        recorded = None if previous is None else previous.source["sha256"]
+        if previous is not None and recorded not in (None, task.source["sha256"]) and not run.replace:
+            raise _refused(source, previous, root)
+
+    ingest(source, root, options, policy, throttled, check)
+    return Outcome("done", newest, note)
+
+
+def _refused(source: Source, previous: Task, root: Path) -> SourceError:
+    return SourceError(
+        f"{source.path}: {root} holds a source named {source.name!r} with other content "
+        f"({previous.source['size']:,} bytes, sha256 {str(previous.source['sha256'])[:12]}…; this one has "
+        f"{source.size:,} bytes). To take this one in its place, add --replace; to keep both, add "
+        f"--rename {source.path}=NEW_NAME"
+    )
+
+
+def is_unchanged(task: Task, source: Source, root: Path) -> bool:
+    """Whether a source is finished, as far as sizes and times tell."""
+    known = (task.source["size"], task.source["mtime_ns"])
+    return known == (source.size, source.mtime_ns) and missing_file(task, root) is None
+
+
+def missing_file(task: Task, root: Path) -> Path | None:
+    """The first file of a finished source that is missing or has another size."""
+    for shard in task.shards:
+        for path, size in zip(shard_files(root, shard.name), (shard.bytes, shard.index_bytes), strict=True):
+            try:
+                if path.stat().st_size != size:
+                    return path
+            except FileNotFoundError:
+                return path
+    return None

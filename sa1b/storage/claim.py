@@ -1,0 +1,187 @@
+"""Claims: who works on what, for processes on any number of machines that share a dataset directory.
+
+    claim = Claim.take(store, "tasks/sa_000020.claim", timeout=120)
+    with claim:                    None instead of a claim: another process has it
+        ...                        the heartbeat runs in a thread
+        claim.check()              before the work is committed
+
+A claim is a file that is created exclusively. Its modification time is the heartbeat. One whose heartbeat is
+older than the timeout may be taken over, and so may one of a process of this machine that has ended.
+
+Claims save work; they do not protect data. Two processes that both believe they hold one (a machine that was
+suspended, a clock that jumped) write the same bytes under the same names, and both ways of ending are right.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from sa1b.errors import LockedError
+from sa1b.storage.processes import is_of_dead_process, this_process
+from sa1b.storage.publish import json_bytes
+from sa1b.storage.store import Store, temporary_path
+
+ENDING = ".claim"
+TIMEOUT = 120.0  # seconds without a heartbeat
+_BEATS = 6  # heartbeats in a timeout
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a claim, by its file.
+
+    Attributes:
+        host, pid: of the process.
+        process: its name, see sa1b.storage.processes.
+        token: of this one claim.
+        age: seconds since the heartbeat, by the file system's clock.
+    """
+
+    host: str
+    pid: int
+    process: str
+    token: str
+    age: float
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.pid}"
+
+    def is_live(self, timeout: float) -> bool:
+        """Whether the claim still counts."""
+        if is_of_dead_process(self.process):
+            return False
+        return self.age <= timeout
+
+
+class Claim:
+    """A claim of this process; a context manager that keeps the heartbeat and releases it at the end.
+
+    Attributes:
+        name: of its file in the store.
+        previous: the holder that it was taken over from, None: it was free.
+    """
+
+    def __init__(self, store: Store, name: str, token: str, timeout: float, previous: Holder | None) -> None:
+        self.name, self.previous = name, previous
+        self._store, self._token, self._timeout = store, token, timeout
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=f"heartbeat {name}", daemon=True)
+
+    @classmethod
+    def take(cls, store: Store, name: str, *, timeout: float = TIMEOUT) -> "Claim | None":
+        """Take a claim that is free or no longer live; None if another process holds it.
+
+        Args:
+            name: of its file, ends with ".claim".
+            timeout: seconds without a heartbeat after which a claim may be taken over.
+        """
+        token = secrets.token_hex(8)
+        holding = {"host": socket.gethostname(), "pid": os.getpid(), "process": this_process()}
+        data = json_bytes({**holding, "token": token})
+        previous = None
+        if not store.put_if_absent(name, data):
+            previous = holder(store, name)
+            if previous is not None and previous.is_live(timeout):
+                return None
+            if previous is not None and not _remove(store, name, previous.token):
+                return None
+            if not store.put_if_absent(name, data):
+                return None
+        return cls(store, name, token, timeout, previous)
+
+    def check(self) -> None:
+        """Raise LockedError if the claim was taken over by another process."""
+        found = holder(self._store, self.name)
+        if found is None or found.token != self._token:
+            raise LockedError(
+                f"{self._store.path(self.name)}: another process ({found or 'gone again'}) took over this "
+                f"claim after {self._timeout:,.0f} s without a heartbeat; its work counts. If this machine "
+                "was only slow, raise --claim-timeout"
+            )
+
+    def release(self) -> None:
+        """End the heartbeat and remove the file, unless another process has taken it over."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        _remove(self._store, self.name, self._token)
+
+    def __enter__(self) -> "Claim":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _beat(self) -> None:
+        path = self._store.path(self.name)
+        while not self._end.wait(self._timeout / _BEATS):
+            # A file that is gone, or a disk that fails for a moment: `check` is what decides.
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+
+def holder(store: Store, name: str) -> Holder | None:
+    """Who holds a claim, live or not; None if nobody does, or it is released at this moment."""
+    path = store.path(name)
+    try:
+        beat = path.stat().st_mtime
+        document = json.loads(store.read(name))
+        host, pid, process = str(document["host"]), int(document["pid"]), str(document["process"])
+        token = str(document["token"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        # Cut by a crash of the machine: nobody's, as old as it is.
+        host, pid, process, token = "unknown", 0, "", ""
+    return Holder(host, pid, process, token, max(0.0, store.now(str(Path(name).parent)) - beat))
+
+
+def live_holders(store: Store, folder: str, timeout: float = TIMEOUT) -> dict[str, Holder]:
+    """Live claims right in a folder: name without the ending -> holder."""
+    found = {}
+    for name in store.names(folder, ENDING):
+        one = holder(store, f"{folder}/{name}")
+        if one is not None and one.is_live(timeout):
+            found[name.removesuffix(ENDING)] = one
+    return found
+
+
+def remove_dead(store: Store, name: str) -> None:
+    """Remove a claim of a process of this machine that has ended."""
+    found = holder(store, name)
+    if found is not None and is_of_dead_process(found.process):
+        _remove(store, name, found.token)
+
+
+def _remove(store: Store, name: str, token: str) -> bool:
+    """Remove the claim with this token; False if it is another one by now.
+
+    The file is renamed first: of two processes that both found it old, one has it, the other has nothing.
+    """
+    path = store.path(name)
+    taken = temporary_path(path)
+    try:
+        path.rename(taken)
+    except FileNotFoundError:
+        return False
+    try:
+        try:
+            found = str(json.loads(taken.read_bytes())["token"])
+        except (ValueError, KeyError, TypeError):
+            found = ""
+        if found == token:
+            return True
+        with contextlib.suppress(FileExistsError):  # a live one, taken in the moment since we looked
+            os.link(taken, path)
+        return False
+    finally:
+        taken.unlink()
