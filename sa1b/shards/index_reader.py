@@ -19,7 +19,7 @@ class IndexFormatError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MemberLocation:
     """Where a member's content lies, and its checksum. Bytes."""
 
     offset: int
@@ -57,10 +57,10 @@ class IndexReader:
     def close(self) -> None:
         self._file.close()
 
-    def place(self, row: int, ending: str) -> Place:
+    def location(self, row: int, ending: str) -> MemberLocation:
         """Where the jpg or the masks of a row lie."""
         values = (self.columns[f"{ending}_{what}"][row] for what in ("offset", "bytes", "crc32c"))
-        return Place(*map(int, values))
+        return MemberLocation(*map(int, values))
 
     def numbers(self, row: int) -> dict[str, npt.NDArray[Any]]:
         """The columns with one entry per mask: [N] or, for boxes and points, [N, width].

@@ -216,5 +216,7 @@ def _layout(count: int) -> tuple[dict[str, int], int]:
 
 def digests(header: bytes) -> dict[str, str]:
     """The two digests in the header of a sample table."""
+    if len(header) < _HEADER.size:
+        raise TableError(f"a sample table of {len(header)} bytes is cut off")
     _, _, _, _, ids_sha256, sha256 = _HEADER.unpack_from(header)
     return {"ids_sha256": ids_sha256.hex(), "columns_sha256": sha256.hex()}

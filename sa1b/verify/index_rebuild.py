@@ -1,22 +1,23 @@
 """The index of one shard made again from its tar, and what else that pass sees."""
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import simplejpeg
 
 from sa1b.errors import ShardError
-from sa1b.shards.index import IndexWriter, Row
+from sa1b.shards.index import IndexWriter
 from sa1b.shards.largest import Largest
 from sa1b.shards.manifest import ShardInfo
 from sa1b.shards.shard_walk import index_row, walk_shard
 from sa1b.storage.publish import flush
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RebuiltIndex:
     """What a pass over a shard has found.
 
@@ -24,36 +25,32 @@ class RebuiltIndex:
         info: as in a task file.
         jpg_bytes: of all images.
         largest: as in a task file.
-        keep_json: whether images carry their annotation file: {True}, {False}, or both.
+        keep_json: whether images carry their annotation file: [True], [False], or both.
         scaled: longer sides, in pixels, of images stored smaller than their annotations say.
         quality: JPEG quality of the first of those images, None: there are none, or it cannot be told.
+        resumed: an interrupted rebuild had made it.
     """
 
-    info: ShardInfo = field(init=False)
-    images: int = 0
-    masks: int = 0
-    jpg_bytes: int = 0
-    largest: Largest = field(default_factory=Largest)
-    keep_json: set[bool] = field(default_factory=set)
-    scaled: set[int] = field(default_factory=set)
-    quality: int | None = None
+    info: ShardInfo
+    jpg_bytes: int
+    largest: dict[str, int]
+    keep_json: list[bool]
+    scaled: list[int]
+    quality: int | None
+    resumed: bool = False
 
-    def count(self, row: Row, data: bytes, *, keep_json: bool) -> None:
-        """Count one image; `data` is its JPEG."""
-        annotations = row.annotations
-        self.images += 1
-        self.masks += len(annotations)
-        self.jpg_bytes += row.jpg_bytes
-        self.keep_json.add(keep_json)
-        self.largest.see(row)
-        if (row.image_height, row.image_width) != (annotations.height, annotations.width):
-            if not self.scaled:
-                self.quality = jpeg_quality(data)
-            self.scaled.add(max(row.image_height, row.image_width))
+    def document(self) -> dict[str, Any]:
+        """As JSON, see `from_document`."""
+        return asdict(self)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> "RebuiltIndex":
+        """The result that `document` was made from."""
+        return cls(**{**document, "info": ShardInfo(**document["info"])})
 
 
 def rebuild_index(
-    shard: Path, temporary: Path, *, with_runs: bool, progress: Callable[[int], None] | None = None
+    shard: Path, temporary: Path, *, with_runs: bool, progress: Callable[[int], object] | None = None
 ) -> RebuiltIndex:
     """Write the index of a shard to `temporary`, flushed. Memory: a row group.
 
@@ -62,20 +59,31 @@ def rebuild_index(
     """
     digest = hashlib.sha256()
     writer = IndexWriter(temporary, with_runs=with_runs)
-    built = RebuiltIndex()
+    images = masks = jpg_bytes = 0
+    largest = Largest()
+    keep_json: set[bool] = set()
+    scaled: set[int] = set()
+    quality = None
     try:
         for image in walk_shard(shard, digest, progress):
             row = index_row(shard, image)
             writer.add(row)
-            built.count(row, image.jpg.data, keep_json=image.json is not None)
+            images += 1
+            masks += len(row.annotations)
+            jpg_bytes += row.jpg_bytes
+            largest.see(row)
+            keep_json.add(image.json is not None)
+            if (row.image_height, row.image_width) != (row.annotations.height, row.annotations.width):
+                quality = quality if scaled else jpeg_quality(image.jpg.data)
+                scaled.add(max(row.image_height, row.image_width))
         writer.close()
         flush(temporary)
         with temporary.open("rb") as file:
             index_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        built.info = ShardInfo(
+        info = ShardInfo(
             name=shard.name,
-            images=built.images,
-            masks=built.masks,
+            images=images,
+            masks=masks,
             bytes=shard.stat().st_size,
             sha256=digest.hexdigest(),
             index_bytes=temporary.stat().st_size,
@@ -90,7 +98,7 @@ def rebuild_index(
                 "tools/reshard.py again with its source"
             ) from None
         raise
-    return built
+    return RebuiltIndex(info, jpg_bytes, largest.values, sorted(keep_json), sorted(scaled), quality)
 
 
 def jpeg_quality(data: bytes) -> int | None:

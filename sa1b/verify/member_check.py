@@ -1,18 +1,182 @@
-"""What the members of a shard hold, against the shard's index: the second half of the check of a shard."""
+"""Members of a shard: where they should lie, by the index and by the sample table, and what they hold."""
 
+import hashlib
 import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.errors import BadSample
+from sa1b.errors import BadSample, TableError
 from sa1b.masks import geometry
 from sa1b.masks.runs import MaskError, SizeError
+from sa1b.names import member_name
 from sa1b.shards import jpeg, record
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.index_reader import UNREADABLE, IndexReader
+from sa1b.shards.index_reader import UNREADABLE, IndexReader, MemberLocation
+from sa1b.shards.largest import Largest
+from sa1b.shards.manifest import ShardInfo
 from sa1b.shards.record import RecordError
-from sa1b.verify.report import Find, ShardResult, short
+from sa1b.shards.sample_table import open_table
+from sa1b.shards.shard import index_path
+from sa1b.verify.report import Find, Finding, Findings, short
+
+_ODD_KEPT = 20  # images of a shard whose numbers are not those of the mask, by reason
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedShard:
+    """What the files of the dataset directory say of a shard.
+
+    Attributes:
+        info: by its task file or dataset.json.
+        source: name of its source, None: unknown.
+        table: file name of the sample table, None where it cannot be compared with the shard.
+        number: the shard's number in that table.
+        keep_json, index_runs: options of the dataset, None: unknown.
+    """
+
+    info: ShardInfo
+    source: str | None = None
+    table: str | None = None
+    number: int = 0
+    keep_json: bool | None = None
+    index_runs: bool | None = None
+
+
+@dataclass(slots=True)
+class ShardResult:
+    """What the check of one shard found. Its size does not grow with the shard's images.
+
+    Attributes:
+        images, masks, jpg_bytes: of complete pairs.
+        bytes: read, of shard and index.
+        largest: as in a task file, of complete pairs.
+        odd: what differs between the numbers and the mask (area, bbox, empty_mask) -> images. Only deep. Not
+            damage by itself: ingest keeps such images and counts them as warnings.
+        odd_images: the same -> offset and id of the first of them.
+    """
+
+    name: str
+    findings: Findings = field(default_factory=Findings)
+    images: int = 0
+    masks: int = 0
+    bytes: int = 0
+    jpg_bytes: int = 0
+    largest: Largest = field(default_factory=Largest)
+    odd: dict[str, int] = field(default_factory=dict)
+    odd_images: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def count_odd(self, reason: str, offset: int, image_id: int) -> None:
+        """Take in an image whose numbers are not those of its masks."""
+        self.odd[reason] = self.odd.get(reason, 0) + 1
+        if self.odd[reason] <= _ODD_KEPT:
+            self.odd_images.setdefault(reason, []).append([offset, image_id])
+
+    def document(self) -> dict[str, Any]:
+        """As JSON, see `from_document`."""
+        return asdict(self)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> "ShardResult":
+        """The result that `document` was made from."""
+        found, largest = document["findings"], document["largest"]
+        findings = Findings([Finding(**finding) for finding in found["kept"]], found["counts"])
+        return cls(**{**document, "findings": findings, "largest": Largest(**largest)})
+
+
+class Locations:
+    """The two lists of where members lie; damage of the index goes to `find_index`, its bytes to `result`.
+
+    Attributes:
+        index_file: name of the index.
+        index: the index, None if it cannot be read.
+        rows: image id -> row of the index.
+        table_file: name of the sample table, None if it cannot be compared.
+        table: image id -> ending -> location, by the sample table; None if it cannot be read.
+    """
+
+    def __init__(self, root: Path, expected: ExpectedShard, result: ShardResult, find_index: Find) -> None:
+        path = index_path(root / expected.info.name)
+        self.index_file = path.name
+        self.index: IndexReader | None = None
+        self.rows: dict[int, int] = {}
+        self._open_index(path, expected, result, find_index)
+        self.table_file = expected.table
+        self.table = self._table_rows(root, expected)
+
+    def _open_index(self, path: Path, expected: ExpectedShard, result: ShardResult, find: Find) -> None:
+        info = expected.info
+        try:
+            with path.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                find("index_missing", "not there")
+            else:
+                find("index_unreadable", short(error))
+            return
+        result.bytes += size
+        if size != info.index_bytes:
+            find("index_bytes", f"{size:,} bytes, {info.index_bytes:,} written")
+        elif sha256 != info.index_sha256:
+            find("index_sha256", f"sha256 is {sha256}, written {info.index_sha256}")
+        try:
+            self.index = IndexReader(path)
+        except UNREADABLE as error:
+            find("index_unreadable", short(error))
+            return
+        ids = self.index.columns["image_id"].tolist()
+        self.rows.update((image_id, row) for row, image_id in enumerate(ids))
+        if len(self.rows) != len(ids):
+            find("index_duplicate", "an image id stands in two rows")
+        if len(ids) != info.images:
+            find("index_rows", f"{len(ids):,} rows, {info.images:,} images written")
+        offsets = self.index.columns["jpg_offset"]
+        for row in np.flatnonzero(offsets[1:] <= offsets[:-1])[:1].tolist():
+            message = "the rows are not in the order of the tar"
+            find("index_order", message, int(offsets[row + 1]), ids[row + 1])
+        if expected.index_runs is not None and self.index.with_runs != expected.index_runs:
+            message = "with" if self.index.with_runs else "without"
+            find("index_columns", f"{message} the decoded masks, against the options")
+
+    def _table_rows(self, root: Path, expected: ExpectedShard) -> dict[int, dict[str, MemberLocation]] | None:
+        if expected.table is None:
+            return None
+        try:
+            table = open_table(root / expected.table)
+        except (TableError, OSError):
+            return None  # found and named once, not by every shard
+        rows = {}
+        for row in np.flatnonzero(table.shard == expected.number).tolist():
+            offsets = {"jpg": int(table.offset[row]), "masks": table.masks_offset(row)}
+            rows[int(table.image_id[row])] = {
+                ending: MemberLocation(
+                    offset,
+                    int(getattr(table, f"{ending}_bytes")[row]),
+                    int(getattr(table, f"{ending}_crc32c")[row]),
+                )
+                for ending, offset in offsets.items()
+            }
+        return rows
+
+    def find(self, image_id: int, ending: str) -> dict[str, MemberLocation]:
+        """File name -> where the jpg or the masks lie by that file."""
+        found = {}
+        if self.index is not None and image_id in self.rows:
+            found[self.index_file] = self.index.location(self.rows[image_id], ending)
+        if self.table is not None and self.table_file is not None and image_id in self.table:
+            found[self.table_file] = self.table[image_id][ending]
+        return found
+
+    def image_ids(self) -> list[int]:
+        """Image ids in the index or the sample table, in their order."""
+        return list(dict.fromkeys([*self.rows, *(self.table or ())]))
 
 
 class ContentCheck:
@@ -44,7 +208,7 @@ class ContentCheck:
         {"jpg": self._jpg, "masks": self._masks, "json": self._json}[ending](data, offset, image_id)
 
     def _jpg(self, data: bytes, offset: int, image_id: int) -> None:
-        self._largest(jpg_bytes=len(data))
+        self.result.largest.merge({"jpg_bytes": len(data)})
         self.result.jpg_bytes += len(data)
         try:
             frame = jpeg.frame(data)
@@ -52,7 +216,7 @@ class ContentCheck:
             if self.deep:
                 size = jpeg.decode(data).shape[:2]
         except BadSample as error:
-            self.find("jpg_undecodable", f"sa_{image_id}.jpg: {error}", offset, image_id)
+            self.find("jpg_undecodable", f"{member_name(image_id, 'jpg')}: {error}", offset, image_id)
             return
         row = self.rows.get(image_id)
         if self.index is not None and row is not None:
@@ -67,17 +231,16 @@ class ContentCheck:
         try:
             annotations = record.decode(data)
         except RecordError as error:
-            self.find("record_unreadable", f"sa_{image_id}.masks: {error}", offset, image_id)
+            self.find("record_unreadable", f"{member_name(image_id, 'masks')}: {error}", offset, image_id)
             return
         if annotations.image_id != image_id:
-            message = f"sa_{image_id}.masks holds the masks of image {annotations.image_id}"
+            message = f"{member_name(image_id, 'masks')} holds the masks of image {annotations.image_id}"
             self.find("record_image_id", message, offset, image_id)
         self.annotations = annotations
         self.result.masks += len(annotations)
         runs = int(annotations.runs_count.sum(dtype=np.int64))
-        self._largest(
-            masks=len(annotations), runs=runs, rle_bytes=len(annotations.rle), masks_bytes=len(data)
-        )
+        found = {"masks": len(annotations), "runs": runs, "rle_bytes": len(annotations.rle)}
+        self.result.largest.merge({**found, "masks_bytes": len(data)})
         self._index_numbers(annotations, offset)
         if self.deep:
             self._decode_masks(annotations, offset, image_id)
@@ -110,10 +273,15 @@ class ContentCheck:
         try:
             runs = annotations.runs()
         except (MaskError, SizeError, ValueError) as error:
-            self.find("mask_undecodable", f"sa_{image_id}.masks: {error}", offset, image_id)
+            self.find("mask_undecodable", f"{member_name(image_id, 'masks')}: {error}", offset, image_id)
             return
         if not np.array_equal(np.diff(runs.offsets), annotations.runs_count):
-            self.find("record_runs_count", f"sa_{image_id}.masks: runs_count is wrong", offset, image_id)
+            self.find(
+                "record_runs_count",
+                f"{member_name(image_id, 'masks')}: runs_count is wrong",
+                offset,
+                image_id,
+            )
         row = self.rows.get(image_id)
         if self.index is not None and self.index.with_runs and row is not None:
             try:
@@ -130,24 +298,20 @@ class ContentCheck:
             "bbox": (annotations.bbox != geometry.bbox_sa1b(runs)).any(),
         }
         for what in (name for name, found in odd.items() if found):
-            self.result.odd.setdefault(what, []).append((offset, image_id))
+            self.result.count_odd(what, offset, image_id)
 
     def _json(self, data: bytes, offset: int, image_id: int) -> None:
-        """The annotation file kept verbatim has no checksum of its own: the record must say the same."""
+        """The annotation file kept verbatim has no checksum of its own: it is compared with the record."""
         if self.annotations is None or self.annotations.image_id != image_id:
             return  # damage there has been named
         try:
             same = json.dumps(json.loads(data)) == json.dumps(self.annotations.to_json())
         except (ValueError, RecursionError) as error:
-            self.find("json_unreadable", f"sa_{image_id}.json: {short(error)}", offset, image_id)
+            self.find("json_unreadable", f"{member_name(image_id, 'json')}: {short(error)}", offset, image_id)
             return
         if not same:
-            message = f"sa_{image_id}.json does not say what the mask record says"
+            message = f"{member_name(image_id, 'json')} differs from the mask record"
             self.find("json_damaged", message, offset, image_id)
-
-    def _largest(self, **values: int) -> None:
-        for name, value in values.items():
-            self.result.largest[name] = max(value, self.result.largest.get(name, 0))
 
 
 def _same(values: npt.NDArray[np.generic], expected: npt.NDArray[np.generic]) -> bool:

@@ -1,36 +1,50 @@
-"""Indexes, samples.bin and dataset.json made again from the tars, the same bytes as reshard wrote.
+"""Indexes made again from the shards, and with them the sample table and dataset.json: the bytes that reshard
+wrote, if the libraries are the same.
 
-The tars hold everything but what came before them: of a source only its name is known, of the options only
-what the shards show (see sa1b.verify.recover, used where task files are lost).
+The shards hold everything but what came before them: of a source only its name is known, of the options only
+what the shards show (see sa1b.verify.recover, used where task files are lost). Readers may have the directory
+open: every file is replaced in one step, none is removed before. A rebuild that was interrupted goes on where
+it stopped.
 """
 
+import contextlib
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sa1b.errors import ManifestError, ShardError
-from sa1b.progress import Bar, bar
+from sa1b.errors import LockedError, ManifestError, ShardError
+from sa1b.progress import bar
 from sa1b.shards import manifest
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.index_reader import UNREADABLE, IndexReader
-from sa1b.shards.manifest import DATASET, ShardInfo, Task
+from sa1b.shards.commit import dataset_claim, write_dataset
+from sa1b.shards.index_reader import UNREADABLE
+from sa1b.shards.manifest import DATASET, TASKS, ShardInfo
 from sa1b.shards.shard import index_path
-from sa1b.storage.publish import lock, naming, publish
-from sa1b.verify import recover as inference
+from sa1b.storage.claim import Claim, live_holders
+from sa1b.storage.publish import naming, publish
+from sa1b.storage.store import Store
+from sa1b.verify import recover
+from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index
+from sa1b.verify.recorded import Recorded, check_digests, differs, why_differs
+from sa1b.verify.resume import INDEX_RECORD, ResumeRecord, file_key
+
+_CLAIM = ".index.claim"
 
 
 @dataclass(slots=True)
-class Summary:
+class RebuildSummary:
     """What was made.
 
     Attributes:
-        seconds: in all. bytes: of the tars read.
+        seconds: in all. bytes: of the shards read.
+        shards, images, masks: with an index now.
+        resumed: shards among them whose index an interrupted rebuild had made.
         failed: shard -> why its index was not made.
-        notes: what came out other than recorded, or could not be known.
-        complete: samples.bin and dataset.json were written.
+        notes: what differs from what was recorded, or could not be known.
+        complete: the sample table and dataset.json were written.
     """
 
     seconds: float = 0.0
@@ -38,6 +52,7 @@ class Summary:
     images: int = 0
     masks: int = 0
     bytes: int = 0
+    resumed: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     complete: bool = False
@@ -51,11 +66,12 @@ class Summary:
         return {"exit_code": self.exit_code(), **asdict(self)}
 
     def table(self, root: Path | None) -> str:
-        """For people; `root` if a whole root was asked for."""
+        """For people; `root` if a whole dataset directory was asked for."""
         lines = [f"note: {note}" for note in self.notes]
         rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
+        before = f" ({self.resumed:,} by the interrupted run before)" if self.resumed else ""
         lines += [
-            f"  indexes  {self.shards:,}",
+            f"  indexes  {self.shards:,}{before}",
             f"  images   {self.images:,}",
             f"  masks    {self.masks:,}",
             f"  bytes    {self.bytes:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s)",
@@ -68,203 +84,222 @@ class Summary:
         return "\n".join(lines)
 
 
-def rebuild_shards(shards: list[Path], *, quiet: bool = False) -> Summary:
+def rebuild_shards(shards: list[Path], *, workers: int = 1, quiet: bool = False) -> RebuildSummary:
     """Make only the indexes of these shards, each beside its tar.
 
     Whether they hold the decoded masks follows the folder's task files, dataset.json or an index in place;
-    without any of them they do.
+    without any of them they do. Task files and dataset.json follow where an index comes out differently.
+
+    Raises:
+        LockedError: reshard or another rebuild is at work in a folder.
     """
     began = time.monotonic()
-    summary = Summary()
-    with _bar(shards, quiet) as progress:
-        for shard in shards:
-            with lock(shard.parent):
-                recorded = _Recorded.read(shard.parent)
-                built = _rebuild(shard, recorded, summary, progress.update)
-                if built is not None:
-                    _publish(shard, built, recorded, summary)
-                    if _other_index(built, recorded):
-                        summary.notes.append(f"run tools/index.py {shard.parent} to bring {DATASET} in line")
+    summary = RebuildSummary()
+    with bar(_bytes(shards), "index", "B", quiet) as progress:
+        for folder in dict.fromkeys(shard.parent for shard in shards):
+            with _exclusive(folder):
+                recorded = Recorded.read(folder)
+                here = [shard for shard in shards if shard.parent == folder]
+                built = _rebuild_all(here, recorded, None, workers, summary, progress.update)
+                known = {name: one for name, one in built.items() if name in recorded.infos}
+                if recorded.dataset is not None and any(differs(one, recorded) for one in known.values()):
+                    _write_tables(folder, recorded, built, {}, None, summary)
+                    summary.complete = False  # it was before
     summary.seconds = time.monotonic() - began
     return summary
 
 
-def rebuild_root(root: Path, *, quiet: bool = False) -> Summary:
-    """Make every index, samples.bin and dataset.json of a root.
+def rebuild_root(root: Path, *, workers: int = 1, quiet: bool = False) -> RebuildSummary:
+    """Make every index, the sample table and dataset.json of a dataset directory.
 
     Raises:
         ManifestError: no shards there, or a damaged task file.
-        sa1b.sources.tar_reader.SourceError: an image stands in two sources.
-        sa1b.storage.LockedError: reshard is at work there.
+        sa1b.errors.SourceError: an image stands in two sources.
+        LockedError: reshard or another rebuild is at work there.
     """
     began = time.monotonic()
-    summary = Summary()
-    with lock(root):
-        recorded = _Recorded.read(root)
-        _check_digests(root, recorded)
-        lost = inference.lost_sources(root, recorded.tasks, recorded.dataset)
-        named = {name: [shard.name for shard in task.shards] for name, task in recorded.tasks.items()} | lost
-        if not named:
-            raise ManifestError(f"{root}: holds no shards of tools/reshard.py")
-        shards = [root / shard for name in sorted(named) for shard in named[name]]
-        built: dict[str, RebuiltIndex] = {}
-        with _bar(shards, quiet) as progress:
-            for shard in shards:
-                one = _rebuild(shard, recorded, summary, progress.update)
-                if one is None:
-                    continue
-                built[shard.name] = one
-                if _other_index(one, recorded):  # the root is not complete until dataset.json says so too
-                    (root / DATASET).unlink(missing_ok=True)
-                _publish(shard, one, recorded, summary)
-        if not summary.failed:
-            _finish(
-                root,
-                recorded,
-                {name: [built[shard] for shard in lost[name]] for name in lost},
-                built,
-                summary,
-            )
+    summary = RebuildSummary()
+    with _exclusive(root):
+        recorded = Recorded.read(root)
+        # Indexes of other libraries have other bytes; only those of the present ones are kept.
+        of = {"rebuild": "index", "with_runs": recorded.index_runs, "versions": manifest.versions()}
+        with ResumeRecord(root / INDEX_RECORD, of) as record:
+            check_digests(root, recorded, record.get(TASKS, None) or {})
+            lost = recover.lost_sources(root, recorded.tasks, recorded.dataset)
+            named = {name: [one.name for one in task.shards] for name, task in recorded.tasks.items()} | lost
+            if not named:
+                raise ManifestError(f"{root}: holds no shards of tools/reshard.py")
+            shards = [root / shard for name in sorted(named) for shard in named[name]]
+            with bar(_bytes(shards), "index", "B", quiet) as progress:
+                built = _rebuild_all(shards, recorded, record, workers, summary, progress.update)
+            if not summary.failed:
+                of_lost = {name: [built[shard] for shard in lost[name]] for name in lost}
+                _write_tables(root, recorded, built, of_lost, record, summary)
+                record.remove()
     summary.seconds = time.monotonic() - began
     return summary
 
 
-def _finish(
+def rebuild_tables(root: Path) -> RebuildSummary:
+    """Write the sample table and dataset.json again from the task files and the indexes; no shard is read.
+
+    The rows of a source that are missing or damaged (tasks/<source>.samples) are made again from its indexes.
+
+    Raises:
+        ManifestError: a task file is lost or damaged.
+        LockedError: reshard or another rebuild is at work there.
+    """
+    began = time.monotonic()
+    summary = RebuildSummary()
+    with _exclusive(root):
+        recorded = Recorded.read(root)
+        check_digests(root, recorded, {})
+        lost = sorted(recover.lost_sources(root, recorded.tasks, recorded.dataset))
+        if lost or not recorded.tasks:
+            names = ", ".join(lost) or "any source"
+            raise ManifestError(
+                f"{root / TASKS}: no task file of {names}; without --tables it is made again from the shards"
+            )
+        try:
+            _write_tables(root, recorded, {}, {}, None, summary)
+        except UNREADABLE as error:
+            raise ManifestError(
+                f"{root}: an index cannot be read ({error}); tools/verify.py names it, and tools/index.py "
+                "without --tables makes it again"
+            ) from None
+    summary.seconds = time.monotonic() - began
+    return summary
+
+
+def _write_tables(
     root: Path,
-    recorded: "_Recorded",
+    recorded: Recorded,
+    built: Mapping[str, RebuiltIndex],
     lost: dict[str, list[RebuiltIndex]],
-    built: dict[str, RebuiltIndex],
-    summary: Summary,
+    record: ResumeRecord | None,
+    summary: RebuildSummary,
 ) -> None:
-    """Bring the task files in line, make those that are lost, write samples.bin and dataset.json."""
-    tasks = {}
-    for name, task in recorded.tasks.items():
-        shards = [built[shard.name].info for shard in task.shards]
-        tasks[name] = replace(task, shards=shards)
-        if shards != task.shards:
-            manifest.write_task(root, tasks[name])
-    if lost:
-        inferred, notes = inference.infer_tasks(lost, recorded.dataset, index_runs=recorded.index_runs)
-        summary.notes += notes
-        for task in inferred:
-            manifest.write_task(root, task)
-            tasks[task.name] = task
-    write_dataset(root, dict(sorted(tasks.items())))
+    """Bring the task files in line, make those that are lost, write the sample table and dataset.json."""
+    with dataset_claim(root):
+        _refuse_activity(root)
+        if manifest.read_tasks(root) != recorded.tasks:
+            raise LockedError(
+                f"{root / TASKS}: changed meanwhile by another process; run the same command again"
+            )
+        tasks = {}
+        for name, task in recorded.tasks.items():
+            shards = [built[shard.name].info if shard.name in built else shard for shard in task.shards]
+            tasks[name] = replace(task, shards=shards)
+        if lost:
+            inferred, notes = recover.infer_tasks(lost, recorded.dataset, index_runs=recorded.index_runs)
+            summary.notes += notes
+            tasks |= {task.name: task for task in inferred}
+        if record is not None:  # from here on they differ from dataset.json until that is written
+            record.add(TASKS, None, {name: manifest.task_digest(task) for name, task in tasks.items()})
+        for name, task in tasks.items():
+            if recorded.tasks.get(name) != task:
+                manifest.write_task(root, task)
+        dataset = recorded.dataset or {}
+        # A source that holds images of another one has a task file and is left out.
+        failed = {name: str(why) for name, why in dataset.get("failed", {}).items()}
+        tasks = {name: task for name, task in sorted(tasks.items()) if name not in failed}
+        pending = [str(name) for name in dataset.get("pending", []) if name not in tasks]
+        write_dataset(root, tasks, failed, pending)
     summary.complete = True
 
 
-@dataclass(slots=True)
-class _Recorded:
-    """What a folder's files say of its shards.
-
-    Attributes:
-        infos: shard -> what its task file or dataset.json says.
-        versions: shard -> versions of the libraries that wrote it.
-    """
-
-    tasks: dict[str, Task]
-    dataset: dict[str, Any] | None
-    infos: dict[str, ShardInfo]
-    versions: dict[str, dict[str, str]]
-    index_runs: bool
-
-    @classmethod
-    def read(cls, folder: Path) -> "_Recorded":
-        tasks = manifest.read_tasks(folder)
-        try:
-            dataset = manifest.read_dataset(folder)
-            infos = {shard["name"]: ShardInfo(**shard) for shard in dataset["shards"]}
-            versions = {name: dict(dataset["versions"]) for name in infos}
-            index_runs = bool(dataset["options"]["index_runs"])
-        except (ManifestError, KeyError, TypeError, ValueError):
-            dataset, infos, versions, index_runs = None, {}, {}, _indexes_hold_runs(folder)
-        for task in tasks.values():
-            infos |= {shard.name: shard for shard in task.shards}
-            versions |= {shard.name: task.versions for shard in task.shards}
-            index_runs = task.options.index_runs
-        return cls(tasks, dataset, infos, versions, index_runs)
+@contextlib.contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Be the one rebuild of a folder, and only while reshard does not work there."""
+    _refuse_activity(folder)
+    claim = Claim.take(Store(folder), _CLAIM)
+    if claim is None:
+        raise LockedError(f"{folder} is being indexed by another process; wait for it or stop it")
+    with claim:
+        yield
 
 
-def _check_digests(root: Path, recorded: _Recorded) -> None:
-    """Refuse to write a manifest over task files that the present one says are wrong."""
-    sources = (recorded.dataset or {}).get("sources", {})
-    for name, task in recorded.tasks.items():
-        if name in sources and sources[name] != manifest.task_digest(task):
-            path = manifest.task_path(root, name)
-            raise ManifestError(
-                f"{path}: not as {DATASET} vouches for it; restore it from a copy, or remove it and run "
-                f"tools/reshard.py again for that source. If {DATASET} is what is damaged, remove that"
-            )
+def _refuse_activity(folder: Path) -> None:
+    holders = live_holders(Store(folder), TASKS)
+    if holders:
+        listed = ", ".join(f"{name} by {holder}" for name, holder in sorted(holders.items())[:3])
+        raise LockedError(
+            f"{folder}: reshard is at work on {listed}; wait for it or stop it, then run this again"
+        )
 
 
-def _indexes_hold_runs(folder: Path) -> bool:
-    for path in sorted(folder.glob("sa1b-*.parquet")):
-        try:
-            reader = IndexReader(path)
-        except UNREADABLE:
-            continue
-        reader.close()
-        return reader.with_runs
-    return True
-
-
-def _rebuild(
-    shard: Path, recorded: _Recorded, summary: Summary, progress: Callable[[int], object]
-) -> RebuiltIndex | None:
-    """The index of a shard, aside; None if it failed."""
+def _rebuild_all(
+    shards: list[Path],
+    recorded: Recorded,
+    record: ResumeRecord | None,
+    workers: int,
+    summary: RebuildSummary,
+    advance: Callable[[int], object],
+) -> dict[str, RebuiltIndex]:
+    """The indexes of shards, each in its place when it is made; failures are in `summary`."""
+    tasks, keys = {}, {}
+    for shard in shards:
+        name = shard.name
+        info = recorded.infos.get(name)
+        keys[name] = [file_key(shard), None if info is None else info.sha256]
+        done = None if record is None else record.get(name, keys[name])
+        tasks[name] = (shard, info, recorded.index_runs, done)
 
     def read(count: int) -> None:
         summary.bytes += count
-        progress(count)
+        advance(count)
 
-    aside = _aside(shard)
-    try:
-        with naming(aside):
-            built = rebuild_index(shard, aside, with_runs=recorded.index_runs, progress=read)
-        said = recorded.infos.get(shard.name)
-        if said is not None and built.info.sha256 != said.sha256:
-            aside.unlink()
-            raise ShardError(
-                f"{shard}: sha256 is {built.info.sha256}, {said.sha256} when it was written: the tar has "
-                "changed since. tools/verify.py names what is damaged. Restore it from a copy, or remove its "
-                "source's task file and run tools/reshard.py again with that source"
-            )
-    except (ShardError, FileNotFoundError) as error:
-        summary.failed[shard.name] = (
-            f"{shard}: not there; restore it from a copy, or run tools/reshard.py again with its source"
-            if isinstance(error, FileNotFoundError)
-            else str(error)
-        )
-        return None
-    summary.shards += 1
-    summary.images += built.images
-    summary.masks += built.masks
+    built: dict[str, RebuiltIndex] = {}
+    for name, value in in_batches(_rebuild, tasks, workers=workers, advance=read):
+        if not isinstance(value, RebuiltIndex):
+            summary.failed[name] = f"{name}: {value.why}" if isinstance(value, Died) else str(value)
+            continue
+        built[name] = value
+        summary.shards += 1
+        summary.images += value.info.images
+        summary.masks += value.info.masks
+        summary.resumed += value.resumed
+        if record is not None and not value.resumed:
+            record.add(name, keys[name], value.document())
+        if differs(value, recorded):
+            summary.notes.append(why_differs(name, recorded))
     return built
 
 
-def _aside(shard: Path) -> Path:
-    return shard.with_name(f".{shard.stem}.parquet.partial")
+def _rebuild(
+    shard: Path,
+    info: ShardInfo | None,
+    with_runs: bool,
+    done: dict[str, Any] | None,
+    progress: Callable[[int], object],
+) -> RebuiltIndex | str:
+    """Make the index of one shard and give it its name, or say why not; what a worker process runs.
 
-
-def _other_index(built: RebuiltIndex, recorded: _Recorded) -> bool:
-    said = recorded.infos.get(built.info.name)
-    return said is not None and built.info.index_sha256 != said.index_sha256
-
-
-def _publish(shard: Path, built: RebuiltIndex, recorded: _Recorded, summary: Summary) -> None:
-    publish(_aside(shard), index_path(shard))
-    if _other_index(built, recorded):
-        now = manifest.versions()
-        then = now | recorded.versions[shard.name]
-        changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]
-        why = (
-            f"it was written with {', '.join(changed)}" if changed else "the task file may have been changed"
+    `done`: what a rebuild that was interrupted had made of the shard, if the index is still that one.
+    """
+    if done is not None:
+        built = replace(RebuiltIndex.from_document(done), resumed=True)
+        with contextlib.suppress(FileNotFoundError), index_path(shard).open("rb") as index:
+            if hashlib.file_digest(index, "sha256").hexdigest() == built.info.index_sha256:
+                return built
+    temporary = shard.with_name(f".{shard.stem}.parquet.partial")
+    try:
+        with naming(temporary):
+            built = rebuild_index(shard, temporary, with_runs=with_runs, progress=progress)
+    except ShardError as error:
+        return str(error)
+    except FileNotFoundError:
+        return f"{shard}: not there; restore it from a copy, or run tools/reshard.py again with its source"
+    if info is not None and built.info.sha256 != info.sha256:
+        temporary.unlink()
+        return (
+            f"{shard}: sha256 is {built.info.sha256}, {info.sha256} when it was written: the shard has "
+            "changed since. tools/verify.py names what is damaged. Restore it from a copy, or remove its "
+            "source's task file and run tools/reshard.py again with that source"
         )
-        summary.notes.append(
-            f"{index_path(shard).name}: not the bytes that were recorded when it was written, {why}"
-        )
+    publish(temporary, index_path(shard))
+    return built
 
 
-def _bar(shards: list[Path], quiet: bool) -> Bar:
-    total = sum(shard.stat().st_size for shard in shards if shard.exists())
-    return bar(total, "index", "B", quiet)
+def _bytes(shards: list[Path]) -> int:
+    return sum(shard.stat().st_size for shard in shards if shard.exists())

@@ -64,15 +64,15 @@ def infer_tasks(
                 shards=[shard.info for shard in shards],
                 counts={
                     "members": None,
-                    "images": sum(shard.images for shard in shards),
-                    "masks": sum(shard.masks for shard in shards),
+                    "images": sum(shard.info.images for shard in shards),
+                    "masks": sum(shard.info.masks for shard in shards),
                     "jpg_bytes": sum(shard.jpg_bytes for shard in shards),
                     "refused_members": None,
                     "refused": {},
                     "doubtful": {},
                 },
                 damage=[],
-                largest={what: max(shard.largest.values[what] for shard in shards) for what in LARGEST},
+                largest={what: max(shard.largest[what] for shard in shards) for what in LARGEST},
             )
         )
     names = ", ".join(sorted(lost))
@@ -90,7 +90,7 @@ def infer_tasks(
 
 def _options(lost: dict[str, list[RebuiltIndex]], index_runs: bool) -> Options:
     shards = [shard for source in lost.values() for shard in source]
-    full = {shard.images for source in lost.values() for shard in source[:-1]}
+    full = {shard.info.images for source in lost.values() for shard in source[:-1]}
     scaled = set[int]().union(*(shard.scaled for shard in shards))
     keep_json = set[bool]().union(*(shard.keep_json for shard in shards))
     for what, values in (("images in full shards", full), ("image sizes", scaled), ("keep_json", keep_json)):
@@ -101,7 +101,7 @@ def _options(lost: dict[str, list[RebuiltIndex]], index_runs: bool) -> Options:
                 "that do not belong together into folders of their own"
             )
     quality = next((shard.quality for shard in shards if shard.scaled), None)
-    most = max(shard.images for shard in shards)
+    most = max(shard.info.images for shard in shards)
     return Options(
         images_per_shard=full.pop() if full else max(most, Options().images_per_shard),
         image_size=scaled.pop() if scaled else None,

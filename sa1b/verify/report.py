@@ -1,11 +1,11 @@
-"""What a check of a root found: findings, notes, totals, and how they read."""
+"""What a check found: findings, notes, totals, and how they read."""
 
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-_SHOWN = 10  # findings of one kind in one file on the screen; --json has them all
+KEPT = 1000  # findings of one kind in one file; the others are counted
+SHOWN = 10  # of them on the screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +14,9 @@ class Finding:
 
     Attributes:
         kind: short snake_case word.
-        file: name below the root: a shard, its index, samples.bin, dataset.json or a task file.
+        file: name in the dataset directory.
         message: what is wrong.
-        remedy: what to do about it.
+        remedy: the shortest command that repairs it, or what else to do.
         shard: name of the shard concerned, None for damage of no one shard.
         offset: bytes from the start of the shard, where there is a place.
         image_id: the image concerned, where there is one.
@@ -31,6 +31,7 @@ class Finding:
     image_id: int | None = None
 
     def line(self) -> str:
+        """In one line, without the remedy."""
         where = [self.file]
         if self.offset is not None:
             where.append(f"offset {self.offset:,}")
@@ -48,25 +49,59 @@ class Find(Protocol):
 
 
 @dataclass(slots=True)
-class ShardResult:
-    """What the check of one shard found.
+class Findings:
+    """Findings in the order they were made, at most KEPT of a kind in a file: memory stays bounded.
 
     Attributes:
-        images, masks, jpg_bytes: of complete pairs.
-        bytes: read, of tar and index.
-        largest: as in a task file, of complete pairs.
-        odd: what differs between the numbers and the mask (area, bbox, empty_mask) -> offset and id of the
-            images. Only deep. No damage by itself: ingest keeps such images and counts them as doubtful.
+        kept: the findings.
+        counts: file -> kind -> how many there are, those that were not kept included.
     """
 
-    name: str
-    findings: list[Finding] = field(default_factory=list)
-    images: int = 0
-    masks: int = 0
-    bytes: int = 0
-    jpg_bytes: int = 0
-    largest: dict[str, int] = field(default_factory=dict)
-    odd: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    kept: list[Finding] = field(default_factory=list)
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return sum(count for kinds in self.counts.values() for count in kinds.values())
+
+    def add(self, finding: Finding) -> None:
+        """Take in one finding."""
+        kinds = self.counts.setdefault(finding.file, {})
+        kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
+        if kinds[finding.kind] <= KEPT:
+            self.kept.append(finding)
+
+    def merge(self, other: "Findings") -> None:
+        """Take in the findings of another check."""
+        for finding in other.kept:
+            self.add(finding)
+        for file, kinds in other.counts.items():
+            for kind, count in kinds.items():
+                self.counts[file][kind] += max(0, count - KEPT)  # the others have been added
+
+    def kinds(self) -> dict[str, int]:
+        """Kind -> how many, over all files."""
+        found: dict[str, int] = {}
+        for kinds in self.counts.values():
+            for kind, count in kinds.items():
+                found[kind] = found.get(kind, 0) + count
+        return dict(sorted(found.items()))
+
+    def lines(self) -> list[str]:
+        """For people: the first of each kind in each file."""
+        groups: dict[tuple[str, str], list[Finding]] = {}
+        for finding in self.kept:
+            groups.setdefault((finding.file, finding.kind), []).append(finding)
+        lines = []
+        for (file, kind), findings in groups.items():
+            lines += [finding.line() for finding in findings[:SHOWN]]
+            more = self.counts[file][kind] - SHOWN
+            if more > 0:
+                lines.append(f"{file}: {kind}: and {more:,} more; --json lists the first {KEPT:,}")
+        return lines
+
+    def remedies(self) -> list[str]:
+        """What to do, each thing once."""
+        return list(dict.fromkeys(finding.remedy for finding in self.kept))
 
 
 @dataclass(slots=True)
@@ -75,10 +110,10 @@ class Report:
 
     Attributes:
         deep: every JPEG and mask was decoded.
-        seconds: of the whole check.
-        shards, images, masks, bytes: checked; bytes of tars and indexes read.
-        findings: all damage.
-        notes: what is worth knowing and no damage.
+        seconds: of the whole check, without what an interrupted check did before.
+        shards, images, masks, bytes: checked; bytes of shards and indexes read.
+        found: all damage.
+        notes: what is worth knowing and is not damage.
     """
 
     root: Path
@@ -88,8 +123,13 @@ class Report:
     images: int = 0
     masks: int = 0
     bytes: int = 0
-    findings: list[Finding] = field(default_factory=list)
+    found: Findings = field(default_factory=Findings)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All damage, at most KEPT of a kind in a file."""
+        return self.found.kept
 
     def exit_code(self) -> int:
         """0: clean. 1: damage."""
@@ -97,12 +137,22 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         """For --json."""
-        return {**asdict(self), "root": str(self.root), "exit_code": self.exit_code()}
+        document = asdict(self)
+        found = document.pop("found")
+        return {
+            **document,
+            "root": str(self.root),
+            "findings": found["kept"],
+            "counts": found["counts"],
+            "exit_code": self.exit_code(),
+        }
 
     def table(self) -> str:
         """For people."""
         lines = [f"note: {note}" for note in self.notes]
-        lines += self._findings()
+        lines += self.found.lines()
+        if self.findings:
+            lines += ["What to do:", *(f"  - {remedy}" for remedy in self.found.remedies())]
         rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
         what = "digests, structure, checksums, numbers"
         rows = [
@@ -111,36 +161,15 @@ class Report:
             ("images", f"{self.images:,}"),
             ("masks", f"{self.masks:,}"),
             ("bytes", f"{self.bytes:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s)"),
-            ("findings", f"{len(self.findings):,}"),
+            ("findings", f"{len(self.found):,}"),
         ]
-        kinds = Counter(finding.kind for finding in self.findings)
-        rows += [(f"  {kind}", f"{count:,}") for kind, count in sorted(kinds.items())]
+        rows += [(f"  {kind}", f"{count:,}") for kind, count in self.found.kinds().items()]
         width = max(len(name) for name, _ in rows)
         lines += [f"  {name:<{width}}  {value}" for name, value in rows]
         lines.append(f"{'DAMAGED' if self.findings else 'Clean'}: {self.root}")
         return "\n".join(lines)
 
-    def _findings(self) -> list[str]:
-        groups: dict[tuple[str, str], list[Finding]] = {}
-        for finding in self.findings:
-            groups.setdefault((finding.file, finding.kind), []).append(finding)
-        lines = []
-        for (file, kind), findings in groups.items():
-            lines += [finding.line() for finding in findings[:_SHOWN]]
-            if len(findings) > _SHOWN:
-                lines.append(f"{file}: {kind}: and {len(findings) - _SHOWN:,} more; --json lists all")
-        remedies = dict.fromkeys(finding.remedy for finding in self.findings)
-        return lines + (["What to do:", *(f"  - {remedy}" for remedy in remedies)] if remedies else [])
-
 
 def short(error: Exception) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def remake(root: Path) -> str:
-    """What to do about an index, samples.bin or dataset.json."""
-    return (
-        f"`python tools/index.py {root}` makes indexes, samples.bin and dataset.json again from the tars "
-        "(first mend the tars, if any is damaged)"
-    )

@@ -5,21 +5,19 @@ A check never stops at the first damage: the tar is walked to its end, and what 
 """
 
 import os
-import tarfile
 from collections.abc import Callable
-from pathlib import Path
 
 import google_crc32c
 
-from sa1b.names import parse_member_name
-from sa1b.shards.index_reader import Place
-from sa1b.shards.manifest import TASKS
+from sa1b.names import member_name, parse_member_name
+from sa1b.shards.index_reader import MemberLocation
 from sa1b.shards.shard import index_path
+from sa1b.shards.shard_walk import member_header, tar_size
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import BLOCK, Damage, Member, StoredStream
-from sa1b.verify.member_check import ContentCheck
-from sa1b.verify.places import Claim, Places
-from sa1b.verify.report import Finding, ShardResult, remake, short
+from sa1b.verify.member_check import ContentCheck, ExpectedShard, Locations, ShardResult
+from sa1b.verify.remedy import Remedy
+from sa1b.verify.report import Finding, short
 
 _HEADER_FIELDS = {  # POSIX.1-1988 ustar: where each field begins
     "name": 0, "mode": 100, "uid": 108, "gid": 116, "size": 124, "mtime": 136, "checksum": 148, "type": 156,
@@ -28,7 +26,11 @@ _HEADER_FIELDS = {  # POSIX.1-1988 ustar: where each field begins
 
 
 def check_shard(
-    root: Path, claim: Claim, *, deep: bool = False, progress: Callable[[int], None] | None = None
+    expected: ExpectedShard,
+    remedy: Remedy,
+    *,
+    deep: bool = False,
+    progress: Callable[[int], object] | None = None,
 ) -> ShardResult:
     """Check one shard and its index. Memory: a row group, a member and what decodes from it.
 
@@ -36,22 +38,33 @@ def check_shard(
         deep: also decode every JPEG and every mask.
         progress: called with bytes of the tar as they are read.
     """
-    return _ShardCheck(root, claim, deep, progress).run()
+    return _ShardCheck(expected, remedy, deep, progress).run()
 
 
 class _ShardCheck:
-    def __init__(self, root: Path, claim: Claim, deep: bool, progress: Callable[[int], None] | None) -> None:
-        self.root, self.claim, self.progress = root, claim, progress
-        self.info, self.name = claim.info, claim.info.name
-        self.tar = root / self.name
+    def __init__(
+        self,
+        expected: ExpectedShard,
+        remedy: Remedy,
+        deep: bool,
+        progress: Callable[[int], object] | None,
+    ) -> None:
+        self.expected, self.remedy, self.progress = expected, remedy, progress
+        self.info, self.name = expected.info, expected.info.name
+        self.tar = remedy.root / self.name
         self.result = ShardResult(self.name)
-        places = self.places = Places(root, claim, self.result, self._find_index)
+        locations = self.locations = Locations(remedy.root, expected, self.result, self._find_index)
         self.content = ContentCheck(
-            places.index, places.rows, self.result, deep=deep, find=self._find, find_index=self._find_index
+            locations.index,
+            locations.rows,
+            self.result,
+            deep=deep,
+            find=self._find,
+            find_index=self._find_index,
         )
         self.seen: set[tuple[int, str]] = set()
-        self.last: tuple[int, str] | None = None  # the member before, None behind damage
-        self.end: int | None = 0  # where the next header belongs, None behind damage
+        self.last: tuple[int, str] | None = None  # the member before, None after damage
+        self.end: int | None = 0  # where the next header belongs, None after damage
 
     def run(self) -> ShardResult:
         try:
@@ -65,8 +78,8 @@ class _ShardCheck:
             self._find("tar_missing", "not there")
         except OSError as error:
             self._find("tar_unreadable", short(error), self.end)
-        if self.places.index is not None:
-            self.places.index.close()
+        if self.locations.index is not None:
+            self.locations.index.close()
         return self.result
 
     def _find(
@@ -77,18 +90,18 @@ class _ShardCheck:
         image_id: int | None = None,
         file: str | None = None,
     ) -> None:
-        if file is not None:
-            remedy = remake(self.root)
+        if file is not None and file == self.expected.table:
+            remedy = self.remedy.tables()
+        elif file is not None:
+            remedy = self.remedy.index(self.name)
         elif kind == "jpg_undecodable":  # its checksum fits
-            remedy = f"the source of {self.name} had image {image_id} so: no copy helps; leave it out of use"
-        else:
-            task_file = self.root / TASKS / f"{self.claim.source or '<source>'}.json"
             remedy = (
-                f"{self.tar}: restore it from a copy; or remove {task_file} and run tools/reshard.py again "
-                "with that source"
+                f"image {image_id} of {self.name} was so in its source: no copy helps; leave it out of use"
             )
+        else:
+            remedy = f"{self.tar}: {self.remedy.source(self.expected.source)}"
         finding = Finding(kind, file or self.name, message, remedy, self.name, offset, image_id)
-        self.result.findings.append(finding)
+        self.result.findings.add(finding)
 
     def _find_index(
         self, kind: str, message: str, offset: int | None = None, image_id: int | None = None
@@ -118,12 +131,13 @@ class _ShardCheck:
             self._find("tar_bytes", f"{size:,} bytes, {info.bytes:,} written", min(size, info.bytes))
         elif sha256 != info.sha256:
             self._find("tar_sha256", f"sha256 is {sha256}, written {info.sha256}")
-        if self.end is not None:
-            least = self.end + 2 * BLOCK
-            if size != least + -least % tarfile.RECORDSIZE:
-                self._find("tar_end", f"{size:,} bytes do not fit the end of the last member", self.end)
+        if self.end is not None and size != tar_size(self.end):
+            self._find("tar_end", f"{size:,} bytes do not fit the end of the last member", self.end)
         self._missing()
-        if not self.result.findings and (self.result.images, self.result.masks) != (info.images, info.masks):
+        if not len(self.result.findings) and (self.result.images, self.result.masks) != (
+            info.images,
+            info.masks,
+        ):
             message = f"{self.result.images:,} images with {self.result.masks:,} masks, "
             self._find("shard_counts", message + f"written {info.images:,} with {info.masks:,}")
 
@@ -131,9 +145,9 @@ class _ShardCheck:
         end = damage.offset + max(damage.length, 1)
         lost = [
             image_id
-            for image_id in self.places.image_ids()
+            for image_id in self.locations.image_ids()
             for ending in ("jpg", "masks")
-            for place in self.places.find(image_id, ending).values()
+            for place in self.locations.find(image_id, ending).values()
             if damage.offset <= place.offset - BLOCK < end
         ]
         self._find(damage.reason, damage.message, damage.offset, lost[0] if lost else None)
@@ -153,7 +167,7 @@ class _ShardCheck:
         self._header(member, header, image_id)
         if padding.strip(b"\0"):
             self._find(
-                "padding", f"bytes behind {member.name} are not zero", self.end - len(padding), image_id
+                "padding", f"bytes after {member.name} are not zero", self.end - len(padding), image_id
             )
         self._order(image_id, ending, member.offset)
         if (image_id, ending) in self.seen:
@@ -166,9 +180,7 @@ class _ShardCheck:
             self.result.images += 1
 
     def _header(self, member: Member, header: bytes, image_id: int) -> None:
-        info = tarfile.TarInfo(member.name)
-        info.size = len(member.data)
-        expected = info.tobuf(tarfile.USTAR_FORMAT)
+        expected = member_header(member.name, len(member.data))
         if header != expected:
             starts = [*_HEADER_FIELDS.values(), BLOCK]
             wrong = [
@@ -181,74 +193,76 @@ class _ShardCheck:
 
     def _order(self, image_id: int, ending: str, offset: int) -> None:
         """jpg, masks, then json with --keep-json; nothing between them."""
-        behind_masks = {True: ["json"], False: ["jpg"], None: ["jpg", "json"]}[self.claim.keep_json]
+        after_masks = {True: ["json"], False: ["jpg"], None: ["jpg", "json"]}[self.expected.keep_json]
         if self.last is None:
             where, expected = "at the start", ["jpg"]
-            fits = ending == "jpg" or offset > 0  # behind damage anything may come first
+            fits = ending == "jpg" or offset > 0  # after damage anything may come first
         else:
             last_id, last = self.last
-            where = f"behind sa_{last_id}.{last}"
-            expected = {"jpg": ["masks"], "masks": behind_masks, "json": ["jpg"]}[last]
+            where = f"after {member_name(last_id, last)}"
+            expected = {"jpg": ["masks"], "masks": after_masks, "json": ["jpg"]}[last]
             fits = ending in expected and (ending == "jpg") == (image_id != last_id)
         self.last = (image_id, ending)
         if not fits:
-            message = f"sa_{image_id}.{ending} stands {where}, where a {' or '.join(expected)} belongs"
+            message = f"{member_name(image_id, ending)} is {where}, where a {' or '.join(expected)} belongs"
             self._find("member_order", message, offset, image_id)
 
     def _content(self, image_id: int, ending: str, member: Member) -> bool:
-        """Hold a jpg or masks member against index and table; whether its content is what was written."""
+        """Compare a jpg or masks member with index and table; whether its content is what was written."""
         data, offset = member.data, member.offset + BLOCK
-        found = Place(offset, len(data), google_crc32c.value(data))
-        places = self.places.find(image_id, ending)
+        found = MemberLocation(offset, len(data), google_crc32c.value(data))
+        locations = self.locations.find(image_id, ending)
         if not {(image_id, "jpg"), (image_id, "masks")} <= self.seen:  # once for an image
-            if self.places.index is not None and image_id not in self.places.rows:
+            if self.locations.index is not None and image_id not in self.locations.rows:
                 self._find_index("index_row_missing", "no row for this image", offset, image_id)
-            if self.places.table is not None and image_id not in self.places.table:
+            if self.locations.table is not None and image_id not in self.locations.table:
                 self._find(
-                    "table_row_missing", "no row for this image", offset, image_id, self.places.samples
+                    "table_row_missing", "no row for this image", offset, image_id, self.locations.table_file
                 )
-        wrong = {file: _differences(ending, place, found) for file, place in places.items()}
-        if places and all(place.crc32c != found.crc32c for place in places.values()):
-            message = f"content of {member.name}, by {' and '.join(places)}: {next(iter(wrong.values()))}"
+        wrong = {file: _differences(ending, place, found) for file, place in locations.items()}
+        if locations and all(place.crc32c != found.crc32c for place in locations.values()):
+            message = f"content of {member.name}, by {' and '.join(locations)}: {next(iter(wrong.values()))}"
             self._find(f"{ending}_damaged", message, offset, image_id)
             return False
-        if len(set(places.values())) == 1 < len(places):  # both say the same: then it is the tar
+        if len(set(locations.values())) == 1 < len(locations):  # both agree: then it is the tar
             wrong = {self.name: next(iter(wrong.values()))}
         for file, message in wrong.items():
             if message:
-                kind = {self.name: f"{ending}_misplaced", self.places.samples: "table_row"}.get(
+                kind = {self.name: f"{ending}_misplaced", self.locations.table_file: "table_row"}.get(
                     file, "index_row"
                 )
                 self._find(kind, message, offset, image_id, None if file == self.name else file)
         return True
 
     def _missing(self) -> None:
-        """Members that index or samples.bin know and the tar does not hold."""
-        for image_id in self.places.image_ids():
+        """Members of the index or the sample table that the tar lacks."""
+        for image_id in self.locations.image_ids():
             absent = [ending for ending in ("jpg", "masks") if (image_id, ending) not in self.seen]
             if not absent:
                 continue
-            places = self.places.find(image_id, absent[0])
-            offset = next(iter(places.values())).offset
+            locations = self.locations.find(image_id, absent[0])
+            offset = next(iter(locations.values())).offset
             if (
                 len(absent) == 2
-                and len(places) == 1
-                and self.places.index is not None
-                and self.places.table is not None
+                and len(locations) == 1
+                and self.locations.index is not None
+                and self.locations.table is not None
             ):
-                (file,) = places
-                kind = "table_row_extra" if file == self.places.samples else "index_row_extra"
-                self._find(kind, "a row for an image that only this file knows", offset, image_id, file)
+                (file,) = locations
+                kind = "table_row_extra" if file == self.locations.table_file else "index_row_extra"
+                self._find(kind, "a row for an image that is nowhere else", offset, image_id, file)
                 continue
             kind = "pair_missing" if len(absent) == 2 else f"{absent[0]}_missing"
-            what = " and ".join(f"sa_{image_id}.{ending}" for ending in absent)
-            self._find(kind, f"{what} not in the tar, only in {' and '.join(places)}", offset, image_id)
+            what = " and ".join(member_name(image_id, ending) for ending in absent)
+            self._find(
+                kind, f"{what} missing in the tar, listed in {' and '.join(locations)}", offset, image_id
+            )
 
 
-def _differences(ending: str, said: Place, found: Place) -> str:
+def _differences(ending: str, listed: MemberLocation, found: MemberLocation) -> str:
     pairs = (
-        (f"{ending}_offset", said.offset, found.offset),
-        (f"{ending}_bytes", said.bytes, found.bytes),
-        (f"{ending}_crc32c", said.crc32c, found.crc32c),
+        (f"{ending}_offset", listed.offset, found.offset),
+        (f"{ending}_bytes", listed.bytes, found.bytes),
+        (f"{ending}_crc32c", listed.crc32c, found.crc32c),
     )
     return "; ".join(f"{name} {one:,}, in the tar {other:,}" for name, one, other in pairs if one != other)

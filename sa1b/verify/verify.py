@@ -1,128 +1,131 @@
-"""Checks a whole root: what it says of itself, then every shard, several at a time."""
+"""The check of a whole dataset directory: its own files, then every shard, several at a time."""
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sa1b.errors import ManifestError
+from sa1b.errors import ManifestError, UsageError
 from sa1b.progress import bar
 from sa1b.shards.manifest import DATASET, TASKS
-from sa1b.storage.publish import lock
-from sa1b.verify.places import Claim
-from sa1b.verify.report import Finding, Report, ShardResult, short
-from sa1b.verify.root_check import RootCheck, shards_on_disk
+from sa1b.shards.shard import index_path
+from sa1b.verify.batches import Died, in_batches
+from sa1b.verify.leftovers import shards_on_disk
+from sa1b.verify.member_check import ExpectedShard, ShardResult
+from sa1b.verify.remedy import Remedy
+from sa1b.verify.report import Finding, Report, short
+from sa1b.verify.resume import ResumeRecord, file_key
+from sa1b.verify.root_check import RootCheck
 from sa1b.verify.shard_check import check_shard
-from sa1b.workers import Failure, supervise
-
-_BATCH_SHARDS = 16  # checked by one process: starting it costs as much as checking 1 GB
-_DEATHS = 2  # so often a process may die at one shard
-_REPORT_SECONDS = 0.2
 
 
-def verify(root: Path, *, deep: bool = False, workers: int = 1, quiet: bool = False) -> Report:
-    """Check everything in `root`; damage is collected in the report, not raised.
+def verify(
+    root: Path, *, deep: bool = False, workers: int = 1, state: Path | None = None, quiet: bool = False
+) -> Report:
+    """Check everything in a dataset directory; damage is collected in the report, not raised.
+
+    Nothing is changed and nothing is locked. Memory does not grow with the images of the dataset.
 
     Args:
         deep: also decode every JPEG and every mask, and compare both copies of each.
         workers: processes at a time; 0: no process of its own, for debugging.
+        state: file outside `root` that records what is done, so that the same call after an interruption
+            goes on there, with the same report at its end; removed then. What changed is checked again.
         quiet: no progress bar.
 
     Raises:
         ManifestError: no dataset there.
-        LockedError: reshard or index is at work there.
+        UsageError: `state` cannot be used.
     """
     began = time.monotonic()
-    if not root.is_dir() or not (
-        (root / DATASET).exists() or (root / TASKS).is_dir() or next(shards_on_disk(root), None)
-    ):
-        raise ManifestError(f"{root}: no dataset there; is this the --out folder of tools/reshard.py?")
-    with lock(root):
-        pass  # whoever writes there holds it; other checks need not wait for this one
+    check_is_dataset(root)
+    if state is not None and state.resolve().is_relative_to(root.resolve()):
+        raise UsageError(
+            f"--state {state} is inside {root}, which a check does not change; name another folder"
+        )
     report = Report(root, deep)
     check = RootCheck(root, report)
-    claims = check.claims()
-    results = (
-        {claim.info.name: _guarded(root, claim, deep, None) for claim in claims}
-        if workers == 0
-        else _supervised(root, claims, deep, workers, quiet)
-    )
-    for claim in claims:
-        result = results[claim.info.name]
+    expected = check.expected()
+    if state is None:
+        results = _check_shards(expected, check.remedy, deep, workers, None, quiet)
+    else:
+        with ResumeRecord(state, {"check": str(root.resolve()), "deep": deep}) as record:
+            results = _check_shards(expected, check.remedy, deep, workers, record, quiet)
+    for result in results.values():
         report.shards += 1
         report.images += result.images
         report.masks += result.masks
         report.bytes += result.bytes
-        report.findings += result.findings
-    check.sums(results)
-    check.leftovers()
+    check.conclude(results)
+    if state is not None:
+        state.unlink(missing_ok=True)
     report.seconds = time.monotonic() - began
     return report
 
 
-def _guarded(root: Path, claim: Claim, deep: bool, progress: Callable[[int], None] | None) -> ShardResult:
+def check_is_dataset(root: Path) -> None:
+    """Raise ManifestError if a folder has none of the files of a dataset."""
+    if not root.is_dir() or not (
+        (root / DATASET).exists() or (root / TASKS).is_dir() or next(shards_on_disk(root), None)
+    ):
+        raise ManifestError(f"{root}: no dataset there; is this the --out folder of tools/reshard.py?")
+
+
+def _check_shards(
+    expected: list[ExpectedShard],
+    remedy: Remedy,
+    deep: bool,
+    workers: int,
+    record: ResumeRecord | None,
+    quiet: bool,
+) -> dict[str, ShardResult]:
+    """The results in the order of `expected`."""
+    results: dict[str, ShardResult | None] = {one.info.name: None for one in expected}
+    keys: dict[str, Any] = {}
+    tasks = {}
+    for one in expected:
+        name = one.info.name
+        if record is not None:
+            tar = remedy.root / name
+            keys[name] = [asdict(one), file_key(tar), file_key(index_path(tar))]
+            done = record.get(name, keys[name])
+            if done is not None:
+                results[name] = ShardResult.from_document(done)
+                continue
+        tasks[name] = (one, remedy, deep)
+    total = sum(one.info.bytes for one in expected)
+    done_bytes = total - sum(one.info.bytes for one, _, _ in tasks.values())
+    findings = sum(len(result.findings) for result in results.values() if result is not None)
+    with bar(total, "verify", "B", quiet) as progress:
+        progress.update(done_bytes)
+        done_shards = len(results) - len(tasks)
+        for name, value in in_batches(_check, tasks, workers=workers, advance=progress.update):
+            if isinstance(value, Died):
+                result = _unfinished(name, "check_died", value.why)
+            else:
+                result = value
+                if record is not None and "check_failed" not in result.findings.kinds():
+                    record.add(name, keys[name], result.document())
+            results[name] = result
+            done_shards += 1
+            findings += len(result.findings)
+            progress.set_postfix(shards=done_shards, findings=findings, refresh=False)
+    return {name: result for name, result in results.items() if result is not None}
+
+
+def _check(expected: ExpectedShard, remedy: Remedy, deep: bool, progress: Any) -> ShardResult:
     """check_shard; what it does not foresee is a finding too."""
     try:
-        return check_shard(root, claim, deep=deep, progress=progress)
+        return check_shard(expected, remedy, deep=deep, progress=progress)
+    except MemoryError:
+        message = "not enough memory to check it; run with fewer --workers"
+        return _unfinished(expected.info.name, "check_failed", message)
     except Exception as error:
-        return _unfinished(claim.info.name, "check_failed", f"the check ended with {short(error)}")
+        return _unfinished(expected.info.name, "check_failed", f"the check ended with {short(error)}")
 
 
 def _unfinished(name: str, kind: str, message: str) -> ShardResult:
-    remedy = f"run the check again; if it ends so again, restore {name} and its index from a copy"
-    return ShardResult(name, [Finding(kind, name, message, remedy, name)])
-
-
-def _batch(root: Path, claims: list[Claim], deep: bool, report: Callable[[Any], None]) -> None:
-    """What a worker process runs: tells the shard it begins, bytes read, and each shard's result."""
-    for claim in claims:
-        report(claim.info.name)
-        read, told = 0, time.monotonic()
-
-        def progress(count: int) -> None:
-            nonlocal read, told
-            read += count
-            if time.monotonic() - told >= _REPORT_SECONDS:
-                report(read)
-                read, told = 0, time.monotonic()
-
-        result = _guarded(root, claim, deep, progress)
-        report(read)
-        report(result)
-
-
-def _supervised(
-    root: Path, claims: list[Claim], deep: bool, workers: int, quiet: bool
-) -> dict[str, ShardResult]:
-    results: dict[str, ShardResult] = {}
-    deaths: Counter[str] = Counter()
-    findings = 0
-    total = sum(claim.info.bytes for claim in claims)
-    with bar(total, "verify", "B", quiet) as shown:
-        while waiting := [claim for claim in claims if claim.info.name not in results]:
-            size = max(1, min(_BATCH_SHARDS, -(-len(waiting) // workers)))
-            batches = [waiting[i : i + size] for i in range(0, len(waiting), size)]
-            at = {number: batch[0].info.name for number, batch in enumerate(batches)}
-            tasks = [(root, batch, deep) for batch in batches]
-            for event in supervise(_batch, tasks, workers=workers, retries=0):
-                value = event.value
-                if isinstance(value, ShardResult):
-                    results[value.name] = value
-                    findings += len(value.findings)
-                elif isinstance(value, str) and event.kind == "progress":
-                    at[event.task] = value
-                elif isinstance(value, int):
-                    shown.update(value)
-                elif event.kind != "done":
-                    name = at[event.task]
-                    if name in results:  # it died on its way to the next one
-                        left = [claim.info.name for claim in batches[event.task]]
-                        name = next((name for name in left if name not in results), name)
-                    deaths[name] += 1
-                    if deaths[name] >= _DEATHS:
-                        why = value.message if isinstance(value, Failure) else value
-                        message = f"the process that checked it died {_DEATHS} times: {why}"
-                        results[name] = _unfinished(name, "check_died", message)
-                shown.set_postfix(shards=len(results), findings=findings, refresh=False)
-    return results
+    remedy = f"check again; if it ends so again, restore {name} and its index from a copy"
+    result = ShardResult(name)
+    result.findings.add(Finding(kind, name, message, remedy, name))
+    return result

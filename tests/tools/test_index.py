@@ -31,6 +31,25 @@ def test_a_root(root):
     assert (root / "dataset.json").read_bytes() == written
 
 
+def test_tables(root):
+    written = (root / "dataset.json").read_bytes()
+    (root / "dataset.json").unlink()
+    for shard in root.glob("*.tar"):
+        shard.write_bytes(b"")  # they are not read
+    done = run(root, "--tables")
+    assert done.returncode == 0, done.stderr
+    assert (root / "dataset.json").read_bytes() == written
+
+
+def test_workers(root):
+    for index in root.glob("*.parquet"):
+        index.unlink()
+    done = run(root, "--workers", 2, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    assert (document["shards"], document["images"], document["complete"]) == (2, 8, True)
+
+
 def test_shards_as_json(root):
     shards = sorted(root.glob("*.tar"))
     shards[1].write_bytes(b"")
@@ -43,7 +62,14 @@ def test_shards_as_json(root):
 
 def test_what_cannot_be_done(root, tmp_path):
     shutil.rmtree(tmp_path / "nothing", ignore_errors=True)
-    for arguments in ((), (root, root), (tmp_path / "nothing",), (root / "dataset.json",)):
+    for arguments in (
+        (),
+        (root, root),
+        (tmp_path / "nothing",),
+        (root / "dataset.json",),
+        (root, "--workers", 0),
+        (*root.glob("*.tar"), "--tables"),
+    ):
         done = run(*arguments)
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")

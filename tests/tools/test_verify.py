@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
+from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
 
 TOOL = Path(__file__).parents[2] / "tools" / "verify.py"
 
@@ -19,14 +19,15 @@ def run(*arguments):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verify")
-    source = write_source(folder / "sa_000001.tar", pairs(range(8)))
+    source = write_source(folder / "sa_000001.tar", pairs(range(8)) | odd_pairs(200))
     return make_root(folder / "root", [source], ROOTS["plain"])
 
 
-def test_clean(whole):
-    done = run(whole, "--deep", "--workers", 2)
+def test_clean(whole, tmp_path):
+    done = run(whole, "--deep", "--workers", 2, "--state", tmp_path / "state")
     assert done.returncode == 0, done.stderr
     assert f"Clean: {whole}" in done.stdout
+    assert not (tmp_path / "state").exists()
 
 
 def test_damage_as_json(whole, tmp_path):
@@ -41,8 +42,24 @@ def test_damage_as_json(whole, tmp_path):
     assert "tools/reshard.py" in finding["remedy"]
 
 
-def test_cannot_run(tmp_path):
-    done = run(tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
+def test_warnings(whole):
+    done = run(whole, "--warnings")
+    assert done.returncode == 0, done.stderr
+    assert "area: 1 images\n  sa_000001  image 203: mask 0: area" in done.stdout
+    listed = json.loads(run(whole, "--warnings", "--json").stdout)
+    assert listed["counts"]["area"] == 1
+    assert [one["image_id"] for one in listed["warnings"]["area"]] == [203]
+
+
+def test_cannot_run(whole, tmp_path):
+    for arguments in (
+        (tmp_path,),
+        (tmp_path, "--warnings"),
+        (whole, "--warnings", "--deep"),
+        (whole, "--workers", 0),
+        (whole, "--state", whole / "state"),
+    ):
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr

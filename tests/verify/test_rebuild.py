@@ -1,5 +1,12 @@
+"""Indexes, sample table and dataset.json made again, while readers have them open, and after interruptions."""
+
+import os
 import shutil
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -7,38 +14,24 @@ from sa1b.errors import LockedError, ManifestError
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
-from sa1b.shards import manifest
+from sa1b.shards import index, manifest
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import Options, table_name
-from sa1b.storage.publish import lock
-from sa1b.verify.rebuild import rebuild_root, rebuild_shards
-from sa1b.verify.verify import verify
-from tests.shards.tiny_source import ROOTS, make_root, two_sources
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.manifest import Options
+from sa1b.storage.claim import Claim
+from sa1b.storage.store import Store
+from sa1b.verify import rebuild as rebuild_module
+from sa1b.verify.rebuild import rebuild_root, rebuild_shards, rebuild_tables
+from tests.shards.tiny_source import ROOTS, make_root
+from tests.verify.checking import check, content, flip
 
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    return two_sources(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="module")
-def roots(sources, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("roots")
-    return {name: make_root(folder / name, sources, options) for name, options in ROOTS.items()}
-
-
-@pytest.fixture(params=ROOTS)
-def root(request, roots, tmp_path):
-    return shutil.copytree(roots[request.param], tmp_path / "root")
+SHARD = "sa1b-000001-0000.tar"
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def plain(roots, tmp_path):
-    return shutil.copytree(roots["plain"], tmp_path / "root")
-
-
-def content(root):
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+def plain(root):
+    return root
 
 
 def remove(root, *patterns):
@@ -48,16 +41,11 @@ def remove(root, *patterns):
 
 
 def clean(root):
-    return verify(root, deep=True, workers=0, quiet=True).findings == []
+    return check(root, deep=True).findings == []
 
 
-def flip(path, offset):
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 0x40
-    path.write_bytes(data)
-
-
-def test_the_same_bytes_come_back(root):
+def test_the_same_bytes_come_back(each_root):
+    root = each_root
     written = content(root)
     remove(root, "*.parquet", "samples-*.bin", "dataset.json")
     summary = rebuild_root(root, quiet=True)
@@ -68,13 +56,14 @@ def test_the_same_bytes_come_back(root):
 
 def test_damaged_files_are_replaced(plain):
     written = content(plain)
-    for name in ("sa1b-000001-0001.parquet", table_name(plain), "dataset.json"):
+    for name in ("sa1b-000001-0001.parquet", manifest.table_name(plain), "dataset.json"):
         flip(plain / name, 100)
     rebuild_root(plain, quiet=True)
     assert content(plain) == written
 
 
-def test_single_shards(root):
+def test_single_shards(each_root):
+    root = each_root
     written = content(root)
     shards = [root / "sa1b-000001-0000.tar", root / "sa1b-000002-0000.tar"]
     for shard in shards:
@@ -103,8 +92,10 @@ def test_a_damaged_tar_is_named_and_its_index_left_alone(plain, change):
     shard.write_bytes(change(shard.read_bytes()))
     written = content(plain)
     (plain / "sa1b-000001-0000.parquet").unlink()
-    summary = rebuild_root(plain, quiet=True)
-    assert content(plain) == written  # the index of the intact shard is back
+    summary = rebuild_root(plain, workers=0, quiet=True)
+    after = content(plain)
+    assert after.pop(".index-progress.jsonl")  # the next run goes on from here
+    assert after == written  # the index of the intact shard is back
     assert list(summary.failed) == [shard.name]
     assert str(shard) in summary.failed[shard.name]
     assert "at offset" in summary.failed[shard.name]
@@ -118,7 +109,7 @@ def test_a_tar_whose_content_has_changed_is_refused(plain):
     written = content(plain)
     for summary in (rebuild_root(plain, quiet=True), rebuild_shards([shard], quiet=True)):
         assert "has changed since" in summary.failed[shard.name]
-        assert content(plain) == written
+        assert {**content(plain), ".index-progress.jsonl": b""} == {**written, ".index-progress.jsonl": b""}
 
 
 def test_a_missing_tar_is_named(plain):
@@ -140,11 +131,11 @@ def test_an_index_of_other_versions_is_said_and_recorded(plain):
     assert clean(plain)
 
 
-def test_a_task_file_that_the_manifest_does_not_vouch_for_is_not_taken_over(plain):
+def test_a_task_file_that_dataset_json_does_not_list_is_not_taken_over(plain):
     task = manifest.read_tasks(plain)["sa_000001"]
     manifest.write_task(plain, replace(task, counts={**task.counts, "refused": {"bad_rle": 3}}))
     before = content(plain)
-    with pytest.raises(ManifestError, match=r"sa_000001\.json: not as dataset\.json vouches for it"):
+    with pytest.raises(ManifestError, match=r"sa_000001\.json: not the one that dataset\.json lists"):
         rebuild_root(plain, quiet=True)
     assert content(plain) == before
 
@@ -158,7 +149,8 @@ def test_only_what_is_claimed_is_indexed(plain):
 # Task files lost
 
 
-def test_task_files_from_dataset_json(root):
+def test_task_files_from_dataset_json(each_root):
+    root = each_root
     written = content(root)
     options = manifest.read_dataset(root)["options"]
     remove(root, "tasks/*.json", "*.parquet", "samples-*.bin")
@@ -181,7 +173,8 @@ def test_one_task_file_from_dataset_json(plain):
     assert clean(plain)
 
 
-def test_everything_from_the_tars_alone(root):
+def test_everything_from_the_tars_alone(each_root):
+    root = each_root
     tasks = manifest.read_tasks(root)
     remove(root, "tasks/*.json", "samples-*.bin", "dataset.json")
     summary = rebuild_root(root, quiet=True)
@@ -228,8 +221,215 @@ def test_a_folder_without_shards_is_refused(tmp_path):
         rebuild_root(tmp_path, quiet=True)
 
 
-def test_a_root_that_is_written_to_is_refused(plain):
-    with lock(plain), pytest.raises(LockedError):
-        rebuild_root(plain, quiet=True)
-    with lock(plain), pytest.raises(LockedError):
-        rebuild_shards([plain / "sa1b-000001-0000.tar"], quiet=True)
+def test_a_dataset_that_is_written_to_is_refused(plain):
+    """Nothing is changed while reshard holds a source, or another rebuild the directory."""
+    before = content(plain)
+    for name in ("tasks/sa_000002.claim", ".index.claim"):
+        with Claim.take(Store(plain), name):
+            for call in (rebuild_root, rebuild_tables, lambda root, **_: rebuild_shards([root / SHARD])):
+                with pytest.raises(LockedError, match="at work on sa_000002|being indexed"):
+                    call(plain)
+    assert content(plain) == before
+
+
+def test_a_claim_without_a_heartbeat_is_no_hindrance(plain):
+    Claim.take(Store(plain), "tasks/sa_000002.claim")
+    os.utime(plain / "tasks" / "sa_000002.claim", (0, 0))
+    assert rebuild_tables(plain).complete
+
+
+# Readers meanwhile
+
+
+@pytest.mark.parametrize("rebuild", [rebuild_root, rebuild_tables])
+def test_the_dataset_can_be_opened_at_every_moment(plain, rebuild, monkeypatch):
+    """No step removes or invalidates what readers open: before each rename the dataset is whole."""
+    remove(plain, "*.parquet") if rebuild is rebuild_root else None
+    opened = []
+    replace_file = Path.replace
+
+    def watched(path, target):
+        opened.append(len(Dataset(plain)[0].jpeg))
+        return replace_file(path, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    if rebuild is rebuild_root:
+        rebuild_root(plain, workers=0, quiet=True)
+    else:
+        rebuild_tables(plain)
+    assert opened
+
+
+def test_an_index_of_other_bytes_changes_dataset_json_in_one_step(plain, monkeypatch):
+    """The libraries have other versions now: task files and dataset.json follow, the old ones stay till then."""
+    monkeypatch.setattr(index, "ROW_GROUP_IMAGES", 2)
+    documents = [manifest.read_dataset(plain)]
+    replace_file = Path.replace
+
+    def watched(path, target):
+        documents.append(manifest.read_dataset(plain))
+        return replace_file(path, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    summary = rebuild_root(plain, workers=0, quiet=True)
+    assert len(summary.notes) == 4  # one shard holds two images
+    assert all(document == documents[0] for document in documents)
+    assert manifest.read_dataset(plain) != documents[0]
+    assert clean(plain)
+
+
+def test_an_index_of_other_bytes_of_one_shard(plain, monkeypatch):
+    monkeypatch.setattr(index, "ROW_GROUP_IMAGES", 2)
+    rebuild_shards([plain / SHARD], workers=0, quiet=True)
+    assert clean(plain)
+
+
+# Interrupted and resumed
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_after(monkeypatch, shards):
+    """Interrupt a rebuild when it is about to begin another shard."""
+    real, begun = rebuild_module.rebuild_index, []
+
+    def counted(shard, *arguments, **options):
+        if len(begun) == shards:
+            raise Stopped
+        begun.append(shard.name)
+        return real(shard, *arguments, **options)
+
+    monkeypatch.setattr(rebuild_module, "rebuild_index", counted)
+    return begun
+
+
+def test_an_interrupted_rebuild_goes_on(each_root, monkeypatch):
+    root, written = each_root, content(each_root)
+    remove(root, "*.parquet")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Stopped):
+            rebuild_root(root, workers=0, quiet=True)
+    begun = stop_after(monkeypatch, 99)
+    summary = rebuild_root(root, workers=0, quiet=True)
+    assert len(begun) == 2
+    assert (summary.shards, summary.resumed, summary.images, summary.complete) == (5, 3, 19, True)
+    assert "3 by the interrupted run before" in summary.table(root)
+    assert content(root) == written
+
+
+@pytest.mark.parametrize("change", ["index", "index_missing", "shard_time", "shard", "line"])
+def test_what_changed_since_is_done_again(plain, monkeypatch, change):
+    written = content(plain)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stopped):
+            rebuild_root(plain, workers=0, quiet=True)
+    shard = plain / SHARD
+    if change == "index":
+        flip(shard.with_suffix(".parquet"), 500)
+    elif change == "index_missing":
+        shard.with_suffix(".parquet").unlink()
+    elif change == "shard_time":
+        os.utime(shard)
+    elif change == "shard":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:  # a crash cut the record
+        record = plain / ".index-progress.jsonl"
+        record.write_bytes(record.read_bytes()[:-20])
+    begun = stop_after(monkeypatch, 99)
+    summary = rebuild_root(plain, workers=0, quiet=True)
+    assert begun[0] == SHARD
+    assert summary.resumed == 0
+    if change == "shard":
+        assert SHARD in summary.failed
+    else:
+        assert content(plain) == written
+
+
+def test_an_interruption_between_task_files_and_dataset_json_is_repaired(plain, monkeypatch):
+    """The task files are new, dataset.json still lists the old ones: the next run does not refuse them."""
+    monkeypatch.setattr(index, "ROW_GROUP_IMAGES", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild_module, "write_dataset", lambda *arguments: (_ for _ in ()).throw(Stopped))
+        with pytest.raises(Stopped):
+            rebuild_root(plain, workers=0, quiet=True)
+    assert len(Dataset(plain)) == 19
+    summary = rebuild_root(plain, workers=0, quiet=True)
+    assert (summary.resumed, summary.complete) == (5, True)
+    assert clean(plain)
+
+
+def test_processes_give_the_same_bytes(plain):
+    written = content(plain)
+    remove(plain, "*.parquet")
+    summary = rebuild_root(plain, workers=2, quiet=True)
+    assert content(plain) == written
+    assert (summary.shards, summary.bytes) == (5, sum(path.stat().st_size for path in plain.glob("*.tar")))
+
+
+def test_a_killed_rebuild_goes_on(plain):
+    """SIGKILL at a moment when some indexes are done; the same command then ends it."""
+    written = content(plain)
+    remove(plain, "*.parquet")
+    program = (
+        "import sys, time; from pathlib import Path; from sa1b.verify import rebuild\n"
+        "real = rebuild.rebuild_index\n"
+        "def slow(shard, *arguments, **options):\n"
+        "    if shard.name.startswith('sa1b-000002'): time.sleep(600)\n"
+        "    return real(shard, *arguments, **options)\n"
+        "rebuild.rebuild_index = slow\n"
+        "rebuild.rebuild_root(Path(sys.argv[1]), workers=0, quiet=True)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(plain)], cwd=REPOSITORY)
+    record = plain / ".index-progress.jsonl"
+    while not record.exists() or record.read_bytes().count(b"\n") < 5:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    summary = rebuild_root(plain, workers=0, quiet=True)
+    assert (summary.resumed, summary.shards) == (4, 5)
+    assert content(plain) == written
+
+
+# Only the tables
+
+
+@pytest.mark.parametrize("lost", ["dataset.json", "samples-*.bin", "tasks/sa_000002.samples"])
+def test_tables_without_reading_a_shard(plain, lost):
+    written = content(plain)
+    remove(plain, lost)
+    for path in plain.glob("*.tar"):
+        path.chmod(0)
+        path.rename(path.with_suffix(".hidden"))
+    summary = rebuild_tables(plain)
+    for path in plain.glob("*.hidden"):
+        path.chmod(0o644)
+        path.rename(path.with_suffix(".tar"))
+    assert summary.complete
+    assert content(plain) == written
+
+
+def test_tables_of_a_damaged_samples_file(plain):
+    written = content(plain)
+    flip(plain / "tasks" / "sa_000001.samples", 300)
+    flip(plain / manifest.table_name(plain), 300)
+    rebuild_tables(plain)
+    assert content(plain) == written
+
+
+def test_tables_need_task_files_and_indexes(plain):
+    (plain / "tasks" / "sa_000002.json").unlink()
+    with pytest.raises(ManifestError, match="no task file of sa_000002"):
+        rebuild_tables(plain)
+
+
+def test_sources_that_failed_stay_recorded(plain):
+    tasks = manifest.read_tasks(plain)
+    write_dataset(plain, tasks, {"sa_000007": "gzip stream is cut"}, ["sa_000008"])
+    before = manifest.read_dataset(plain)
+    rebuild_root(plain, workers=0, quiet=True)
+    assert manifest.read_dataset(plain) == before

@@ -1,0 +1,53 @@
+"""What ingest noted of the pairs of a source: the lines of quarantine/<source>/*.jsonl.
+
+    refused.jsonl    a line for each refused member or damaged stretch, with the file that holds its bytes
+    warnings.jsonl   a line for each image and reason that was kept although it is odd (`doubtful.jsonl` in
+                     directories of earlier versions)
+
+Each line is a JSON object with at least `reason` and `message`.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sa1b.shards.manifest import QUARANTINE
+
+REFUSED = "refused.jsonl"
+WARNINGS = ("warnings.jsonl", "doubtful.jsonl")
+
+
+def warnings_path(root: Path, source: str) -> Path:
+    """The file with the warnings of a source, whether or not it is there."""
+    paths = [root / QUARANTINE / source / name for name in WARNINGS]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Number, from 1, and content of each line of a file; None for a line that is not such an object.
+
+    A file that is not there has no lines.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            whole = isinstance(entry, dict) and isinstance(entry.get("reason"), str) and line.endswith(b"\n")
+            yield number, entry if whole else None
+
+
+def read_warnings(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Source and line of each image that was kept with a warning, by source; damaged lines are left out.
+
+    A line has `reason`, `image_id` and `message`.
+    """
+    folder = root / QUARANTINE
+    for source in sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ():
+        for _, entry in read_lines(warnings_path(root, source)):
+            if entry is not None and type(entry.get("image_id")) is int:
+                yield source, entry

@@ -1,0 +1,172 @@
+"""Checks of quarantine/ against the task files, and the images that ingest kept with a warning."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sa1b.shards.manifest import QUARANTINE, Task
+from sa1b.shards.sample_table import SampleTable
+from sa1b.shards.warning_list import REFUSED, WARNINGS, read_lines, read_warnings, warnings_path
+from sa1b.verify.remedy import Remedy
+from sa1b.verify.report import Finding, Findings
+
+SHOWN = 20  # images of one reason on the screen
+
+
+class QuarantineCheck:
+    """Checks the quarantine of all sources; memory does not grow with what was refused.
+
+    Attributes:
+        findings, notes: what was found.
+    """
+
+    def __init__(
+        self, remedy: Remedy, tasks: Mapping[str, Task], active: set[str], table: SampleTable | None
+    ) -> None:
+        self.root, self.remedy, self.tasks, self.table = remedy.root, remedy, tasks, table
+        self.findings = Findings()
+        self.notes: list[str] = []
+        folder = self.root / QUARANTINE
+        present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        for name, task in tasks.items():
+            if name not in active and (name in present or _has_quarantine(task)):
+                self._source(name, task)
+        strangers = sorted(present - tasks.keys() - active)
+        if strangers:
+            shown = ", ".join(strangers[:5]) + (" …" if len(strangers) > 5 else "")
+            self.notes.append(f"{QUARANTINE}/ holds what was refused of sources not in the dataset: {shown}")
+
+    def _source(self, name: str, task: Task) -> None:
+        folder = self.root / QUARANTINE / name
+        known = (
+            task.source.get("sha256") is not None
+        )  # or made again from its shards: no counts of the source
+        listed = {REFUSED, *WARNINGS}
+        lines: Counter[str] = Counter()
+        members = stretches = 0
+        for entry in self._lines(name, REFUSED):
+            lines[entry["reason"]] += 1
+            members += entry.get("name") is not None
+            stretches += entry.get("name") is None
+            if entry.get("file") is not None:
+                listed.add(str(entry["file"]))
+                self._kept_file(name, entry)
+        if known:
+            self._compare(name, REFUSED, "refused members", members, task.counts["refused_members"])
+            self._compare(name, REFUSED, "damaged stretches", stretches, len(task.damage))
+            for reason, count in task.counts["refused"].items():
+                # One line for each member of a pair.
+                if not count <= lines[reason] <= 2 * count:
+                    self._compare(name, REFUSED, f"pairs with {reason!r}", lines[reason], count)
+            odd: Counter[str] = Counter()
+            file = warnings_path(self.root, name)
+            for entry in self._lines(name, file.name):
+                odd[entry["reason"]] += 1
+                if not self._holds(entry.get("image_id")):
+                    message = f"image {entry.get('image_id')} is not in the dataset"
+                    self._find("warning_image", name, file.name, message)
+            for reason in sorted({*odd, *task.counts["doubtful"]}):
+                recorded = task.counts["doubtful"].get(reason, 0)
+                self._compare(name, file.name, f"images with {reason!r}", odd[reason], recorded)
+        other = (
+            sorted(path.name for path in folder.iterdir() if path.name not in listed)
+            if folder.is_dir()
+            else []
+        )
+        if other:
+            shown = ", ".join(other[:5]) + (" …" if len(other) > 5 else "")
+            self.notes.append(
+                f"{QUARANTINE}/{name}: {len(other):,} files that {REFUSED} does not list: {shown}"
+            )
+
+    def _compare(self, source: str, file: str, what: str, found: int, recorded: int | None) -> None:
+        if recorded is not None and found != recorded:
+            message = f"{found:,} {what}, {recorded:,} in the task file"
+            self._find("quarantine_counts", source, file, message)
+
+    def _kept_file(self, source: str, entry: Mapping[str, Any]) -> None:
+        """The bytes that a line of refused.jsonl points to."""
+        file = str(entry["file"])
+        stated = entry.get("kept_bytes", entry.get("bytes"))
+        path = self.root / QUARANTINE / source / file
+        size = path.stat().st_size if "/" not in file and path.is_file() else None
+        if size is None:
+            self._find("quarantine_file_missing", source, file, "not there")
+        elif size != stated:
+            self._find("quarantine_file_bytes", source, file, f"{size:,} bytes, {stated} stated in {REFUSED}")
+
+    def _lines(self, source: str, file: str) -> Iterator[dict[str, Any]]:
+        """The lines of a report that can be read; the others are findings."""
+        for number, entry in read_lines(self.root / QUARANTINE / source / file):
+            if entry is None:
+                self._find("quarantine_line", source, file, f"line {number:,} is not an entry")
+            else:
+                yield entry
+
+    def _holds(self, image_id: Any) -> bool:
+        """Whether the dataset has an image, as far as is known."""
+        if type(image_id) is not int or not 0 <= image_id < 2**63:
+            return False
+        if self.table is None or not len(self.table):
+            return True
+        ids = self.table.image_id
+        return int(ids[min(int(np.searchsorted(ids, np.uint64(image_id))), len(ids) - 1)]) == image_id
+
+    def _find(self, kind: str, source: str, file: str, message: str) -> None:
+        name = f"{QUARANTINE}/{source}/{file}"
+        self.findings.add(Finding(kind, name, message, f"{self.root / name}: {self.remedy.source(source)}"))
+
+
+def _has_quarantine(task: Task) -> bool:
+    return bool(task.counts["refused_members"] or task.damage or task.counts["doubtful"])
+
+
+@dataclass(slots=True)
+class WarningList:
+    """Images that ingest kept although something about them is odd.
+
+    Attributes:
+        counts: reason -> images.
+        images: reason -> source, image_id, message and whatever else ingest stored of each.
+    """
+
+    root: Path
+    counts: dict[str, int] = field(default_factory=dict)
+    images: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, root: Path, *, limit: int | None = None) -> "WarningList":
+        """All warnings of a dataset directory; `limit`: keep so many images of a reason."""
+        found = cls(root)
+        for source, entry in read_warnings(root):
+            reason = str(entry.pop("reason"))
+            found.counts[reason] = found.counts.get(reason, 0) + 1
+            if limit is None or found.counts[reason] <= limit:
+                found.images.setdefault(reason, []).append({"source": source, **entry})
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "root": str(self.root),
+            "counts": dict(sorted(self.counts.items())),
+            "warnings": dict(sorted(self.images.items())),
+        }
+
+    def table(self) -> str:
+        """For people: the first SHOWN images of each reason."""
+        lines = []
+        for reason, count in sorted(self.counts.items()):
+            lines.append(f"{reason}: {count:,} images")
+            for entry in self.images[reason][:SHOWN]:
+                masks = entry.get("mask_count") or 0
+                more = f" (and {masks - 1:,} more masks)" if masks > 1 else ""
+                lines.append(f"  {entry['source']}  image {entry['image_id']}: {entry.get('message')}{more}")
+            if count > SHOWN:
+                lines.append(f"  and {count - SHOWN:,} more; --json lists all")
+        lines.append(f"{sum(self.counts.values()):,} warnings in {self.root}")
+        return "\n".join(lines)

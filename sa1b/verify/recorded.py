@@ -1,0 +1,93 @@
+"""What the files of a dataset directory record of its shards, for what is made again from them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sa1b.errors import ManifestError
+from sa1b.shards import manifest
+from sa1b.shards.index_reader import UNREADABLE, IndexReader
+from sa1b.shards.manifest import DATASET, ShardInfo, Task
+from sa1b.shards.shard import index_path
+from sa1b.verify.index_rebuild import RebuiltIndex
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What a folder's files say of its shards.
+
+    Attributes:
+        infos: shard -> what its task file or dataset.json says.
+        versions: shard -> versions of the libraries that wrote it.
+        index_runs: indexes hold the decoded masks.
+    """
+
+    tasks: dict[str, Task]
+    dataset: dict[str, Any] | None
+    infos: dict[str, ShardInfo]
+    versions: dict[str, dict[str, str]]
+    index_runs: bool
+
+    @classmethod
+    def read(cls, folder: Path) -> "Recorded":
+        """Read them; raises ManifestError for a damaged task file."""
+        tasks = manifest.read_tasks(folder)
+        try:
+            dataset = manifest.read_dataset(folder)
+            infos = {shard["name"]: ShardInfo(**shard) for shard in dataset["shards"]}
+            versions = {name: dict(dataset["versions"]) for name in infos}
+            index_runs = bool(dataset["options"]["index_runs"])
+        except (ManifestError, KeyError, TypeError, ValueError):
+            dataset, infos, versions, index_runs = None, {}, {}, _indexes_hold_runs(folder)
+        for task in tasks.values():
+            infos |= {shard.name: shard for shard in task.shards}
+            versions |= {shard.name: task.versions for shard in task.shards}
+            index_runs = task.options.index_runs
+        return cls(tasks, dataset, infos, versions, index_runs)
+
+
+def check_digests(root: Path, recorded: Recorded, rewritten: Mapping[str, str]) -> None:
+    """Refuse to write dataset.json over task files that the present one lists with other digests.
+
+    Args:
+        rewritten: source -> digest of what an interrupted rebuild made of its task file.
+
+    Raises:
+        ManifestError: naming the task file.
+    """
+    sources = (recorded.dataset or {}).get("sources", {})
+    for name, task in recorded.tasks.items():
+        digest = manifest.task_digest(task)
+        if name in sources and digest not in (sources[name], rewritten.get(name)):
+            path = manifest.task_path(root, name)
+            raise ManifestError(
+                f"{path}: not the one that {DATASET} lists; restore it from a copy, or remove it and run "
+                f"tools/reshard.py again for that source. If {DATASET} is what is damaged, remove that"
+            )
+
+
+def _indexes_hold_runs(folder: Path) -> bool:
+    for path in folder.glob("sa1b-*.parquet"):
+        try:
+            reader = IndexReader(path)
+        except UNREADABLE:
+            continue
+        reader.close()
+        return reader.with_runs
+    return True
+
+
+def differs(built: RebuiltIndex, recorded: Recorded) -> bool:
+    """Whether an index has other bytes than recorded."""
+    info = recorded.infos.get(built.info.name)
+    return info is not None and built.info.index_sha256 != info.index_sha256
+
+
+def why_differs(shard: str, recorded: Recorded) -> str:
+    """A note on a shard whose index has other bytes than recorded."""
+    now = manifest.versions()
+    then = now | recorded.versions[shard]
+    changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]
+    why = f"it was written with {', '.join(changed)}" if changed else "the task file may have been changed"
+    return f"{index_path(Path(shard)).name}: not the bytes that were recorded when it was written, {why}"

@@ -1,0 +1,50 @@
+"""What repairs a dataset directory: the shortest command for each kind of damage."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from sa1b.shards.manifest import Options, task_path
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Commands for one dataset directory.
+
+    Attributes:
+        root: the dataset directory.
+        options: it was made with, None: unknown.
+    """
+
+    root: Path
+    options: Options | None = None
+
+    def index(self, shard: str) -> str:
+        """The index of one shard is damaged."""
+        return f"`python tools/index.py {self._quoted(shard)}` (first restore the shard if it is damaged too)"
+
+    def tables(self) -> str:
+        """The sample table, a source's rows or dataset.json is damaged, everything else is not."""
+        return f"`python tools/index.py {self._quoted()} --tables`"
+
+    def everything(self) -> str:
+        """Nothing but the shards can be relied on."""
+        return f"`python tools/index.py {self._quoted()}`"
+
+    def source(self, source: str | None) -> str:
+        """A shard, a task file or what was refused of a source is damaged: the source must be read again."""
+        name = source or "<source>"
+        task_file = shlex.quote(str(task_path(self.root, name)))
+        flags = "".join(f" {flag}" for flag in self.flags())
+        again = f"python tools/reshard.py <{name}.tar> --out {self._quoted()}{flags}"
+        return f"restore it from a copy; or `rm -f {task_file} && {again}`"
+
+    def flags(self) -> list[str]:
+        """The flags of tools/reshard.py that differ from its defaults."""
+        if self.options is None:
+            return []
+        usual, said = Options().flags(), self.options.flags()
+        return [said[name] for name in said if said[name] != usual[name]]
+
+    def _quoted(self, name: str = "") -> str:
+        return shlex.quote(str(self.root / name if name else self.root))

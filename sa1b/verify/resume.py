@@ -1,0 +1,100 @@
+"""What an interrupted check or rebuild had done, shard by shard, in a file of JSON lines.
+
+    {"format": "sa1b-resume-1", ...}                       what all lines are of, such as the options
+    {"shard": "sa1b-000020-0003.tar", "key": ..., "value": ...}
+
+`key` is what the result depends on, such as sizes and times of files. A line with another key does not count.
+A line that was cut by a crash is dropped. The file belongs to one process at a time.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from sa1b.errors import UsageError
+
+FORMAT = "sa1b-resume-1"
+INDEX_RECORD = ".index-progress.jsonl"  # of tools/index.py, in the dataset directory
+
+
+class ResumeRecord:
+    """Results by shard, each in the file as soon as it is added; a context manager that closes the file.
+
+    Args:
+        path: the file; made when the first result is added. One of another check or rebuild, by its first
+            line, is written anew then.
+        of: what all results are of.
+
+    Raises:
+        UsageError: there is a file of another kind.
+    """
+
+    def __init__(self, path: Path, of: Mapping[str, Any]) -> None:
+        self.path = path
+        self._header = (json.dumps({"format": FORMAT, **of}) + "\n").encode()
+        self._known: dict[str, tuple[Any, Any]] = {}
+        self._file: BinaryIO | None = None
+        found = path.read_bytes() if path.exists() else b""
+        whole = found[: found.rfind(b"\n") + 1]
+        first, *lines = whole.splitlines(keepends=True) or [b""]
+        if found and not _is_record(first) and not self._header.startswith(found):
+            raise UsageError(f"{path}: not a record of an interrupted run; name a file that does not exist")
+        self._length = len(whole) if first == self._header else 0
+        for line in lines if self._length else ():
+            entry = json.loads(line)
+            self._known[entry["shard"]] = (entry["key"], entry["value"])
+
+    def __enter__(self) -> "ResumeRecord":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def get(self, shard: str, key: Any) -> Any | None:
+        """The result for a shard, None if there is none for this key."""
+        known, value = self._known.get(shard, (None, None))
+        return value if known == _plain(key) else None
+
+    def add(self, shard: str, key: Any, value: Any) -> None:
+        """Record a result; it is still there after a crash of the process."""
+        if self._file is None:
+            self._file = self.path.open("r+b" if self.path.exists() else "wb")
+            self._file.truncate(self._length)  # without a line that was cut, or all of another run
+            self._file.seek(self._length)
+            if not self._length:
+                self._file.write(self._header)
+        self._file.write((json.dumps({"shard": shard, "key": key, "value": value}) + "\n").encode())
+        self._file.flush()
+
+    def remove(self) -> None:
+        """Remove the file: nothing is left to be done."""
+        if self._file is not None:
+            self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+def file_key(path: Path) -> list[int] | None:
+    """Size and time of change of a file, None if it cannot be read."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        document = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(document, dict) and document.get("format") == FORMAT
+
+
+def _plain(key: Any) -> Any:
+    """A key as it comes back from JSON."""
+    return json.loads(json.dumps(key))

@@ -1,0 +1,160 @@
+"""Checks of tasks/: every task file by itself, against dataset.json, and against what the shards hold."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sa1b.errors import ManifestError
+from sa1b.names import is_shard_of
+from sa1b.shards import manifest
+from sa1b.shards.manifest import DATASET, TASKS, Task, task_name
+from sa1b.storage.publish import json_bytes
+from sa1b.verify.member_check import ShardResult
+from sa1b.verify.remedy import Remedy
+from sa1b.verify.report import Finding, Findings
+
+_ODD = ("area", "bbox", "empty_mask")
+
+
+@dataclass(slots=True)
+class TaskCheck:
+    """Checks the task files of a dataset directory when it is made.
+
+    Attributes:
+        sources: source -> digest of its task file by dataset.json; None: there is no dataset.json to compare.
+        active: source -> who works on it now; its files may change at any moment and are not checked.
+        tasks: readable task files, also those that differ from dataset.json.
+        intact: names of task files without a finding.
+        unlisted: names of finished sources that dataset.json does not list yet.
+        findings: what was found.
+    """
+
+    remedy: Remedy
+    sources: Mapping[str, Any] | None
+    active: Mapping[str, str]
+    tasks: dict[str, Task] = field(default_factory=dict)
+    intact: set[str] = field(default_factory=set)
+    unlisted: list[str] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
+
+    def __post_init__(self) -> None:
+        root = self.remedy.root
+        present = {path.stem for path in (root / TASKS).glob("*.json")}
+        sources = self.sources or {}
+        if not present and not self.active:
+            message = "no task file is there: which source each shard came from is unknown"
+            remedy = f"restore {root / TASKS} from a copy; or {self.remedy.everything()}"
+            self.findings.add(Finding("tasks_missing", TASKS, message, remedy))
+            return
+        for name in sorted((present | sources.keys()) - self.active.keys()):
+            if name not in present:
+                self._find("task_missing", name, f"not there, but {DATASET} lists the source")
+                continue
+            self._file(root / task_name(name), name)
+        self.unlisted = [name for name in self.intact if self.sources is not None and name not in sources]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all task files that dataset.json lists are intact."""
+        return not len(self.findings) and not self.active
+
+    def counts(self, results: Mapping[str, ShardResult], *, deep: bool) -> None:
+        """Compare the counts of each task with its shards, unless these have findings of their own."""
+        for name, task in self.tasks.items():
+            parts = [results[shard.name] for shard in task.shards if shard.name in results]
+            if len(parts) == len(task.shards) and not any(len(part.findings) for part in parts):
+                self._counts(name, task, parts, deep)
+
+    def _file(self, path: Path, name: str) -> None:
+        try:
+            raw = path.read_bytes()
+            task = manifest.read_task(path)
+        except (ManifestError, OSError, ValueError) as error:
+            self._find("task_unreadable", name, str(error).removeprefix(f"{path}: "))
+            return
+        self.tasks[name] = task
+        problem = _problem(raw, name, task)
+        if problem is not None:
+            self._find("task_damaged", name, problem)
+            return
+        listed = (self.sources or {}).get(name)
+        if listed is not None and listed != (digest := manifest.task_digest(task)):
+            message = f"its digest is {digest}, {DATASET} lists {listed}: one of the two files was changed"
+            self._find("task_differs", name, message)
+            return
+        self.intact.add(name)
+        self._rows(name, task)
+
+    def _rows(self, name: str, task: Task) -> None:
+        """tasks/<source>.samples, whose size and digest the task file has."""
+        if task.samples is None:
+            return
+        file = task_name(name, "samples")
+        try:
+            with (self.remedy.root / file).open("rb") as rows:
+                sha256 = hashlib.file_digest(rows, "sha256").hexdigest()
+                found = {"bytes": rows.tell(), "sha256": sha256}
+        except OSError as error:
+            message = "not there" if isinstance(error, FileNotFoundError) else str(error)
+            self.findings.add(Finding("samples_missing", file, message, self.remedy.tables()))
+            return
+        if found != task.samples:
+            message = f"{found['bytes']:,} bytes, sha256 {sha256}; the task file lists {task.samples}"
+            self.findings.add(Finding("samples_damaged", file, message, self.remedy.tables()))
+
+    def _find(self, kind: str, name: str, message: str) -> None:
+        file = task_name(name)
+        remedy = f"{self.remedy.root / file}: {self.remedy.source(name)}"
+        self.findings.add(Finding(kind, file, message, remedy))
+
+    def _counts(self, name: str, task: Task, parts: list[ShardResult], deep: bool) -> None:
+        found: dict[str, int] = {
+            "images": sum(part.images for part in parts),
+            "masks": sum(part.masks for part in parts),
+            "jpg_bytes": sum(part.jpg_bytes for part in parts),
+        }
+        for part in parts:
+            for what, value in part.largest.values.items():
+                found[f"largest {what}"] = max(value, found.get(f"largest {what}", 0))
+        recorded = {**task.counts, **{f"largest {what}": value for what, value in task.largest.items()}}
+        for what, value in found.items():
+            if recorded.get(what, value) != value:
+                self._find("task_counts", name, f"{what}: {recorded[what]} recorded, {value:,} in the shards")
+        if task.source.get("sha256") is None or not deep:
+            return  # made again without its source: its warnings are not known
+        for reason in _ODD:
+            count = sum(part.odd.get(reason, 0) for part in parts)
+            known = task.counts["doubtful"].get(reason, 0)
+            if count == known:
+                continue
+            if not count:
+                self._find("task_counts", name, f"{known:,} warnings {reason!r} recorded, 0 in the shards")
+            for part in parts:
+                for offset, image_id in part.odd_images.get(reason, []):
+                    message = f"{reason} is not that of the mask; {known} images recorded, {count} found"
+                    remedy = f"{self.remedy.root / task_name(name)}: {self.remedy.source(name)}"
+                    self.findings.add(
+                        Finding(f"odd_{reason}", part.name, message, remedy, part.name, offset, image_id)
+                    )
+
+
+def _problem(raw: bytes, name: str, task: Task) -> str | None:
+    """What is wrong with a task file that can be read: anything that is not as it is written."""
+    document = json.loads(raw)
+    if raw != json_bytes(document):
+        return "not the bytes that are written for its content"
+    if task.name != name:
+        return f"is of the source {task.name!r}"
+    if not document["versions"].keys() >= manifest.versions().keys():
+        return f"versions are those of {', '.join(document['versions'])}"
+    strangers = [shard.name for shard in task.shards if not is_shard_of(shard.name, name)]
+    if strangers:
+        return f"{strangers[0]!r} is not the name of a shard of this source"
+    sha256 = task.source["sha256"]
+    if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", str(sha256)):
+        return f"sha256 of the source is {sha256!r}"
+    return None

@@ -1,0 +1,121 @@
+"""Checks of views/: every document, its image ids and row numbers, and that the images are in the dataset.
+
+A document is checked by its form, its condition is not evaluated. The digest of a view is made from its image
+ids and its condition on masks (see sa1b.views.view): a condition that was changed no longer has the digest
+that names the file.
+"""
+
+import hashlib
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sa1b.shards.sample_table import SampleTable
+from sa1b.storage.publish import json_bytes
+from sa1b.verify.report import Finding, Findings, short
+
+VIEWS = "views"
+_DIGEST_KEY = {"sa1b-view-1": "key", "sa1b-view-2": "digest"}  # format -> where its digest stands
+_NAME = re.compile(r"[0-9a-f]{64}\.json")
+_NEEDED = {"names": list, "images": int, "ids_sha256": str, "rows_sha256": str, "dataset": dict}
+_Problem = tuple[str, str]  # kind and message of a finding
+
+
+def check_views(root: Path, table: SampleTable | None) -> tuple[Findings, list[str]]:
+    """Findings in views/, and notes; without a table that can be read, images are not looked up in it."""
+    findings = Findings()
+    folder = root / VIEWS
+    present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = [name for name in present if _NAME.fullmatch(name)]
+    for name in names:
+        path = folder / name
+        try:
+            raw = path.read_bytes()
+            document = json.loads(raw)
+            problem = _form(document, path.stem)
+            if problem is None and raw != json_bytes(document):
+                problem = "not the bytes that are written for its content"
+        except (OSError, ValueError, RecursionError) as error:
+            document, problem = {}, short(error)
+        if problem is not None:
+            remedy = f"remove {shlex.quote(str(path))} and make the view again with tools/view.py"
+            findings.add(Finding("view_unreadable", f"{VIEWS}/{name}", problem, remedy))
+            continue
+        for file, (kind, message) in _data(document, path, table).items():
+            findings.add(Finding(kind, f"{VIEWS}/{file}", message, _again(root, document)))
+    known = {
+        f"{name.removesuffix('.json')}{ending}" for name in names for ending in (".json", ".ids", ".rows")
+    }
+    other = [name for name in present if name not in known]
+    shown = ", ".join(other[:5]) + (" …" if len(other) > 5 else "")
+    return findings, [f"files in {VIEWS}/ that belong to no view: {shown}"] if other else []
+
+
+def _form(document: Any, digest: str) -> str | None:
+    """What is wrong with the document of a view, None: nothing."""
+    if not isinstance(document, dict) or str(document.get("format")) not in _DIGEST_KEY:
+        return "not the document of a view"
+    wrong = [name for name, kind in _NEEDED.items() if type(document.get(name)) is not kind]
+    if wrong:
+        return f"missing or of the wrong type: {', '.join(wrong)}"
+    where, ids = document.get("masks_where"), document["ids_sha256"]
+    made = ids if where is None else hashlib.sha256(f"{ids} {where}".encode()).hexdigest()
+    if not document.get(_DIGEST_KEY[document["format"]]) == digest == made:
+        return f"its ids and condition have the digest {made}, the file is named {digest}"
+    return None
+
+
+def _data(document: dict[str, Any], path: Path, table: SampleTable | None) -> dict[str, _Problem]:
+    """File -> what is wrong with the image ids and the row numbers of a view."""
+    found: dict[str, _Problem] = {}
+    widths = {"rows": 4} if document["format"] == "sa1b-view-1" else {"ids": 8, "rows": 4}
+    data = {}
+    for ending, width in widths.items():
+        one = path.with_suffix(f".{ending}")
+        try:
+            data[ending] = one.read_bytes()
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            found[one.name] = ("view_data_missing", "not there" if missing else short(error))
+            continue
+        sha256 = hashlib.sha256(data[ending]).hexdigest()
+        if len(data[ending]) != width * document["images"] or sha256 != document[f"{ending}_sha256"]:
+            message = f"{len(data[ending]):,} bytes, sha256 {sha256}: not those of the view"
+            found[one.name] = ("view_data_damaged", message)
+    if found or table is None:
+        return found
+    same = document["dataset"].get("ids_sha256") == table.ids_digest
+    if same and not _fit(np.frombuffer(data["rows"], "<u4"), table, document["ids_sha256"]):
+        rows = path.with_suffix(".rows").name
+        return {rows: ("view_data_damaged", "its row numbers are not those of its images")}
+    if not same and "ids" not in data:
+        return {path.name: ("view_stale", "has row numbers only, of other images than the dataset holds now")}
+    lost = _lost(np.frombuffer(data["ids"], "<u8"), table) if "ids" in data else 0
+    return {path.name: ("view_stale", f"{lost:,} of its images are not in the dataset")} if lost else {}
+
+
+def _fit(rows: Any, table: SampleTable, ids_sha256: str) -> bool:
+    """Whether row numbers are those of the images with this digest."""
+    if len(rows) and int(rows.max()) >= len(table):
+        return False
+    return hashlib.sha256(table.image_id[rows].astype("<u8").tobytes()).hexdigest() == ids_sha256
+
+
+def _lost(ids: Any, table: SampleTable) -> int:
+    """How many of these images the table does not hold."""
+    if not len(table):
+        return len(ids)
+    at = np.minimum(np.searchsorted(table.image_id, ids), len(table) - 1)
+    return int((table.image_id[at] != ids).sum())
+
+
+def _again(root: Path, document: dict[str, Any]) -> str:
+    """The command that makes a view again."""
+    chosen = document.get("chosen_by")
+    flags = [f"--{flag} {shlex.quote(str(value))}" for flag, value in (chosen or {}).items()]
+    flags += [f"--name {shlex.quote(str(name))}" for name in document["names"][:1]]
+    return f"`{' '.join(['python tools/view.py', shlex.quote(str(root)), *flags])}`"

@@ -1,0 +1,80 @@
+"""What only some checks see: decoding (deep), annotation files kept verbatim, and processes that die."""
+
+import json
+import multiprocessing
+import shutil
+import tarfile
+import threading
+import time
+
+from sa1b.shards import manifest
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.manifest import Options
+from sa1b.shards.warning_list import warnings_path
+from sa1b.verify.verify import verify
+from tests.shards.tiny_source import make_root, pairs, write_source
+from tests.verify.checking import check, kinds
+
+
+def test_numbers_that_were_changed_in_both_places_are_compared_with_the_mask(root):
+    """The record is the origin of all numbers; only deep sees that they do not match its masks."""
+    task = manifest.read_tasks(root)["sa_000001"]
+    task.counts["doubtful"]["area"] = 0
+    manifest.write_task(root, task)
+    write_dataset(root, manifest.read_tasks(root))
+    warnings = warnings_path(root, "sa_000001")
+    lines = warnings.read_text().splitlines(keepends=True)
+    warnings.write_text("".join(line for line in lines if json.loads(line)["reason"] != "area"))
+    assert check(root).findings == []
+    (finding,) = check(root, deep=True).findings
+    assert (finding.kind, finding.image_id) == ("odd_area", 203)
+
+
+def test_an_undecodable_jpeg_is_found_deep(tmp_path):
+    content = pairs(range(1, 4))
+    jpg, text = content[2]
+    content[2] = (jpg[: len(jpg) // 2] + b"\xff\xd9", text)  # whole by its markers
+    source = write_source(tmp_path / "sa_000001.tar", content)
+    root = make_root(tmp_path / "root", [source], Options())
+    assert check(root).findings == []
+    (finding,) = check(root, deep=True).findings
+    assert (finding.kind, finding.image_id) == ("jpg_undecodable", 2)
+
+
+def test_a_kept_annotation_file_is_compared_with_the_record(roots, tmp_path):
+    root = shutil.copytree(roots["keep_json"], tmp_path / "root")
+    tar = root / "sa1b-000002-0000.tar"
+    with tarfile.open(tar) as members:
+        member = members.getmember("sa_301.json")
+    data = bytearray(tar.read_bytes())
+    place = data.index(b'"area": ', member.offset_data) + 8
+    data[place] = ord("1") if data[place] != ord("1") else ord("2")
+    tar.write_bytes(data)
+    found = check(root).findings
+    assert ("json_damaged", 301) in [(finding.kind, finding.image_id) for finding in found]
+
+
+def test_a_process_that_dies_is_a_finding_of_its_shard(root):
+    """Every process is killed: no shard can be checked, all are named, and the check ends."""
+    ended = threading.Event()
+
+    def kill():
+        while not ended.is_set():
+            for process in multiprocessing.active_children():
+                process.kill()
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        report = verify(root, workers=2, quiet=True)
+    finally:
+        ended.set()
+        killer.join()
+    assert kinds(report) == {"check_died"}
+    assert sorted(finding.shard for finding in report.findings) == manifest_shards(root)
+    assert "SIGKILL" in report.findings[0].message
+
+
+def manifest_shards(root):
+    return [shard["name"] for shard in manifest.read_dataset(root)["shards"]]

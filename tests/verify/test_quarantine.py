@@ -1,0 +1,160 @@
+"""Quarantine against the task files, and the list of warnings."""
+
+import json
+import shutil
+
+import pytest
+
+from sa1b.shards import manifest
+from sa1b.shards.warning_list import warnings_path
+from sa1b.verify.quarantine_check import WarningList
+from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
+from tests.verify.checking import check
+
+FOLDER = "quarantine/sa_000001"
+WARNINGS = "warnings.jsonl"
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory):
+    """A dataset of a source with two pairs that are refused, one JPEG without partner, and two odd images."""
+    folder = tmp_path_factory.mktemp("refusing")
+    content = pairs(range(10, 18))
+    content[10] = (b"no JPEG", content[10][1])
+    content[11] = (content[11][0], b"{")
+    for image_id in (12, 13):
+        text = json.loads(content[image_id][1])
+        text["annotations"][0]["area"] += 1
+        content[image_id] = (content[image_id][0], json.dumps(text).encode())
+    source = write_source(folder / "sa_000001.tar", content)
+    root = make_root(folder / "root", [source], ROOTS["plain"])
+    warnings_path(root, "sa_000001").rename(root / FOLDER / WARNINGS)
+    return root
+
+
+@pytest.fixture
+def root(refusing, tmp_path):
+    return shutil.copytree(refusing, tmp_path / "root")
+
+
+def lines(root, file="refused.jsonl"):
+    return [json.loads(line) for line in (root / FOLDER / file).read_text().splitlines()]
+
+
+def write_lines(root, entries, file="refused.jsonl"):
+    (root / FOLDER / file).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def found(root):
+    return {(one.kind, one.file.removeprefix(f"{FOLDER}/")) for one in check(root).findings}
+
+
+def test_what_ingest_wrote_is_clean(root):
+    counts = manifest.read_tasks(root)["sa_000001"].counts
+    assert (counts["refused_members"], sum(counts["refused"].values()), counts["doubtful"]) == (
+        4,
+        2,
+        {"area": 2},
+    )
+    report = check(root, deep=True)
+    assert (report.findings, report.notes) == ([], [])
+
+
+def test_bytes_that_are_missing_or_cut(root):
+    first, second = (line["file"] for line in lines(root)[:2])
+    (root / FOLDER / first).unlink()
+    (root / FOLDER / second).write_bytes(b"")
+    assert found(root) == {("quarantine_file_missing", first), ("quarantine_file_bytes", second)}
+    assert all("tools/reshard.py <sa_000001.tar>" in one.remedy for one in check(root).findings)
+
+
+def test_a_file_name_that_leaves_the_folder_is_not_opened(root):
+    entries = lines(root)
+    entries[0]["file"] = "../../dataset.json"
+    entries[0]["bytes"] = (root / "dataset.json").stat().st_size
+    write_lines(root, entries)
+    assert ("quarantine_file_missing", "../../dataset.json") in found(root)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"reason": 3}', "\xff"])
+def test_a_line_that_is_no_entry(root, line):
+    with (root / FOLDER / "refused.jsonl").open("ab") as file:
+        file.write(line.encode("latin-1") + b"\n")
+    assert found(root) == {("quarantine_line", "refused.jsonl")}
+    assert "line 5 is not an entry" in check(root).findings[0].message
+
+
+@pytest.mark.parametrize("change", ["drop", "twice", "reason"])
+def test_counts_that_differ_from_the_task_file(root, change):
+    entries = lines(root)
+    if change == "drop":
+        entries = entries[2:]
+    elif change == "twice":
+        entries += entries[:2]
+    else:
+        entries = [{**entry, "reason": "bad_rle"} for entry in entries]
+    write_lines(root, entries)
+    assert ("quarantine_counts", "refused.jsonl") in found(root)
+
+
+def test_the_whole_folder_missing(root):
+    shutil.rmtree(root / "quarantine")
+    assert found(root) == {("quarantine_counts", "refused.jsonl"), ("quarantine_counts", WARNINGS)}
+
+
+def test_warnings_that_differ_from_the_task_file(root):
+    write_lines(root, lines(root, WARNINGS)[:1], WARNINGS)
+    (finding,) = check(root).findings
+    assert finding.message == "1 images with 'area', 2 in the task file"
+
+
+def test_a_warning_of_an_image_that_is_not_there(root):
+    entries = lines(root, WARNINGS)
+    write_lines(root, [{**entries[0], "image_id": 99}, *entries[1:]], WARNINGS)
+    (finding,) = check(root).findings
+    assert finding.message == "image 99 is not in the dataset"
+
+
+def test_a_task_file_made_again_has_no_counts_to_compare(root):
+    from sa1b.verify.rebuild import rebuild_root
+
+    (root / "tasks" / "sa_000001.json").unlink()
+    rebuild_root(root, workers=0, quiet=True)
+    assert found(root) == set()
+
+
+def test_what_nobody_lists_is_a_note(root):
+    (root / FOLDER / "000009-sa_1.jpg").write_bytes(b"x")
+    shutil.copytree(root / FOLDER, root / "quarantine" / "sa_000077")
+    report = check(root)
+    assert report.findings == []
+    assert any("000009-sa_1.jpg" in note for note in report.notes)
+    assert any("not in the dataset: sa_000077" in note for note in report.notes)
+
+
+# Warnings
+
+
+def test_warnings_are_listed_by_reason(root):
+    table = WarningList.read(root).table()
+    assert table.splitlines()[0] == "area: 2 images"
+    assert "sa_000001  image 12: mask 0: area" in table
+    assert table.splitlines()[-1] == f"2 warnings in {root}"
+
+
+@pytest.mark.parametrize("file", ["doubtful.jsonl", "warnings.jsonl"])
+def test_many_warnings_are_shown_in_part_and_listed_in_json(root, file):
+    (root / FOLDER / WARNINGS).unlink()
+    entries = [{"reason": "bbox", "image_id": i, "message": f"mask {i}", "masks": [i]} for i in range(50)]
+    write_lines(root, entries, file)
+    text = WarningList.read(root, limit=20).table()
+    assert text.count("image ") == 20
+    assert "and 30 more; --json lists all" in text
+    document = json.loads(json.dumps(WarningList.read(root).document()))
+    assert document["counts"] == {"bbox": 50}
+    assert document["warnings"]["bbox"][49] == {
+        "source": "sa_000001",
+        "image_id": 49,
+        "message": "mask 49",
+        "masks": [49],
+    }

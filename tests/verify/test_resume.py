@@ -1,0 +1,197 @@
+"""A check that is interrupted and goes on, its report, and how much of it stays in memory."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sa1b.errors import UsageError
+from sa1b.verify import verify as verify_module
+from sa1b.verify.report import KEPT, SHOWN, Finding, Findings, Report
+from sa1b.verify.resume import ResumeRecord
+from tests.verify.checking import check, flip
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Stopped(BaseException):
+    pass
+
+
+def checked_shards(monkeypatch, stop_after=99):
+    """Names of the shards that are checked from now on; interrupted after so many."""
+    real, names = verify_module.check_shard, []
+
+    def counted(expected, *arguments, **options):
+        if len(names) == stop_after:
+            raise Stopped
+        names.append(expected.info.name)
+        return real(expected, *arguments, **options)
+
+    monkeypatch.setattr(verify_module, "check_shard", counted)
+    return names
+
+
+def without_time(report):
+    return {**report.document(), "seconds": 0}
+
+
+@pytest.fixture
+def damaged(root):
+    """Damage in the first and in the last shard, and of the numbers of an image."""
+    flip(root / "sa1b-000001-0000.tar", 2000)
+    flip(root / "sa1b-000002-0000.parquet", 100)
+    return root
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_the_report_is_the_same_after_an_interruption(damaged, tmp_path, monkeypatch, deep):
+    state = tmp_path / "state"
+    expected = check(damaged, deep=deep)
+    assert len(expected.findings) >= 2
+    with monkeypatch.context() as patch:
+        checked_shards(patch, 3)
+        with pytest.raises(Stopped):
+            check(damaged, deep=deep, state=state)
+    assert state.exists()
+    names = checked_shards(monkeypatch)
+    report = check(damaged, deep=deep, state=state)
+    assert names == ["sa1b-000001-0003.tar", "sa1b-000002-0000.tar"]
+    assert without_time(report) == without_time(expected)
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("change", ["shard", "index", "time", "task", "deep", "line"])
+def test_what_changed_since_is_checked_again(root, tmp_path, monkeypatch, change):
+    state = tmp_path / "state"
+    with monkeypatch.context() as patch:
+        checked_shards(patch, 1)
+        with pytest.raises(Stopped):
+            check(root, state=state)
+    shard = root / "sa1b-000001-0000.tar"
+    if change == "shard":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif change == "index":
+        shard.with_suffix(".parquet").unlink()
+    elif change == "time":
+        os.utime(shard)
+    elif change == "task":
+        text = (root / "dataset.json").read_text()
+        (root / "dataset.json").write_text(text.replace('"keep_json": false', '"keep_json": true'))
+    elif change == "line":
+        state.write_bytes(state.read_bytes()[:-10])
+    names = checked_shards(monkeypatch)
+    check(root, state=state, deep=change == "deep")
+    assert len(names) == 5
+
+
+def test_processes_record_too_and_a_killed_check_goes_on(damaged, tmp_path):
+    state = tmp_path / "state"
+    expected = check(damaged)
+    program = (
+        "import sys, time; from pathlib import Path; from sa1b.verify import verify\n"
+        "real = verify.check_shard\n"
+        "def slow(expected, *arguments, **options):\n"
+        "    if expected.source == 'sa_000002': time.sleep(600)\n"
+        "    return real(expected, *arguments, **options)\n"
+        "verify.check_shard = slow\n"
+        "verify.verify(Path(sys.argv[1]), workers=0, state=Path(sys.argv[2]), quiet=True)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(damaged), str(state)], cwd=REPOSITORY)
+    while not state.exists() or state.read_bytes().count(b"\n") < 5:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    report = verify_module.verify(damaged, workers=2, state=state, quiet=True)
+    assert without_time(report) == without_time(expected)
+
+
+def test_a_state_inside_the_dataset_or_of_another_kind_is_refused(root, tmp_path):
+    with pytest.raises(UsageError, match="is inside"):
+        check(root, state=root / "state")
+    other = tmp_path / "notes.txt"
+    other.write_text("not a record")
+    with pytest.raises(UsageError, match="not a record"):
+        check(root, state=other)
+    assert other.read_text() == "not a record"
+
+
+def test_a_record_of_another_run_does_not_count_and_is_replaced(tmp_path):
+    path = tmp_path / "record"
+    with ResumeRecord(path, {"check": "one"}) as record:
+        record.add("a.tar", [1], {"x": 1})
+    with ResumeRecord(path, {"check": "two"}) as record:
+        assert record.get("a.tar", [1]) is None
+        record.add("b.tar", [1], {"x": 2})
+    with ResumeRecord(path, {"check": "two"}) as record:
+        assert (record.get("a.tar", [1]), record.get("b.tar", [1]), record.get("b.tar", [2])) == (
+            None,
+            {"x": 2},
+            None,
+        )
+    assert len(path.read_bytes().splitlines()) == 2
+
+
+# Memory
+
+
+def finding(number):
+    return Finding("jpg_damaged", "sa1b-000001-0000.tar", f"image {number}", "restore it", image_id=number)
+
+
+def test_findings_of_a_kind_are_kept_up_to_a_limit_and_counted():
+    findings, merged = Findings(), Findings()
+    for number in range(KEPT + 500):
+        findings.add(finding(number))
+    findings.add(dataclasses.replace(finding(7), kind="header"))
+    assert (len(findings.kept), len(findings)) == (KEPT + 1, KEPT + 501)
+    merged.add(finding(0))
+    for _ in range(2):
+        merged.merge(findings)
+    assert merged.kinds() == {"header": 2, "jpg_damaged": 2 * (KEPT + 500) + 1}
+    assert len(merged.kept) == KEPT + 2
+
+
+def test_the_report_says_how_many_there_are():
+    report = Report(Path("shards"), deep=False)
+    for number in range(KEPT + 500):
+        report.found.add(finding(number))
+    text = report.table()
+    assert f"jpg_damaged: and {KEPT + 500 - SHOWN:,} more" in text
+    assert re.search(r"findings +1,500", text)
+    document = json.loads(json.dumps(report.document()))
+    assert document["counts"] == {"sa1b-000001-0000.tar": {"jpg_damaged": KEPT + 500}}
+    assert len(document["findings"]) == KEPT
+
+
+def test_a_result_does_not_grow_with_the_images_of_a_shard():
+    result = verify_module.ShardResult("sa1b-000001-0000.tar")
+    for number in range(5000):
+        result.findings.add(finding(number))
+        result.count_odd("area", number, number)
+    again = verify_module.ShardResult.from_document(json.loads(json.dumps(result.document())))
+    assert again == result
+    assert (again.odd["area"], len(again.odd_images["area"]), len(again.findings)) == (5000, 20, 5000)
+
+
+def test_nothing_but_a_deep_check_of_shards_reads_an_index(root, monkeypatch):
+    """What is done before the first shard is checked does not touch indexes or shards."""
+    for path in [*root.glob("*.parquet"), *root.glob("*.tar")]:
+        path.write_bytes(b"")
+
+    def stop(*arguments, **options):
+        raise Stopped
+
+    monkeypatch.setattr(verify_module, "_check_shards", stop)
+    report = Report(root, deep=False)
+    with pytest.raises(Stopped):
+        check(root)
+    found = verify_module.RootCheck(root, report).expected()
+    assert (len(found), report.findings) == (5, [])

@@ -1,0 +1,123 @@
+"""Views: documents and image lists are checked with the dataset."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from sa1b.ingest.ingest import Policy
+from sa1b.ingest.reshard import reshard
+from sa1b.ingest.worker import Run
+from sa1b.shards.dataset import Dataset
+from sa1b.views.predicate import mask_predicate
+from sa1b.views.view import write_view
+from tests.shards.tiny_source import ROOTS, make_root
+from tests.verify.checking import check, edit_json, flip
+
+
+@pytest.fixture
+def view(root):
+    """The document of a view of a few images, with a condition on masks."""
+    dataset = Dataset(root)
+    rows = np.arange(3, 9, dtype=np.uint32)
+    where = mask_predicate("area > 3")
+    made = write_view(root, dataset.table, rows, masks_where=where, name="few", chosen_by={"limit": "6"})
+    return root / "views" / f"{made.digest}.json"
+
+
+def found(root):
+    return {one.kind for one in check(root).findings}
+
+
+def test_a_view_is_clean(root, view):
+    report = check(root)
+    assert (report.findings, report.notes) == ([], [])
+
+
+def test_a_document_that_cannot_be_read(root, view):
+    for damage in (b"", b"{", b"[]", b'{"format": "other"}'):
+        view.write_bytes(damage)
+        assert found(root) == {"view_unreadable"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document.update(masks_where="area > 4"),
+        lambda document: document.update(ids_sha256="0" * 64),
+        lambda document: document.update(digest="0" * 64),
+        lambda document: document.pop("images"),
+    ],
+)
+def test_a_document_that_its_digest_does_not_guarantee(root, view, change):
+    edit_json(view, change)
+    (finding,) = check(root).findings
+    assert (finding.kind, finding.file) == ("view_unreadable", f"views/{view.name}")
+    assert "tools/view.py" in finding.remedy
+
+
+def test_a_document_under_another_name(root, view):
+    view.rename(view.with_name("0" * 64 + ".json"))
+    assert "view_unreadable" in found(root)
+
+
+@pytest.mark.parametrize("ending", [".ids", ".rows"])
+def test_images_that_are_missing_or_damaged(root, view, ending):
+    flip(view.with_suffix(ending), 1)
+    (finding,) = check(root).findings
+    assert (finding.kind, finding.file) == ("view_data_damaged", f"views/{view.stem}{ending}")
+    view.with_suffix(ending).unlink()
+    (finding,) = check(root).findings
+    assert finding.kind == "view_data_missing"
+    assert finding.remedy == f"`python tools/view.py {root} --limit 6 --name few`"
+
+
+def test_row_numbers_of_other_images(root, view):
+    """Both digests are right, the images are not those of the ids."""
+    rows = np.arange(4, 10, dtype="<u4").tobytes()
+    view.with_suffix(".rows").write_bytes(rows)
+    edit_json(view, lambda document: document.update(rows_sha256=hashlib.sha256(rows).hexdigest()))
+    (finding,) = check(root).findings
+    assert finding.message == "its row numbers are not those of its images"
+
+
+def test_a_view_of_a_directory_that_grew_is_clean(sources, tmp_path):
+    root = make_root(tmp_path, sources[:1], ROOTS["plain"])
+    write_view(root, Dataset(root).table, np.arange(3, dtype=np.uint32))
+    reshard(sources, root, ROOTS["plain"], Policy(), Run(workers=1, quiet=True))
+    assert len(Dataset(root)) == 19
+    assert check(root).findings == []
+
+
+@pytest.mark.parametrize("grew", [False, True])
+def test_a_view_with_row_numbers_only(root, view, grew):
+    """As earlier versions wrote it: valid with the images it was made for."""
+
+    def older(document):
+        document.update(format="sa1b-view-1", key=document.pop("digest"))
+        if grew:
+            document["dataset"]["ids_sha256"] = "0" * 64
+
+    edit_json(view, older)
+    view.with_suffix(".ids").unlink()
+    assert found(root) == ({"view_stale"} if grew else set())
+
+
+def test_a_file_that_belongs_to_no_view_is_a_note(root, view):
+    (view.parent / "notes.txt").write_text("x")
+    assert any("notes.txt" in note for note in check(root).notes)
+
+
+def test_images_that_the_dataset_does_not_hold(root, view):
+    """A view of another dataset: all digests are right, its images are not here."""
+    document = json.loads(view.read_bytes())
+    ids, rows = np.array([1, 2, 3], "<u8").tobytes(), np.arange(3, dtype="<u4").tobytes()
+    digest = hashlib.sha256(ids).hexdigest()
+    document |= {"digest": digest, "ids_sha256": digest, "masks_where": None, "images": 3}
+    document |= {"rows_sha256": hashlib.sha256(rows).hexdigest(), "dataset": {"ids_sha256": "0" * 64}}
+    view.with_name(f"{digest}.json").write_text(json.dumps(document, indent=1) + "\n")
+    view.with_name(f"{digest}.ids").write_bytes(ids)
+    view.with_name(f"{digest}.rows").write_bytes(rows)
+    (finding,) = check(root).findings
+    assert (finding.kind, finding.message) == ("view_stale", "3 of its images are not in the dataset")
