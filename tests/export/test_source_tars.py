@@ -1,4 +1,7 @@
 import json
+import signal
+import subprocess
+import sys
 import tarfile
 
 import numpy as np
@@ -10,6 +13,7 @@ from sa1b.export.export_record import ExportRecord
 from sa1b.export.source_tars import export_sa1b
 from sa1b.shards import manifest
 from sa1b.shards.manifest import table_name
+from sa1b.sources.discovery import discover
 from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
 
 CONTENT = {
@@ -215,6 +219,43 @@ def test_an_interrupted_export_continues_with_the_same_command(root, tmp_path, m
     assert (again.skipped, again.tars, again.bytes_written) == (summary.tars, summary.tars, 0)
     if point == "in a tar":
         assert (out / "holiday.tar").stat().st_mtime_ns == times["holiday.tar"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sa1b.export import export_record, source_tars
+if __name__ == "__main__":
+    finish, done = export_record.ExportRecord.finish, []
+    def killed(record, name, written):
+        finish(record, name, written)
+        done.append(name)
+        if len(done) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    export_record.ExportRecord.finish = killed
+    source_tars.export_sa1b(Path(sys.argv[1]), Path(sys.argv[2]), images_per_tar=4, workers=2, quiet=True)
+"""
+
+
+def test_an_export_whose_process_was_killed_continues(root, tmp_path):
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    out = tmp_path / "out"
+    done = subprocess.run([sys.executable, program, root, out], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (out / ".sa_000002-0000.tar.partial").write_bytes(b"half")
+    summary = export(root, out, images_per_tar=4)
+    assert len(summary.skipped) >= 2
+    assert len(summary.tars) == 6
+    export(root, tmp_path / "whole", images_per_tar=4)
+    assert bytes_of(out) == bytes_of(tmp_path / "whole")
+
+
+def test_the_folder_is_a_source_with_nothing_left_over(root, tmp_path):
+    export(root, tmp_path / "out")
+    found = discover([tmp_path / "out"])
+    assert [source.name for source in found.sources] == ["holiday", "sa_000001", "sa_000002"]
+    assert found.not_taken == []
 
 
 def test_a_tar_that_is_cut_or_of_other_images_does_not_count_as_complete(root, tmp_path):

@@ -17,6 +17,8 @@ IDS = [7, 223750, 2**40 + 7, 2**63 - 1]
     ("name", "text"),
     [
         ("a.txt", "\n".join(map(str, IDS))),
+        ("a.txt", "\n".join(f"{i}.jpg" for i in IDS)),
+        ("a.txt", f"007\nsa_{IDS[1]}.jpg\n{IDS[2]}.jpg\nsa_{IDS[3]}\n"),
         ("a.txt", "\n\n".join(f"  sa_{i} " for i in IDS) + "\n"),
         ("a.txt", "\r\n".join(f"sa_{i}.jpg" for i in reversed(IDS + IDS))),
         ("a.txt", "\ufeff" + "\n".join(map(str, IDS))),
@@ -74,6 +76,9 @@ def test_a_column_by_its_name(tmp_path):
         ("a.txt", b"1" * 9000, "line 1"),
         ("a.txt", b"5\n1.5\n", "line 2"),
         ("a.txt", b"sa_5.json\n", "line 1"),
+        ("a.txt", b"7\n0x10\n", "line 2"),
+        ("a.txt", b"+7\n", "line 1"),
+        ("a.txt", b"sa_7.jpg\nsa_.jpg\n", "line 2"),
         ("a.txt", "٣\n".encode(), "line 1"),
         ("a.csv", b"id,x\n5,1\nsix,1\n", "a.csv, line 3: .*found 'six'"),
         ("a.txt", b"\n", "holds no image id"),
