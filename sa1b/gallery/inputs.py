@@ -133,9 +133,7 @@ def _dataset(root: Path, choice: Choice, progress: Bar, survey_all: bool) -> Gat
 
 def _rows(known: npt.NDArray[np.uint64], ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     """The rows of those ids that are there."""
-    rows = np.searchsorted(known, np.unique(ids))
-    rows = rows[rows < len(known)]
-    return rows[np.isin(known[rows], ids)]
+    return np.flatnonzero(np.isin(known, ids, assume_unique=True))
 
 
 def _read_rows(dataset: Dataset, rows: npt.NDArray[np.int64], skipped: Skipped) -> Iterator[Exhibit]:
