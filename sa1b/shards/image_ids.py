@@ -49,7 +49,8 @@ def read_image_ids(file: str | Path) -> npt.NDArray[np.uint64]:
     if not len(ids):
         raise UsageError(f"{path}: holds no image id")
     ids = np.sort(ids)  # not np.unique, which takes 15 s for 11 million
-    return ids[np.concatenate([[True], ids[1:] != ids[:-1]])]
+    unique: npt.NDArray[np.uint64] = ids[np.concatenate([[True], ids[1:] != ids[:-1]])]
+    return unique
 
 
 def missing_ids(wanted: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
