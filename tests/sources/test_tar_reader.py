@@ -57,6 +57,19 @@ def test_an_archive_that_ends_in_too_many_zeros_is_reported_as_incomplete(read):
     assert "is the file complete?" in items[-1].message
 
 
+def test_more_zeros_than_the_largest_record_has_are_reported(read):
+    # 16 MiB in all is a whole number of records of any size up to 8 MiB.
+    items = read(GOOD + bytes((16 << 20) - len(GOOD)))
+    assert files(items) == FILES
+    assert reasons(items) == ["zero_tail"]
+
+
+def test_zeros_up_to_a_record_that_nobody_uses_are_reported(read):
+    items = read(GOOD + bytes(512 * 1237 - len(GOOD)))
+    assert files(items) == FILES
+    assert reasons(items) == ["zero_tail"]
+
+
 def test_an_empty_file_is_an_archive_without_end(read):
     assert reasons(read(b"")) == ["no_end_marker"]
 
