@@ -11,7 +11,7 @@ A path is a tar, a folder of pairs, or a folder with any of these at any depth. 
 
 import os
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -46,7 +46,10 @@ _MAGIC = {
     b"PK\x03\x04": "a zip archive",
     b"\x1f\x8b": "a gzip file without a tar in it",
 }
-_UNFIT = "the name becomes part of the names of shards; use letters, digits, '_', '-' and '.'"
+_UNFIT = (
+    "the name becomes part of the names of shards; use letters, digits, '_', '-' and '.', or give it another "
+    "name with --rename"
+)
 _SHOWN = 3
 
 
@@ -65,7 +68,13 @@ class Discovered:
     not_taken: list[NotTaken] = field(default_factory=list)
 
 
-def discover(paths: Sequence[Path], ignore: Sequence[str] = (), *, skip: Collection[Path] = ()) -> Discovered:
+def discover(
+    paths: Sequence[Path],
+    ignore: Sequence[str] = (),
+    *,
+    skip: Collection[Path] = (),
+    rename: Mapping[Path, str] | None = None,
+) -> Discovered:
     """Find all sources in `paths`.
 
     Hidden files and folders are not taken, but listed; what operating systems write is not (`.DS_Store`,
@@ -78,27 +87,33 @@ def discover(paths: Sequence[Path], ignore: Sequence[str] = (), *, skip: Collect
             matches is neither taken nor listed. They do not apply to what is named itself.
         skip: files and folders of the run itself, such as its output, that are neither taken nor listed,
             unless they are among `paths`.
+        rename: path of a tar or of a folder of pairs -> the name of the source instead of its usual one.
 
     Raises:
         SourceError: a path does not exist or holds no source, two sources have one name, extracted pairs and
-            tars share a folder, or a dataset directory is named.
+            tars share a folder, a dataset directory is named, or what is to be renamed is no source.
     """
+    names = {os.path.realpath(path): name for path, name in (rename or {}).items()}
     skipped = {inode_of(path) for path in skip if path.exists()}
     sources: dict[str, Source] = {}
     not_taken: dict[str, NotTaken] = {}
     for path in paths:
         if not path.exists():
             raise SourceError(f"{path}: no such file or folder")
-        search = _Search(path, Ignore(path, tuple(ignore)), skipped)
+        search = _Search(path, Ignore(path, tuple(ignore)), skipped, names)
         for source in search.run():
             other = sources.setdefault(source_stem(source.name), source)
             if other.path.resolve() != source.path.resolve():
                 raise SourceError(
                     f"two sources are named {source_stem(source.name)!r}: {other.path} and {source.path}; "
-                    "the name becomes part of the names of shards, so leave one out or rename it"
+                    "the name becomes part of the names of shards: leave one out with --ignore, or give it "
+                    f"another one with --rename {source.path}=NAME"
                 )
         not_taken |= {os.path.realpath(one.path): one for one in search.not_taken}
     taken = {os.path.realpath(source.path) for source in sources.values()}
+    for path in rename or {}:
+        if os.path.realpath(path) not in taken:
+            raise SourceError(f"--rename {path}: no source is there; name a tar or a folder of pairs")
     return Discovered(
         sorted(sources.values(), key=lambda source: source.name),
         sorted(one for path, one in not_taken.items() if path not in taken),
@@ -108,8 +123,10 @@ def discover(paths: Sequence[Path], ignore: Sequence[str] = (), *, skip: Collect
 class _Search:
     """One named path, searched."""
 
-    def __init__(self, path: Path, ignore: Ignore, skipped: set[tuple[int, int]]) -> None:
-        self.path, self.ignore, self.skipped = path, ignore, skipped
+    def __init__(
+        self, path: Path, ignore: Ignore, skipped: set[tuple[int, int]], names: Mapping[str, str]
+    ) -> None:
+        self.path, self.ignore, self.skipped, self.names = path, ignore, skipped, names
         self.sources: list[Source] = []
         self.not_taken: list[NotTaken] = []
         self.seen = skipped - {inode_of(path)}  # folders
@@ -122,6 +139,8 @@ class _Search:
                 raise SourceError(f"{self.path}: neither a gzip file nor a tar; is the download complete?")
             self._take("tar", self.path)
             return self.sources
+        if not self.path.is_dir():
+            raise SourceError(f"{self.path}: neither a file nor a folder; write a pipe to a file first")
         if _is_dataset([child.name for child in self.path.iterdir()]):
             raise SourceError(
                 f"{self.path}: is a dataset directory, not a source: name the tars that it was made of; or, "
@@ -192,7 +211,8 @@ class _Search:
         return False
 
     def _take(self, kind: str, path: Path) -> None:
-        name = _tar_name(path.name) if kind == "tar" else path.resolve().name
+        usual = _tar_name(path.name) if kind == "tar" else path.resolve().name
+        name = self.names.get(os.path.realpath(path), usual)
         if not is_source_name(name):
             if path == self.path:
                 raise SourceError(f"{path}: {_UNFIT}")

@@ -118,7 +118,10 @@ def test_a_folder_of_tars_and_pairs_is_refused_rather_than_half_read(tmp_path):
 def test_two_sources_whose_shards_would_share_a_name_are_refused(tmp_path, first, second):
     for name in (first, second):
         make_tar(tmp_path / name, IDS)
-    with pytest.raises(SourceError, match=r"two sources are named '000020'.*leave one out or rename it"):
+    with pytest.raises(
+        SourceError,
+        match=r"two sources are named '000020'.*leave one out with --ignore, or .* --rename .*=NAME",
+    ):
         discover([tmp_path / first, tmp_path / second])
 
 
@@ -134,6 +137,12 @@ def test_a_name_unfit_for_shards_is_refused(tmp_path, name):
     make_tar(tmp_path / name, IDS)
     with pytest.raises(SourceError, match="use letters, digits, '_', '-' and '.'"):
         discover([tmp_path / name])
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "sa_000020.tar")
+    with pytest.raises(SourceError, match=r"sa_000020.tar: neither a file nor a folder"):
+        discover([tmp_path / "sa_000020.tar"])
 
 
 # At any depth
@@ -301,3 +310,33 @@ def test_the_same_listing_of_two_arguments_comes_once(tmp_path):
     assert (len(result.sources), len(result.not_taken)) == (1, 1)
     result = discover([tmp_path, tmp_path / "sub" / "x.tar.part"])
     assert (len(result.sources), result.not_taken) == (2, [])
+
+
+# Other names
+
+
+def test_sources_get_other_names_wherever_they_are_found(tmp_path):
+    make_tar(tmp_path / "batch1" / "x.tar", IDS)
+    make_tar(tmp_path / "batch2" / "x.tar", IDS)
+    make_tar(tmp_path / "sa 20.tar", IDS)
+    extract(pairs(IDS), images=tmp_path / "sub" / "my pairs")
+    rename = {tmp_path / "batch2" / "x.tar": "y", tmp_path / "sub" / "my pairs": "my_pairs"}
+    unfit = {tmp_path / "sa 20.tar": "sa_20"}
+    assert found(tmp_path, rename=rename | unfit) == (["my_pairs", "sa_20", "x", "y"], {})
+    assert discover([tmp_path / "sa 20.tar"], rename=unfit).sources[0].name == "sa_20"
+
+
+def test_a_new_name_for_what_is_no_source_is_refused(tmp_path):
+    make_tar(tmp_path / "x.tar", IDS)
+    for path in (tmp_path, tmp_path / "missing.tar"):
+        with pytest.raises(SourceError, match=f"--rename {path}: no source is there"):
+            discover([tmp_path], rename={path: "y"})
+
+
+def test_a_new_name_must_be_free_and_fit(tmp_path):
+    for name in ("x.tar", "y.tar"):
+        make_tar(tmp_path / name, IDS)
+    with pytest.raises(SourceError, match=r"two sources are named 'y'"):
+        discover([tmp_path], rename={tmp_path / "x.tar": "y"})
+    with pytest.raises(SourceError, match=r"x.tar: the name becomes part"):
+        discover([tmp_path / "x.tar"], rename={tmp_path / "x.tar": "a b"})
