@@ -30,6 +30,11 @@ class ShardName(NamedTuple):
     part: int
 
 
+def image_name(image_id: int) -> str:
+    """`sa_<id>`, as messages and pages name an image."""
+    return f"{_IMAGE_PREFIX}{image_id}"
+
+
 def member_name(image_id: int, ending: str) -> str:
     """`sa_<id>.<ending>`."""
     return f"{_IMAGE_PREFIX}{image_id}.{ending}"

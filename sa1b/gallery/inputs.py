@@ -20,7 +20,7 @@ from sa1b.errors import BadSample, ShardError, UsageError
 from sa1b.gallery.histograms import Survey
 from sa1b.gallery.members import read_members
 from sa1b.gallery.selection import Choice, Exhibit, Gathered, Skipped
-from sa1b.names import member_name
+from sa1b.names import image_name, member_name
 from sa1b.progress import Bar
 from sa1b.shards import manifest, record
 from sa1b.shards.dataset import Dataset
@@ -143,7 +143,7 @@ def _read_rows(dataset: Dataset, rows: npt.NDArray[np.int64], skipped: Skipped) 
             sample = dataset[row]
         except ShardError as error:
             shard, offset = dataset.shards[int(dataset.table.shard[row])], int(dataset.table.offset[row])
-            where = f"sa_{int(dataset.table.image_id[row])} in {shard} at offset {offset:,}"
+            where = f"{image_name(int(dataset.table.image_id[row]))} in {shard} at offset {offset:,}"
             skipped.add("damaged", f"{where}: {error}")
             continue
         yield Exhibit(sample.jpeg, sample.annotations, sample.shard)

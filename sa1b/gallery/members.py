@@ -13,7 +13,7 @@ import numpy as np
 from sa1b.errors import BadSample
 from sa1b.gallery.selection import NEVER, Choice, Exhibit, Gathered
 from sa1b.masks.runs import MaskError
-from sa1b.names import member_name, parse_member_path
+from sa1b.names import image_name, member_name, parse_member_path
 from sa1b.shards import annotation, jpeg, record
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.record import RecordError
@@ -133,7 +133,7 @@ class _Pass:
         height, width = image.frame
         if masks.ending == "json" and (height, width) != (annotations.height, annotations.width):
             message = f"JPEG of {width} x {height}, annotated as {annotations.width} x {annotations.height}"
-            self.skipped.add("image_size", f"sa_{image_id} in {place}: {message}")
+            self.skipped.add("image_size", f"{image_name(image_id)} in {place}: {message}")
             return
         self.gathered.survey.add(
             np.array([annotations.width]),

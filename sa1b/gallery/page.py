@@ -22,6 +22,7 @@ from sa1b.gallery.predictions import Predicted, read_predictions
 from sa1b.gallery.selection import Choice, Gathered
 from sa1b.gallery.summary import GallerySummary
 from sa1b.gallery.warning_list import read_warnings
+from sa1b.names import image_name
 from sa1b.progress import bar
 from sa1b.storage.publish import write_whole
 
@@ -129,7 +130,7 @@ def _prepare(
             drawn = predicted.get(exhibit.annotations.image_id)
             pictures.append(prepare(exhibit, max_side, drawn))
         except BadSample as error:
-            where = f"sa_{exhibit.annotations.image_id} in {exhibit.place}"
+            where = f"{image_name(exhibit.annotations.image_id)} in {exhibit.place}"
             gathered.skipped.add(error.reason, f"{where}: {error}")
         if len(pictures) == wanted:
             break

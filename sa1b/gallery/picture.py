@@ -22,6 +22,7 @@ from sa1b.gallery.predictions import Predicted
 from sa1b.gallery.selection import Exhibit
 from sa1b.masks import coco, geometry
 from sa1b.masks.runs import MaskError, Runs
+from sa1b.names import image_name
 from sa1b.shards import jpeg
 from sa1b.shards.annotation import Annotations
 
@@ -140,7 +141,7 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
         for name, (number, *_) in SORTS.items()
     )
     count = len(picture.order)
-    title = f"sa_{annotations.image_id}"
+    title = image_name(annotations.image_id)
     twin, words, noted = "", "", ""
     if picture.warnings:
         reasons = "".join(

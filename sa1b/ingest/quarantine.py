@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from sa1b.names import image_name
 from sa1b.shards.image_warnings import ImageWarning
 from sa1b.sources.tar_stream import Damage, Member
 from sa1b.storage.publish import flush
@@ -82,7 +83,7 @@ class Quarantine:
     def warn(self, image_id: int, reason: str, warning: ImageWarning) -> None:
         """List an image that was kept although something about it is odd."""
         self.warnings[reason] += 1
-        self._example(reason, f"sa_{image_id}: {warning.message}")
+        self._example(reason, f"{image_name(image_id)}: {warning.message}")
         self._line(
             "warnings.jsonl",
             reason=reason,
