@@ -5,8 +5,9 @@ Example: python tools/reshard.py sa_000020.tar sa_000021.tar --out shards --work
          python tools/reshard.py --out shards --finish
 
 Run the same command again after any interruption: finished sources are recognised and only what is missing
-is done. Exit code 0: everything is in; 3: finished, but something was refused or part of a source is damaged;
-1: a source is missing; 2: nothing was done; 130: interrupted.
+is done. Exit code 0: everything is in; 3: finished, but something was refused or is
+damaged, or was found beside the sources and not taken; 1: a source is missing; 2: nothing was done; 130:
+interrupted.
 """
 
 import json
@@ -45,6 +46,7 @@ def main(
     accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
     recheck: bool = False,
     replace: bool = False,
+    ignore: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = (),
     rename: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATH=NAME")] = (),
     drop: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE")] = (),
     task: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None,
@@ -57,8 +59,8 @@ def main(
     """Turn SA-1B tars as downloaded into indexed shards.
 
     Args:
-        source: Tars (gzip or plain, told apart by content), folders of tars, or folders of extracted pairs
-            (flat, images/ beside annotations/, or sa_000020/).
+        source: Tars (gzip or plain, detected by content), folders of extracted pairs (flat, or images/ beside
+            annotations/), or folders that hold any of these at any depth.
         out: Folder for the shards, made if need be. Run again with more sources to add them.
         images_per_shard: Images in a shard; 1024 make about 1 GB.
         image_size: Re-encode images so that the longer side has this many pixels; masks stay at source
@@ -79,6 +81,8 @@ def main(
         recheck: Recognise finished sources by the digest of their content instead of size and time.
         replace: Take a source that has the name of a finished one and other content in its place. Without it,
             such a source is refused.
+        ignore: Leave out files and folders whose name, or path below SOURCE, matches. What is found in a
+            folder and is no source is listed and makes the exit code 3 otherwise. May be given several times.
         rename: Take the source at PATH under another name. May be given several times.
         drop: Remove a finished source and its shards. May be given several times, without SOURCE.
         task: Work on a part of the sources: those at I, I + N, I + 2 N, ... in the order of their names, I
@@ -114,6 +118,7 @@ def main(
             recheck=recheck,
             replace=replace,
             rename=_renamed(rename),
+            ignore=ignore,
             task=_part(task),
             claim_timeout=claim_timeout,
             stall_timeout=stall_timeout,
@@ -136,7 +141,7 @@ def _without_ingest(
     for name in drop:
         finished = drop_source(out, name)
     if finish:
-        finished = finish_dataset(out, [one.name for one in admitted(source, {})])
+        finished = finish_dataset(out, [one.name for one in admitted(source, {}).sources])
     document = {"sources": len(finished.tasks), "failed": finished.failed, "pending": finished.pending}
     code = 1 if finished.is_partial else 0
     if as_json:

@@ -2,13 +2,12 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from sa1b.errors import UsageError
 from sa1b.names import is_source_name, source_stem
 from sa1b.shards.manifest import Options, Task
-from sa1b.sources.discovery import discover
+from sa1b.sources.discovery import Discovered, discover
 from sa1b.sources.source import Source
 
 _OUT_FACTOR, _SPILL_FACTOR = 1.1, 0.3  # of a source's size: its shards; what waits when the order is random
@@ -16,36 +15,20 @@ _LONGER_SIDE = 2250  # pixels of most images
 _ANNOTATIONS = 0.1  # of a source's size, at most: what --image-size leaves as it is
 
 
-def admitted(paths: Sequence[Path], rename: Mapping[Path, str], skip: Sequence[Path] = ()) -> list[Source]:
-    """All sources, in the order of their names; `skip`: paths of our own, which may lie among them."""
+def admitted(
+    paths: Sequence[Path],
+    rename: Mapping[Path, str],
+    skip: Sequence[Path] = (),
+    ignore: Sequence[str] = (),
+) -> Discovered:
+    """All sources, in the order of their names, and what is not taken; see `discover` for the arguments."""
     for path, name in rename.items():
         if not is_source_name(name):
             raise UsageError(
                 f"--rename {path}={name}: the name goes into the shards' names; use letters, digits, '_', "
                 "'-' and '.'"
             )
-    renamed = {path.resolve(): name for path, name in rename.items()}
-    found = []
-    for path in rename:
-        for source in discover([path], skip=skip).sources:
-            if source.path.resolve() not in renamed:
-                raise UsageError(f"--rename {path}: holds several sources; name one of them")
-            found.append(replace(source, name=renamed[source.path.resolve()]))
-    others = [path for path in paths if path.resolve() not in renamed]
-    found += (
-        [one for one in discover(others, skip=skip).sources if one.path.resolve() not in renamed]
-        if others
-        else []
-    )
-    by_stem: dict[str, Source] = {}
-    for source in found:
-        other = by_stem.setdefault(source_stem(source.name), source)
-        if other is not source:
-            raise UsageError(
-                f"two sources are named {source.name!r}: {other.path} and {source.path}; the name goes into "
-                f"the shards' names: leave one out, or add --rename {source.path}=NEW_NAME"
-            )
-    return sorted(found, key=lambda source: source.name)
+    return discover([*rename, *paths], ignore, skip=skip, rename=rename)
 
 
 def check_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None:

@@ -40,7 +40,8 @@ def reshard(
     run = run or Run()
     began = time.monotonic()
     own = [path for path in (root, run.checklist, policy.spill) if path is not None]
-    sources = admitted(paths, run.rename or {}, own)
+    discovered = admitted(paths, run.rename or {}, own, run.ignore)
+    sources = discovered.sources
     if run.task is not None:
         sources = sources[run.task[0] :: run.task[1]]
     md5 = _expected_md5(sources, run)
@@ -49,7 +50,8 @@ def reshard(
     tasks = read_tasks(root)
     check_options(root, tasks, options)
     check_names(root, tasks, sources)
-    summary = ReshardSummary(task=run.task, sources=[source.name for source in sources])
+    names = [source.name for source in sources]
+    summary = ReshardSummary(names, run.task, discovered.not_taken)
     waiting = []
     for source in sources:
         task, expected = tasks.get(source.name), md5.get(source.name)

@@ -8,6 +8,9 @@ from typing import Any
 from sa1b.ingest.finish import Finished
 from sa1b.shards import manifest
 from sa1b.shards.manifest import DATASET, Task
+from sa1b.sources.discovery import NotTaken
+
+_LISTED = 20  # of what was not taken
 
 
 @dataclass(slots=True)
@@ -17,6 +20,7 @@ class ReshardSummary:
     Attributes:
         sources: names of the sources of this run.
         task: (I, N) where the run had a part of the sources.
+        not_taken: files and folders found beside the sources that are none, with the reason.
         seconds: of this run.
         stored_bytes: read from sources in this run.
         done, skipped: names of sources finished in this run, and found finished.
@@ -29,6 +33,7 @@ class ReshardSummary:
 
     sources: list[str] = field(default_factory=list)
     task: tuple[int, int] | None = None
+    not_taken: list[NotTaken] = field(default_factory=list)
     seconds: float = 0.0
     stored_bytes: int = 0
     done: list[str] = field(default_factory=list)
@@ -79,13 +84,13 @@ class ReshardSummary:
         }
 
     def exit_code(self) -> int:
-        """0: all in. 3: something refused or damaged. 1: a source is missing. 130: interrupted."""
+        """0: all in. 3: something refused, damaged or not taken. 1: a source is missing. 130: interrupted."""
         if self.interrupted:
             return 130
         if self.failed:
             return 1
         totals = self.totals()
-        return 3 if totals["refused"] or totals["damaged_sources"] else 0
+        return 3 if totals["refused"] or totals["damaged_sources"] or self.not_taken else 0
 
     def document(self) -> dict[str, Any]:
         """For --json."""
@@ -105,6 +110,7 @@ class ReshardSummary:
             "skipped": self.skipped,
             "failed": self.failed,
             "retried": self.retried,
+            "not_taken": [{"path": str(one.path), "reason": one.reason} for one in self.not_taken],
             **self.totals(),
         }
 
@@ -145,8 +151,17 @@ class ReshardSummary:
             refused = root / manifest.QUARANTINE / name
             if refused.exists():
                 lines.append(f"  what was refused of it: {refused}")
+        lines += self._not_taken()
         lines.append(self._ending(root))
         return "\n".join(lines)
+
+    def _not_taken(self) -> list[str]:
+        count = len(self.not_taken)
+        if not count:
+            return []
+        lines = [f"not taken: {count:,} of what was found; leave it out with --ignore PATTERN"]
+        lines += [f"  {ascii(str(one.path))[1:-1]}: {one.reason}" for one in self.not_taken[:_LISTED]]
+        return lines + [f"  and {count - _LISTED:,} more, all listed with --json"] * (count > _LISTED)
 
     def _ending(self, root: Path) -> str:
         if self.interrupted:

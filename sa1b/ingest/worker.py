@@ -28,6 +28,7 @@ class Run:
         recheck: recognise finished sources by digest.
         replace: take a source of a finished one's name with other content in its place.
         rename: path -> the name that the source takes.
+        ignore: patterns of files and folders that are left out and not listed.
         task: (I, N): only the sources I, I + N, I + 2 N, ... in the order of their names; the dataset is not
             finished then.
         claim_timeout: seconds without a heartbeat after which another run's claim may be taken over.
@@ -41,6 +42,7 @@ class Run:
     recheck: bool = False
     replace: bool = False
     rename: Mapping[Path, str] | None = None
+    ignore: tuple[str, ...] = ()
     task: tuple[int, int] | None = None
     claim_timeout: float = TIMEOUT
     stall_timeout: float = 600.0
