@@ -25,6 +25,7 @@ from sa1b.ingest.finish import finish as finish_dataset
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
+from sa1b.shards.annotation import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.shards.manifest import Options
 from sa1b.storage.claim import TIMEOUT
 
@@ -39,6 +40,7 @@ def main(
     keep_json: bool = False,
     no_index_runs: bool = False,
     decode_images: bool = False,
+    max_pixels: int = MAX_IMAGE_PIXELS,
     workers: int = 1,
     spill: Path | None = None,
     md5: Path | None = None,
@@ -71,6 +73,8 @@ def main(
             files alone are the annotations of the dataset.
         decode_images: Decode every JPEG and refuse those that fail. Slower by 10 ms an image; without it,
             only damage that the file's markers show is found.
+        max_pixels: Refuse images of more pixels than this; at most 268435456. Decoding takes 3 bytes a pixel,
+            of progressive files 9: with --image-size and --decode-images here, later in training and gallery.
         workers: Sources worked on at a time, each by a process of its own with up to 600 MB of memory.
         spill: Folder for images that wait for their annotation, about a third of a tar per worker.
             Inside --out if not given.
@@ -101,6 +105,8 @@ def main(
         raise UsageError("no SOURCE given; see --help")
     if images_per_shard < 1 or workers < 1 or min(claim_timeout, stall_timeout) <= 0:
         raise UsageError("--images-per-shard and --workers must be at least 1, timeouts above 0")
+    if not 1 <= max_pixels <= MAX_STORED_PIXELS:
+        raise UsageError(f"--max-pixels is from 1 to {MAX_STORED_PIXELS}")
     if quality is not None and (image_size is None or not 1 <= quality <= 100):
         raise UsageError("--quality is from 1 to 100 and goes with --image-size")
     if image_size is not None:
@@ -111,7 +117,7 @@ def main(
         source,
         out,
         Options(images_per_shard, image_size, quality, keep_json, not no_index_runs, decode_images),
-        Policy(on_error == "stop", frozenset(accept), None, spill),
+        Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
         Run(
             workers=workers,
             checklist=md5,

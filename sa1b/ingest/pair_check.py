@@ -22,16 +22,19 @@ class CheckedPair:
     warnings: ImageWarnings
 
 
-def check_pair(members: MemberPair, options: Options) -> CheckedPair:
+def check_pair(members: MemberPair, options: Options, max_pixels: int) -> CheckedPair:
     """Read both members, compare them with each other, scale the image down if asked for.
+
+    Args:
+        max_pixels: of the image; a larger one is refused.
 
     Raises:
         BadSample: the pair cannot be used.
         MemoryError: it says nothing about the pair.
     """
     data, text = members.image.data, members.text.data
-    parsed = annotation.parse(text, members.image_id)
-    frame = jpeg.frame(data)
+    parsed = annotation.parse(text, members.image_id, max_pixels)
+    frame = jpeg.frame(data, max_pixels)
     height, width = parsed.annotations.height, parsed.annotations.width
     if (frame.height, frame.width) != (height, width):
         raise BadSample(

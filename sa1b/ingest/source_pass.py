@@ -16,6 +16,7 @@ from sa1b.ingest.pipeline import Pipeline
 from sa1b.ingest.quarantine import Quarantine
 from sa1b.ingest.systematic import SystematicCheck
 from sa1b.names import shard_name
+from sa1b.shards.annotation import MAX_IMAGE_PIXELS
 from sa1b.shards.largest import Largest
 from sa1b.shards.manifest import QUARANTINE, Options, ShardInfo, Task, versions
 from sa1b.shards.shard import Pair, ShardWriter, seal
@@ -36,6 +37,7 @@ class Policy:
         md5: the expected md5 of the source as stored, or None.
         spill: folder for members that wait, None: inside the root.
         spill_memory: bytes of them kept in memory instead.
+        max_pixels: of an image; a larger one is refused. At most MAX_STORED_PIXELS.
     """
 
     stop: bool = False
@@ -43,6 +45,7 @@ class Policy:
     md5: str | None = None
     spill: Path | None = None
     spill_memory: int = 128 << 20
+    max_pixels: int = MAX_IMAGE_PIXELS
 
 
 @dataclass(slots=True)
@@ -193,7 +196,7 @@ class SourcePass:
             result: CheckedPair | _Refused | Damage
             if isinstance(item, MemberPair):
                 try:
-                    result = check_pair(item, self.options)
+                    result = check_pair(item, self.options, self.policy.max_pixels)
                 except BadSample as error:
                     result = _Refused(error.reason, str(error), (item.image, item.text))
             elif isinstance(item, Refusal):

@@ -34,6 +34,7 @@ from sa1b.shards.image_warnings import ImageWarnings
 MAX_JSON_BYTES = 4 << 20  # real files: 63 kB on average; lists of nothing take 25 times their text in memory
 MAX_JSON_DEPTH = 100  # real files: 5; a reader deep in its stack must be able to parse it again
 MAX_IMAGE_PIXELS = 1 << 24  # real files: 2250 x 1500; decoding a progressive JPEG takes 9 bytes a pixel
+MAX_STORED_PIXELS = 1 << 28  # what --max-pixels may allow at most; every reader takes images of this size
 
 IMAGE_KEYS = ("image_id", "width", "height", "file_name")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
@@ -137,10 +138,20 @@ class Parsed:
     warnings: ImageWarnings = field(default_factory=ImageWarnings)
 
 
-def parse(text: bytes, image_id: int) -> Parsed:
+def pixels_message(what: str, width: int, height: int, max_pixels: int) -> str:
+    """Why an image is too large to be taken, and the flag that takes it if there is one."""
+    message = f"{what} {width} x {height} pixels, cap {max_pixels:,} in all"
+    takes = width > 0 and height > 0 and width * height <= MAX_STORED_PIXELS
+    return f"{message}; --max-pixels {width * height} takes it" if takes else message
+
+
+def parse(text: bytes, image_id: int, max_pixels: int = MAX_IMAGE_PIXELS) -> Parsed:
     """Read the annotation file of image `image_id`, check it and decode its masks.
 
     0.64 ms for a file of 100 masks in the usual form, more than half of it reading the JSON.
+
+    Args:
+        max_pixels: of the image; a larger one is refused.
 
     Raises:
         BadSample: not JSON, or without what is needed to decode every mask, or a mask that is malformed.
@@ -150,11 +161,11 @@ def parse(text: bytes, image_id: int) -> Parsed:
     if b"\0" in text:
         raise BadSample("invalid_json", f"annotation file is not UTF-8: zero byte at {text.index(0):,}")
     warnings = ImageWarnings()
-    usual = decode_usual(text, image_id, MAX_IMAGE_PIXELS)
+    usual = decode_usual(text, image_id, max_pixels)
     if usual is not None:
         (height, width, columns), exact = usual, True
     else:
-        height, width, columns, exact = _read_document(text, image_id, warnings)
+        height, width, columns, exact = _read_document(text, image_id, max_pixels, warnings)
     strings = columns.pop("strings")
     try:
         joined = "".join(strings).encode("ascii")
@@ -179,7 +190,7 @@ def parse(text: bytes, image_id: int) -> Parsed:
 
 
 def _read_document(
-    text: bytes, image_id: int, warnings: ImageWarnings
+    text: bytes, image_id: int, max_pixels: int, warnings: ImageWarnings
 ) -> tuple[int, int, dict[str, Any], bool]:
     """Height, width, columns, and whether they give the file back, of a file in any form."""
     try:
@@ -189,7 +200,7 @@ def _read_document(
         raise BadSample("invalid_json", f"{message}, cap {MAX_JSON_DEPTH}") from None
     except ValueError as error:
         raise BadSample("invalid_json", f"annotation file is not JSON: {error}") from None
-    height, width, usual = _read_image(document, image_id, warnings)
+    height, width, usual = _read_image(document, image_id, max_pixels, warnings)
     masks = document["annotations"]
     columns = usual_columns(masks, height, width) if usual else None
     # A usual file has a fixed number of quotes; more means keys that json.loads merged.
@@ -211,7 +222,9 @@ def _depth(text: bytes) -> int:
     return int(np.cumsum(opened.astype(np.int32) - closed, dtype=np.int32).max(initial=0))
 
 
-def _read_image(document: Any, image_id: int, warnings: ImageWarnings) -> tuple[int, int, bool]:
+def _read_image(
+    document: Any, image_id: int, max_pixels: int, warnings: ImageWarnings
+) -> tuple[int, int, bool]:
     """Height, width, and whether everything outside the list of masks has the usual form."""
     if not isinstance(document, dict):
         raise BadSample("wrong_type", f"annotation file holds {name_of(document)} where an object belongs")
@@ -228,12 +241,8 @@ def _read_image(document: Any, image_id: int, warnings: ImageWarnings) -> tuple[
             "image_id_mismatch", f"image.image_id is {image['image_id']}, the name says {image_id}"
         )
     height, width = image["height"], image["width"]
-    if not (
-        0 < height <= MAX_IMAGE_PIXELS
-        and 0 < width <= MAX_IMAGE_PIXELS
-        and height * width <= MAX_IMAGE_PIXELS
-    ):
-        raise BadSample("absurd_size", f"image of {width} x {height} pixels, cap {MAX_IMAGE_PIXELS:,} in all")
+    if not (0 < height <= max_pixels and 0 < width <= max_pixels and height * width <= max_pixels):
+        raise BadSample("absurd_size", pixels_message("image of", width, height, max_pixels))
     if not isinstance(document.get("annotations"), list):
         raise BadSample("missing_key", "annotation file has no list 'annotations'")
     file_name = image.get("file_name")

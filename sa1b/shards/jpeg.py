@@ -15,7 +15,7 @@ import simplejpeg
 
 from sa1b.errors import BadSample
 from sa1b.masks.grid import scaled_side
-from sa1b.shards.annotation import MAX_IMAGE_PIXELS
+from sa1b.shards.annotation import MAX_STORED_PIXELS, pixels_message
 
 MAX_JPEG_BYTES = 32 << 20  # real files: 1 MB on average
 MAX_SEGMENTS = 1000  # real files: 10; each scan of a progressive file costs a decoder a pass over the image
@@ -41,11 +41,14 @@ class Frame:
     progressive: bool
 
 
-def frame(data: bytes) -> Frame:
+def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> Frame:
     """Walk the markers of a whole JPEG file, without decoding.
 
     Finds truncation at any point: the end-of-image marker must follow the coded data. What it cannot find
     is a changed byte inside the coded data; only a checksum does. 0.3 ms for a file of 1 MB.
+
+    Args:
+        max_pixels: a larger image is refused. Ingest says how many; what it has stored is read as it is.
 
     Raises:
         BadSample: not a JPEG, cut off, without or with several frame headers, or of an absurd size.
@@ -86,7 +89,7 @@ def frame(data: bytes) -> Frame:
         if marker in _FRAMES:
             if found is not None:
                 raise BadSample("jpeg_broken", "JPEG has several frame headers")
-            found = _frame_header(data, position, marker, length)
+            found = _frame_header(data, position, length, max_pixels)
         tables.add(marker)
         if marker == _SOS:
             if found is None:
@@ -119,7 +122,8 @@ def check_length(frame: Frame) -> None:
         )
 
 
-def _frame_header(data: bytes, position: int, marker: int, length: int) -> tuple[int, int, int]:
+def _frame_header(data: bytes, position: int, length: int, max_pixels: int) -> tuple[int, int, int]:
+    marker = data[position + 1]
     if length < 8:
         raise BadSample("jpeg_broken", f"frame header of {length} bytes")
     bits, height, width, components = struct.unpack_from(">BHHB", data, position + 4)
@@ -131,10 +135,8 @@ def _frame_header(data: bytes, position: int, marker: int, length: int) -> tuple
             f"JPEG of kind {marker:#x}, {bits} bits, {components} components; "
             "baseline or progressive with 8 bits and 1 or 3 components can be decoded",
         )
-    if not (height > 0 and width > 0 and height * width <= MAX_IMAGE_PIXELS):
-        raise BadSample(
-            "absurd_size", f"JPEG says {width} x {height} pixels, cap {MAX_IMAGE_PIXELS:,} in all"
-        )
+    if not (height > 0 and width > 0 and height * width <= max_pixels):
+        raise BadSample("absurd_size", pixels_message("JPEG says", width, height, max_pixels))
     return height, width, components
 
 

@@ -9,7 +9,7 @@ import simplejpeg
 
 from sa1b.errors import BadSample
 from sa1b.masks.grid import framed_size
-from sa1b.shards.annotation import MAX_IMAGE_PIXELS
+from sa1b.shards.annotation import MAX_STORED_PIXELS
 
 _THREAD = threading.local()
 AREA_FACTOR = 4 / 3  # beyond this much reduction, bilinear sampling would skip pixels
@@ -39,7 +39,7 @@ def draw(
     try:
         # The header first: a decoder takes memory by what it says.
         stored = simplejpeg.decode_jpeg_header(data)[:2]
-        if stored[0] * stored[1] > MAX_IMAGE_PIXELS:
+        if stored[0] * stored[1] > MAX_STORED_PIXELS:
             raise BadSample("absurd_size", f"JPEG says {stored[1]} x {stored[0]} pixels")
         # A stored image of the right size and the slot's whole width is decoded where it belongs.
         in_place = stored == (rows, size) and columns == size and not flip

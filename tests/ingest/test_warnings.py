@@ -89,7 +89,7 @@ FIELDS = ["area", "id", "predicted_iou", "stability_score", "bbox", "crop_box", 
 @pytest.mark.parametrize("value", NUMBERS, ids=repr)
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("integers", [False, True], ids=["floats beside", "integers beside"])
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_any_number_in_any_field_comes_back_exactly(kept, field, value, integers):
     mask = document(BAD)["annotations"][1]
     if integers:
