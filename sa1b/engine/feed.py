@@ -34,7 +34,7 @@ class DataConfig:
 
     Attributes:
         root: Folder that tools/reshard.py made, or its URL (s3://...).
-        view: Name or digest of the view to train on (tools/view.py makes them); by default all images.
+        view: Name, digest or path of the view to train on (tools/view.py makes them); by default all images.
         global_batch: Images of a step over all ranks.
         micro_batch: Images of a rank at a time; by default its whole share of a step. Less memory, same step.
         masks: At most so many masks an image.

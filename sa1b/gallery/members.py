@@ -99,7 +99,7 @@ class _Pass:
             self._whole(image_id, image, masks_half, place)
 
     def finish(self) -> None:
-        """Count what never met its partner; hand over the chosen images."""
+        """Count what never met its partner; keep the chosen images."""
         for image_id, half in sorted(self.halves.items()):
             self.skipped.add("unpaired", f"{member_name(image_id, half.ending)}: its partner is missing")
         ranks = sorted((-rank, image_id) for rank, image_id in self.best)

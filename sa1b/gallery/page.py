@@ -61,7 +61,7 @@ def write_gallery(
             `choice` names ids, and its masks beside the true ones.
         warnings: only images of a dataset directory that ingest kept with a warning, with the reasons.
         survey_all: distributions over all shards of a dataset directory.
-        facts: label and text of what else the page says of the input.
+        facts: label and text of what else the page states of the input.
         quiet: no progress bar.
 
     Raises:

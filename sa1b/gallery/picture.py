@@ -171,7 +171,7 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
 
 
 def sort_key(picture: Picture, sort: str) -> tuple[bool, float, int]:
-    """Sorts pictures as `sort` says; pictures without that number come last, equal ones by image id."""
+    """Sorts images in the order `sort`; images without that number come last, equal ones by image id."""
     number, descending, _ = SORTS[sort]
     value = number(picture.annotations)
     missing = bool(np.isnan(value))

@@ -1,4 +1,4 @@
-"""Conditions evaluated over the index files of a root, several at a time, in threads.
+"""Conditions evaluated over the index files of a dataset directory, several at a time, in threads.
 
 Parquet decoding and numpy release the GIL, so threads serve as well as processes and start at once. Nothing
 but the columns that a condition names is read: no tar is opened. One thread takes 3 to 5 ms for a shard of
@@ -25,7 +25,7 @@ from sa1b.shards.index_reader import UNREADABLE
 from sa1b.shards.shard import index_path
 from sa1b.views.predicate import MASK_FIELDS, Predicate, mask_values
 
-_AHEAD = 4  # index files waiting for each thread
+_IN_FLIGHT = 4  # index files waiting for each thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ def scan(
     try:
         with bar(len(shards), "view", "shard", quiet) as progress:
             while True:
-                for shard in islice(waiting, _AHEAD * workers - len(running)):
+                for shard in islice(waiting, _IN_FLIGHT * workers - len(running)):
                     path = index_path(Path(dataset.root) / dataset.shards[shard])
                     running.add(pool.submit(_part, path, masks_where, images_where))
                 if not running:
@@ -99,7 +99,7 @@ def _part(path: Path, masks_where: Predicate | None, images_where: Predicate | N
             left = passed[ends] - passed[ends - counts]
     except UNREADABLE as error:
         raise ShardError(
-            f"{path}: {error}; tools/verify.py says what is damaged, tools/index.py makes it again"
+            f"{path}: {error}; tools/verify.py lists the damage, tools/index.py makes it again"
         ) from None
     passes = np.ones(len(counts), np.bool_)
     if images_where is not None:

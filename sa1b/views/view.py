@@ -56,7 +56,7 @@ class View:
         bytes_digest: of the sample table: other bytes, other shards or more images have another one. Guards
             integrity only.
         masks_where: the condition that a mask must pass, None: all masks. `masks_where.masks(annotations)`
-            says which of an image's masks do.
+            gives bool [N] for an image's N masks.
     """
 
     rows: npt.NDArray[np.uint32] | None

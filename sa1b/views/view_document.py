@@ -30,7 +30,7 @@ _FIELDS = ("names", "images", "ids_sha256", "rows_sha256", "masks_where", "chose
 
 @dataclass(frozen=True, slots=True)
 class ViewDocument:
-    """What a view's document says.
+    """The contents of a view's document.
 
     Attributes:
         digest: the view's identity.
