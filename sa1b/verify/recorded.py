@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.errors import ManifestError
+from sa1b.names import SHARD_PREFIX
 from sa1b.shards import manifest
 from sa1b.shards.index_reader import UNREADABLE, IndexReader
 from sa1b.shards.manifest import DATASET, ShardInfo, Task
@@ -68,7 +69,7 @@ def check_digests(root: Path, recorded: Recorded, rewritten: Mapping[str, str]) 
 
 
 def _indexes_hold_runs(folder: Path) -> bool:
-    for path in folder.glob("sa1b-*.parquet"):
+    for path in folder.glob(f"{SHARD_PREFIX}*.parquet"):
         try:
             reader = IndexReader(path)
         except UNREADABLE:
