@@ -25,7 +25,7 @@ from benchmarks.peers.task import Pair, Place, pairs, write_choices
 from sa1b.ingest.ingest import Policy, ingest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options, read_tasks
-from sa1b.shards.sample_read import place_of
+from sa1b.shards.sample_read import location_of
 from sa1b.sources.discovery import discover
 from sa1b.synthetic import source_tars as synthetic
 from sa1b.verify.rebuild import rebuild_root
@@ -94,7 +94,7 @@ def copied(dataset: sa1b.Dataset, rows: Iterable[int], root: Path) -> Path:
     root.mkdir()
     with tarfile.open(root / "sa1b-000000-0000.tar", "w", format=tarfile.USTAR_FORMAT) as out:
         for row in rows:
-            place = place_of(dataset.table, row, dataset.shards)
+            place = location_of(dataset.table, row, dataset.shards)
             masks = dataset.reader.read_range(
                 place.shard, place.masks_start, place.stop - place.masks_start, place.masks_crc
             )

@@ -5,30 +5,29 @@ come from the indexes of at most SURVEYED_SHARDS shards, evenly spaced, unless a
 of 11,000 shards takes minutes, the page a second. Other inputs are read once, whole.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sa1b.errors import BadSample, ShardError, UsageError
+from sa1b.errors import ShardError, UsageError
 from sa1b.gallery.histograms import Survey
 from sa1b.gallery.members import read_members
 from sa1b.gallery.selection import Choice, Exhibit, Gathered, Skipped
-from sa1b.names import image_name, member_name
+from sa1b.names import image_name
 from sa1b.progress import Bar
-from sa1b.shards import manifest, record
+from sa1b.shards import manifest
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.record import RecordError
+from sa1b.shards.sample_read import begin, location_in_shard
 from sa1b.shards.shard import index_path
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
 from sa1b.sources.tar_reader import is_tar
+from sa1b.storage.reader import Reader
 
 SURVEYED_SHARDS = 64
 _BATCH_IMAGES = 1024
@@ -194,20 +193,13 @@ def _indexed_shard(shard: Path, choice: Choice, progress: Bar) -> Gathered:
 
 
 def _read_located(shard: Path, rows: list[dict[str, Any]], skipped: Skipped) -> Iterator[Exhibit]:
-    """The images at places that an index gives, read as they are asked for."""
+    """The images that rows of an index point to, read as they are asked for."""
+    reader = Reader(shard.parent)
     for row in rows:
-        parts = {}
-        with shard.open("rb", buffering=0) as file:
-            for kind in ("jpg", "masks"):
-                part = os.pread(file.fileno(), row[f"{kind}_bytes"], row[f"{kind}_offset"])
-                if google_crc32c.value(part) == row[f"{kind}_crc32c"]:
-                    parts[kind] = part
-        where = f"{member_name(row['image_id'], 'jpg')} in {shard.name} at offset {row['jpg_offset']:,}"
         try:
-            if len(parts) < 2:
-                raise BadSample("damaged", "its bytes do not fit the checksums of the index")
-            annotations = record.decode(parts["masks"])
-        except (BadSample, RecordError) as error:
-            skipped.add("damaged", f"{where}: {error}")
+            (reading,) = begin(reader, [location_in_shard(shard.name, row)])
+            jpeg, annotations = reading.result()
+        except ShardError as error:
+            skipped.add("damaged", str(error))
             continue
-        yield Exhibit(parts["jpg"], annotations, shard.name)
+        yield Exhibit(bytes(jpeg), annotations, shard.name)

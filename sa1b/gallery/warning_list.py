@@ -1,16 +1,10 @@
-"""The images that ingest kept with warnings, as quarantine/ lists them.
+"""The images that ingest kept with warnings, by image; see sa1b.shards.warning_list."""
 
-quarantine/<source>/warnings.jsonl (doubtful.jsonl in older directories): one JSON line for each image and
-reason, {"reason": "area", "image_id": 7, "message": "..."}.
-"""
-
-import json
 from pathlib import Path
 
-from sa1b.errors import ManifestError, UsageError
-from sa1b.shards.manifest import QUARANTINE
+from sa1b.errors import UsageError
+from sa1b.shards import warning_list
 
-_FILES = ("warnings.jsonl", "doubtful.jsonl")
 Warnings = dict[int, list[tuple[str, str]]]  # image id -> reasons with their messages
 
 
@@ -22,19 +16,8 @@ def read_warnings(root: Path) -> Warnings:
         ManifestError: a file is damaged; the message names the line.
     """
     found: Warnings = {}
-    for name in _FILES:
-        for path in sorted((root / QUARANTINE).glob(f"*/{name}")):
-            with path.open(encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    try:
-                        entry = json.loads(line)
-                        reasons = found.setdefault(int(entry["image_id"]), [])
-                        reasons.append((str(entry["reason"]), str(entry["message"])))
-                    except (ValueError, KeyError, TypeError) as error:
-                        raise ManifestError(
-                            f"{path}, line {number}: damaged ({error!r}); run tools/reshard.py again with "
-                            "that source"
-                        ) from None
+    for _, entry in warning_list.read_warnings(root):
+        found.setdefault(entry["image_id"], []).append((entry["reason"], str(entry.get("message"))))
     if not found:
         raise UsageError(f"{root}: no image was kept with a warning; leave --warnings out")
     return found

@@ -15,7 +15,7 @@ from sa1b.errors import ManifestError, TableError
 from sa1b.masks.runs import Runs
 from sa1b.shards import jpeg, manifest
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.sample_read import Reading, begin, place_of
+from sa1b.shards.sample_read import Reading, begin, location_of
 from sa1b.shards.sample_table import SampleTable, is_intact, open_table
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import MissingError
@@ -154,8 +154,8 @@ class Dataset:
             raise IndexError(f"sample {i} of {count}")
         (reading,) = self.begin([i % count])
         jpeg, annotations = reading.result()
-        place = reading.place
-        return Sample(place.image_id, bytes(jpeg), annotations, place.shard, place.start)
+        location = reading.location
+        return Sample(location.image_id, bytes(jpeg), annotations, location.shard, location.start)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
@@ -167,7 +167,7 @@ class Dataset:
             TableError: the table is damaged, as far as that shows here.
         """
         try:
-            return begin(self.reader, [place_of(self.table, row, self.shards) for row in rows])
+            return begin(self.reader, [location_of(self.table, row, self.shards) for row in rows])
         except (IndexError, OverflowError):  # no such shard or offset
             self.check_table()
             raise

@@ -1,7 +1,7 @@
 """A sample on its way from the storage: begun early, taken when its turn comes."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
@@ -46,7 +46,7 @@ class _Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SampleLocation:
     """Where a sample lies.
 
     Attributes:
@@ -79,14 +79,14 @@ class Reading:
     """A sample that is being read.
 
     Attributes:
-        place: where it lies.
+        location: where it lies.
         reader: of the root.
         begun: the read; of a whole run of samples where `origin` is not the sample's own start.
         origin: offset in the shard at which the read begins.
         shared: whether other samples come with the same read.
     """
 
-    place: Place
+    location: SampleLocation
     reader: Reader
     begun: _Begun
     origin: int
@@ -99,25 +99,25 @@ class Reading:
             ShardError: what is stored is damaged, or is not this sample.
             sa1b.storage.errors.StorageError: it cannot be read now; nothing is known about it.
         """
-        place = self.place
+        location = self.location
         try:
             data = memoryview(self.begun.result())
         except DamageError as error:
             if self.shared:  # perhaps only a neighbour is
-                return begin(self.reader, [place])[0].result()
-            kind = "masks" if error.start >= place.masks_start else "jpg"
-            raise ShardError(
-                f"{member_name(place.image_id, kind)} is damaged: {error}; tools/verify.py lists all damage"
-            ) from None
-        jpeg = data[place.start - self.origin :][: place.jpg_bytes]
+                return begin(self.reader, [location])[0].result()
+            kind = "masks" if error.start >= location.masks_start else "jpg"
+            name = member_name(location.image_id, kind)
+            raise ShardError(f"{name} is damaged: {error}; tools/verify.py lists all damage") from None
+        jpeg = data[location.start - self.origin :][: location.jpg_bytes]
         try:
-            annotations = record.decode(data[place.masks_start - self.origin : place.stop - self.origin])
-            if annotations.image_id != place.image_id:
+            masks = data[location.masks_start - self.origin : location.stop - self.origin]
+            annotations = record.decode(masks)
+            if annotations.image_id != location.image_id:
                 raise RecordError(f"it is that of image {annotations.image_id}")
         except RecordError as error:
-            url = self.reader.url(place.shard)
+            url = self.reader.url(location.shard)
             raise ShardError(
-                f"{url}: record of image {place.image_id} at offset {place.masks_start:,}: {error}"
+                f"{url}: record of image {location.image_id} at offset {location.masks_start:,}: {error}"
             ) from None
         return jpeg, annotations
 
@@ -126,10 +126,10 @@ class Reading:
         self.begun.cancel()
 
 
-def place_of(table: SampleTable, row: int, shards: Sequence[str]) -> Place:
+def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLocation:
     """Where the sample of a row of the table lies."""
     masks_start = table.masks_offset(row)
-    return Place(
+    return SampleLocation(
         image_id=int(table.image_id[row]),
         shard=shards[int(table.shard[row])],
         start=int(table.offset[row]),
@@ -141,22 +141,44 @@ def place_of(table: SampleTable, row: int, shards: Sequence[str]) -> Place:
     )
 
 
-def begin(reader: Reader, places: Sequence[Place]) -> list[Reading]:
+def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
+    """Where the sample of a row of a shard's index lies; the columns of sa1b.shards.index by name.
+
+    Raises:
+        ShardError: the row does not describe a sample: the index is damaged.
+    """
+    if row["jpg_offset"] < 0 or row["jpg_offset"] + row["jpg_bytes"] > row["masks_offset"]:
+        raise ShardError(
+            f"{shard}: the index has no place for image {row['image_id']}; tools/index.py makes it again"
+        )
+    return SampleLocation(
+        image_id=row["image_id"],
+        shard=shard,
+        start=row["jpg_offset"],
+        masks_start=row["masks_offset"],
+        stop=row["masks_offset"] + row["masks_bytes"],
+        jpg_bytes=row["jpg_bytes"],
+        jpg_crc=row["jpg_crc32c"],
+        masks_crc=row["masks_crc32c"],
+    )
+
+
+def begin(reader: Reader, locations: Sequence[SampleLocation]) -> list[Reading]:
     """Begin to read samples, in the order given; those that follow each other in a shard as one read."""
     readings: list[Reading] = []
     ends = [
         i + 1
-        for i, place in enumerate(places)
-        if i + 1 == len(places)
-        or places[i + 1].shard != place.shard
-        or not 0 <= places[i + 1].start - place.stop <= NEAR
+        for i, location in enumerate(locations)
+        if i + 1 == len(locations)
+        or locations[i + 1].shard != location.shard
+        or not 0 <= locations[i + 1].start - location.stop <= NEAR
     ]
     for first, stop in pairwise([0, *ends]):
-        run = places[first:stop]
+        run = locations[first:stop]
         origin = run[0].start
-        checks = tuple(part for place in run for part in place.parts(origin))
+        checks = tuple(part for location in run for part in location.parts(origin))
         begun = reader.submit(Range(run[0].shard, origin, run[-1].stop - origin, checks))
         shared = len(run) > 1
         read = _Shared(begun) if shared else begun
-        readings += [Reading(place, reader, read, origin, shared) for place in run]
+        readings += [Reading(location, reader, read, origin, shared) for location in run]
     return readings

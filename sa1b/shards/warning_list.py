@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sa1b.errors import ManifestError
 from sa1b.shards.manifest import QUARANTINE
 
 REFUSED = "refused.jsonl"
@@ -42,12 +43,20 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def read_warnings(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Source and line of each image that was kept with a warning, by source; damaged lines are left out.
+    """Source and line of each image that was kept with a warning, by source.
 
     A line has `reason`, `image_id` and `message`.
+
+    Raises:
+        ManifestError: a line is damaged; the message names it.
     """
     folder = root / QUARANTINE
     for source in sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ():
-        for _, entry in read_lines(warnings_path(root, source)):
-            if entry is not None and type(entry.get("image_id")) is int:
-                yield source, entry
+        path = warnings_path(root, source)
+        for number, entry in read_lines(path):
+            if entry is None or type(entry.get("image_id")) is not int:
+                raise ManifestError(
+                    f"{path}, line {number}: damaged; restore it from a copy, or run tools/reshard.py again "
+                    "with that source"
+                )
+            yield source, entry

@@ -1,0 +1,50 @@
+"""A byte anywhere in a dataset directory, changed, lost or added, is found without decoding anything."""
+
+import random
+
+import numpy as np
+import pytest
+
+from sa1b.shards.dataset import Dataset
+from sa1b.views.view import write_view
+from tests.verify.checking import check
+
+MUTATIONS = 60
+# Nothing has the digest of a warning's text or of what a view was selected by: its form is checked, and counts.
+UNSEALED = ("warnings.jsonl", "refused.jsonl")
+
+
+def mutate(data, draw):
+    """The bytes with one change, and what it was."""
+    changed, at = bytearray(data), draw.randrange(len(data))
+    kind = draw.choice(["flip", "flip", "cut", "lose", "add", "zero"])
+    if kind == "flip":
+        changed[at] ^= 1 << draw.randrange(8)
+    elif kind == "cut":
+        del changed[at:]
+    elif kind == "lose":
+        del changed[at]
+    elif kind == "add":
+        changed.insert(at, draw.randrange(256))
+    else:
+        changed[at : at + 50] = bytes(len(changed[at : at + 50]))
+    return bytes(changed), f"{kind} at {at}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_mutation_is_found(each_root, seed):
+    root, draw = each_root, random.Random(seed)
+    write_view(root, Dataset(root).table, np.arange(5, dtype=np.uint32))
+    assert check(root).findings == []
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name not in UNSEALED)
+    for _ in range(MUTATIONS // 4):
+        path = draw.choice([path for path in files if path.suffix != ".json" or "views" not in path.parts])
+        data = path.read_bytes()
+        changed, what = mutate(data, draw)
+        if changed == data:
+            continue
+        path.write_bytes(changed)
+        found = check(root).findings
+        path.write_bytes(data)
+        assert found, f"{path.relative_to(root)}: {what}"
+        assert "check_failed" not in {finding.kind for finding in found}
