@@ -250,7 +250,8 @@ def _reopen(
         if dataset.manifest["samples"]["columns_sha256"] == digest:
             dataset._map_table()
             return dataset
-    with contextlib.suppress(FileNotFoundError, ValueError):
+    with contextlib.suppress(OSError, ValueError, ManifestError, TableError):
+        # What the first process has closed is not there, or is another file by now.
         table, document = map(Path, kept)
         dataset._manifest_file = document.open("rb")
         dataset.manifest = manifest.parse(dataset._manifest_file.read(), document)

@@ -1,0 +1,325 @@
+"""Finishing: what succeeded can be read, what did not is listed, and nothing readable is taken away."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import sa1b
+from sa1b.errors import LockedError, ManifestError, TableError, UsageError
+from sa1b.ingest import finish as finish_module
+from sa1b.ingest.finish import drop_source, finish
+from sa1b.ingest.ingest import Policy
+from sa1b.ingest.reshard import reshard
+from sa1b.ingest.worker import Run
+from sa1b.shards import commit
+from sa1b.shards.manifest import Options, dataset_document, read_dataset, read_tasks, table_name, write_task
+from sa1b.shards.sample_table import open_table, read_facts
+from sa1b.storage.claim import Claim
+from sa1b.storage.store import Store
+from sa1b.verify.verify import verify
+from tests.shards import tiny
+
+OPTIONS = Options(images_per_shard=4)
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tars")
+    for number in range(3):
+        tiny.make_tar(folder / f"sa_00000{number}.tar", range(100 * number, 100 * number + 6))
+    (folder / "sa_000009.tar").write_bytes(b"\x1f\x8b no gzip behind it")
+    return folder
+
+
+@pytest.fixture
+def root(tars: Path, tmp_path: Path) -> Path:
+    """A finished directory of two sources."""
+    made = tmp_path / "root"
+    paths = [tars / "sa_000000.tar", tars / "sa_000001.tar"]
+    assert reshard(paths, made, OPTIONS, Policy(), Run(quiet=True)).exit_code() == 0
+    return made
+
+
+def ids(root: Path) -> list[int]:
+    return [int(one) for one in sa1b.open(root).table.image_id]
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
+    }
+
+
+def test_a_corrupt_tar_added_to_a_finished_directory_is_listed_and_the_rest_stays_readable(
+    root: Path, tars: Path
+) -> None:
+    summary = reshard([tars / "sa_000009.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    assert summary.exit_code() == 1
+    assert "Partial: " in summary.table(root)
+    dataset = sa1b.open(root)
+    assert len(dataset) == 12
+    assert list(dataset.failed) == ["sa_000009"]
+    assert "holds no usable pair" in dataset.failed["sa_000009"]
+    assert "partial: 1 sources failed (sa_000009)" in repr(dataset)
+    assert dataset[0].jpeg
+    assert verify(root, workers=0, quiet=True).findings == []
+
+
+def test_a_stream_says_once_that_its_dataset_is_partial(root: Path, tars: Path) -> None:
+    reshard([tars / "sa_000009.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    with pytest.warns(UserWarning, match=r"is partial: 1 sources failed \(sa_000009\)") as caught:
+        sa1b.Stream(root, global_batch=2, image_size=32, masks=2)
+    assert len([one for one in caught if "partial" in str(one.message)]) == 1
+
+
+def test_what_failed_and_succeeds_later_leaves_no_trace(root: Path, tars: Path, tmp_path: Path) -> None:
+    late = tmp_path / "sa_000002.tar"
+    late.write_bytes((tars / "sa_000009.tar").read_bytes())
+    assert reshard([late], root, OPTIONS, Policy(), Run(quiet=True)).exit_code() == 1
+    shutil.copy2(tars / "sa_000002.tar", late)
+    assert reshard([late], root, OPTIONS, Policy(), Run(quiet=True)).exit_code() == 0
+    whole = tmp_path / "whole"
+    paths = [tars / f"sa_00000{number}.tar" for number in range(3)]
+    reshard(paths, whole, OPTIONS, Policy(), Run(quiet=True))
+    assert files(root) == files(whole)
+
+
+def test_sources_that_are_expected_or_claimed_are_pending(root: Path) -> None:
+    claim = Claim.take(Store(root), "tasks/sa_000007.claim")
+    assert claim is not None
+    with claim:
+        finished = finish(root, ["sa_000000", "sa_000005"])
+    assert finished.pending == ["sa_000005", "sa_000007"]
+    assert sa1b.open(root).pending == ["sa_000005", "sa_000007"]
+    assert not finish(root).is_partial
+    assert "pending" not in read_dataset(root)
+
+
+def test_finishing_again_writes_nothing(root: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+    finish(root)
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()} == before
+
+
+def test_no_shard_or_index_is_read_to_finish(root: Path, tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True, task=(0, 1)))
+    assert len(sa1b.open(root)) == 12
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("an index was read")
+
+    monkeypatch.setattr(commit.pq, "read_table", refused)
+    assert not finish(root).is_partial
+    assert len(sa1b.open(root)) == 18
+
+
+def test_there_is_always_a_dataset_that_can_be_opened_while_sources_are_added(
+    root: Path, tars: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every single change of the directory, a reader that comes then reads a whole version."""
+    seen: list[list[int]] = []
+
+    def watched(name: str) -> None:
+        original = getattr(Store, name)
+
+        def changed(self: Store, *arguments: object) -> object:
+            seen.append(ids(root))
+            result = original(self, *arguments)
+            seen.append(ids(root))
+            assert sa1b.open(root)[0].jpeg
+            return result
+
+        monkeypatch.setattr(Store, name, changed)
+
+    for name in ("put", "commit", "remove"):
+        watched(name)
+    tiny.ingest_tar(tars / "sa_000002.tar", root, images_per_shard=4)
+    finish(root)
+    two, three = [*range(6), *range(100, 106)], [*range(6), *range(100, 106), *range(200, 206)]
+    assert len(seen) >= 10
+    assert [one for one in seen if one not in (two, three)] == []
+    assert seen[0] == two
+    assert seen[-1] == three
+
+
+def test_replacing_a_source_never_leaves_a_dataset_that_names_other_shards(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "b" / "sa_000001.tar"
+    tiny.make_tar(other, range(500, 509))
+    seen: list[list[int]] = []
+    for name in ("put", "commit", "remove"):
+        original = getattr(Store, name)
+
+        def changed(self: Store, *arguments: object, original: Callable[..., object] = original) -> None:
+            original(self, *arguments)
+            dataset = sa1b.open(root)
+            assert [sample.image_id for sample in dataset] == ids(
+                root
+            )  # every shard is the one that is named
+            seen.append(ids(root))
+
+        monkeypatch.setattr(Store, name, changed)
+    tiny.ingest_tar(other, root, images_per_shard=4)
+    finish(root)
+    steps = [one for i, one in enumerate(seen) if i == 0 or one != seen[i - 1]]
+    assert (
+        steps[-3:]
+        == [[*range(6), *range(100, 106)], [*range(6)], [*range(6), *range(500, 509)]][-len(steps) :]
+    )
+    assert verify(root, workers=0, quiet=True).findings == []
+
+
+def test_an_older_directory_is_read_and_brought_up_to_date_by_the_next_run(root: Path, tars: Path) -> None:
+    tasks = {name: replace(task, samples=None) for name, task in read_tasks(root).items()}
+    for name, task in tasks.items():
+        (root / "tasks" / f"{name}.samples").unlink()
+        write_task(root, task)
+    (root / table_name(root)).rename(root / "samples.bin")
+    with (root / "samples.bin").open("rb") as file:
+        document = dataset_document(tasks, "samples.bin", read_facts(file))
+    (root / "dataset.json").write_bytes(document)
+    assert len(sa1b.open(root)) == 12
+    assert verify(root, workers=0, quiet=True).findings == []
+    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    assert len(sa1b.open(root)) == 18
+    assert not (root / "samples.bin").exists()
+    assert sorted(path.name for path in root.glob("tasks/*.samples")) == [
+        f"sa_00000{number}.samples" for number in range(3)
+    ]
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "cut"])
+def test_rows_of_a_source_that_are_damaged_are_made_again_from_its_indexes(
+    root: Path, tars: Path, damage: str
+) -> None:
+    rows = root / "tasks" / "sa_000001.samples"
+    right = rows.read_bytes()
+    if damage == "missing":
+        rows.unlink()
+    else:
+        rows.write_bytes(
+            right[:-8] if damage == "cut" else bytes([*right[:200], right[200] ^ 1, *right[201:]])
+        )
+    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    assert rows.read_bytes() == right
+    assert len(sa1b.open(root)) == 18
+
+
+def test_dropping_a_source_makes_a_stuck_directory_whole_again(
+    root: Path, tars: Path, tmp_path: Path
+) -> None:
+    before = files(root)
+    twin = tmp_path / "sa_000008.tar"
+    shutil.copy(tars / "sa_000001.tar", twin)
+    # As two machines do it that know nothing of each other: each finishes its task.
+    (root / "dataset.json").rename(tmp_path / "kept.json")
+    tiny.ingest_tar(twin, root, images_per_shard=4)
+    (tmp_path / "kept.json").rename(root / "dataset.json")
+    finished = finish(root)
+    assert list(finished.failed) == ["sa_000008"]
+    assert "image 100 of sa_000008 is in sa_000001 already" in finished.failed["sa_000008"]
+    assert "--drop" in finished.failed["sa_000008"]
+    assert len(sa1b.open(root)) == 12
+    assert not drop_source(root, "sa_000008").is_partial
+    assert files(root) == before
+
+
+def test_the_other_of_two_twins_can_be_dropped_too(root: Path, tars: Path, tmp_path: Path) -> None:
+    twin = tmp_path / "sa_000008.tar"
+    shutil.copy(tars / "sa_000001.tar", twin)
+    (root / "dataset.json").unlink()
+    tiny.ingest_tar(twin, root, images_per_shard=4)
+    finish(root)
+    drop_source(root, "sa_000001")
+    assert sorted(sa1b.open(root).manifest["sources"]) == ["sa_000000", "sa_000008"]
+    assert ids(root) == [*range(6), *range(100, 106)]
+    assert not list(root.glob("sa1b-000001-*"))
+    assert verify(root, workers=0, quiet=True).findings == []
+
+
+def test_the_last_source_can_be_dropped(root: Path) -> None:
+    drop_source(root, "sa_000000")
+    drop_source(root, "sa_000001")
+    with pytest.raises(ManifestError, match="not there"):
+        sa1b.open(root)
+    assert files(root) == {}
+
+
+def test_what_cannot_be_dropped_is_said(root: Path) -> None:
+    with pytest.raises(UsageError, match=r"--drop sa_000005: .* holds no such source; it holds sa_000000"):
+        drop_source(root, "sa_000005")
+    claim = Claim.take(Store(root), "tasks/sa_000001.claim")
+    assert claim is not None
+    with claim, pytest.raises(LockedError, match="works on it now"):
+        drop_source(root, "sa_000001")
+    assert len(sa1b.open(root)) == 12
+
+
+def test_a_source_made_with_other_options_is_left_out_and_named(root: Path, tars: Path) -> None:
+    tiny.ingest_tar(tars / "sa_000002.tar", root, images_per_shard=4, keep_json=True)
+    finished = finish(root)
+    assert "made with --keep-json, sa_000000 with no --keep-json" in finished.failed["sa_000002"]
+    assert len(sa1b.open(root)) == 12
+    assert not drop_source(root, "sa_000002").is_partial
+
+
+def test_opening_waits_for_a_table_that_is_replaced_in_this_moment(
+    root: Path, tars: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = sa1b.Dataset._read_manifest
+    calls = 0
+
+    def read(self: sa1b.Dataset) -> dict[str, object]:
+        nonlocal calls
+        found = original(self)
+        calls += 1
+        if calls == 1:
+            reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+        return found
+
+    monkeypatch.setattr(sa1b.Dataset, "_read_manifest", read)
+    assert len(sa1b.open(root)) == 18
+    (root / table_name(root)).unlink()
+    with pytest.raises(TableError, match="missing"):
+        sa1b.open(root)
+
+
+def test_a_failure_of_a_source_that_is_in_the_dataset_is_not_recorded(root: Path) -> None:
+    finish_module.record_failure(root, "sa_000001", "SourceError", "of a second attempt")
+    assert not (root / "tasks" / "sa_000001.failed").exists()
+    finish_module.record_failure(root, "sa_000004", "SourceError", "why")
+    assert json.loads((root / "tasks" / "sa_000004.failed").read_text()) == {
+        "error": "SourceError",
+        "message": "why",
+    }
+    (root / "tasks" / "sa_000004.failed").write_text("{")
+    assert "cannot be read" in finish(root).failed["sa_000004"]
+
+
+def test_ten_thousand_parts_and_more_are_in_the_order_of_their_numbers(root: Path) -> None:
+    tasks = read_tasks(root)
+    first = tasks["sa_000000"].shards[0]
+    names = [f"sa1b-000000-{part:04d}.tar" for part in range(9_998, 10_002)]
+    tasks["sa_000000"] = replace(
+        tasks["sa_000000"], shards=[replace(first, name=name) for name in reversed(names)]
+    )
+    with (root / table_name(root)).open("rb") as file:
+        document = json.loads(dataset_document(tasks, "t", read_facts(file)))
+    assert [shard["name"] for shard in document["shards"]][:4] == names
+
+
+def test_a_joined_table_is_the_one_that_all_rows_give_at_once(root: Path) -> None:
+    joined = open_table(root / table_name(root), check=True)
+    dataset = sa1b.open(root)
+    for name, task in read_tasks(root).items():
+        rows = open_table(root / "tasks" / f"{name}.samples", check=True)
+        for row in range(len(rows)):
+            at = dataset.row(int(rows.image_id[row]))
+            assert dataset.shards[int(joined.shard[at])] == task.shards[int(rows.shard[row])].name
+            for column in ("offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"):
+                assert getattr(joined, column)[at] == getattr(rows, column)[row]

@@ -1,0 +1,160 @@
+"""Claims: one holder at a time, kept by a heartbeat, taken over when that ends."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sa1b.errors import LockedError
+from sa1b.storage.claim import Claim, holder, live_holders, remove_dead
+from sa1b.storage.processes import is_of_dead_process, this_process
+from sa1b.storage.store import Store
+
+NAME = "tasks/sa_000020.claim"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    (tmp_path / "tasks").mkdir()
+    return Store(tmp_path)
+
+
+def dead_process() -> str:
+    """Name of a process of this machine that has ended."""
+    return subprocess.run(
+        [sys.executable, "-c", "from sa1b.storage.processes import this_process; print(this_process())"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+
+
+def foreign(store: Store, *, age: float, process: str = "another-1") -> None:
+    """A claim as a process elsewhere leaves it, `age` seconds after its last heartbeat."""
+    document = {"host": "node7", "pid": 4711, "process": process, "token": "theirs"}
+    store.put(NAME, json.dumps(document).encode())
+    then = time.time() - age
+    os.utime(store.path(NAME), (then, then))
+
+
+def leftovers(store: Store) -> list[str]:
+    return sorted(path.name for path in store.path("tasks").iterdir())
+
+
+def test_a_claim_is_held_by_one_and_released(store: Store) -> None:
+    claim = Claim.take(store, NAME)
+    assert claim is not None
+    with claim:
+        assert Claim.take(store, NAME) is None
+        found = holder(store, NAME)
+        assert found is not None
+        assert str(found) == f"{socket.gethostname()}:{os.getpid()}"
+        assert list(live_holders(store, "tasks")) == ["sa_000020"]
+        claim.check()
+    assert leftovers(store) == []
+    assert live_holders(store, "tasks") == {}
+
+
+def test_of_many_that_ask_at_once_exactly_one_gets_it(store: Store) -> None:
+    for _ in range(20):
+        barrier = threading.Barrier(8)
+
+        def ask(barrier: threading.Barrier = barrier) -> Claim | None:
+            barrier.wait()
+            return Claim.take(store, NAME)
+
+        with ThreadPoolExecutor(8) as pool:
+            taken = [one for one in (call.result() for call in [pool.submit(ask) for _ in range(8)]) if one]
+        assert len(taken) == 1
+        taken[0].release()
+        assert leftovers(store) == []
+
+
+def test_the_heartbeat_keeps_a_claim(store: Store) -> None:
+    claim = Claim.take(store, NAME, timeout=0.6)
+    assert claim is not None
+    with claim:
+        before = store.path(NAME).stat().st_mtime_ns
+        deadline = time.monotonic() + 30
+        while store.path(NAME).stat().st_mtime_ns == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_another_machines_claim_is_kept_until_its_heartbeat_is_too_old(store: Store) -> None:
+    foreign(store, age=60)
+    assert Claim.take(store, NAME, timeout=120) is None
+    foreign(store, age=121)
+    claim = Claim.take(store, NAME, timeout=120)
+    assert claim is not None
+    assert claim.previous is not None
+    assert claim.previous.host == "node7"
+    claim.release()
+
+
+def test_a_dead_process_of_this_machine_loses_its_claim_at_once(store: Store) -> None:
+    process = dead_process()
+    assert is_of_dead_process(process)
+    assert not is_of_dead_process(this_process())
+    foreign(store, age=0, process=process)
+    claim = Claim.take(store, NAME)
+    assert claim is not None
+    claim.release()
+    foreign(store, age=0, process=process)
+    remove_dead(store, NAME)
+    assert leftovers(store) == []
+
+
+def test_of_many_that_take_over_at_once_exactly_one_gets_it(store: Store) -> None:
+    for _ in range(20):
+        foreign(store, age=1000)
+        barrier = threading.Barrier(8)
+
+        def ask(barrier: threading.Barrier = barrier) -> Claim | None:
+            barrier.wait()
+            return Claim.take(store, NAME, timeout=120)
+
+        with ThreadPoolExecutor(8) as pool:
+            taken = [one for one in (call.result() for call in [pool.submit(ask) for _ in range(8)]) if one]
+        # Between the removal of the old claim and the new one, everybody may lose; nobody wins twice.
+        assert len(taken) <= 1
+        for one in taken:
+            one.check()
+            one.release()
+        store.remove(NAME)
+
+
+def test_a_holder_that_was_taken_over_finds_out_and_leaves_the_new_claim_alone(store: Store) -> None:
+    claim = Claim.take(store, NAME)
+    assert claim is not None
+    foreign(store, age=0)
+    with pytest.raises(LockedError, match=r"node7:4711.*took over.*raise --claim-timeout"):
+        claim.check()
+    claim.release()
+    assert leftovers(store) == ["sa_000020.claim"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"host": "a"}'])
+def test_a_claim_that_a_crash_cut_counts_by_its_age(store: Store, content: bytes) -> None:
+    store.path(NAME).write_bytes(content)
+    assert Claim.take(store, NAME) is None
+    os.utime(store.path(NAME), (1, 1))
+    claim = Claim.take(store, NAME)
+    assert claim is not None
+    claim.release()
+    assert leftovers(store) == []
+
+
+def test_put_if_absent_shows_the_content_at_once_and_keeps_the_first(store: Store) -> None:
+    assert store.put_if_absent("tasks/a", b"one")
+    assert not store.put_if_absent("tasks/a", b"two")
+    assert store.read("tasks/a") == b"one"
+    assert store.names("tasks") == ["a"]
+    assert leftovers(store) == ["a"]
