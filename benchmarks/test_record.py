@@ -21,7 +21,8 @@ from sa1b.synthetic.source_tars import scene
 @pytest.fixture(scope="module")
 def images() -> list[Runs]:
     return [
-        annotation.parse(json.dumps(scene(image_id)[1]).encode(), image_id).runs for image_id in range(1, 9)
+        annotation.parse_annotation(json.dumps(scene(image_id)[1]).encode(), image_id).runs
+        for image_id in range(1, 9)
     ]
 
 

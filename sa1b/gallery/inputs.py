@@ -22,7 +22,7 @@ from sa1b.names import image_name
 from sa1b.progress import Bar
 from sa1b.shards import manifest
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.sample_read import begin, location_in_shard
+from sa1b.shards.sample_read import location_in_shard, submit
 from sa1b.shards.shard import index_path
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
@@ -197,7 +197,7 @@ def _read_located(shard: Path, rows: list[dict[str, Any]], skipped: Skipped) -> 
     reader = Reader(shard.parent)
     for row in rows:
         try:
-            (reading,) = begin(reader, [location_in_shard(shard.name, row)])
+            (reading,) = submit(reader, [location_in_shard(shard.name, row)])
             jpeg, annotations = reading.result()
         except ShardError as error:
             skipped.add("damaged", str(error))

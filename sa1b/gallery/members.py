@@ -160,7 +160,7 @@ def _read_half(data: bytes, ending: str, image_id: int, rank: int) -> _Half:
         frame = jpeg.frame(data)
         return _Half(ending, rank, frame=(frame.height, frame.width), data=data, kept_bytes=len(data))
     if ending == "json":
-        annotations = annotation.parse(data, image_id, annotation.MAX_STORED_PIXELS).annotations
+        annotations = annotation.parse_annotation(data, image_id, annotation.MAX_STORED_PIXELS).annotations
     else:
         try:
             annotations = record.decode(data)

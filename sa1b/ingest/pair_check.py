@@ -33,7 +33,7 @@ def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Checke
         MemoryError: it says nothing about the pair.
     """
     data, text = members.image.data, members.text.data
-    parsed = annotation.parse(text, members.image_id, max_pixels)
+    parsed = annotation.parse_annotation(text, members.image_id, max_pixels)
     frame = jpeg.frame(data, max_pixels)
     height, width = parsed.annotations.height, parsed.annotations.width
     if (frame.height, frame.width) != (height, width):

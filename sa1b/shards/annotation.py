@@ -145,7 +145,7 @@ def pixels_message(what: str, width: int, height: int, max_pixels: int) -> str:
     return f"{message}; --max-pixels {width * height} takes it" if takes else message
 
 
-def parse(text: bytes, image_id: int, max_pixels: int = MAX_IMAGE_PIXELS) -> Parsed:
+def parse_annotation(text: bytes, image_id: int, max_pixels: int = MAX_IMAGE_PIXELS) -> Parsed:
     """Read the annotation file of image `image_id`, check it and decode its masks.
 
     0.64 ms for a file of 100 masks in the usual form, more than half of it reading the JSON.

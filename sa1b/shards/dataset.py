@@ -15,7 +15,7 @@ from sa1b.errors import ManifestError, TableError
 from sa1b.masks.runs import Runs
 from sa1b.shards import jpeg, manifest
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.sample_read import Reading, begin, location_of
+from sa1b.shards.sample_read import PendingRead, location_of, submit
 from sa1b.shards.sample_table import SampleTable, is_intact, open_table
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import MissingError
@@ -152,7 +152,7 @@ class Dataset:
         count = len(self)
         if not -count <= i < count:
             raise IndexError(f"sample {i} of {count}")
-        (reading,) = self.begin([i % count])
+        (reading,) = self.submit([i % count])
         jpeg, annotations = reading.result()
         location = reading.location
         return Sample(location.image_id, bytes(jpeg), annotations, location.shard, location.start)
@@ -160,14 +160,14 @@ class Dataset:
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
 
-    def begin(self, rows: Sequence[int]) -> list[Reading]:
+    def submit(self, rows: Sequence[int]) -> list[PendingRead]:
         """Begin to read samples, each a row of the table; see sa1b.shards.sample_read.
 
         Raises:
             TableError: the table is damaged, as far as that shows here.
         """
         try:
-            return begin(self.reader, [location_of(self.table, row, self.shards) for row in rows])
+            return submit(self.reader, [location_of(self.table, row, self.shards) for row in rows])
         except (IndexError, OverflowError):  # no such shard or offset
             self.check_table()
             raise
@@ -211,11 +211,11 @@ class Dataset:
             path = Path(self.root) / manifest.DATASET
             with contextlib.suppress(FileNotFoundError):  # then the next line says more
                 self._manifest_file = path.open("rb")
-                return manifest.parse(self._manifest_file.read(), path)
+                return manifest.parse_document(self._manifest_file.read(), path)
             return manifest.read_dataset(Path(self.root))
         url = self.reader.url(manifest.DATASET)
         try:
-            return manifest.parse(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
+            return manifest.parse_document(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
         except MissingError as error:
             raise ManifestError(
                 f"{error}; is {self.root} a copy of the --out folder of tools/reshard.py?"
@@ -254,7 +254,7 @@ def _reopen(
         # What the first process has closed is not there, or is another file by now.
         table, document = map(Path, kept)
         dataset._manifest_file = document.open("rb")
-        dataset.manifest = manifest.parse(dataset._manifest_file.read(), document)
+        dataset.manifest = manifest.parse_document(dataset._manifest_file.read(), document)
         dataset._map_table(table)
         return dataset
     raise TableError(

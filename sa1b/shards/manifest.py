@@ -290,10 +290,10 @@ def dataset_document(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return parse(path.read_bytes(), path)
+    return parse_document(path.read_bytes(), path)
 
 
-def parse(data: bytes, path: object) -> dict[str, Any]:
+def parse_document(data: bytes, path: object) -> dict[str, Any]:
     """dataset.json or a task file from its bytes; `path` is where they are from, for messages.
 
     Raises:

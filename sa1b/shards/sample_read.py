@@ -75,7 +75,7 @@ class SampleLocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PendingRead:
     """A sample that is being read.
 
     Attributes:
@@ -104,7 +104,7 @@ class Reading:
             data = memoryview(self.begun.result())
         except DamageError as error:
             if self.shared:  # perhaps only a neighbour is
-                return begin(self.reader, [location])[0].result()
+                return submit(self.reader, [location])[0].result()
             kind = "masks" if error.start >= location.masks_start else "jpg"
             name = member_name(location.image_id, kind)
             raise ShardError(f"{name} is damaged: {error}; tools/verify.py lists all damage") from None
@@ -163,9 +163,9 @@ def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
     )
 
 
-def begin(reader: Reader, locations: Sequence[SampleLocation]) -> list[Reading]:
+def submit(reader: Reader, locations: Sequence[SampleLocation]) -> list[PendingRead]:
     """Begin to read samples, in the order given; those that follow each other in a shard as one read."""
-    readings: list[Reading] = []
+    readings: list[PendingRead] = []
     ends = [
         i + 1
         for i, location in enumerate(locations)
@@ -180,5 +180,5 @@ def begin(reader: Reader, locations: Sequence[SampleLocation]) -> list[Reading]:
         begun = reader.submit(Range(run[0].shard, origin, run[-1].stop - origin, checks))
         shared = len(run) > 1
         read = _Shared(begun) if shared else begun
-        readings += [Reading(location, reader, read, origin, shared) for location in run]
+        readings += [PendingRead(location, reader, read, origin, shared) for location in run]
     return readings

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.errors import BadSample, Sa1bError, ShardError
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.sample_read import Reading
+from sa1b.shards.sample_read import PendingRead
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.ledger import Ledger
 from sa1b.stream.memory import fresh
@@ -57,7 +57,7 @@ class Begun:
     piece: MicroBatch
     rows: list[int]
     valid: list[bool]
-    readings: list[Reading]
+    readings: list[PendingRead]
 
     def collate(self, images: torch.Tensor, samples: list[SampleMasks]) -> Batch:
         """The batch of its samples, drawn into `images`, uint8 [B, S, S, 3]."""
@@ -197,7 +197,7 @@ class Stream(IterableDataset[Batch]):
     def begin(self, piece: MicroBatch) -> Begun:
         """Begin to read a micro-batch, its samples at the same time."""
         rows, valid = self.rows(piece)
-        return Begun(piece, rows, valid, self.dataset.begin(rows))
+        return Begun(piece, rows, valid, self.dataset.submit(rows))
 
     def _finish(self, begun: Begun) -> Batch:
         size = self.recipe.image_size
@@ -234,7 +234,7 @@ class Stream(IterableDataset[Batch]):
                 if isinstance(order, Sequential):
                     raise  # an evaluation with other samples would be another evaluation
                 row = int(self.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
-                (reading,) = self.dataset.begin([row])
+                (reading,) = self.dataset.submit([row])
             except Exception as error:
                 error.add_note(f"at position {position}: {self.where(row)}")
                 raise

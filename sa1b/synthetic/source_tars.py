@@ -35,7 +35,7 @@ _SHUFFLE = 0x7A6  # tells the draws of a tar from those of a picture
 
 
 @dataclass(slots=True)
-class Summary:
+class SyntheticSummary:
     """What was made: counts and bytes."""
 
     tars: int = 0
@@ -46,7 +46,7 @@ class Summary:
     json_bytes: int = 0
     tar_bytes: int = 0
 
-    def add(self, other: "Summary") -> None:
+    def add(self, other: "SyntheticSummary") -> None:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
@@ -105,7 +105,7 @@ def write_tar(
     compress: bool = True,
     directory: bool = True,
     progress: Callable[[int], Any] | None = None,
-) -> Summary:
+) -> SyntheticSummary:
     """Writes one source tar in the download's form, aside, and names it when it is whole.
 
     Args:
@@ -122,7 +122,7 @@ def write_tar(
     """
     path = Path(path)
     aside = _aside(path)
-    summary = Summary(tars=1, images=images)
+    summary = SyntheticSummary(tars=1, images=images)
     members: list[tuple[str, int, int]] = []  # name, offset and length in the spill file
     try:
         with ExitStack() as stack:
@@ -180,7 +180,7 @@ def write_tars(
     workers: int = 1,
     overwrite: bool = False,
     progress: Callable[[int], Any] | None = None,
-) -> Summary:
+) -> SyntheticSummary:
     """Writes `sa_000000.tar`, `sa_000001.tar`, ... into a folder; the bytes do not depend on `workers`.
 
     Args:
@@ -208,7 +208,7 @@ def write_tars(
             f"{present[0]} exists already ({len(present)} of {tars} do); --overwrite replaces"
         )
     tasks = [(path, images_per_tar, first_id, seed, long_side, compress) for path, first_id in jobs]
-    total = Summary()
+    total = SyntheticSummary()
     events = supervise(_work, tasks, workers=workers)
     try:
         for event in events:
@@ -234,7 +234,7 @@ def _work(
     long_side: int | None,
     compress: bool,
     report: Callable[[int], None],
-) -> Summary:
+) -> SyntheticSummary:
     """Writes one tar in a process of its own."""
     cv2.setNumThreads(1)
     return write_tar(

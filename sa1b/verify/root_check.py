@@ -98,7 +98,7 @@ class RootCheck:
     def _read_dataset(self) -> None:
         try:
             self.raw = (self.root / DATASET).read_bytes()
-            dataset = manifest.parse(self.raw, self.root / DATASET)
+            dataset = manifest.parse_document(self.raw, self.root / DATASET)
             self.listed = {shard["name"]: ShardInfo(**shard) for shard in dataset["shards"]}
             self.remedy = Remedy(self.root, Options(**dataset["options"]))
             if not isinstance(dataset["sources"], dict) or not isinstance(dataset["samples"], dict):

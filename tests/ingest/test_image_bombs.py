@@ -126,7 +126,7 @@ def lying_frame():
 
 def lying_record(name, more=b"", **entry):
     """A good record in whose header a tensor is described otherwise; `more` stands at its end."""
-    content = zstandard.decompress(record.encode(annotation.parse(TEXT, BAD).annotations))
+    content = zstandard.decompress(record.encode(annotation.parse_annotation(TEXT, BAD).annotations))
     (length,) = struct.unpack_from("<Q", content)
     header, body = json.loads(content[8 : 8 + length]), content[8 + length :]
     offsets = [len(body), len(body) + len(more)]

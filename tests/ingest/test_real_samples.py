@@ -58,7 +58,7 @@ def test_annotation_files_come_back_unchanged(tmp_path: Path) -> None:
 def test_masks_equal_pycocotools() -> None:
     for path in ANNOTATIONS:
         text = path.read_bytes()
-        parsed = annotation.parse(text, json.loads(text)["image"]["image_id"])
+        parsed = annotation.parse_annotation(text, json.loads(text)["image"]["image_id"])
         rles = [mask["segmentation"] for mask in json.loads(text)["annotations"]]
         dense = pycocotools.decode(rles).transpose(2, 0, 1)
         assert (raster.rasterize(parsed.runs) == dense).all()

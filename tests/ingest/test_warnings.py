@@ -55,7 +55,7 @@ def test_thousands_of_wrong_masks_are_counted_and_the_first_thousand_listed(bad_
 def test_two_thousand_masks_of_a_wrong_type_are_a_warning(key, wrong):
     found = document(BAD)
     found["annotations"] = [found["annotations"][0] | {key: wrong}] * 2000
-    warnings = annotation.parse(encode(found), BAD).warnings
+    warnings = annotation.parse_annotation(encode(found), BAD).warnings
     assert any(warning.mask_count == 2000 for warning in warnings.values())
 
 
@@ -64,7 +64,7 @@ def test_two_thousand_masks_without_pixels_are_refused_at_the_first(wrong):
     found = document(BAD)
     found["annotations"] = [found["annotations"][0] | {"segmentation": wrong}] * 2000
     with pytest.raises(annotation.BadSample, match="^mask 0"):
-        annotation.parse(encode(found), BAD)
+        annotation.parse_annotation(encode(found), BAD)
 
 
 def test_a_message_is_made_for_the_first_mask_only(monkeypatch):
@@ -78,7 +78,7 @@ def test_a_message_is_made_for_the_first_mask_only(monkeypatch):
     )
     found = document(BAD)
     found["annotations"] = [found["annotations"][0] | {"area": [0] * 500}] * 1900
-    annotation.parse(encode(found), BAD)
+    annotation.parse_annotation(encode(found), BAD)
     assert made == [0]
 
 
@@ -111,13 +111,13 @@ def test_not_a_number_does_not_hide_an_integer_beyond_float64(kept, beside):
     other = "crop_box" if beside == "bbox" else "bbox"
     text = mask_changed(**{other: [2**53 + 1, 1, 2, 3], beside: [math.nan] * 4})
     kept(text=text)
-    assert annotation.parse(text, BAD).annotations.text == text
+    assert annotation.parse_annotation(text, BAD).annotations.text == text
 
 
 def test_json_nested_beyond_the_reader_says_how_deep():
     text = pair(BAD)[1].replace(b'"bbox"', b'"note": %s, "bbox"' % (b"[" * 50_000 + b"]" * 50_000), 1)
     with pytest.raises(annotation.BadSample, match="nested 50,003 deep, cap 100"):
-        annotation.parse(text, BAD)
+        annotation.parse_annotation(text, BAD)
 
 
 def test_quarantine_is_flushed_before_the_task_that_relies_on_it(tmp_path, monkeypatch):

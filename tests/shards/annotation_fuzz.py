@@ -132,7 +132,7 @@ def check(text: bytes) -> str:
     """The verdict on one file; raises AssertionError where it is not the oracle's."""
     good = expected(text)
     try:
-        parsed = annotation.parse(text, IMAGE_ID)
+        parsed = annotation.parse_annotation(text, IMAGE_ID)
     except BadSample as error:
         refused = error.reason
     else:

@@ -154,7 +154,7 @@ def test_both_paths_give_the_same_verdict_on_mutated_files(monkeypatch):
 
     def verdict(text):
         try:
-            parsed = annotation.parse(text, IMAGE_ID)
+            parsed = annotation.parse_annotation(text, IMAGE_ID)
         except BadSample as error:
             return error.reason
         fields = [getattr(parsed.annotations, name) for name in parsed.annotations.__slots__]

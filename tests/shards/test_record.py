@@ -18,7 +18,9 @@ FIELDS = [name for name in Annotations.__dataclass_fields__ if name != "text"]
 
 
 def synthetic(image_id: int = 5) -> Annotations:
-    return annotation.parse(json.dumps(scene(image_id, long_side=128)[1]).encode(), image_id).annotations
+    return annotation.parse_annotation(
+        json.dumps(scene(image_id, long_side=128)[1]).encode(), image_id
+    ).annotations
 
 
 def equal(a: Annotations, b: Annotations) -> bool:

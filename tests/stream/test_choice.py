@@ -12,7 +12,7 @@ from sa1b.shards.annotation import Annotations
 from sa1b.stream.choice import STRATEGIES, choose
 from tests.shards import tiny
 
-ONE = annotation.parse(tiny.pair(5)[1], 5).annotations
+ONE = annotation.parse_annotation(tiny.pair(5)[1], 5).annotations
 
 
 def image(count: int, image_id: int = 5) -> Annotations:

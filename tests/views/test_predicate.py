@@ -143,7 +143,7 @@ def test_a_predicate_travels_to_another_process():
 
 
 def test_every_mask_field_of_an_annotation():
-    read = annotation.parse(tiny.encode(tiny.document(7, masks=5)), 7).annotations
+    read = annotation.parse_annotation(tiny.encode(tiny.document(7, masks=5)), 7).annotations
     expected = {
         "area": read.area,
         "area_fraction": read.area / (read.width * read.height),
@@ -166,7 +166,7 @@ def test_every_mask_field_of_an_annotation():
 
 
 def test_an_image_without_masks():
-    read = annotation.parse(tiny.encode({**tiny.document(7), "annotations": []}), 7).annotations
+    read = annotation.parse_annotation(tiny.encode({**tiny.document(7), "annotations": []}), 7).annotations
     assert mask_predicate("area_fraction > 0.5 and bbox_width > 3").masks(read).shape == (0,)
 
 
