@@ -1,6 +1,6 @@
 """A shard: a plain tar of image and mask record pairs, with its index beside it.
 
-Members are USTAR, in the order pairs are added: `sa_<id>.jpg`, right behind it `sa_<id>.masks`, then, if
+Members are USTAR, in the order pairs are added: `sa_<id>.jpg`, directly after it `sa_<id>.masks`, then, if
 asked for, `sa_<id>.json`. One read from the jpg's content to the end of the masks is a training sample.
 Everything that could differ between two runs (times, owners) is fixed.
 """
@@ -28,7 +28,7 @@ from sa1b.storage.publish import flush
 
 _COPY_BYTES = 256 << 20  # larger than any member: tarfile then writes each in one piece
 
-# What the index says of the members of an image.
+# Columns of the index on the members of an image.
 _COLUMNS = frozenset(
     {"image_id"}
     | {f"{ending}_{what}" for ending in ("jpg", "masks") for what in ("offset", "bytes", "crc32c")}
@@ -96,7 +96,7 @@ class ShardWriter:
         self._index.close()
 
     def abandon(self) -> None:
-        """Let go of a shard that will not be used."""
+        """Drop a shard that will not be used."""
         self._index.abandon()
         with contextlib.suppress(OSError):
             self._tar.fileobj.close()
@@ -119,7 +119,7 @@ def seal(shard: Path) -> ShardInfo:
     """Read a finished shard back, compare every image with the index, flush both files to the disk.
 
     Raises:
-        ShardError: the tar does not read back as it was written, or not as the index says.
+        ShardError: the tar does not read back as it was written, or differs from the index.
     """
     index = index_path(shard)
     reader = pq.ParquetFile(index)
@@ -150,7 +150,7 @@ def seal(shard: Path) -> ShardInfo:
 
 
 def _compare(shard: Path, row: dict[str, int] | None, image: StoredImage | None) -> int:
-    """1 for an image that is as its row of the index says.
+    """1 for an image that its row of the index describes.
 
     Raises:
         ShardError: it is not, or one of the two is missing.

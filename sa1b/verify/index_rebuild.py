@@ -27,7 +27,7 @@ class RebuiltIndex:
         largest: as in a task file.
         keep_json: whether images carry their annotation file: [True], [False], or both.
         scaled: longer sides, in pixels, of images stored smaller than their annotations say.
-        quality: JPEG quality of the first of those images, None: there are none, or it cannot be told.
+        quality: JPEG quality of the first of those images, None: there are none, or it is not known.
         resumed: an interrupted rebuild had made it.
     """
 

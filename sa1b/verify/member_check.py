@@ -128,6 +128,8 @@ class Locations:
             find("index_sha256", f"sha256 is {sha256}, written {info.index_sha256}")
         try:
             self.index = IndexReader(path)
+        except MemoryError:  # Arrow's is among UNREADABLE, and says nothing about the file
+            raise
         except UNREADABLE as error:
             find("index_unreadable", short(error))
             return
@@ -252,6 +254,8 @@ class ContentCheck:
         index = self.index
         try:
             numbers = index.numbers(row)
+        except MemoryError:
+            raise
         except UNREADABLE as error:
             self._index_damage(error, offset, annotations.image_id)
             return
@@ -286,6 +290,8 @@ class ContentCheck:
         if self.index is not None and self.index.with_runs and row is not None:
             try:
                 copy, offsets = self.index.runs(row)
+            except MemoryError:
+                raise
             except UNREADABLE as error:
                 self._index_damage(error, offset, image_id)
             else:

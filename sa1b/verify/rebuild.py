@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sa1b.errors import LockedError, ManifestError, ShardError
+from sa1b.errors import LockedError, ManifestError, OutOfMemoryError, ShardError
 from sa1b.progress import bar
 from sa1b.shards import manifest
 from sa1b.shards.commit import dataset_claim, write_dataset
@@ -288,6 +288,10 @@ def _rebuild(
             built = rebuild_index(shard, temporary, with_runs=with_runs, progress=progress)
     except ShardError as error:
         return str(error)
+    except MemoryError:
+        raise OutOfMemoryError(
+            f"{shard}: the process reached its memory limit; run with fewer --workers, or raise the limit"
+        ) from None
     except FileNotFoundError:
         return f"{shard}: not there; restore it from a copy, or run tools/reshard.py again with its source"
     if info is not None and built.info.sha256 != info.sha256:

@@ -16,10 +16,10 @@ from sa1b.verify.index_rebuild import RebuiltIndex
 
 @dataclass(slots=True)
 class Recorded:
-    """What a folder's files say of its shards.
+    """What a folder's files record of its shards.
 
     Attributes:
-        infos: shard -> what its task file or dataset.json says.
+        infos: shard -> its entry in the task file or dataset.json.
         versions: shard -> versions of the libraries that wrote it.
         index_runs: indexes hold the decoded masks.
     """

@@ -1,7 +1,7 @@
-"""Task files made again where they are lost: what the shards, and dataset.json if it is left, still tell.
+"""Task files made again where they are lost: from the shards and, if it is left, dataset.json.
 
-What only the source knew (its size, time and digest, what was refused or doubtful) stays unknown: reshard
-sees such a source as changed and does it again when it is given.
+What only the source knew (its size, time and digest, what was refused or kept with a warning) stays unknown:
+reshard sees such a source as changed and does it again when it is given.
 """
 
 from pathlib import Path
@@ -48,7 +48,7 @@ def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | N
 def infer_tasks(
     lost: dict[str, list[RebuiltIndex]], dataset: dict[str, Any] | None, *, index_runs: bool
 ) -> tuple[list[Task], list[str]]:
-    """Task files for sources that have none, and what to tell about them.
+    """Task files for sources that have none, and notes on them.
 
     Raises:
         ManifestError: the shards contradict each other.
@@ -82,7 +82,7 @@ def infer_tasks(
     ]
     if dataset is None:
         notes.append(
-            "no dataset.json either: a shard missing behind the last one of a source cannot be noticed, and "
+            "no dataset.json either: a shard missing after the last one of a source cannot be noticed, and "
             f"the options are those that the shards show: {', '.join(options.flags().values())}"
         )
     return tasks, notes

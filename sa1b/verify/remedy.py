@@ -43,8 +43,8 @@ class Remedy:
         """The flags of tools/reshard.py that differ from its defaults."""
         if self.options is None:
             return []
-        usual, said = Options().flags(), self.options.flags()
-        return [said[name] for name in said if said[name] != usual[name]]
+        defaults, flags = Options().flags(), self.options.flags()
+        return [flags[name] for name in flags if flags[name] != defaults[name]]
 
     def _quoted(self, name: str = "") -> str:
         return shlex.quote(str(self.root / name if name else self.root))

@@ -77,6 +77,23 @@ def test_nothing_is_changed_or_locked(root):
     assert content(root) == before
 
 
+def test_claims_count_where_their_age_cannot_be_measured(root, monkeypatch):
+    """A directory that cannot be written to, such as a snapshot taken while reshard was running."""
+    (root / "tasks" / "sa_000002.claim").write_text("{}")
+    (root / "tasks" / "sa_000002.json").unlink()
+
+    def refuse(self, folder=""):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Store, "now", refuse)
+    report = check(root)
+    assert report.findings == []
+    assert (
+        report.notes[0]
+        == "source sa_000002 is being worked on by another process: its task file is not checked"
+    )
+
+
 def grow_during(monkeypatch, action):
     """Call `action` once, after the first shard was checked."""
     real, done = verify_module.check_shard, []

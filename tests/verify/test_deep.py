@@ -7,8 +7,12 @@ import tarfile
 import threading
 import time
 
+import pyarrow as pa
+import pytest
+
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
+from sa1b.shards.index_reader import IndexReader
 from sa1b.shards.manifest import Options
 from sa1b.shards.warning_list import warnings_path
 from sa1b.verify.verify import verify
@@ -78,3 +82,16 @@ def test_a_process_that_dies_is_a_finding_of_its_shard(root):
 
 def manifest_shards(root):
     return [shard["name"] for shard in manifest.read_dataset(root)["shards"]]
+
+
+@pytest.mark.parametrize("where", ["open", "numbers", "runs"])
+def test_a_process_without_memory_names_no_damage(root, monkeypatch, where):
+    """Arrow's error is one of those that a damaged index gives, too."""
+
+    def refuse(self, *arguments):
+        raise pa.ArrowMemoryError("malloc of size 4096 failed")
+
+    monkeypatch.setattr(IndexReader, {"open": "__init__"}.get(where, where), refuse)
+    report = check(root, deep=True)
+    assert kinds(report) == {"check_failed"}
+    assert "not enough memory to check it; run with fewer --workers" in report.findings[0].message

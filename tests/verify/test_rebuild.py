@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.errors import LockedError, ManifestError
+from sa1b.errors import LockedError, ManifestError, OutOfMemoryError
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
@@ -368,6 +368,21 @@ def test_processes_give_the_same_bytes(plain):
     summary = rebuild_root(plain, workers=2, quiet=True)
     assert content(plain) == written
     assert (summary.shards, summary.bytes) == (5, sum(path.stat().st_size for path in plain.glob("*.tar")))
+
+
+def test_a_rebuild_without_memory_ends_with_a_message_and_goes_on(plain, monkeypatch):
+    real = rebuild_module.rebuild_index
+
+    def refuse(shard, *arguments, **options):
+        if shard.name.startswith("sa1b-000002"):
+            raise MemoryError
+        return real(shard, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild_module, "rebuild_index", refuse)
+        with pytest.raises(OutOfMemoryError, match=r"sa1b-000002-0000\.tar: .* fewer --workers"):
+            rebuild_root(plain, workers=0, quiet=True)
+    assert rebuild_root(plain, workers=0, quiet=True).resumed == 4
 
 
 def test_a_killed_rebuild_goes_on(plain):
