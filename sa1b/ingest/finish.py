@@ -11,8 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sa1b.errors import LockedError, UsageError
-from sa1b.names import is_shard_of
-from sa1b.shards.commit import clashes, dataset_claim, shard_files, task_rows, write_dataset
+from sa1b.shards.commit import (
+    clashes,
+    dataset_claim,
+    remove_old_tables,
+    shard_files,
+    stored_shards,
+    task_rows,
+    write_dataset,
+)
 from sa1b.shards.manifest import (
     DATASET,
     QUARANTINE,
@@ -91,6 +98,7 @@ def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = No
             failed |= left_out
             if not is_current(root, tasks, failed, pending):
                 write_dataset(root, tasks, failed, pending)
+        remove_old_tables(root)
     return Finished(tasks, failed, pending)
 
 
@@ -146,7 +154,7 @@ def drop_source(root: Path, name: str) -> Finished:
     with claim:
         finished = finish(root, without=name)
         store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed")))
-        own = [shard for shard in store.names("", ".tar") if is_shard_of(shard, name)]
+        own = sorted(stored_shards(store, name))
         store.remove(*(path.name for shard in own for path in shard_files(root, shard)))
         if store.exists(f"{QUARANTINE}/{name}"):
             store.remove_folder(f"{QUARANTINE}/{name}")

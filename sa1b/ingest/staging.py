@@ -1,7 +1,8 @@
 """Where a worker process builds shards before they are committed: `.partial/<host>-<pid>/`, its own folder.
 
 A process removes its own folder. What processes of this machine left behind when they were killed, folders
-here and temporary files beside the files they were to become, is removed by the next run.
+here and temporary files beside the files they were to become, is removed by the next run. After a loss of
+power the machine has another name, as other machines have: what nobody wrote to for an hour is left over too.
 """
 
 import contextlib
@@ -12,11 +13,12 @@ from pathlib import Path
 
 from sa1b.shards.manifest import PARTIAL, QUARANTINE, TASKS
 from sa1b.storage.claim import ENDING, remove_dead
-from sa1b.storage.processes import is_of_dead_process, this_process
+from sa1b.storage.processes import is_of_dead_process, this_machine, this_process
 from sa1b.storage.publish import naming
 from sa1b.storage.store import Store
 
 _OWNER = "owner"  # file in the folder: which process it belongs to
+_ABANDONED = 3600.0  # seconds; a process that works writes every few, and is killed when it does not
 
 
 def make_staging(parent: Path) -> Path:
@@ -37,31 +39,51 @@ def remove_staging(folder: Path) -> None:
 
 
 def remove_leftovers(root: Path, spill: Path | None = None) -> None:
-    """Remove what ended processes of this machine left in a dataset directory and a folder for spills."""
+    """Remove what ended processes left in a dataset directory and in a folder for spills."""
+    store = Store(root)
     for parent in (root / PARTIAL, spill):
         if parent is None or not parent.is_dir():
             continue
+        now = Store(parent).now("")
         for folder in parent.iterdir():
-            if _is_left(folder):
+            if _is_left(folder, now):
                 shutil.rmtree(folder, ignore_errors=True)
         if parent != spill:
             with contextlib.suppress(OSError):
                 parent.rmdir()
-    store = Store(root)
     for name in store.names(TASKS, ENDING):
-        remove_dead(store, f"{TASKS}/{name}")
+        remove_dead(store, f"{TASKS}/{name}", timeout=_ABANDONED)
     for place in (root, root / TASKS, root / QUARANTINE):
-        for path in place.glob(".*.partial"):
-            if is_of_dead_process(path.name.removesuffix(".partial").rpartition(".")[2]):
+        temporary = list(place.glob(".*.partial"))
+        now = store.now("") if temporary else 0.0
+        for path in temporary:
+            if _has_ended(path.name.removesuffix(".partial").rpartition(".")[2], path, now):
                 path.unlink(missing_ok=True)
 
 
-def _is_left(folder: Path) -> bool:
-    """Whether the process that made a folder has ended: by its owner file, or where that is missing too."""
+def _is_left(folder: Path, now: float) -> bool:
+    """Whether the process that made a folder has ended: by its owner file, or where that says nothing."""
     owner = ""
-    with contextlib.suppress(OSError):
-        owner = (folder / _OWNER).read_text(encoding="utf-8")
+    with contextlib.suppress(OSError, ValueError):
+        owner = (folder / _OWNER).read_text(encoding="utf-8").strip("\0")
     host, _, pid = folder.name.rpartition("-")
     if not owner and host == socket.gethostname() and pid.isdecimal():
-        owner = this_process(int(pid))  # killed before it wrote the file, or about to write it
-    return is_of_dead_process(owner)
+        # Killed before it wrote the file, or about to write it; or the file was lost with the power.
+        owner = this_process(int(pid))
+    return _has_ended(owner, folder, now)
+
+
+def _has_ended(process: str, path: Path, now: float) -> bool:
+    """Whether the process that wrote a path has ended; of another machine: wrote nothing for long."""
+    if process.startswith(f"{this_machine()}-"):
+        return is_of_dead_process(process)
+    return now - _last_write(path) > _ABANDONED
+
+
+def _last_write(path: Path) -> float:
+    """When a file, or anything in a folder, was last written to: seconds, by the file system's clock."""
+    newest = 0.0
+    for one in (path, *path.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, one.lstat().st_mtime)
+    return newest

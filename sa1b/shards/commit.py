@@ -62,12 +62,18 @@ def commit_task(task: Task, staged: Path, root: Path) -> Task:
     files = [path for shard in task.shards for path in shard_files(staged, shard.name)]
     store.commit(files)
     names = {shard.name for shard in task.shards}
-    old = [name for name in store.names("", ".tar") if is_shard_of(name, task.name)]
-    store.remove(*(path.name for name in old if name not in names for path in shard_files(root, name)))
+    old = stored_shards(store, task.name) - names
+    store.remove(*(path.name for name in sorted(old) for path in shard_files(root, name)))
     store.put(task_name(task.name, "samples"), rows)
     write_task(root, task)
     store.remove(task_name(task.name, "failed"))
     return task
+
+
+def stored_shards(store: Store, source: str) -> set[str]:
+    """Names of a source's shards in the dataset directory, also where only their index is left."""
+    tars = {name.removesuffix(".parquet") + ".tar" for name in store.names("", ".parquet")}
+    return {name for name in tars.union(store.names("", ".tar")) if is_shard_of(name, source)}
 
 
 def commit_quarantine(name: str, staged: Path, root: Path) -> None:
@@ -242,6 +248,12 @@ def _remove_dataset(root: Path) -> None:
     """The last source is gone: nothing is left to read."""
     Store(root).remove(DATASET)
     _remove_tables(root, keep="")
+
+
+def remove_old_tables(root: Path) -> None:
+    """Remove sample tables that dataset.json does not name: what a process that was killed has left."""
+    with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
+        _remove_tables(root, keep=str(read_dataset(root)["samples"]["name"]))
 
 
 def _remove_tables(root: Path, *, keep: str) -> None:

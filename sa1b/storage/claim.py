@@ -14,6 +14,7 @@ suspended, a clock that jumped) write the same bytes under the same names, and b
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -155,10 +156,10 @@ def live_holders(store: Store, folder: str, timeout: float = TIMEOUT) -> dict[st
     return found
 
 
-def remove_dead(store: Store, name: str) -> None:
-    """Remove a claim of a process of this machine that has ended."""
+def remove_dead(store: Store, name: str, *, timeout: float = math.inf) -> None:
+    """Remove a claim of a process of this machine that has ended, or without a heartbeat for `timeout`."""
     found = holder(store, name)
-    if found is not None and is_of_dead_process(found.process):
+    if found is not None and not found.is_live(timeout):
         _remove(store, name, found.token)
 
 

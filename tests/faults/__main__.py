@@ -1,4 +1,4 @@
-"""The full counts: python -m tests.faults crash|full|eio [options of the driver]; the source is made here."""
+"""The full counts: python -m tests.faults crash|full|eio|power [options of the driver]; the source is made here."""
 
 import subprocess
 import sys
@@ -17,5 +17,8 @@ with tempfile.TemporaryDirectory() as folder:
     what, *options = sys.argv[1:]
     # A disk that fills up in steps of 64 KB needs a source of some megabytes.
     synthetic.write_tar(source, images=60, first_id=1, long_side=640 if what == "full" else 128)
+    for name, images, first_id in (("other/sa_000001.tar", 8, 100), ("larger/sa_000000.tar", 27, 1)):
+        (work / name).parent.mkdir()
+        synthetic.write_tar(work / name, images=images, first_id=first_id, long_side=96)
     command = [sys.executable, "-m", "tests.faults.driver", what, str(source), str(work / "work"), *options]
     sys.exit(subprocess.run(command, env=faults.environment(library), check=False).returncode)

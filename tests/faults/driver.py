@@ -5,13 +5,16 @@ One line of JSON on stdout says what happened. Started by the tests; see `__init
 
 import argparse
 import ctypes
+import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from sa1b.ingest.finish import finish
@@ -20,8 +23,11 @@ from sa1b.ingest.staging import remove_leftovers
 from sa1b.shards import manifest
 from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import discover
+from sa1b.storage import processes
+from tests.faults.power import power as replayed
 
 OPTIONS = Options(images_per_shard=6)
+_LONGEST = 60  # seconds; a run takes one
 
 
 def make(source: Path, root: Path) -> None:
@@ -29,7 +35,8 @@ def make(source: Path, root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     tasks = manifest.read_tasks(root)
     for one in discover([source]).sources:
-        if one.name not in tasks:
+        task = tasks.get(one.name)
+        if task is None or task.source["size"] != one.size:
             ingest(one, root, OPTIONS, Policy())
     remove_leftovers(root)
     finish(root)
@@ -55,23 +62,46 @@ class Faults:
             ctypes.c_uint64,
             ctypes.c_uint64,
         ]
+        self._library.fault_record.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
 
     def arm(
         self, root: Path, *, kill_at: int = -1, disk_bytes: int = -1, seed: int = 0, one_in: int = 0
     ) -> None:
         self._library.fault_arm(os.fsencode(root), kill_at, disk_bytes, seed, one_in)
 
+    def record(self, root: Path, log: Path) -> None:
+        self._library.fault_record(os.fsencode(root), os.fsencode(log))
+
     def calls(self) -> int:
         return int(self._library.fault_calls())
 
 
-def forked(source: Path, root: Path, faults: Faults, **fault: int) -> tuple[int, str]:
-    """Run `make` in a child with a fault: its wait status and the error it printed."""
+def forked(
+    source: Path,
+    root: Path,
+    faults: Faults,
+    *,
+    log: Path | None = None,
+    flushed: bool = True,
+    **fault: int,
+) -> tuple[int, str]:
+    """Run `make` in a child with a fault, or recording: its wait status and the error it printed.
+
+    Not `flushed`: what the child flushes is not, as if the code had forgotten it.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        faults.arm(root, **fault)
+        signal.alarm(_LONGEST)
+        if not flushed:
+            os.fsync = lambda descriptor: None
+        if log is not None:
+            # The power fails, so the machine is started again before the next run.
+            processes.this_machine = lambda: "before"
+            faults.record(root, log)
+        else:
+            faults.arm(root, **fault)
         code = 0
         try:
             make(source, root)
@@ -141,13 +171,63 @@ def disk(source: Path, work: Path, cases: list[dict[str, int]], faults: Faults) 
     return {"failed": failed, "corrupt": corrupt, "unnamed": unnamed}
 
 
+def power(
+    source: Path, work: Path, count: int, seed: int, faults: Faults, *, flushed: bool
+) -> dict[str, object]:
+    """The power fails while a first source is made, a second one is added, and one is replaced by a smaller one.
+
+    `source` has other/sa_000001.tar and larger/<its name> beside it.
+    """
+    damaged = _with_damage(source, work / source.name)
+    other = source.with_name("other") / "sa_000001.tar"
+
+    def recorded(root: Path, log: Path) -> None:
+        status, message = forked(damaged, root, faults, log=log, flushed=flushed)
+        assert not status, message
+
+    def again(root: Path) -> str | None:
+        status, message = forked(damaged, root, faults)
+        return message or f"status {status}" if status else None
+
+    larger = source.with_name("larger") / source.name
+
+    def both(root: Path) -> None:
+        make(other, root)
+        make(larger, root)
+
+    scenarios: dict[str, Callable[[Path], None]] = {
+        "first": lambda root: None,
+        "second": lambda root: make(other, root),
+        "replaced": both,
+    }
+    found: dict[str, object] = {}
+    for name, before in scenarios.items():
+        found[name] = replayed(before, recorded, again, contents, work / name, count, seed)
+    return found
+
+
+def _with_damage(source: Path, path: Path) -> Path:
+    """A copy with a damaged header and a damaged annotation file: something for quarantine."""
+    archive = bytearray(gzip.decompress(source.read_bytes()))
+    places = [match.start() for match in re.finditer(rb"ustar", archive)]
+    archive[places[3]] ^= 1
+    archive[archive.index(b'"annotations"')] ^= 1
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(archive)
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["crash", "full", "eio"])
+    parser.add_argument("what", choices=["crash", "full", "eio", "power"])
     parser.add_argument("source", type=Path)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--count", type=int, default=0, help="crash: points to try, 0: all; eio: seeds")
+    parser.add_argument(
+        "--count", type=int, default=0, help="crash, power: points to try, 0: all; eio: seeds"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="power: of the points and of what is lost")
     parser.add_argument("--step", type=int, default=65536, help="full: bytes between two sizes of the disk")
+    parser.add_argument("--forget-flushes", action="store_true", help="power: as if nothing were flushed")
     arguments = parser.parse_args()
     faults = Faults()
     work = arguments.work.resolve()
@@ -160,6 +240,9 @@ def main() -> None:
             total = faults.calls()
             points = sorted(random.Random(0).sample(range(1, total + 1), min(arguments.count, total)))
         result = crash(arguments.source, work, points, faults)
+    elif arguments.what == "power":
+        flushed = not arguments.forget_flushes
+        result = power(arguments.source, work, arguments.count, arguments.seed, faults, flushed=flushed)
     elif arguments.what == "full":
         make(arguments.source, work / "sized")
         total = sum(map(len, contents(work / "sized").values()))

@@ -25,6 +25,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -313,7 +314,7 @@ class Case:
     file: bytes  # as stored
     tar: Bytes | None  # the damaged tar where it is known byte by byte
     changed: bool
-    clean_prefix: int | None = None  # stored: so many bytes of the file are as they were
+    readable: int = 0  # bytes of the tar in a compressed file that was cut, and nothing else
 
 
 def compress(rng: Random, data: bytes) -> bytes:
@@ -382,9 +383,18 @@ def stored_case(
     else:
         stored = BY_NAME[model](rng, stored)
     file = stored.data.tobytes()
-    same = next((i for i, (a, b) in enumerate(zip(file, undamaged, strict=False)) if a != b), None)
-    prefix = min(len(file), len(undamaged)) if same is None else same
-    return Case(number, model, "stored", members, file, None, file != undamaged, prefix)
+    readable = inflated(file) if undamaged.startswith(file) else 0
+    return Case(number, model, "stored", members, file, None, file != undamaged, readable)
+
+
+def inflated(stored: bytes) -> int:
+    """How many bytes another reader gets out of a gzip file that is cut."""
+    count = 0
+    while stored:
+        stream = zlib.decompressobj(31)
+        count += len(stream.decompress(stored))
+        stored = stream.unused_data
+    return count
 
 
 # What came of it.
@@ -547,6 +557,8 @@ def _check_samples(
             continue
         if made.tar is not None and all(member.stored in file for member in pair.values()):
             outcome.collateral += 1
+        if all(member.stop <= made.readable for member in pair.values()):
+            outcome.failures.append(f"image {image_id} lies before the cut and is lost")
         for ending, member in pair.items():
             copies = [one for one in made.members if (one.image_id, one.ending) == (image_id, ending)]
             accounted = (
