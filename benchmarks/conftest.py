@@ -33,6 +33,8 @@ def pytest_addoption(parser):
         help=f"images to compare on ({IMAGES}); even, at least {LEAST}",
     )
     group.addoption("--rounds", type=int, default=ROUNDS, help=f"interleaved repetitions ({ROUNDS})")
+    scale = parser.getgroup("scale", "benchmarks/test_scale.py: steps on a simulated dataset directory")
+    scale.addoption("--scale", type=float, default=1.0, help="part of all of SA-1B to simulate (1.0)")
 
 
 def pytest_configure(config):
@@ -42,6 +44,8 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--images {options.images}: an even number, at least {LEAST}")
     if options.rounds < 1:
         raise pytest.UsageError(f"--rounds {options.rounds}: at least 1")
+    if not 0 < options.scale <= 1:
+        raise pytest.UsageError(f"--scale {options.scale}: above 0, at most 1")
     if options.data is not None:
         try:
             images = len(sa1b.open(options.data))
