@@ -19,6 +19,15 @@ def test_no_module_shares_a_name_with_the_standard_library() -> None:
     assert not (names - {"__init__"}) & set(sys.stdlib_module_names)
 
 
+def test_contributing_says_which_tests_belong_to_which_room() -> None:
+    table = (REPOSITORY / "CONTRIBUTING.md").read_text().split("## Which tests")[1].split("## Rules")[0]
+    rooms = {f"sa1b/{path.parent.name}/" for path in REPOSITORY.glob("sa1b/*/__init__.py")}
+    tests = {f"tests/{path.parent.name}/" for path in REPOSITORY.glob("tests/*/__init__.py")}
+    assert {name for name in rooms | tests if f"`{name}`" not in table} == set()
+    named = set(re.findall(r"`((?:sa1b|tests|tools)/[a-z_/]*)`", table))
+    assert {name for name in named if not (REPOSITORY / name).exists()} == set()
+
+
 def test_no_module_has_a_name_that_says_nothing() -> None:
     assert not {path.stem for path in MODULES} & {"utils", "util", "helpers", "helper", "common", "misc"}
 
