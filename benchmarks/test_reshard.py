@@ -1,8 +1,9 @@
-"""Ingest beside `gzip -dc` of the same tar, one core each, in one run.
+"""Ingest beside `gzip -dc` of the same tar, on two cores, interleaved in one run.
 
-`pytest benchmarks/test_reshard.py -s` prints megabytes of unpacked tar a second and their ratio. The tar
-holds full-size synthetic pictures in random order; so little may wait in memory that most of what waits
-goes through spill files, as in a tar of 11 GB.
+`pytest benchmarks/test_reshard.py -s` prints megabytes of unpacked tar a second and their ratio, by the clock
+and by processor time. The tar holds full-size synthetic images in random order; so little may wait in memory
+that most of what waits goes through spill files, as in a tar of 11 GB. Targets: at least 0.85 of gzip by the
+clock, 0.72 by processor time. Only an idle machine gives figures that can be compared.
 """
 
 import gzip
@@ -10,22 +11,25 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.ingest import Policy, ingest, limit_threads
 from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import discover
 from sa1b.synthetic.source_tars import scene
 
 PICTURES, COPIES = 40, 6
-RATES: dict[str, float] = {}
+ROUNDS = 5
 
 
 @pytest.fixture(scope="module")
@@ -53,25 +57,32 @@ def tar(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return path, len(plain.getvalue())
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one round by the clock and by the processor."""
+
+    wall: float
+    processor: float
+
+
+def measured(work: Callable[[], object]) -> Cost:
+    """The cost of `work`, its child processes and threads included."""
+    wall, before = time.perf_counter(), processor_seconds()
+    work()
+    return Cost(time.perf_counter() - wall, processor_seconds() - before)
+
+
+def processor_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 @pytest.fixture(autouse=True)
-def one_core() -> Iterator[None]:
+def two_cores() -> Iterator[None]:
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
+    os.sched_setaffinity(0, set(sorted(before)[:2]))
     yield
     os.sched_setaffinity(0, before)
-
-
-def rate(benchmark: BenchmarkFixture, name: str, size: int) -> None:
-    RATES[name] = size / 1e6 / benchmark.stats.stats.min
-    benchmark.extra_info["MB/s of unpacked tar"] = round(RATES[name], 1)
-    print(f"\n{name}: {RATES[name]:.0f} MB/s of unpacked tar, one core")
-
-
-def test_gzip(benchmark: BenchmarkFixture, tar: tuple[Path, int]) -> None:
-    path, size = tar
-    command = ["gzip", "-dc", str(path)]
-    benchmark.pedantic(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True), rounds=5)
-    rate(benchmark, "gzip -dc", size)
 
 
 @pytest.mark.parametrize("flags", [{}, {"index_runs": False}], ids=["copy", "copy, no index runs"])
@@ -80,13 +91,33 @@ def test_reshard(
 ) -> None:
     path, size = tar
     (source,) = discover([path]).sources
+    limit_threads()
+
+    def gunzip() -> None:
+        subprocess.run(["gzip", "-dc", str(path)], stdout=subprocess.DEVNULL, check=True)
 
     def run() -> None:
-        ingest(source, tmp_path, Options(images_per_shard=40, **flags), Policy(spill_memory=8 << 20))
+        ingest(source, tmp_path / "root", Options(images_per_shard=40, **flags), Policy(spill_memory=8 << 20))
 
-    benchmark.pedantic(
-        run, setup=lambda: shutil.rmtree(tmp_path, ignore_errors=True), rounds=5, warmup_rounds=1
-    )
+    def clear() -> None:
+        shutil.rmtree(tmp_path / "root", ignore_errors=True)
+        (tmp_path / "root").mkdir()
+
+    clear()
+    run()  # compiles, and brings the files into memory
+    gzip_rounds, rounds = [], []
+    for _ in range(ROUNDS):  # interleaved: what slows the machine down meets both
+        gzip_rounds.append(measured(gunzip))
+        clear()
+        rounds.append(measured(run))
+    clear()
+    benchmark.pedantic(run, rounds=1)
     name = "reshard" + "".join(f" {flag}={value}" for flag, value in flags.items())
-    rate(benchmark, name, size)
-    print(f"{name} / gzip -dc = {RATES[name] / RATES['gzip -dc']:.2f}")
+    for clock in ("wall", "processor"):
+        best = [min(getattr(cost, clock) for cost in costs) for costs in (gzip_rounds, rounds)]
+        ratio = best[0] / best[1]
+        benchmark.extra_info[f"of gzip -dc, {clock} time"] = round(ratio, 2)
+        print(
+            f"\n{name}, {clock} time: {size / 1e6 / best[1]:.0f} MB/s of unpacked tar, "
+            f"gzip -dc {size / 1e6 / best[0]:.0f}, ratio {ratio:.2f}"
+        )

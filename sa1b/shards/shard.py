@@ -7,7 +7,6 @@ Everything that could differ between two runs (times, owners) is fixed.
 
 import contextlib
 import hashlib
-import io
 import tarfile
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -23,10 +22,8 @@ from sa1b.shards import record
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.index import IndexWriter, Row
 from sa1b.shards.manifest import ShardInfo
-from sa1b.shards.shard_walk import StoredImage, damaged, walk_shard
+from sa1b.shards.shard_walk import StoredImage, damaged, member_header, walk_shard
 from sa1b.storage.publish import flush
-
-_COPY_BYTES = 256 << 20  # larger than any member: tarfile then writes each in one piece
 
 # Columns of the index on the members of an image.
 _COLUMNS = frozenset(
@@ -61,7 +58,7 @@ class ShardWriter:
         self.path = folder / name
         self.images = 0
         self.masks = 0
-        self._tar = tarfile.TarFile(self.path, "w", format=tarfile.USTAR_FORMAT, copybufsize=_COPY_BYTES)
+        self._tar = tarfile.TarFile(self.path, "w", format=tarfile.USTAR_FORMAT)
         self._index = IndexWriter(index_path(self.path), with_runs=with_runs)
 
     def add(self, pair: Pair) -> Row:
@@ -103,10 +100,11 @@ class ShardWriter:
 
     def _member(self, name: str, data: bytes) -> int:
         """Write one member; the offset of its content."""
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
         offset = self._tar.offset + tarfile.BLOCKSIZE
-        self._tar.addfile(member, io.BytesIO(data))
+        file = self._tar.fileobj
+        for piece in (member_header(name, len(data)), data, bytes(-len(data) % tarfile.BLOCKSIZE)):
+            file.write(piece)  # tarfile's addfile would copy the data once more
+            self._tar.offset += len(piece)
         return int(offset)
 
 
