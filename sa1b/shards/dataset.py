@@ -136,7 +136,8 @@ class Dataset:
         for names, what in ((sorted(self.failed), "failed"), (self.pending, "pending")):
             if names:
                 shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-                parts.append(f"{len(names):,} sources {what} ({shown})")
+                noun = "source" if len(names) == 1 else "sources"
+                parts.append(f"{len(names):,} {noun} {what} ({shown})")
         return "partial: " + ", ".join(parts) if parts else ""
 
     def __len__(self) -> int:

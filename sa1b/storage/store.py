@@ -120,9 +120,14 @@ class Store:
             flush(folder)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder with all it holds, and flush the folder it is in."""
+        """Remove a folder with all it holds, and the one it is in if that is empty then; flush what is left."""
         shutil.rmtree(self.path(name))
-        flush(self.path(name).parent)
+        parent = self.path(name).parent
+        if parent != self.root:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+                parent = parent.parent
+        flush(parent)
 
     def now(self, folder: str = "") -> float:
         """The file system's time in seconds: the clock that modification times are compared with."""

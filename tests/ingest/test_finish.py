@@ -64,14 +64,14 @@ def test_a_corrupt_tar_added_to_a_finished_directory_is_listed_and_the_rest_stay
     assert len(dataset) == 12
     assert list(dataset.failed) == ["sa_000009"]
     assert "holds no usable pair" in dataset.failed["sa_000009"]
-    assert "partial: 1 sources failed (sa_000009)" in repr(dataset)
+    assert "partial: 1 source failed (sa_000009)" in repr(dataset)
     assert dataset[0].jpeg
     assert verify(root, workers=0, quiet=True).findings == []
 
 
 def test_a_stream_says_once_that_its_dataset_is_partial(root: Path, tars: Path) -> None:
     reshard([tars / "sa_000009.tar"], root, OPTIONS, Policy(), Run(quiet=True))
-    with pytest.warns(UserWarning, match=r"is partial: 1 sources failed \(sa_000009\)") as caught:
+    with pytest.warns(UserWarning, match=r"is partial: 1 source failed \(sa_000009\)") as caught:
         sa1b.Stream(root, global_batch=2, image_size=32, masks=2)
     assert len([one for one in caught if "partial" in str(one.message)]) == 1
 

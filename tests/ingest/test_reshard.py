@@ -335,7 +335,7 @@ def test_of_two_sources_with_the_same_images_the_first_is_taken_and_the_other_na
     assert "image 1 of sa_000009 is in sa_000000 already" in summary.failed["sa_000009"]
     dataset = sa1b.open(root)
     assert sorted(dataset.manifest["sources"]) == ["sa_000000", "sa_000001", "sa_000002"]
-    assert "partial: 1 sources failed (sa_000009)" in repr(dataset)
+    assert "partial: 1 source failed (sa_000009)" in repr(dataset)
 
 
 def test_image_size_scales_images_and_keeps_masks(sources: Path, clean: Path, tmp_path: Path) -> None:
