@@ -125,7 +125,7 @@ class RootCheck:
         failed, pending = dataset.get("failed", {}), dataset.get("pending", [])
         if failed or pending:
             self.report.notes.append(
-                f"partial: {len(failed):,} sources failed, {len(pending):,} pending; {DATASET} lists them"
+                f"partial: failed sources {len(failed):,}, pending {len(pending):,}; {DATASET} lists them"
             )
 
     def _compare_dataset(self, dataset: dict[str, Any]) -> None:

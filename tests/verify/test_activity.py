@@ -21,7 +21,7 @@ def test_a_partial_directory_is_clean_and_says_so_once(root):
     report = check(root)
     assert (report.findings, report.exit_code()) == ([], 0)
     assert [note for note in report.notes if "partial" in note] == [
-        "partial: 1 sources failed, 2 pending; dataset.json lists them"
+        "partial: failed sources 1, pending 2; dataset.json lists them"
     ]
 
 
