@@ -193,7 +193,7 @@ def _real_sample(picture: Any, image_id: int) -> tuple[bytes, bytes]:
 
     jpeg, document = picture
     document["image"].update(image_id=image_id, file_name=f"sa_{image_id}.jpg")
-    parsed = annotation.parse(json.dumps(document).encode(), image_id)
+    parsed = annotation.parse_annotation(json.dumps(document).encode(), image_id)
     return jpeg, record.encode(parsed.annotations)
 
 
@@ -217,7 +217,7 @@ def _write_index(path: Path, columns: dict[str, Numbers], picture: Any) -> None:
 
     _, document = picture
     writer = IndexWriter(path, with_runs=True)
-    parsed = annotation.parse(json.dumps(document).encode(), document["image"]["image_id"])
+    parsed = annotation.parse_annotation(json.dumps(document).encode(), document["image"]["image_id"])
     annotations = parsed.annotations
     for i in range(len(columns["image_id"])):
         row = {key: int(value[i]) for key, value in columns.items()}
