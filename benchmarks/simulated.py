@@ -94,7 +94,7 @@ def _write_source(
 
     from sa1b.shards.manifest import FORMAT, LARGEST, Options, ShardInfo, Task, versions
     from sa1b.shards.sample_table import encode
-    from sa1b.storage.publish import json_bytes
+    from sa1b.storage.atomic import json_bytes
 
     rng = np.random.default_rng([SEED, source])
     ids = rng.permutation(ids)

@@ -32,8 +32,8 @@ from benchmarks.peers.contenders import CONTENDERS, Contender
 from benchmarks.peers.task import Delivered, Pair, Place, Task, pairs
 from sa1b.errors import ShardError, SourceError
 from sa1b.masks.grid import framed, framed_size
+from sa1b.storage.atomic import json_bytes
 from sa1b.storage.errors import StorageError
-from sa1b.storage.publish import json_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 

@@ -46,7 +46,7 @@ from sa1b.engine.precision import autocast, grad_scaler
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
-from sa1b.storage.publish import json_bytes, write_whole
+from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.stream.dataset import ResumeError
 
 

@@ -79,7 +79,7 @@ def main(
         spill: Folder for images that wait for their annotation, about a third of a tar per worker.
             Inside --out if not given.
         md5: List of expected digests, `<md5>  <file name>` a line. A source that differs is not taken.
-        on_error: What to do with a pair that cannot be used: put it aside with the reason, or stop.
+        on_error: What to do with a pair that cannot be used: quarantine it with the reason, or stop.
         accept: A reason that may be frequent. Without it, one reason for more than 1 % of a source's pairs
             (and more than 20) stops the run. May be given several times.
         recheck: Recognise finished sources by the digest of their content instead of size and time.

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.peers import pixels, torchvision_stand_in
 from benchmarks.peers.task import Delivered, Pair, Place, Task
-from sa1b.storage.publish import lock
+from sa1b.storage.atomic import lock
 
 torchvision_stand_in.install()
 streaming = import_module("streaming")

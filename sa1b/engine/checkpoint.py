@@ -46,7 +46,7 @@ from sa1b.engine.metadata import METADATA, read_metadata
 from sa1b.engine.sealed import CheckpointError, SealedFile, measure, seal
 from sa1b.engine.tensors import MismatchError
 from sa1b.errors import LockedError, UsageError
-from sa1b.storage.publish import flush, lock, publish, write_whole
+from sa1b.storage.atomic import commit, flush, lock, write_whole
 
 _LOCK_PATIENCE = 60.0  # seconds: the processes of a killed run may outlive it a moment
 _LOG = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class Checkpoints:
         final = self.folder / history.folder_name(step)
         if final.exists():
             history.remove(final)  # damaged, or of this step once more
-        publish(aside, final)
+        commit(aside, final)
         self._good.add(step)
         history.prune(self.folder, self._good, self.config.keep_last, self.config.keep_every)
 

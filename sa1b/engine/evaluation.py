@@ -16,7 +16,7 @@ from sa1b.engine.place import Place
 from sa1b.engine.precision import autocast
 from sa1b.errors import UsageError
 from sa1b.sam.score import Score
-from sa1b.storage.publish import write_whole
+from sa1b.storage.atomic import write_whole
 from sa1b.stream.dataset import Stream
 
 _LOG = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from sa1b.engine.metadata import METADATA, read_metadata
 from sa1b.engine.sealed import CheckpointError, check, read_json
-from sa1b.storage.publish import publish
+from sa1b.storage.atomic import commit
 
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -127,7 +127,7 @@ def remove(path: Path) -> None:
     aside = path.with_name(f"{path.name}.deleted")
     if aside.exists():
         shutil.rmtree(aside)
-    publish(path, aside)
+    commit(path, aside)
     shutil.rmtree(aside)
 
 

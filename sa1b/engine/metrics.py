@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from sa1b.engine.place import Place
 from sa1b.errors import UsageError
-from sa1b.storage.publish import write_whole
+from sa1b.storage.atomic import write_whole
 
 SUMS = ("loss", "focal", "dice", "iou_loss", "iou_first", "iou_last")  # over masks; see sa1b.sam.interactive
 PARTS = ("data", "compute", "update")  # of a step's time, which are measured

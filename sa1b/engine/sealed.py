@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.errors import Sa1bError
-from sa1b.storage.publish import json_bytes, write_whole
+from sa1b.storage.atomic import json_bytes, write_whole
 
 MANIFEST = "manifest.json"
 VERSION = 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sa1b.errors import UsageError
 from sa1b.export.source_tar import Written
-from sa1b.storage.publish import json_bytes, write_whole
+from sa1b.storage.atomic import json_bytes, write_whole
 
 RECORD = ".export.json"
 FORMAT = "sa1b-export-1"

@@ -17,7 +17,7 @@ from isal import igzip
 from sa1b.names import member_name
 from sa1b.shards.dataset import Sample, open_dataset
 from sa1b.shards.sample_table import SampleTable
-from sa1b.storage.publish import flush, naming, publish
+from sa1b.storage.atomic import commit, flush, naming_path
 
 _GZIP_LEVEL = 2  # of isal's 0 to 3; JPEGs hardly shrink at any
 _REPORT_BYTES = 8 << 20
@@ -66,7 +66,7 @@ def write_source_tar(
     masks = done = 0
     try:
         with (
-            naming(path),
+            naming_path(path),
             partial.open("wb") as file,
             _compressed(file, plain) as stream,
             tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar,
@@ -81,10 +81,10 @@ def write_source_tar(
                     report(done)
                     done = 0
         report(done)
-        with naming(path):
+        with naming_path(path):
             flush(partial)
             size = partial.stat().st_size
-            publish(partial, path)
+            commit(partial, path)
     finally:
         partial.unlink(missing_ok=True)
         dataset.reader.close()

@@ -23,7 +23,7 @@ from sa1b.progress import Bar, bar
 from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import DATASET
-from sa1b.storage.publish import lock
+from sa1b.storage.atomic import lock
 from sa1b.workers import Event, Failure, supervise
 
 _SHOWN = 5

@@ -24,7 +24,7 @@ from sa1b.gallery.summary import GallerySummary
 from sa1b.gallery.warning_list import read_warnings
 from sa1b.names import image_name
 from sa1b.progress import bar
-from sa1b.storage.publish import write_whole
+from sa1b.storage.atomic import write_whole
 
 MAX_PAGE_BYTES = 19_990_000
 MAX_SIDE = 1000  # pixels

@@ -29,8 +29,8 @@ from sa1b.shards.manifest import (
     read_tasks,
     task_name,
 )
+from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, Claim, holder
-from sa1b.storage.publish import json_bytes
 from sa1b.storage.store import Store
 
 

@@ -19,7 +19,7 @@ from sa1b.ingest.staging import make_staging, remove_staging
 from sa1b.shards.commit import check_clash, commit_quarantine, commit_task
 from sa1b.shards.manifest import PARTIAL, Options, Task, task_path
 from sa1b.sources.source import Source
-from sa1b.storage.publish import naming
+from sa1b.storage.atomic import naming_path
 
 __all__ = ["Counts", "Policy", "ingest", "limit_threads"]
 
@@ -65,15 +65,15 @@ def ingest(
     """
     parents = dict.fromkeys((root / PARTIAL, policy.spill or root / PARTIAL))
     folders = [make_staging(folder) for folder in parents]
-    aside, spill = folders[0] / source.name, folders[-1] / f"{source.name}.spill"
-    aside.mkdir()
+    staged, spill = folders[0] / source.name, folders[-1] / f"{source.name}.spill"
+    staged.mkdir()
     try:
-        with naming(root), ThreadPoolExecutor(1) as sealer:
-            task = SourcePass(source, aside, spill, options, policy, report, sealer).run()
+        with naming_path(root), ThreadPoolExecutor(1) as sealer:
+            task = SourcePass(source, staged, spill, options, policy, report, sealer).run()
         check(task)
-        check_clash(task, aside, root)
-        with naming(root):
-            task = commit_task(task, aside, root)
+        check_clash(task, staged, root)
+        with naming_path(root):
+            task = commit_task(task, staged, root)
     except MemoryError:
         raise OutOfMemoryError(
             f"{source.path}: out of memory; ingest of a source takes up to 600 MB: use fewer --workers, or "
@@ -83,7 +83,7 @@ def ingest(
         # What was refused, with reasons and offsets, is what a person looks at now; but never in place of
         # what an earlier run refused of a source whose shards stay.
         if not task_path(root, source.name).exists():
-            commit_quarantine(source.name, aside, root)
+            commit_quarantine(source.name, staged, root)
         raise
     finally:
         for folder in folders:

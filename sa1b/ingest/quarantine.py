@@ -17,7 +17,7 @@ from typing import Any
 from sa1b.names import image_name
 from sa1b.shards.image_warnings import ImageWarning
 from sa1b.sources.tar_stream import Damage, Member
-from sa1b.storage.publish import flush
+from sa1b.storage.atomic import flush
 
 EXAMPLES = 3
 _MESSAGE = 500  # characters; names and values in it come from outside

@@ -183,7 +183,7 @@ def _why(failure: Failure) -> str:
 
 def _check_accept(policy: Policy, summary: ReshardSummary, quiet: bool) -> None:
     totals = summary.totals()
-    seen = totals["refused"].keys() | totals["doubtful"].keys()
+    seen = totals["refused"].keys() | totals["warnings"].keys()
     for reason in sorted(policy.accept - seen if not summary.failed else ()):
         _say(f"note: no pair has the problem {reason!r} that --accept names; is it spelled right?", quiet)
 

@@ -68,7 +68,7 @@ class SourcePass:
     """The state of one pass over a source.
 
     Args:
-        aside: temporary folder of this pass: shards, indexes and quarantine.
+        staged: temporary folder of this pass: shards, indexes and quarantine.
         spill: folder for members that wait for their partner.
         report: called with what has been done so far, from one thread at a time.
         sealer: one thread, which reads finished shards back.
@@ -77,16 +77,16 @@ class SourcePass:
     def __init__(
         self,
         source: Source,
-        aside: Path,
+        staged: Path,
         spill: Path,
         options: Options,
         policy: Policy,
         report: Callable[[Counts], None],
         sealer: ThreadPoolExecutor,
     ) -> None:
-        self.source, self.aside, self.options, self.policy, self.report = (
+        self.source, self.staged, self.options, self.policy, self.report = (
             source,
-            aside,
+            staged,
             options,
             policy,
             report,
@@ -94,7 +94,7 @@ class SourcePass:
         self.counts = Counts()
         self.jpg_bytes = 0
         self.largest = Largest()
-        self.quarantine = Quarantine(aside / QUARANTINE)
+        self.quarantine = Quarantine(staged / QUARANTINE)
         self.spill = Spill(spill, policy.spill_memory)
         self.sealer = sealer
         self.shard: ShardWriter | None = None
@@ -227,7 +227,7 @@ class SourcePass:
     def _store(self, pair: Pair) -> None:
         if self.shard is None:
             self.shard = ShardWriter(
-                self.aside, shard_name(self.source.name, self.shards), with_runs=self.options.index_runs
+                self.staged, shard_name(self.source.name, self.shards), with_runs=self.options.index_runs
             )
             self.shards += 1
         self.largest.see(self.shard.add(pair))

@@ -12,9 +12,9 @@ import socket
 from pathlib import Path
 
 from sa1b.shards.manifest import PARTIAL, QUARANTINE, TASKS
+from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import ENDING, remove_dead
 from sa1b.storage.processes import is_of_dead_process, this_machine, this_process
-from sa1b.storage.publish import naming
 from sa1b.storage.store import Store
 
 _OWNER = "owner"  # file in the folder: which process it belongs to
@@ -25,7 +25,7 @@ def make_staging(parent: Path) -> Path:
     """This process's folder below `parent`, empty."""
     folder = parent / f"{socket.gethostname()}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
-    with naming(folder):
+    with naming_path(folder):
         folder.mkdir(parents=True)
         (folder / _OWNER).write_text(this_process(), encoding="utf-8")
     return folder

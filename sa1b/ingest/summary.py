@@ -65,10 +65,10 @@ class ReshardSummary:
         """Counts over the sources of this run, finished before or now."""
         tasks = self._chosen()
         refused: Counter[str] = Counter()
-        doubtful: Counter[str] = Counter()
+        warnings: Counter[str] = Counter()
         for task in tasks:
             refused.update(task.counts["refused"])
-            doubtful.update(task.counts["doubtful"])
+            warnings.update(task.warnings)
         return {
             "sources": len(tasks),
             "members": sum(task.counts["members"] for task in tasks),
@@ -79,7 +79,7 @@ class ReshardSummary:
             "bytes_in": sum(task.source["size"] for task in tasks),
             "bytes_out": sum(shard.bytes + shard.index_bytes for task in tasks for shard in task.shards),
             "refused": dict(sorted(refused.items())),
-            "doubtful": dict(sorted(doubtful.items())),
+            "warnings": dict(sorted(warnings.items())),
             "damaged_sources": {task.name: task.damage for task in tasks if task.damage},
         }
 
@@ -131,7 +131,7 @@ class ReshardSummary:
         if self.done:
             rows.append(("rate", f"{self._rate():,.1f} MB/s of source, {self.seconds:,.1f} s"))
         rows += [(f"refused: {reason}", f"{count:,}") for reason, count in totals["refused"].items()]
-        rows += [(f"doubtful: {reason}", f"{count:,}, kept") for reason, count in totals["doubtful"].items()]
+        rows += [(f"warning: {reason}", f"{count:,}, kept") for reason, count in totals["warnings"].items()]
         for name, damages in totals["damaged_sources"].items():
             rows += [
                 (f"damage in {name}", f"at offset {one['offset']:,}: {one['message']}") for one in damages[:5]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
-from sa1b.storage.publish import flush, naming, publish
+from sa1b.storage.atomic import commit, flush, naming_path
 
 FORMATS = (".pth", ".safetensors")
 _DIGEST = "sa1b_sha256"
@@ -75,14 +75,14 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     }
     aside = path.with_name(f".{path.name}.partial")
     try:
-        with naming(path):
+        with naming_path(path):
             if path.suffix == ".pth":
                 torch.save(whole, aside)
             else:
                 save_file(whole, aside, {"format": "pt", _DIGEST: _digest(whole)})
                 _sort_header(aside)
             flush(aside)
-            publish(aside, path)
+            commit(aside, path)
     except (RuntimeError, SafetensorError) as error:  # what torch and safetensors say of a full disk
         raise OSError(f"{path} cannot be written: {_first_line(error)}") from error
     finally:

@@ -34,8 +34,8 @@ from sa1b.shards.manifest import (
 )
 from sa1b.shards.sample_table import SampleTable, encode, open_table, read_facts, write_table
 from sa1b.shards.shard import index_path
+from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.claim import Claim
-from sa1b.storage.publish import flush, naming
 from sa1b.storage.store import Store, temporary_path
 
 _DATASET_CLAIM = ".dataset.claim"  # who writes dataset.json now
@@ -161,7 +161,7 @@ def write_dataset(
     temporary = temporary_path(root / "samples")
     store = Store(root)
     try:
-        with naming(root):
+        with naming_path(root):
             facts = write_table(temporary, list(tables.values()), first)
             final = temporary.with_name(facts.name)
             temporary.replace(final)

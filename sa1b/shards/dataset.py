@@ -194,7 +194,7 @@ class Dataset:
         return self[i].annotations.to_json()
 
     def check_table(self) -> None:
-        """Hold the sample table against its digest: 0.3 s for all of SA-1B.
+        """Verify the sample table against its digest: 0.3 s for all of SA-1B.
 
         Opening does not, so that it stays quick; to be asked where a sample seems damaged.
 
@@ -229,8 +229,8 @@ class Dataset:
         digest = self.manifest["samples"].get("sha256")
         if digest is None and not self.reader.is_local:
             raise ManifestError(
-                f"{self.reader.url(manifest.DATASET)}: made before roots could lie behind a URL; run "
-                "tools/index.py on the folder and copy dataset.json again"
+                f"{self.reader.url(manifest.DATASET)}: made by an early version, without the table's digest; "
+                "run tools/index.py on the folder and copy dataset.json again"
             )
         return fetch_once(self.reader, self._table_name(), digest or "")
 

@@ -141,7 +141,7 @@ def _frame_header(data: bytes, position: int, length: int, max_pixels: int) -> t
 
 
 def _end_of_scan(data: bytes, position: int) -> int:
-    """Offset of the first marker behind coded data that is not a restart marker."""
+    """Offset of the first marker after coded data that is not a restart marker."""
     found = _MARKER_IN_SCAN.search(data, position)
     if found is None:
         raise BadSample("jpeg_truncated", f"JPEG of {len(data):,} bytes ends inside its coded data")

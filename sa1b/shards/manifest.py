@@ -22,7 +22,7 @@ from typing import Any
 from sa1b.errors import ManifestError, TableError
 from sa1b.names import shard_order
 from sa1b.shards.sample_table import TableFacts, open_table
-from sa1b.storage.publish import json_bytes, write_whole
+from sa1b.storage.atomic import json_bytes, write_whole
 
 FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
@@ -112,6 +112,12 @@ class Task:
     @property
     def name(self) -> str:
         return str(self.source["name"])
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        """Reason -> images that were kept although something about them is odd; "doubtful" in the file."""
+        found: dict[str, int] = self.counts["doubtful"]
+        return found
 
 
 def versions() -> dict[str, str]:
@@ -278,7 +284,7 @@ def dataset_document(
                 "shard_bytes": sum(shard.bytes for shard in shards),
                 "index_bytes": sum(shard.index_bytes for shard in shards),
                 "refused": sum(sum(count["refused"].values()) for count in counts),
-                "doubtful": sum(sum(count["doubtful"].values()) for count in counts),
+                "doubtful": sum(sum(task.warnings.values()) for task in tasks.values()),
             },
             "largest": {name: max(task.largest[name] for task in tasks.values()) for name in names},
             **({"failed": dict(sorted(failed.items()))} if failed else {}),

@@ -4,7 +4,7 @@ One zstandard frame around a safetensors file, so that any language reads it and
 
     arrays = safetensors.numpy.load(zstandard.decompress(data))
 
-The tensors are the columns of `Annotations` under the same names; `rle` holds all COCO strings one behind
+The tensors are the columns of `Annotations` under the same names; `rle` holds all COCO strings one after
 the other, `json` the annotation file's text where the columns cannot give it back (see annotation.py).
 Numbers take the narrowest of the listed types that holds every value of the image exactly. The header's
 `__metadata__` carries format, image_id, width and height as strings.

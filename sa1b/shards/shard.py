@@ -23,7 +23,7 @@ from sa1b.shards.annotation import Annotations
 from sa1b.shards.index import IndexWriter, Row
 from sa1b.shards.manifest import ShardInfo
 from sa1b.shards.shard_walk import StoredImage, damaged, member_header, walk_shard
-from sa1b.storage.publish import flush
+from sa1b.storage.atomic import flush
 
 # Columns of the index on the members of an image.
 _COLUMNS = frozenset(

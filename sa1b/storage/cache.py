@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sa1b.errors import LockedError
+from sa1b.storage.atomic import commit, lock
 from sa1b.storage.errors import DamageError, StorageError
-from sa1b.storage.publish import lock, publish
 from sa1b.storage.reader import PIECE, Reader, pieces_of
 
 _PARTIAL = ".partial"
@@ -105,7 +105,7 @@ def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) ->
                 )
             file.flush()
             os.fsync(file.fileno())
-        publish(partial, final)
+        commit(partial, final)
     finally:
         partial.unlink(missing_ok=True)
 

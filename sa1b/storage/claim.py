@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 
 from sa1b.errors import LockedError
+from sa1b.storage.atomic import json_bytes
 from sa1b.storage.processes import is_of_dead_process, this_process
-from sa1b.storage.publish import json_bytes
 from sa1b.storage.store import Store, temporary_path
 
 ENDING = ".claim"

@@ -2,7 +2,7 @@
 
     store = Store(Path("shards"))
     store.put("tasks/sa_000020.json", data)          whole or not at all, on the disk when the call returns
-    store.put_if_absent("tasks/sa_000020.claim", b)  exactly one of many callers is told True
+    store.put_if_absent("tasks/sa_000020.claim", b)  True for exactly one of many callers
 
 Names are relative, with "/" between folders. This is the store of a local folder or a network file system; no
 operation relies on `flock`, which is local to one machine on NFS.
@@ -15,8 +15,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.processes import this_process
-from sa1b.storage.publish import flush, naming
 
 
 class Store:
@@ -58,7 +58,7 @@ class Store:
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_path(final)
         try:
-            with naming(final):
+            with naming_path(final):
                 with temporary.open("wb") as file:
                     file.write(data)
                     file.flush()
@@ -78,7 +78,7 @@ class Store:
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_path(final)
         try:
-            with naming(temporary):
+            with naming_path(temporary):
                 temporary.write_bytes(data)
             try:
                 os.link(temporary, final)
@@ -120,7 +120,7 @@ class Store:
             flush(folder)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder with all it holds, and the one it is in if that is empty then; flush what is left."""
+        """Remove a folder, and the one it is in if that is empty then; flush what is left."""
         shutil.rmtree(self.path(name))
         parent = self.path(name).parent
         if parent != self.root:

@@ -106,7 +106,7 @@ def write_tar(
     directory: bool = True,
     progress: Callable[[int], Any] | None = None,
 ) -> SyntheticSummary:
-    """Writes one source tar in the download's form, aside, and names it when it is whole.
+    """Writes one source tar in the download's form to a temporary path, and renames it when it is complete.
 
     Args:
         path: of the tar; an existing one is replaced.
@@ -121,12 +121,12 @@ def write_tar(
         Counts and bytes. Memory stays at a few pictures: members wait in a spill file to be shuffled.
     """
     path = Path(path)
-    aside = _aside(path)
+    temporary = _temporary_path(path)
     summary = SyntheticSummary(tars=1, images=images)
     members: list[tuple[str, int, int]] = []  # name, offset and length in the spill file
     try:
         with ExitStack() as stack:
-            out: BinaryIO | gzip.GzipFile = stack.enter_context(aside.open("wb"))
+            out: BinaryIO | gzip.GzipFile = stack.enter_context(temporary.open("wb"))
             if compress:  # neither name nor time in the gzip header: the bytes depend on the content alone
                 out = stack.enter_context(gzip.GzipFile("", "wb", 6, out, mtime=0))
             tar = stack.enter_context(tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT))
@@ -151,10 +151,10 @@ def write_tar(
                 name, offset, length = members[index]
                 spill.seek(offset)
                 tar.addfile(_entry(name, length), io.BytesIO(spill.read(length)))
-        summary.tar_bytes = aside.stat().st_size
-        aside.replace(path)
+        summary.tar_bytes = temporary.stat().st_size
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return summary
 
 
@@ -164,7 +164,7 @@ def _entry(name: str, size: int) -> tarfile.TarInfo:
     return entry
 
 
-def _aside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
@@ -222,7 +222,7 @@ def write_tars(
     finally:
         events.close()
         for path, _ in jobs:
-            _aside(path).unlink(missing_ok=True)
+            _temporary_path(path).unlink(missing_ok=True)
     return total
 
 

@@ -14,7 +14,7 @@ from sa1b.shards.index import IndexWriter
 from sa1b.shards.largest import Largest
 from sa1b.shards.manifest import ShardInfo
 from sa1b.shards.shard_walk import index_row, walk_shard
-from sa1b.storage.publish import flush
+from sa1b.storage.atomic import flush
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,8 @@ class QuarantineCheck:
                 if not self._holds(entry.get("image_id")):
                     message = f"image {entry.get('image_id')} is not in the dataset"
                     self._find("warning_image", name, file.name, message)
-            for reason in sorted({*odd, *task.counts["doubtful"]}):
-                recorded = task.counts["doubtful"].get(reason, 0)
+            for reason in sorted({*odd, *task.warnings}):
+                recorded = task.warnings.get(reason, 0)
                 self._compare(name, file.name, f"images with {reason!r}", odd[reason], recorded)
         other = (
             sorted(path.name for path in folder.iterdir() if path.name not in listed)
@@ -122,7 +122,7 @@ class QuarantineCheck:
 
 
 def _has_quarantine(task: Task) -> bool:
-    return bool(task.counts["refused_members"] or task.damage or task.counts["doubtful"])
+    return bool(task.counts["refused_members"] or task.damage or task.warnings)
 
 
 @dataclass(slots=True)

@@ -22,8 +22,8 @@ from sa1b.shards.commit import dataset_claim, write_dataset
 from sa1b.shards.index_reader import UNREADABLE
 from sa1b.shards.manifest import DATASET, TASKS, ShardInfo
 from sa1b.shards.shard import index_path
+from sa1b.storage.atomic import commit, naming_path
 from sa1b.storage.claim import Claim, live_holders
-from sa1b.storage.publish import naming, publish
 from sa1b.storage.store import Store
 from sa1b.verify import recover
 from sa1b.verify.batches import Died, in_batches
@@ -284,7 +284,7 @@ def _rebuild(
                 return built
     temporary = shard.with_name(f".{shard.stem}.parquet.partial")
     try:
-        with naming(temporary):
+        with naming_path(temporary):
             built = rebuild_index(shard, temporary, with_runs=with_runs, progress=progress)
     except ShardError as error:
         return str(error)
@@ -301,7 +301,7 @@ def _rebuild(
             "changed since. tools/verify.py names what is damaged. Restore it from a copy, or remove its "
             "source's task file and run tools/reshard.py again with that source"
         )
-    publish(temporary, index_path(shard))
+    commit(temporary, index_path(shard))
     return built
 
 

@@ -18,8 +18,8 @@ from sa1b.names import parse_shard_name, shard_order, source_stem
 from sa1b.shards import manifest
 from sa1b.shards.manifest import DATASET, TASKS, Options, ShardInfo, all_shards
 from sa1b.shards.sample_table import SampleTable, TableFacts, open_table
+from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, live_holders
-from sa1b.storage.publish import json_bytes
 from sa1b.storage.store import Store
 from sa1b.verify.leftovers import leftover_notes
 from sa1b.verify.member_check import ExpectedShard, ShardResult

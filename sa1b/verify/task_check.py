@@ -12,7 +12,7 @@ from sa1b.errors import ManifestError
 from sa1b.names import is_shard_of
 from sa1b.shards import manifest
 from sa1b.shards.manifest import DATASET, TASKS, Task, task_name
-from sa1b.storage.publish import json_bytes
+from sa1b.storage.atomic import json_bytes
 from sa1b.verify.member_check import ShardResult
 from sa1b.verify.remedy import Remedy
 from sa1b.verify.report import Finding, Findings
@@ -128,7 +128,7 @@ class TaskCheck:
             return  # made again without its source: its warnings are not known
         for reason in _ODD:
             count = sum(part.odd.get(reason, 0) for part in parts)
-            known = task.counts["doubtful"].get(reason, 0)
+            known = task.warnings.get(reason, 0)
             if count == known:
                 continue
             if not count:

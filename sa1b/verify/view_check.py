@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sa1b.shards.sample_table import SampleTable
-from sa1b.storage.publish import json_bytes
+from sa1b.storage.atomic import json_bytes
 from sa1b.verify.report import Finding, Findings, short
 
 VIEWS = "views"

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.sample_table import SampleTable
+from sa1b.storage.atomic import lock, write_whole
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import DamageError, MissingError
-from sa1b.storage.publish import lock, write_whole
 from sa1b.storage.reader import Reader
 from sa1b.views.predicate import Predicate, PredicateError
 from sa1b.views.view_document import (

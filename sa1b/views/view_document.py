@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sa1b.errors import ManifestError, UsageError
-from sa1b.storage.publish import json_bytes
+from sa1b.storage.atomic import json_bytes
 from sa1b.storage.reader import Reader
 from sa1b.views.predicate import Predicate, mask_predicate
 

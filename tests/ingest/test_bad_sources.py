@@ -51,7 +51,7 @@ def test_examples_of_refused_pairs_say_where_they_stand(tmp_path):
 
 
 def test_twenty_pairs_bad_for_one_reason_are_chance(count_bad):
-    assert count_bad(20, 30).counts["doubtful"] == {"area": 20}
+    assert count_bad(20, 30).warnings == {"area": 20}
 
 
 def test_more_than_twenty_of_few_pairs_stop_the_run_with_examples_and_the_flag(count_bad, tmp_path):
@@ -67,11 +67,11 @@ def test_more_than_twenty_of_few_pairs_stop_the_run_with_examples_and_the_flag(c
 
 
 def test_one_percent_of_many_pairs_is_chance(count_bad):
-    assert count_bad(21, 2100).counts["doubtful"] == {"area": 21}
+    assert count_bad(21, 2100).warnings == {"area": 21}
 
 
 def test_an_accepted_reason_may_be_frequent(count_bad):
-    assert count_bad(30, 30, accept=frozenset({"area"})).counts["doubtful"] == {"area": 30}
+    assert count_bad(30, 30, accept=frozenset({"area"})).warnings == {"area": 30}
 
 
 def test_accepting_one_reason_accepts_no_other(count_bad):

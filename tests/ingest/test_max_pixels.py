@@ -47,7 +47,7 @@ def root(source, tmp_path_factory):
     root = tmp_path_factory.mktemp("root")
     task = tiny.ingest_tar(source, root, max_pixels=HEIGHT * WIDTH)
     assert task.counts["images"] == 5
-    assert task.counts["doubtful"] == {}
+    assert task.warnings == {}
     return root
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from sa1b.errors import LockedError
 from sa1b.storage import cache as cache_module
+from sa1b.storage.atomic import lock
 from sa1b.storage.cache import default_folder, fetch_once
 from sa1b.storage.errors import DamageError, MissingError, StorageError
-from sa1b.storage.publish import lock
 from sa1b.storage.reader import Reader
 from tests.storage.conftest import HASTY, SIZE, Store
 from tests.storage.service import Service

@@ -381,7 +381,7 @@ def test_an_unreadable_local_file_is_denied(store: Store, monkeypatch: pytest.Mo
 
 def test_local_reads_import_no_file_system_of_fsspec(store: Store) -> None:
     script = (
-        "import sys, sa1b.storage.reader as r, sa1b.storage.cache, sa1b.storage.publish\n"
+        "import sys, sa1b.storage.reader as r, sa1b.storage.cache, sa1b.storage.atomic\n"
         f"r.Reader({str(store.folder / 'data')!r}).read_range('a.bin', 0, 10)\n"
         "r.Reader('s3://data')\n"
         "print(*{name.split('.')[0] for name in sys.modules})"

@@ -26,7 +26,7 @@ def test_what_reshard_wrote_is_clean(name, deep, roots):
 
 def test_an_image_that_was_odd_in_the_source_is_no_damage(roots):
     whole = roots["plain"]
-    doubtful = manifest.read_tasks(whole)["sa_000001"].counts["doubtful"]
+    doubtful = manifest.read_tasks(whole)["sa_000001"].warnings
     assert doubtful["area"] == 1
     assert check(whole, deep=True).findings == []
 

@@ -10,7 +10,7 @@ import pytest
 from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import Options
-from sa1b.storage.publish import lock
+from sa1b.storage.atomic import lock
 from sa1b.stream.dataset import ResumeError, Stream
 from sa1b.views.selection import Selection, select
 from sa1b.views.view import open_view

@@ -1,7 +1,4 @@
-"""Files that appear whole or not at all: written aside, flushed to the disk, then named.
-
-An object store's counterpart is a small object written last; it belongs here, behind the same functions.
-"""
+"""Files that appear whole or not at all: written to a temporary path, flushed to the disk, then renamed."""
 
 import contextlib
 import fcntl
@@ -23,15 +20,15 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def publish(aside: Path, final: Path) -> None:
+def commit(temporary: Path, final: Path) -> None:
     """Give a flushed file or folder its final name, on the same file system; a file there is replaced."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    aside.replace(final)
+    temporary.replace(final)
     flush(final.parent)
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming_path(path: Path) -> Iterator[None]:
     """Let errors of the operating system name `path` where they name nothing: failed writes and flushes."""
     try:
         yield
@@ -44,16 +41,16 @@ def naming(path: Path) -> Iterator[None]:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a small file so that a reader sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.partial")
     try:
-        with aside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        publish(aside, path)
+        commit(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            aside.unlink()
+            temporary.unlink()
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
