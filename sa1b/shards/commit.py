@@ -7,6 +7,7 @@ named. A process that dies at any point leaves a directory that readers can open
 
 import contextlib
 import hashlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -35,11 +36,12 @@ from sa1b.shards.manifest import (
 from sa1b.shards.sample_table import SampleTable, encode, open_table, read_facts, write_table
 from sa1b.shards.shard import index_path
 from sa1b.storage.atomic import flush, naming_path
-from sa1b.storage.claim import Claim
+from sa1b.storage.claim import Claim, holder
 from sa1b.storage.store import Store, temporary_path
 
 _DATASET_CLAIM = ".dataset.claim"  # who writes dataset.json now
-_POLL = 0.2  # seconds
+_POLL, _QUIET = 0.2, 5.0  # seconds between two looks, and before a wait is reported
+_LOG = logging.getLogger(__name__)
 _COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
 
 
@@ -123,8 +125,14 @@ def _clash_message(image_id: int, source: str, owner: str) -> str:
 def dataset_claim(root: Path) -> Iterator[None]:
     """Be the one process that writes dataset.json; wait for another one to end."""
     store = Store(root)
+    began = time.monotonic()
+    told = False
     while (claim := Claim.take(store, _DATASET_CLAIM)) is None:
         time.sleep(_POLL)
+        if not told and time.monotonic() - began > _QUIET:
+            told = True
+            other = holder(store, _DATASET_CLAIM) or "another process"
+            _LOG.warning("waiting for %s, which writes %s", other, root / DATASET)
     with claim:
         yield
 

@@ -78,8 +78,10 @@ class Store:
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_path(final)
         try:
-            with naming_path(temporary):
-                temporary.write_bytes(data)
+            with naming_path(temporary), temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # or a loss of power could leave the name without the content
             try:
                 os.link(temporary, final)
             except FileExistsError:
