@@ -1,28 +1,13 @@
 """One pair as it comes from a source, checked: what is stored of it, or the reason why it cannot be used."""
 
-from dataclasses import dataclass
-
 from sa1b.errors import BadSample
 from sa1b.shards import annotation, jpeg
-from sa1b.shards.image_warnings import ImageWarnings
 from sa1b.shards.manifest import Options
 from sa1b.shards.shard import Pair
 from sa1b.sources.pairing import MemberPair
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedPair:
-    """A pair that is stored.
-
-    Attributes:
-        warnings: what is odd about it, by reason.
-    """
-
-    pair: Pair
-    warnings: ImageWarnings
-
-
-def check_pair(members: MemberPair, options: Options, max_pixels: int) -> CheckedPair:
+def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:
     """Read both members, compare them with each other, scale the image down if asked for.
 
     Args:
@@ -49,4 +34,4 @@ def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Checke
         message = f"{frame.trailing_bytes:,} bytes after the end of the JPEG"
         parsed.warnings.add("jpeg_trailing_bytes", message)
     keep = text if options.keep_json else None
-    return CheckedPair(Pair(data, height, width, parsed.annotations, parsed.runs, keep), parsed.warnings)
+    return Pair(data, height, width, parsed.annotations, parsed.runs, keep, parsed.warnings)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sa1b.errors import BadSample, RefusedError, SourceError
-from sa1b.ingest.pair_check import CheckedPair, check_pair
+from sa1b.ingest.pair_check import check_pair
 from sa1b.ingest.pipeline import Pipeline
 from sa1b.ingest.quarantine import Quarantine
 from sa1b.ingest.systematic import SystematicCheck
@@ -193,7 +193,7 @@ class SourcePass:
                 yield last.item
 
         for item in pair_up(items(), self.spill):
-            result: CheckedPair | _Refused | Damage
+            result: Pair | _Refused | Damage
             if isinstance(item, MemberPair):
                 try:
                     result = check_pair(item, self.options, self.policy.max_pixels)
@@ -213,12 +213,12 @@ class SourcePass:
         elif isinstance(result, _Refused):
             self._refuse(result.reason, result.message, *result.members)
         else:
-            image_id = result.pair.annotations.image_id
+            image_id = result.annotations.image_id
             for reason, warning in result.warnings.items():
                 self.quarantine.warn(image_id, reason, warning)
                 self.counts.warnings += 1
-            self._store(result.pair)
-        if isinstance(result, _Refused) or (isinstance(result, CheckedPair) and result.warnings):
+            self._store(result)
+        if isinstance(result, _Refused) or (isinstance(result, Pair) and result.warnings):
             self.systematic.check_early(self.quarantine, self.counts.images, step.members, step.stored_bytes)
         if self.sealing is not None and self.sealing.done():
             self._wait_for_seal()
@@ -301,7 +301,7 @@ class _Refused:
 class _Step:
     """What became of a pair, member or damage, with the members and stored bytes read up to it."""
 
-    result: CheckedPair | _Refused | Damage
+    result: Pair | _Refused | Damage
     members: int
     stored_bytes: int
 
@@ -316,6 +316,5 @@ def _step_size(step: _Step) -> int:
         return len(result.data)
     if isinstance(result, _Refused):
         return sum(len(member.data) for member in result.members)
-    pair = result.pair
-    text = pair.annotations.text or pair.text or b""
-    return len(pair.jpeg) + len(text) + len(pair.annotations.rle) + pair.runs.runs.nbytes
+    text = result.annotations.text or result.text or b""
+    return len(result.jpeg) + len(text) + len(result.annotations.rle) + result.runs.runs.nbytes

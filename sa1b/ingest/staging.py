@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sa1b.shards.manifest import PARTIAL, QUARANTINE, TASKS
 from sa1b.storage.atomic import naming_path
-from sa1b.storage.claim import ENDING, remove_dead
+from sa1b.storage.claim import ENDING, Holder, remove_dead
 from sa1b.storage.processes import is_of_dead_process, this_machine, this_process
 from sa1b.storage.store import Store
 
@@ -36,6 +36,14 @@ def remove_staging(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
+
+
+def remove_staging_of(process: Holder, root: Path, spill: Path | None = None) -> None:
+    """Remove the folders of a process whose claim was taken over."""
+    name = f"{process.host}-{process.pid}"
+    for parent in (root / PARTIAL, spill):
+        if parent is not None and name == Path(name).name:  # a claim may hold anything
+            shutil.rmtree(parent / name, ignore_errors=True)
 
 
 def remove_leftovers(root: Path, spill: Path | None = None) -> None:

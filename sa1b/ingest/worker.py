@@ -9,6 +9,7 @@ from typing import Literal
 from sa1b.errors import LockedError, SourceError
 from sa1b.ingest.finish import record_failure
 from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
+from sa1b.ingest.staging import remove_staging_of
 from sa1b.shards.commit import shard_files
 from sa1b.shards.manifest import Options, Task, read_task, task_name, task_path, write_task
 from sa1b.sources.source import Source, digest_of_source
@@ -75,12 +76,16 @@ def work_on(
     if claim is None:
         return Outcome("held", Counts(), str(holder(store, name) or "another process"))
     with claim:
+        if claim.previous is not None:
+            remove_staging_of(claim.previous, root, policy.spill)
         try:
             return _claimed(source, root, options, policy, run, claim, report)
-        except LockedError:
+        except (LockedError, OSError):
+            # An OSError is of this machine or its disk and says nothing about the source. Who takes a source
+            # over removes what was staged: then the error is of that.
+            if claim.is_held():
+                raise
             return Outcome("held", Counts(), str(holder(store, name) or "another process"))
-        except OSError:
-            raise  # of this machine or its disk: says nothing about the source
         except Exception as error:
             record_failure(root, source.name, type(error).__name__, str(error))
             raise

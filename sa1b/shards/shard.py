@@ -8,7 +8,7 @@ Everything that could differ between two runs (times, owners) is fixed.
 import contextlib
 import hashlib
 import tarfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from sa1b.masks.runs import Runs
 from sa1b.names import member_name
 from sa1b.shards import record
 from sa1b.shards.annotation import Annotations
+from sa1b.shards.image_warnings import ImageWarnings
 from sa1b.shards.index import IndexWriter, Row
 from sa1b.shards.manifest import ShardInfo
 from sa1b.shards.shard_walk import StoredImage, damaged, member_header, walk_shard
@@ -41,6 +42,7 @@ class Pair:
         height, width: pixels of that JPEG.
         annotations, runs: of the source image.
         text: the annotation file to store verbatim, or None.
+        warnings: what is odd about it, by reason; not stored in the shard.
     """
 
     jpeg: bytes
@@ -49,6 +51,7 @@ class Pair:
     annotations: Annotations
     runs: Runs
     text: bytes | None = None
+    warnings: ImageWarnings = field(default_factory=ImageWarnings)
 
 
 class ShardWriter:

@@ -98,13 +98,18 @@ class Claim:
 
     def check(self) -> None:
         """Raise LockedError if the claim was taken over by another process."""
-        found = holder(self._store, self.name)
-        if found is None or found.token != self._token:
+        if not self.is_held():
+            found = holder(self._store, self.name)
             raise LockedError(
                 f"{self._store.path(self.name)}: another process ({found or 'gone again'}) took over this "
                 f"claim after {self._timeout:,.0f} s without a heartbeat; its work counts. If this machine "
                 "was only slow, raise --claim-timeout"
             )
+
+    def is_held(self) -> bool:
+        """Whether no other process has taken it over."""
+        found = holder(self._store, self.name)
+        return found is not None and found.token == self._token
 
     def release(self) -> None:
         """End the heartbeat and remove the file, unless another process has taken it over."""

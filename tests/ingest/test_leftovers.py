@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from sa1b.ingest.finish import drop_source, finish
-from sa1b.ingest.staging import remove_leftovers
+from sa1b.ingest.staging import remove_leftovers, remove_staging_of
 from sa1b.shards.manifest import Options
+from sa1b.storage.claim import Holder
 from tests.shards.tiny_source import make_root, pairs, write_source
 
 LONG_AGO = 6 * 3600  # seconds
@@ -67,3 +68,16 @@ def test_an_index_without_its_shard_goes_with_its_source(root: Path) -> None:
     (root / "sa1b-000002-0000.parquet").write_bytes(b"of another source")
     drop_source(root, "sa_000001")
     assert [path.name for path in root.glob("*.parquet")] == ["sa1b-000002-0000.parquet"]
+
+
+@pytest.mark.parametrize("host", ["node7", "../../precious", "/precious", "..", ""])
+def test_what_a_taken_over_process_staged_is_removed_and_nothing_outside(tmp_path: Path, host: str) -> None:
+    root, outside = tmp_path / "a" / "root", tmp_path / "precious-7"
+    staged = root / ".partial" / "node7-7"
+    for folder in (staged, outside):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+    remove_staging_of(Holder(host, 7, "another-7", "token", 1000.0), root)
+    assert staged.exists() == (host != "node7")
+    assert outside.exists()
+    assert root.exists()

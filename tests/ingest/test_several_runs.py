@@ -131,6 +131,9 @@ def test_an_old_claim_of_another_machine_is_taken_over_and_a_live_one_is_waited_
     for claim in claims:
         claim.write_text(json.dumps({"host": "node7", "pid": 4711, "process": "x-1", "token": claim.name}))
     os.utime(claims[0], (1, 1))
+    staged = root / ".partial" / "node7-4711" / "sa_000000"
+    staged.mkdir(parents=True)
+    (staged / "sa1b-000000-0000.tar").write_bytes(b"half of a shard")
     line = [sys.executable, "tools/reshard.py", str(tars), "--out", str(root)]
     process = subprocess.Popen(
         line, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
