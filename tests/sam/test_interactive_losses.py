@@ -1,0 +1,174 @@
+"""What is trained: the losses of a micro-batch, on a sketch of a model and on a small Sam."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from sa1b.sam import clicks
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.model import Sam
+from sa1b.sam.recipe import Recipe
+from tests.sam.sketch import PLAIN, SIZE, SMALL, case, trained
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def reference_parts(logits, truth, predicted, inside, recipe):
+    """Focal loss, dice loss, squared error of the IoU, and the IoU, of one predicted mask."""
+    probability = 1 / (1 + np.exp(-logits))
+    of_other = np.where(truth, 1 - probability, probability)
+    surprise = np.logaddexp(0, np.where(truth, -logits, logits))  # -log of the probability of the truth
+    weight = np.where(truth, recipe.focal_alpha, 1 - recipe.focal_alpha)
+    focal = (weight * of_other**recipe.focal_gamma * surprise).mean()
+    dice = 1 - (2 * (probability * truth).sum() + 1) / (probability.sum() + truth.sum() + 1)
+    mask = (logits > 0) & inside
+    iou = (mask & truth).sum() / max((mask | truth).sum(), 1)
+    return focal, dice, (predicted - iou) ** 2, iou
+
+
+def reference_sums(sketch, targets, recipe):
+    """What a training step sums, from the recorded answers, one mask after the other."""
+    totals = np.zeros(5)  # focal, dice, IoU loss, first and last IoU
+    inside = clicks.inside_image(targets.sizes[targets.image], SIZE, targets.masks.shape[1]).numpy()
+    for mask, weight in enumerate(targets.weights.tolist()):
+        of_rounds, ious = [], []
+        for number, call in enumerate(sketch.decodes):
+            kinds = (1, 2, 3) if number == 0 else (0,)
+            parts = [
+                reference_parts(
+                    call.logits[mask, kind].detach().double().numpy(),
+                    targets.masks[mask].numpy() == 1,
+                    call.iou[mask, kind].item(),
+                    inside[mask],
+                    recipe,
+                )
+                for kind in kinds
+            ]
+            best = min(parts, key=lambda one: recipe.focal_weight * one[0] + recipe.dice_weight * one[1])
+            quality = best[2] if recipe.iou_masks == "best" else np.mean([one[2] for one in parts])
+            of_rounds.append((best[0], best[1], quality))
+            ious.append(parts[int(np.argmax([call.iou[mask, kind].item() for kind in kinds]))][3])
+        combined = np.mean(of_rounds, axis=0) if recipe.rounds == "mean" else np.sum(of_rounds, axis=0)
+        totals += weight * np.array([*combined, ious[0], ious[-1]])
+    return totals
+
+
+@pytest.mark.parametrize("rounds", ["mean", "sum"])
+@pytest.mark.parametrize("iou_masks", ["best", "all"])
+def test_the_sums_are_those_of_the_masks_taken_one_by_one(rounds, iou_masks):
+    recipe = replace(
+        PLAIN, rounds=rounds, iou_masks=iou_masks, focal_weight=7.0, dice_weight=2.0, iou_weight=3.0
+    )
+    images, targets, keys = case()
+    targets = replace(targets, weights=torch.tensor([1.0, 0.0, 0.5, 2.0] * 3))
+    sketch, found = trained(recipe, (images, targets, keys))
+    expected = reference_sums(sketch, targets, recipe)
+    names = ("focal", "dice", "iou_loss", "iou_first", "iou_last")
+    np.testing.assert_allclose([found[name].item() for name in names], expected, rtol=2e-5)
+    assert found["loss"].item() == pytest.approx(expected[:3] @ [7, 2, 3], rel=2e-5)
+    assert found["count"].item() == 10.5
+    assert all(not found[name].requires_grad for name in (*names, "count"))
+
+
+def test_of_the_first_three_masks_the_best_is_trained_and_later_mask_0_alone():
+    sketch, found = trained(PLAIN)
+    found["loss"].backward()
+    moved = [call.logits.grad.abs().sum(dim=(2, 3)) > 0 for call in sketch.decodes]
+    predictions = [call.iou.grad != 0 for call in sketch.decodes]
+    assert (moved[0].sum(dim=1) == 1).all()
+    assert not moved[0][:, 0].any()
+    assert moved[0].any(dim=0).sum() > 1  # not the same one for all
+    assert torch.equal(predictions[0], moved[0])
+    for later in (*moved[1:], *predictions[1:]):
+        assert later[:, 0].all()
+        assert not later[:, 1:].any()
+
+
+def test_all_three_predicted_ious_are_trained_where_the_recipe_says_so():
+    sketch, found = trained(replace(PLAIN, iou_masks="all"))
+    found["loss"].backward()
+    assert (sketch.decodes[0].iou.grad[:, 1:] != 0).all()
+
+
+def test_larger_targets_are_met_by_larger_logits():
+    recipe = replace(PLAIN, clicks=0, unprompted=1)
+    images, targets, keys = case(raster=40)
+    sketch, found = trained(recipe, (images, targets, keys))
+    for call in sketch.decodes:
+        call.logits = functional.interpolate(call.logits, (40, 40), mode="bilinear", align_corners=False)
+    expected = reference_sums(sketch, targets, recipe)
+    np.testing.assert_allclose([found["focal"].item(), found["dice"].item()], expected[:2], rtol=2e-5)
+    assert sketch.decodes[1].low_res.shape == (12, 1, 16, 16)
+
+
+def test_targets_smaller_than_the_decoders_masks_are_refused():
+    with pytest.raises(ValueError, match="targets of 15 pixels for an image size of 64.* 16"):
+        trained(PLAIN, case(raster=15))
+
+
+def test_computing_rounds_again_in_backward_changes_no_bit():
+    torch.manual_seed(0)
+    model = Sam(SMALL)
+    gradients = []
+    for again in (False, True):
+        model.zero_grad()
+        found = Interactive(model, Recipe(checkpoint_rounds=again))(*case())
+        found["loss"].backward()
+        gradients.append([found["loss"].detach(), *(parameter.grad for parameter in model.parameters())])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_losses_are_float32_and_finite_under_autocast():
+    torch.manual_seed(0)
+    model = Sam(SMALL)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = Interactive(model, Recipe())(*case())
+    found["loss"].backward()
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("masks", "images"), [(4, 2), (0, 2), (0, 0)])
+def test_all_parameters_get_gradients_of_zeros_where_nothing_counts(masks, images):
+    torch.manual_seed(0)
+    model = Sam(SMALL)
+    pictures, targets, keys = case(masks, images)
+    found = Interactive(model, Recipe())(pictures, replace(targets, weights=torch.zeros(masks)), keys)
+    found["loss"].backward()
+    assert all(value == 0 for value in found.values())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_all_parameters_are_trained_where_masks_count():
+    torch.manual_seed(0)
+    model = Sam(replace(SMALL, drop_path=0.0))
+    Interactive(model, Recipe())(*case())["loss"].backward()
+    untrained = {name for name, parameter in model.named_parameters() if not parameter.grad.any()}
+    # Of the first round's three masks, one that is the best for no mask is not trained.
+    ambiguous = [f"mask_decoder.output_hypernetworks_mlps.{kind}." for kind in (1, 2, 3)]
+    idle = [prefix for prefix in ambiguous if any(name.startswith(prefix) for name in untrained)]
+    assert len(idle) < 3
+    assert [name for name in untrained if not name.startswith(tuple(idle) or ("none",))] == []
+
+
+def test_a_model_learns_the_masks_it_is_shown():
+    torch.manual_seed(0)
+    recipe = Recipe(clicks=1, unprompted=1, checkpoint_rounds=False)
+    interactive = Interactive(Sam(replace(SMALL, drop_path=0.0)), recipe)
+    optimizer = torch.optim.AdamW(interactive.parameters(), 4e-3)
+    found = []
+    for _ in range(60):
+        sums = interactive(*case(3))
+        optimizer.zero_grad()
+        (sums["loss"] / 3).backward()
+        optimizer.step()
+        found.append((sums["loss"].item() / 3, sums["iou_last"].item() / 3))
+    assert found[0][1] < 0.3
+    assert found[-1][0] < 0.2 * found[0][0]
+    assert found[-1][1] > 0.8
