@@ -1,15 +1,20 @@
 """What a run of ingest may take: its sources, and the checks made before anything is written."""
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from sa1b.errors import UsageError
 from sa1b.names import is_source_name, source_stem
-from sa1b.shards.manifest import Options, Task
+from sa1b.shards.manifest import FORMAT, Options, Task
 from sa1b.sources.discovery import Discovered, discover
 from sa1b.sources.source import Source
+from sa1b.storage.atomic import json_bytes
+from sa1b.storage.store import Store
 
+OPTIONS = ".options.json"  # options of the first run, until a source is finished
 _OUT_FACTOR, _SPILL_FACTOR = 1.1, 0.3  # of a source's size: its shards; what waits when the order is random
 _LONGER_SIDE = 2250  # pixels of most images
 _ANNOTATIONS = 0.1  # of a source's size, at most: what --image-size leaves as it is
@@ -38,6 +43,32 @@ def check_options(root: Path, tasks: Mapping[str, Task], options: Options) -> No
                 f"{root} was made with {differs[0]}, this run says {differs[1]}; "
                 "all shards of a dataset are alike: use the same flags or another --out"
             )
+
+
+def fix_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None:
+    """Record the options of the first run in a new dataset directory, before any source is worked on.
+
+    Of several runs that start at once the first one decides. Where sources are finished, their task files
+    decide, see `check_options`.
+
+    Raises:
+        UsageError: another run has recorded other options.
+    """
+    store = Store(root)
+    data = json_bytes({"format": FORMAT, "options": asdict(options)})
+    if tasks or store.put_if_absent(OPTIONS, data):
+        return
+    path = store.path(OPTIONS)
+    try:
+        recorded = Options(**json.loads(path.read_bytes())["options"])
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{path}: damaged; remove it if no other run works in {root}") from None
+    if (differs := recorded.difference(options)) is not None:
+        raise UsageError(
+            f"{root}: a run that started before has {differs[0]}, this run says {differs[1]}; all shards of "
+            f"a dataset are alike: use the same flags or another --out, or remove {path} if no other run "
+            "works there"
+        )
 
 
 def check_names(root: Path, tasks: Mapping[str, Task], sources: list[Source]) -> None:

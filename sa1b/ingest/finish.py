@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sa1b.errors import LockedError, UsageError
+from sa1b.ingest.admission import OPTIONS
 from sa1b.shards.commit import (
     clashes,
     dataset_claim,
@@ -158,4 +159,6 @@ def drop_source(root: Path, name: str) -> Finished:
         store.remove(*(path.name for shard in own for path in shard_files(root, shard)))
         if store.exists(f"{QUARANTINE}/{name}"):
             store.remove_folder(f"{QUARANTINE}/{name}")
+        if not finished.tasks and store.names(TASKS, ENDING) == [f"{name}{ENDING}"]:
+            store.remove(OPTIONS)  # nobody works here: the next run may choose other options
     return finished

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
-from sa1b.ingest.admission import admitted, check_names, check_options, check_space
+from sa1b.ingest.admission import admitted, check_names, check_options, check_space, fix_options
 from sa1b.ingest.finish import finish, record_failure
 from sa1b.ingest.ingest import Counts, Policy
 from sa1b.ingest.staging import remove_leftovers
@@ -66,6 +66,8 @@ def reshard(
             waiting.append(source)
     if run.space_check:
         check_space(waiting, root, options, policy.spill or root, run.workers)
+    if waiting:
+        fix_options(root, tasks, options)
     try:
         _work_on(waiting, root, options, policy, md5, run, summary)
         if run.task is None and not summary.disk_full:
