@@ -27,7 +27,7 @@ from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.shards.annotation import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.shards.manifest import Options
-from sa1b.storage.claim import TIMEOUT
+from sa1b.storage.claim import LONGEST, TIMEOUT
 
 
 def main(
@@ -93,9 +93,12 @@ def main(
             from 0 to N - 1. For N processes on any number of machines that share --out. The dataset is not
             finished then: run --finish when all have ended.
         finish: Make a dataset of all finished sources. With SOURCE, those that are missing are reported.
-        claim_timeout: Seconds without a heartbeat after which a source that another process has claimed may
-            be taken over. A process that has died on this machine is noticed at once.
+        claim_timeout: Seconds without a heartbeat after which other machines may take over a source that this
+            run works on. The claims of other runs count by their own timeout. On one machine a process keeps
+            its source until it ends, and one that has died is noticed at once.
         stall_timeout: Seconds without progress after which a worker is killed and its source tried once more.
+            Progress is data read from the source or an image stored; without any for a second time, the
+            source has failed.
         no_space_check: Start although the disk seems too small.
         json_output: Print the summary as JSON, without progress.
     """
@@ -103,8 +106,11 @@ def main(
         return _without_ingest(source, out, drop, finish, task, json_output)
     if not source:
         raise UsageError("no SOURCE given; see --help")
-    if images_per_shard < 1 or workers < 1 or min(claim_timeout, stall_timeout) <= 0:
-        raise UsageError("--images-per-shard and --workers must be at least 1, timeouts above 0")
+    if images_per_shard < 1 or workers < 1:
+        raise UsageError("--images-per-shard and --workers must be at least 1")
+    for flag, seconds in (("--claim-timeout", claim_timeout), ("--stall-timeout", stall_timeout)):
+        if not 0 < seconds <= LONGEST:
+            raise UsageError(f"{flag} {seconds:g}: timeouts above 0 and up to {LONGEST:,.0f} seconds")
     if not 1 <= max_pixels <= MAX_STORED_PIXELS:
         raise UsageError(f"--max-pixels is from 1 to {MAX_STORED_PIXELS}")
     if quality is not None and (image_size is None or not 1 <= quality <= 100):

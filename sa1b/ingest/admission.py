@@ -8,10 +8,11 @@ from pathlib import Path
 
 from sa1b.errors import UsageError
 from sa1b.names import is_source_name, source_stem
-from sa1b.shards.manifest import FORMAT, Options, Task
+from sa1b.shards.manifest import FORMAT, TASKS, Options, Task
 from sa1b.sources.discovery import Discovered, discover
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import json_bytes
+from sa1b.storage.claim import ENDING
 from sa1b.storage.store import Store
 
 OPTIONS = ".options.json"  # options of the first run, until a source is finished
@@ -69,6 +70,13 @@ def fix_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None
             f"a dataset are alike: use the same flags or another --out, or remove {path} if no other run "
             "works there"
         )
+
+
+def release_options(root: Path) -> None:
+    """Forget the recorded options where no source is finished and no run works: others may be chosen."""
+    store = Store(root)
+    if not store.names(TASKS, ".json") and not store.names(TASKS, ENDING):
+        store.remove(OPTIONS)
 
 
 def check_names(root: Path, tasks: Mapping[str, Task], sources: list[Source]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sa1b.errors import LockedError, UsageError
-from sa1b.ingest.admission import OPTIONS
+from sa1b.ingest.admission import release_options
 from sa1b.shards.commit import (
     clashes,
     dataset_claim,
@@ -151,7 +151,9 @@ def drop_source(root: Path, name: str) -> Finished:
         raise UsageError(f"--drop {name}: {root} holds no such source; it holds {listed or 'none'}")
     claim = Claim.take(store, task_name(name, "claim"))
     if claim is None:
-        raise LockedError(f"--drop {name}: {holder(store, task_name(name, 'claim'))} works on it now")
+        found, path = holder(store, task_name(name, "claim")), store.path(task_name(name, "claim"))
+        terms = path if found is None else found.terms(path)
+        raise LockedError(f"--drop {name}: {found or 'another process'} works on it now ({terms})")
     with claim:
         finished = finish(root, without=name)
         store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed")))
@@ -159,6 +161,5 @@ def drop_source(root: Path, name: str) -> Finished:
         store.remove(*(path.name for shard in own for path in shard_files(root, shard)))
         if store.exists(f"{QUARANTINE}/{name}"):
             store.remove_folder(f"{QUARANTINE}/{name}")
-        if not finished.tasks and store.names(TASKS, ENDING) == [f"{name}{ENDING}"]:
-            store.remove(OPTIONS)  # nobody works here: the next run may choose other options
+    release_options(root)
     return finished

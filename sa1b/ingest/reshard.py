@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
-from sa1b.ingest.admission import admitted, check_names, check_options, check_space, fix_options
+from sa1b.ingest.admission import (
+    admitted,
+    check_names,
+    check_options,
+    check_space,
+    fix_options,
+    release_options,
+)
 from sa1b.ingest.finish import finish, record_failure
 from sa1b.ingest.ingest import Counts, Policy
 from sa1b.ingest.staging import remove_leftovers
@@ -20,7 +27,7 @@ from sa1b.ingest.worker import Outcome, Run, is_unchanged, work_on
 from sa1b.progress import bar
 from sa1b.shards.manifest import Options, Task, read_tasks, task_name
 from sa1b.sources.source import Source, digest_of_source, read_checklist
-from sa1b.storage.claim import holder
+from sa1b.storage.claim import observe
 from sa1b.storage.store import Store
 from sa1b.workers import Failure, supervise
 
@@ -76,6 +83,7 @@ def reshard(
         summary.interrupted = True
     finally:
         remove_leftovers(root, policy.spill)
+        release_options(root)
     summary.tasks = read_tasks(root)
     _check_accept(policy, summary, run.quiet)
     summary.seconds = time.monotonic() - began
@@ -134,10 +142,10 @@ def _work_on(
             summary.stored_bytes = totals.stored_bytes
             sources = [source for source in sources if source.name in held]
             for name in sorted(held.keys() - told):
-                _say(f"note: waiting for {name}, which {held[name]} works on", run.quiet)
+                _say(f"note: waiting for {name}, which {held[name]}", run.quiet)
             told |= held.keys()
             if sources:
-                _wait_for_change(root, sources, run.claim_timeout)
+                _wait_for_change(root, sources)
     summary.done.sort()
     summary.skipped.sort()
 
@@ -155,14 +163,14 @@ def _take(outcome: Outcome, name: str, held: dict[str, str], summary: ReshardSum
             _say(f"note: {outcome.note}", quiet)
 
 
-def _wait_for_change(root: Path, sources: list[Source], timeout: float) -> None:
+def _wait_for_change(root: Path, sources: list[Source]) -> None:
     """Return when a source is finished, or may be claimed."""
     store = Store(root)
     while True:
         time.sleep(_POLL_SECONDS)
         for source in sources:
-            claimed = holder(store, task_name(source.name, "claim"))
-            if claimed is None or not claimed.is_live(timeout):
+            claimed = observe(store, task_name(source.name, "claim"))
+            if claimed is None or not claimed.is_live():
                 return
 
 

@@ -32,7 +32,7 @@ class Run:
         ignore: patterns of files and folders that are left out and not listed.
         task: (I, N): only the sources I, I + N, I + 2 N, ... in the order of their names; the dataset is not
             finished then.
-        claim_timeout: seconds without a heartbeat after which another run's claim may be taken over.
+        claim_timeout: seconds without a heartbeat after which other runs may take over a claim of this one.
         stall_timeout: seconds without progress after which a worker is killed and its source tried once more.
         space_check: refuse to start when the disk is too small.
         quiet: neither progress nor notes.
@@ -74,7 +74,7 @@ def work_on(
     name = task_name(source.name, "claim")
     claim = Claim.take(store, name, timeout=run.claim_timeout)
     if claim is None:
-        return Outcome("held", Counts(), str(holder(store, name) or "another process"))
+        return Outcome("held", Counts(), _held_by(store, name))
     with claim:
         if claim.previous is not None:
             remove_staging_of(claim.previous, root, policy.spill)
@@ -85,10 +85,19 @@ def work_on(
             # over removes what was staged: then the error is of that.
             if claim.is_held():
                 raise
-            return Outcome("held", Counts(), str(holder(store, name) or "another process"))
+            return Outcome("held", Counts(), _held_by(store, name))
         except Exception as error:
             record_failure(root, source.name, type(error).__name__, str(error))
             raise
+
+
+def _held_by(store: Store, name: str) -> str:
+    """Who holds a claim, and for how long, for a note of those who wait."""
+    found = holder(store, name)
+    path = store.path(name)
+    return (
+        f"another process works on ({path})" if found is None else f"{found} works on ({found.terms(path)})"
+    )
 
 
 def _claimed(

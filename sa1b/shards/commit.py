@@ -131,8 +131,11 @@ def dataset_claim(root: Path) -> Iterator[None]:
         time.sleep(_POLL)
         if not told and time.monotonic() - began > _QUIET:
             told = True
-            other = holder(store, _DATASET_CLAIM) or "another process"
-            _LOG.warning("waiting for %s, which writes %s", other, root / DATASET)
+            found = holder(store, _DATASET_CLAIM)
+            path = store.path(_DATASET_CLAIM)
+            terms = path if found is None else found.terms(path)
+            other = found or "another process"
+            _LOG.warning("waiting for %s, which writes %s (%s)", other, root / DATASET, terms)
     with claim:
         yield
 

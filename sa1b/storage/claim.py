@@ -5,8 +5,9 @@
         ...                        the heartbeat runs in a thread
         claim.check()              before the work is committed
 
-A claim is a file that is created exclusively. Its modification time is the heartbeat. One whose heartbeat is
-older than the timeout may be taken over, and so may one of a process of this machine that has ended.
+A claim is a file that is created exclusively. Its modification time is the heartbeat. It says itself how
+many seconds after the last heartbeat it may be taken over. The claim of a process of this machine counts
+until that process ends.
 
 Claims save work; they do not protect data. Two processes that both believe they hold one (a machine that was
 suspended, a clock that jumped) write the same bytes under the same names, and both ways of ending are right.
@@ -19,18 +20,20 @@ import os
 import secrets
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from sa1b.errors import LockedError
 from sa1b.storage.atomic import json_bytes
-from sa1b.storage.processes import is_of_dead_process, this_process
+from sa1b.storage.processes import is_of_dead_process, start_of, this_machine, this_process
 from sa1b.storage.store import Store, temporary_path
 
 ENDING = ".claim"
 TIMEOUT = 120.0  # seconds without a heartbeat
 _BEATS = 6  # heartbeats in a timeout
+_CLOCKS = 1.0  # seconds that two looks at the clock of a file server may differ
+LONGEST = 1e6  # seconds: more than any timeout that somebody means
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class Holder:
         host, pid: of the process.
         process: its name, see sa1b.storage.processes.
         token: of this one claim.
-        age: seconds since the heartbeat, by the file system's clock.
+        age: seconds since the heartbeat, by the file system's clock; below 0: it is dated in the future.
+        timeout: seconds without a heartbeat after which the claim may be taken over.
+        started: when the process started, see sa1b.storage.processes; None: not known.
     """
 
     host: str
@@ -49,15 +54,34 @@ class Holder:
     process: str
     token: str
     age: float
+    timeout: float = TIMEOUT
+    started: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.pid}"
+        return f"{self.host}:{self.pid}" if self.token else "an unknown process"
 
-    def is_live(self, timeout: float) -> bool:
-        """Whether the claim still counts."""
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a running process of this machine."""
+        if self.started is None or not self.process.startswith(f"{this_machine()}-"):
+            return False
+        return start_of(self.pid) == self.started and not is_of_dead_process(self.process)
+
+    def is_live(self, timeout: float = 0.0) -> bool:
+        """Whether the claim still counts; `timeout`: at least so many seconds without a heartbeat."""
         if is_of_dead_process(self.process):
             return False
-        return self.age <= timeout
+        return self.age <= max(timeout, self.timeout) or self.is_here
+
+    def terms(self, path: Path) -> str:
+        """How long the claim in a file holds others back, and the way out."""
+        if self.is_here:
+            return f"{path}: held until process {self.pid} of this machine ends"
+        left = max(0.0, self.timeout - max(0.0, self.age))
+        return (
+            f"{path}: taken over {self.timeout:g} s after its last heartbeat, in at most {left:,.0f} s if "
+            "none comes; remove that file if no process works there"
+        )
 
 
 class Claim:
@@ -80,15 +104,16 @@ class Claim:
 
         Args:
             name: of its file, ends with ".claim".
-            timeout: seconds without a heartbeat after which a claim may be taken over.
+            timeout: seconds without a heartbeat after which others may take this claim over. Of a claim that
+                is there, its own timeout counts.
         """
         token = secrets.token_hex(8)
         holding = {"host": socket.gethostname(), "pid": os.getpid(), "process": this_process()}
-        data = json_bytes({**holding, "token": token})
+        data = json_bytes({**holding, "started": start_of(os.getpid()), "timeout": timeout, "token": token})
         previous = None
         if not store.put_if_absent(name, data):
-            previous = holder(store, name)
-            if previous is not None and previous.is_live(timeout):
+            previous = observe(store, name)
+            if previous is not None and previous.is_live():
                 return None
             if previous is not None and not _remove(store, name, previous.token):
                 return None
@@ -143,27 +168,51 @@ def holder(store: Store, name: str) -> Holder | None:
         document = json.loads(store.read(name))
         host, pid, process = str(document["host"]), int(document["pid"]), str(document["process"])
         token = str(document["token"])
+        timeout, started = _timeout(document.get("timeout")), document.get("started")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         # Cut by a crash of the machine: nobody's, as old as it is.
-        host, pid, process, token = "unknown", 0, "", ""
-    return Holder(host, pid, process, token, max(0.0, store.now(str(Path(name).parent)) - beat))
+        host, pid, process, token, timeout, started = "unknown", 0, "", "", TIMEOUT, None
+    age = store.now(str(Path(name).parent)) - beat
+    return Holder(host, pid, process, token, age, timeout, started)
 
 
-def live_holders(store: Store, folder: str, timeout: float = TIMEOUT) -> dict[str, Holder]:
+def observe(store: Store, name: str) -> Holder | None:
+    """Like `holder`, for a process that waits: a heartbeat dated in the future counts as one of now.
+
+    The file is dated now; from then on it ages, unless its process is alive and gives another heartbeat.
+    """
+    found = holder(store, name)
+    if found is None or found.age >= -_CLOCKS:
+        return found
+    with contextlib.suppress(OSError):
+        os.utime(store.path(name))
+    return replace(found, age=0.0)
+
+
+def _timeout(value: object) -> float:
+    if isinstance(value, int | float) and 0 < value <= LONGEST:
+        return float(value)
+    return TIMEOUT
+
+
+def live_holders(store: Store, folder: str) -> dict[str, Holder]:
     """Live claims right in a folder: name without the ending -> holder."""
     found = {}
     for name in store.names(folder, ENDING):
         one = holder(store, f"{folder}/{name}")
-        if one is not None and one.is_live(timeout):
+        if one is not None and one.is_live():
             found[name.removesuffix(ENDING)] = one
     return found
 
 
 def remove_dead(store: Store, name: str, *, timeout: float = math.inf) -> None:
-    """Remove a claim of a process of this machine that has ended, or without a heartbeat for `timeout`."""
-    found = holder(store, name)
+    """Remove a claim of an ended process of this machine, or one without a heartbeat for `timeout` seconds.
+
+    The claim's own timeout counts if it is longer.
+    """
+    found = observe(store, name)
     if found is not None and not found.is_live(timeout):
         _remove(store, name, found.token)
 

@@ -20,6 +20,17 @@ def this_machine() -> str:
     return hashlib.sha256(boot + str(namespace).encode()).hexdigest()[:12]
 
 
+def start_of(pid: int) -> int | None:
+    """When a process of this machine started, in ticks since the machine did; None: it has ended.
+
+    Tells a process from a later one of the same number.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def is_of_dead_process(process: str) -> bool:
     """Whether `process`, as `this_process` named it, ran on this machine and has ended."""
     machine, _, pid = process.partition("-")

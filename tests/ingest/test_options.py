@@ -39,12 +39,16 @@ def test_a_run_with_other_options_beside_the_first_one_is_refused_by_flag(
         with pytest.raises(UsageError) as error:
             run(tar, root, Options(keep_json=True))
         said.append(str(error.value))
-        raise KeyboardInterrupt
+        raise SystemExit  # killed
 
     monkeypatch.setattr("sa1b.ingest.reshard._work_on", meanwhile)
-    assert run(tar, root, Options()) == 130
+    (root / "tasks").mkdir(parents=True)
+    (root / "tasks" / "sa_000009.claim").touch()  # of a third run
+    with pytest.raises(SystemExit):
+        run(tar, root, Options())
     assert "has no --keep-json, this run says --keep-json" in said[0]
     assert f"remove {root / OPTIONS}" in said[0]
+    (root / "tasks" / "sa_000009.claim").unlink()
     assert run(tar, root, Options()) == 0
     assert {task.options for task in read_tasks(root).values()} == {Options()}
 
@@ -65,6 +69,14 @@ def test_after_the_last_source_was_dropped_other_options_may_be_chosen(tar: Path
     assert run(tar, root, Options()) == 0
     assert (root / OPTIONS).exists()
     drop_source(root, "sa_000001")
+    assert run(tar, root, Options(keep_json=True)) == 0
+
+
+def test_after_a_run_that_finished_nothing_other_options_may_be_chosen(tar: Path, tmp_path: Path) -> None:
+    bad, root = tmp_path / "bad" / "x.tar", tmp_path / "root"
+    bad.parent.mkdir()
+    bad.write_bytes(b"no tar" * 100)
+    assert run(bad.parent, root, Options()) == 1
     assert run(tar, root, Options(keep_json=True)) == 0
 
 

@@ -150,6 +150,8 @@ def test_an_old_claim_of_another_machine_is_taken_over_and_a_live_one_is_waited_
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "waiting for sa_000001, which node7:4711 works on" in errors
+    assert f"{claims[1]}: taken over 120 s after its last heartbeat, in at most" in errors
+    assert "remove that file if no process works there" in errors
     assert "Complete" in out
     assert files(root) == alone
 
@@ -162,7 +164,10 @@ def test_an_old_claim_of_another_machine_is_taken_over_and_a_live_one_is_waited_
         (["--task", "a/b"], "expected I/N"),
         (["--drop", "sa_000001"], "--drop and --finish each stand alone"),
         (["--rename", "nonsense"], "expected PATH=NAME"),
-        (["--claim-timeout", "0"], "timeouts above 0"),
+        (["--claim-timeout", "0"], "--claim-timeout 0: timeouts above 0"),
+        (["--claim-timeout", "nan"], "--claim-timeout nan: timeouts above 0"),
+        (["--stall-timeout", "nan"], "--stall-timeout nan: timeouts above 0"),
+        (["--stall-timeout", "inf"], "--stall-timeout inf: timeouts above 0"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(tars: Path, tmp_path: Path, flags: list[str], said: str) -> None:

@@ -37,9 +37,9 @@ def dead_process() -> str:
     ).stdout.strip()
 
 
-def foreign(store: Store, *, age: float, process: str = "another-1") -> None:
+def foreign(store: Store, *, age: float, process: str = "another-1", **more: object) -> None:
     """A claim as a process elsewhere leaves it, `age` seconds after its last heartbeat."""
-    document = {"host": "node7", "pid": 4711, "process": process, "token": "theirs"}
+    document = {"host": "node7", "pid": 4711, "process": process, "token": "theirs", **more}
     store.put(NAME, json.dumps(document).encode())
     then = time.time() - age
     os.utime(store.path(NAME), (then, then))
@@ -91,13 +91,73 @@ def test_the_heartbeat_keeps_a_claim(store: Store) -> None:
 
 def test_another_machines_claim_is_kept_until_its_heartbeat_is_too_old(store: Store) -> None:
     foreign(store, age=60)
-    assert Claim.take(store, NAME, timeout=120) is None
+    assert Claim.take(store, NAME) is None
     foreign(store, age=121)
-    claim = Claim.take(store, NAME, timeout=120)
+    claim = Claim.take(store, NAME)
     assert claim is not None
     assert claim.previous is not None
     assert claim.previous.host == "node7"
     claim.release()
+
+
+@pytest.mark.parametrize(("timeout", "age"), [(600, 500), (120, 60)])
+def test_the_timeout_of_the_holder_decides(store: Store, timeout: float, age: float) -> None:
+    foreign(store, age=age, timeout=timeout)
+    assert Claim.take(store, NAME, timeout=1) is None
+    assert list(live_holders(store, "tasks")) == ["sa_000020"]
+    remove_dead(store, NAME, timeout=1)
+    assert holder(store, NAME) is not None
+    foreign(store, age=timeout + 1, timeout=timeout)
+    claim = Claim.take(store, NAME, timeout=10_000)
+    assert claim is not None
+    claim.release()
+
+
+def test_a_process_that_is_alive_on_this_machine_never_loses_its_claim(store: Store) -> None:
+    claim = Claim.take(store, NAME, timeout=0.01)
+    assert claim is not None  # without a heartbeat: its thread has not started
+    os.utime(store.path(NAME), (1, 1))
+    assert Claim.take(store, NAME, timeout=0.01) is None
+    found = holder(store, NAME)
+    assert found is not None
+    assert f"held until process {os.getpid()}" in found.terms(store.path(NAME))
+    claim.release()
+
+
+def test_a_later_process_of_the_same_number_does_not_keep_a_claim(store: Store) -> None:
+    foreign(store, age=1000, process=this_process(), pid=os.getpid(), started=1)
+    claim = Claim.take(store, NAME)
+    assert claim is not None
+    claim.release()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"pid": Infinity, "host": "a"}', None])
+def test_a_claim_that_is_dated_in_the_future_ages_from_when_it_is_seen(
+    store: Store, content: bytes | None
+) -> None:
+    foreign(store, age=-1e9, timeout=0.5)
+    if content is not None:
+        store.path(NAME).write_bytes(content)
+    os.utime(store.path(NAME), (time.time() + 1e9,) * 2)
+    assert Claim.take(store, NAME) is None
+    found = holder(store, NAME)
+    assert found is not None
+    assert 0 <= found.age < 3600  # not in the future any more
+    assert "remove that file if no process works there" in found.terms(store.path(NAME))
+    os.utime(store.path(NAME), (time.time() - 121,) * 2)
+    claim = Claim.take(store, NAME)
+    assert claim is not None
+    claim.release()
+
+
+@pytest.mark.parametrize("timeout", ["NaN", "Infinity", "-1", '"soon"', "1e300"])
+def test_a_timeout_that_says_nothing_is_the_usual_one(store: Store, timeout: str) -> None:
+    store.path(NAME).write_text(
+        f'{{"host": "a", "pid": 1, "process": "x-1", "token": "t", "timeout": {timeout}}}'
+    )
+    found = holder(store, NAME)
+    assert found is not None
+    assert found.timeout == 120
 
 
 def test_a_dead_process_of_this_machine_loses_its_claim_at_once(store: Store) -> None:

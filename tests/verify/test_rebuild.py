@@ -233,8 +233,9 @@ def test_a_dataset_that_is_written_to_is_refused(plain):
 
 
 def test_a_claim_without_a_heartbeat_is_no_hindrance(plain):
-    Claim.take(Store(plain), "tasks/sa_000002.claim")
-    os.utime(plain / "tasks" / "sa_000002.claim", (0, 0))
+    claim = plain / "tasks" / "sa_000002.claim"
+    claim.write_text('{"host": "node7", "pid": 4711, "process": "another-1", "token": "theirs"}')
+    os.utime(claim, (0, 0))
     assert rebuild_tables(plain).complete
 
 
