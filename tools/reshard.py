@@ -5,7 +5,7 @@ Example: python tools/reshard.py sa_000020.tar sa_000021.tar --out shards --work
          python tools/reshard.py --out shards --finish
 
 Run the same command again after any interruption: finished sources are recognised and only what is missing
-is done. Exit code 0: everything is in; 3: finished, but something was refused or is
+is done. Exit code 0: every source named is in; 3: finished, but something was refused or is
 damaged, or was found beside the sources and not taken; 1: a source is missing; 2: nothing was done; 130:
 interrupted.
 """
@@ -155,7 +155,7 @@ def _without_ingest(
     if finish:
         finished = finish_dataset(out, [one.name for one in admitted(source, {}).sources])
     document = {"sources": len(finished.tasks), "failed": finished.failed, "pending": finished.pending}
-    code = 1 if finished.is_partial else 0
+    code = 1 if finished.is_partial or (finish and not finished.tasks) else 0
     if as_json:
         print(json.dumps({"exit_code": code, "complete": code == 0, **document}, indent=1))
     else:

@@ -5,12 +5,14 @@ rows, never a shard or an index. One process that does everything runs it at its
 it is asked for. 11 million rows take one pass over 400 MB.
 """
 
+import contextlib
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sa1b.errors import LockedError, UsageError
+from sa1b.errors import LockedError, ManifestError, UsageError
 from sa1b.ingest.admission import release_options
 from sa1b.shards.commit import (
     clashes,
@@ -27,6 +29,7 @@ from sa1b.shards.manifest import (
     TASKS,
     Task,
     is_current,
+    read_dataset,
     read_tasks,
     task_name,
 )
@@ -58,17 +61,27 @@ class Finished:
         """One sentence for a person."""
         if not self.tasks:
             return f"No source is finished: there is no {root / DATASET}."
-        if not self.is_partial:
+        damaged = [name for name, task in self.tasks.items() if task.damage]
+        if not self.is_partial and not damaged:
             return f"Complete: {root / DATASET}"
-        parts = []
-        for what, names in (("failed", sorted(self.failed)), ("pending", self.pending)):
-            if names:
-                shown = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
-                parts.append(f"{len(names):,} {what} ({shown})")
+        if not self.is_partial:
+            return (
+                f"Complete but for the damaged parts of {_shown(damaged)}: {root / DATASET}. Get them again "
+                "and run reshard with --replace."
+            )
+        parts = [
+            f"{len(names):,} {what} ({_shown(names)})"
+            for what, names in (("failed", sorted(self.failed)), ("pending", self.pending))
+            if names
+        ]
         return (
             f"Partial: {root / DATASET} holds {len(self.tasks):,} sources and can be read; "
             f"{', '.join(parts)}. To try again, run the same command; to forget a source, --drop NAME."
         )
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
 
 def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = None) -> Finished:
@@ -88,8 +101,9 @@ def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = No
     with dataset_claim(root):
         tasks = {name: task for name, task in read_tasks(root).items() if name != without}
         failed = {name: why for name, why in read_failed(store).items() if name not in {*tasks, without}}
-        claimed = {name.removesuffix(ENDING) for name in store.names(TASKS, ENDING)}
-        pending = sorted({*expected, *claimed} - tasks.keys() - failed.keys() - {without})
+        lists = store.names(TASKS, ".expected")
+        known = {*expected, *_claimed(store), *_listed(store, lists), *_known_before(root)}
+        pending = sorted(known - tasks.keys() - failed.keys() - {without})
         if not is_current(root, tasks, failed, pending) and (tasks or without is not None):
             unlike = _other_options(tasks)
             found = {name: task_rows(root, task) for name, task in tasks.items() if name not in unlike}
@@ -100,7 +114,35 @@ def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = No
             if not is_current(root, tasks, failed, pending):
                 write_dataset(root, tasks, failed, pending)
         remove_old_tables(root)
+        if tasks:  # dataset.json has what was pending
+            store.remove(*(f"{TASKS}/{name}" for name in lists))
     return Finished(tasks, failed, pending)
+
+
+def record_expected(root: Path, names: Iterable[str]) -> None:
+    """Note which sources a run with a part of them belongs to, for the finish that follows all parts."""
+    data = json_bytes({"sources": sorted(names)})
+    Store(root).put_if_absent(f"{TASKS}/{hashlib.sha256(data).hexdigest()[:16]}.expected", data)
+
+
+def _listed(store: Store, lists: list[str]) -> set[str]:
+    found: set[str] = set()
+    for name in lists:
+        with contextlib.suppress(ValueError, KeyError, TypeError, FileNotFoundError):
+            found.update(map(str, json.loads(store.read(f"{TASKS}/{name}"))["sources"]))
+    return found
+
+
+def _claimed(store: Store) -> set[str]:
+    return {name.removesuffix(ENDING) for name in store.names(TASKS, ENDING)}
+
+
+def _known_before(root: Path) -> set[str]:
+    """Sources that dataset.json names, as finished or as pending: none of them is forgotten silently."""
+    with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
+        document = read_dataset(root)
+        return {str(name) for name in (*document["sources"], *document.get("pending", []))}
+    return set()
 
 
 def _other_options(tasks: Mapping[str, Task]) -> dict[str, str]:
@@ -146,7 +188,8 @@ def drop_source(root: Path, name: str) -> Finished:
     """
     store = Store(root)
     tasks = read_tasks(root)
-    if name not in tasks and not store.exists(task_name(name, "failed")):
+    known = {*tasks, *read_failed(store), *_claimed(store), *_known_before(root)}
+    if name not in known and not stored_shards(store, name) and not store.exists(f"{QUARANTINE}/{name}"):
         listed = ", ".join([*tasks][:10]) + (" …" if len(tasks) > 10 else "")
         raise UsageError(f"--drop {name}: {root} holds no such source; it holds {listed or 'none'}")
     claim = Claim.take(store, task_name(name, "claim"))
@@ -162,4 +205,6 @@ def drop_source(root: Path, name: str) -> Finished:
         if store.exists(f"{QUARANTINE}/{name}"):
             store.remove_folder(f"{QUARANTINE}/{name}")
     release_options(root)
+    with contextlib.suppress(OSError):
+        store.path(TASKS).rmdir()  # the last source is gone
     return finished

@@ -19,7 +19,7 @@ from sa1b.ingest.admission import (
     fix_options,
     release_options,
 )
-from sa1b.ingest.finish import finish, record_failure
+from sa1b.ingest.finish import finish, record_expected, record_failure
 from sa1b.ingest.ingest import Counts, Policy
 from sa1b.ingest.staging import remove_leftovers
 from sa1b.ingest.summary import ReshardSummary
@@ -49,6 +49,7 @@ def reshard(
     own = [path for path in (root, run.checklist, policy.spill) if path is not None]
     discovered = admitted(paths, run.rename or {}, own, run.ignore)
     sources = discovered.sources
+    named = [source.name for source in sources]
     if run.task is not None:
         sources = sources[run.task[0] :: run.task[1]]
     md5 = _expected_md5(sources, run)
@@ -59,6 +60,8 @@ def reshard(
     check_names(root, tasks, sources)
     names = [source.name for source in sources]
     summary = ReshardSummary(names, run.task, discovered.not_taken)
+    if run.task is not None:
+        record_expected(root, named)
     waiting = []
     for source in sources:
         task, expected = tasks.get(source.name), md5.get(source.name)

@@ -48,7 +48,8 @@ class ReshardSummary:
     @property
     def complete(self) -> bool:
         """Whether dataset.json is there and covers every source that is known."""
-        return self.finished is not None and bool(self.finished.tasks) and not self.finished.is_partial
+        finished = self.finished
+        return not self.failed and finished is not None and bool(finished.tasks) and not finished.is_partial
 
     def end(self, finished: Finished) -> None:
         """Take over what finishing the dataset found out."""
@@ -87,7 +88,8 @@ class ReshardSummary:
         """0: all in. 3: something refused, damaged or not taken. 1: a source is missing. 130: interrupted."""
         if self.interrupted:
             return 130
-        if self.failed:
+        missing = self.finished is not None and {*self.sources} - self.finished.tasks.keys()
+        if self.failed or missing:
             return 1
         totals = self.totals()
         return 3 if totals["refused"] or totals["damaged_sources"] or self.not_taken else 0
@@ -173,13 +175,6 @@ class ReshardSummary:
                 f"Task {self.task[0]} of {self.task[1]} is done. When all tasks have ended, write "
                 f"{root / DATASET} with: python tools/reshard.py --out {root} --finish"
             )
-        if self.complete:
-            damaged = self.totals()["damaged_sources"]
-            if damaged:
-                return (
-                    f"Complete but for the damaged parts of {', '.join(damaged)}: {root / DATASET}. "
-                    "Get them again and run the same command with --replace."
-                )
         if self.finished is None:
             return f"{root / DATASET} is as it was before this run."
         return self.finished.line(root)

@@ -145,6 +145,7 @@ def write_dataset(
     tasks: Mapping[str, Task],
     failed: Mapping[str, str] | None = None,
     pending: Sequence[str] = (),
+    like: Task | None = None,
 ) -> None:
     """Write the sample table and dataset.json over finished sources. Memory: 24 bytes an image.
 
@@ -152,12 +153,12 @@ def write_dataset(
 
     Args:
         tasks: the sources, made with the same options, without an image in common.
-        failed, pending: recorded in dataset.json, see `dataset_document`.
+        failed, pending, like: see `dataset_document`. Without any source, dataset.json is removed.
 
     Raises:
         SourceError: an image stands in two sources.
     """
-    if not tasks:
+    if not tasks and like is None:
         _remove_dataset(root)
         return
     found = {name: task_rows(root, task) for name, task in sorted(tasks.items())}
@@ -179,7 +180,7 @@ def write_dataset(
             flush(root)
     finally:
         temporary.unlink(missing_ok=True)
-    store.put(DATASET, dataset_document(tasks, facts.name, facts, failed, pending))
+    store.put(DATASET, dataset_document(tasks, facts.name, facts, failed, pending, like))
     _remove_tables(root, keep=facts.name)
 
 
@@ -238,7 +239,7 @@ def _withdraw(task: Task, root: Path) -> None:
         with dataset_claim(root):
             left = {name: other for name, other in read_tasks(root).items() if name != task.name}
             failed, pending = failed_and_pending(root, left, without=task.name)
-            write_dataset(root, left, failed, sorted({*pending, task.name}))
+            write_dataset(root, left, failed, sorted({*pending, task.name}), like=task)
 
 
 def failed_and_pending(

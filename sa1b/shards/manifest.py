@@ -201,16 +201,17 @@ def _check_numbers(task: Task) -> None:
 def is_current(root: Path, tasks: dict[str, Task], failed: Mapping[str, str], pending: Sequence[str]) -> bool:
     """Whether dataset.json and its table are there and say just this."""
     try:
-        document = read_dataset(root)
-        samples = root / document["samples"]["name"]
+        written = (root / DATASET).read_bytes()
+        samples = dict(json.loads(written)["samples"])
+        name = str(samples.pop("name"))
+        facts = TableFacts(**samples)
         return bool(
-            document["sources"] == {name: task_digest(task) for name, task in tasks.items()}
-            and document.get("failed", {}) == failed
-            and document.get("pending", []) == list(pending)
-            and samples.stat().st_size == document["samples"]["bytes"]
-            and open_table(samples).digest == document["samples"]["columns_sha256"]
+            tasks
+            and written == dataset_document(tasks, name, facts, failed, pending)
+            and (root / name).stat().st_size == facts.bytes
+            and open_table(root / name).digest == facts.columns_sha256
         )
-    except (ManifestError, TableError, OSError, KeyError, TypeError):
+    except (TableError, OSError, KeyError, TypeError, ValueError):
         return False
 
 
@@ -259,24 +260,26 @@ def dataset_document(
     facts: TableFacts,
     failed: Mapping[str, str] | None = None,
     pending: Sequence[str] = (),
+    like: Task | None = None,
 ) -> bytes:
     """The bytes of dataset.json.
 
     Args:
-        tasks: finished sources, at least one.
+        tasks: finished sources.
         table_name, facts: of the sample table.
         failed: source -> why it is not in the dataset.
         pending: sources that are neither finished nor failed.
+        like: where no source is finished: a source that will be, for options and versions.
     """
     shards = all_shards(tasks.values())
-    options = next(iter(tasks.values())).options
-    names = sorted(tasks[next(iter(tasks))].largest)
+    first = next(iter(tasks.values()), like)
+    assert first is not None
     counts = [task.counts for task in tasks.values()]
     return json_bytes(
         {
             "format": FORMAT,
-            "versions": next(iter(tasks.values())).versions,
-            "options": asdict(options),
+            "versions": first.versions,
+            "options": asdict(first.options),
             "sources": {name: task_digest(task) for name, task in sorted(tasks.items())},
             "totals": {
                 "images": sum(shard.images for shard in shards),
@@ -286,7 +289,10 @@ def dataset_document(
                 "refused": sum(sum(count["refused"].values()) for count in counts),
                 "doubtful": sum(sum(task.warnings.values()) for task in tasks.values()),
             },
-            "largest": {name: max(task.largest[name] for task in tasks.values()) for name in names},
+            "largest": {
+                name: max((task.largest[name] for task in tasks.values()), default=0)
+                for name in sorted(first.largest)
+            },
             **({"failed": dict(sorted(failed.items()))} if failed else {}),
             **({"pending": sorted(pending)} if pending else {}),
             "samples": {"name": table_name, **asdict(facts)},

@@ -93,6 +93,11 @@ class TableFacts:
         return f"samples-{self.columns_sha256[:16]}.bin"
 
 
+_EMPTY = SampleTable(
+    **{name: np.empty(0, dtype) for name, dtype in COLUMNS.items()}, ids_digest="", digest=""
+)
+
+
 def encode(columns: dict[str, npt.NDArray[Any]]) -> bytes:
     """The file's bytes, from columns in any order of rows.
 
@@ -119,6 +124,8 @@ def write_table(path: Path, parts: Sequence[SampleTable], first_shards: Sequence
     Raises:
         ValueError: an image id stands twice; the message names it.
     """
+    parts = [*parts, _EMPTY]
+    first_shards = [*first_shards, 0]
     ids = np.concatenate([part.image_id for part in parts])
     order = np.argsort(ids, kind="stable")
     ids = ids[order]

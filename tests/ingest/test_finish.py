@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +97,9 @@ def test_sources_that_are_expected_or_claimed_are_pending(root: Path) -> None:
         finished = finish(root, ["sa_000000", "sa_000005"])
     assert finished.pending == ["sa_000005", "sa_000007"]
     assert sa1b.open(root).pending == ["sa_000005", "sa_000007"]
-    assert not finish(root).is_partial
+    for name in finished.pending:
+        assert finish(root).is_partial
+        drop_source(root, name)
     assert "pending" not in read_dataset(root)
 
 
@@ -323,3 +327,111 @@ def test_a_joined_table_is_the_one_that_all_rows_give_at_once(root: Path) -> Non
             assert dataset.shards[int(joined.shard[at])] == task.shards[int(rows.shard[row])].name
             for column in ("offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"):
                 assert getattr(joined, column)[at] == getattr(rows, column)[row]
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_a_source_whose_task_file_is_gone_is_pending_and_not_forgotten(
+    root: Path, tars: Path, added: bool
+) -> None:
+    (root / "tasks" / "sa_000001.json").unlink()
+    if added:
+        reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    else:
+        assert finish(root).is_partial
+    assert sa1b.open(root).pending == ["sa_000001"]
+    reshard([tars / "sa_000001.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    assert sa1b.open(root).lacks() == ""
+
+
+def test_what_is_pending_stays_so_until_it_is_done_or_dropped(root: Path, tars: Path) -> None:
+    finish(root, ["sa_000002", "sa_000005"])
+    summary = reshard([tars / "sa_000000.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    assert (summary.exit_code(), summary.complete) == (0, False)  # all that was named is in
+    assert finish(root).pending == ["sa_000002", "sa_000005"]
+    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    assert finish(root).pending == ["sa_000005"]
+    assert not drop_source(root, "sa_000005").is_partial
+
+
+def test_a_finish_after_some_tasks_of_an_array_knows_the_sources_of_the_others(
+    tars: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    paths = [tars / f"sa_00000{number}.tar" for number in range(3)]
+    reshard(paths, root, OPTIONS, Policy(), Run(quiet=True, task=(0, 3)))
+    for _ in range(2):
+        assert finish(root).pending == ["sa_000001", "sa_000002"]
+    for number in (1, 2):
+        reshard(paths, root, OPTIONS, Policy(), Run(quiet=True, task=(number, 3)))
+    assert not finish(root).is_partial
+    assert not list(root.glob("tasks/*.expected"))
+
+
+def test_a_dataset_of_one_source_can_be_opened_while_that_is_replaced(
+    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, other = tmp_path / "root", tmp_path / "b" / "sa_000001.tar"
+    reshard([tars / "sa_000001.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    tiny.make_tar(other, range(500, 509))
+    seen = []
+    for name in ("put", "commit", "remove"):
+        original = getattr(Store, name)
+
+        def changed(self: Store, *arguments: object, original: Callable[..., object] = original) -> None:
+            original(self, *arguments)
+            dataset = sa1b.open(root)
+            seen.append((len([sample.image_id for sample in dataset]), dataset.pending))
+
+        monkeypatch.setattr(Store, name, changed)
+    tiny.ingest_tar(other, root, images_per_shard=4)
+    finish(root)
+    assert (0, ["sa_000001"]) in seen
+    assert seen[-1] == (9, [])
+    assert verify(root, workers=0, quiet=True).findings == []
+
+
+def test_a_drop_that_was_killed_can_be_run_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class KilledError(Exception):
+        pass
+
+    removed = Store.remove
+
+    def killed(self: Store, *names: str) -> None:
+        removed(self, *names)
+        if "tasks/sa_000001.json" in names:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "remove", killed)
+        with pytest.raises(KilledError):
+            drop_source(root, "sa_000001")
+    assert list(root.glob("sa1b-000001-*"))
+    assert len(sa1b.open(root)) == 6
+    assert not drop_source(root, "sa_000001").is_partial
+    assert [name for name in files(root) if "000001" in name] == []
+
+
+def test_a_changed_manifest_is_written_again(root: Path) -> None:
+    path = root / "dataset.json"
+    right = path.read_bytes()
+    path.write_bytes(right.replace(b'"name": "sa1b-000000-0000.tar"', b'"name": "sa1b-q00000-0000.tar"'))
+    assert path.read_bytes() != right
+    finish(root)
+    assert path.read_bytes() == right
+
+
+def test_damaged_parts_of_a_source_are_named_by_every_finish(root: Path, tars: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "sa_000002.tar"
+    data = (tars / "sa_000002.tar").read_bytes()
+    cut.write_bytes(data[: len(data) * 2 // 3])
+    summary = reshard([cut], root, OPTIONS, Policy(), Run(quiet=True))
+    assert summary.exit_code() == 3
+    assert "Complete but for the damaged parts of sa_000002" in finish(root).line(root)
+
+
+def test_nothing_to_finish_is_no_success(tmp_path: Path) -> None:
+    assert finish(tmp_path).tasks == {}
+    line = [sys.executable, "tools/reshard.py", "--out", str(tmp_path), "--finish", "--json"]
+    done = subprocess.run(line, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["complete"] is False
