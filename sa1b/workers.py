@@ -20,6 +20,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
@@ -132,6 +133,8 @@ class _Pool:
         work = pickle.dumps((self.function, self.tasks[task]))
         process = _CONTEXT.Process(target=_work, args=(theirs, work), daemon=True)
         # Ctrl-C reaches the whole process group; a new process must not receive it while it still imports.
+        # The first start of multiprocessing's resource tracker unblocks the signal again: it comes before.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()

@@ -228,3 +228,21 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def interrupts_blocked(report: Report) -> bool:
+    """Whether Ctrl-C was held back from the start of this process on."""
+    status = Path("/proc/self/status").read_text()
+    (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:")]
+    return bool(int(mask, 16) & 1 << signal.SIGINT - 1)
+
+
+def test_the_first_worker_starts_with_ctrl_c_blocked_too() -> None:
+    """The first start of a process in an interpreter also starts multiprocessing's resource tracker."""
+    program = (
+        "from sa1b.workers import supervise; from tests.test_workers import interrupts_blocked\n"
+        "print([event.value for event in supervise(interrupts_blocked, [()], workers=1)])"
+    )
+    line = [sys.executable, "-c", program]
+    run = subprocess.run(line, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[True]"

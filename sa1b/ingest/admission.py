@@ -1,6 +1,7 @@
 """What a run of ingest may take: its sources, and the checks made before anything is written."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from sa1b.storage.store import Store
 
 OPTIONS = ".options.json"  # options of the first run, until a source is finished
 _OUT_FACTOR, _SPILL_FACTOR = 1.1, 0.3  # of a source's size: its shards; what waits when the order is random
+_NAME_LENGTH = 150  # files are named after the source, and a file name has at most 255 bytes
 _LONGER_SIDE = 2250  # pixels of most images
 _ANNOTATIONS = 0.1  # of a source's size, at most: what --image-size leaves as it is
 
@@ -34,6 +36,8 @@ def admitted(
                 f"--rename {path}={name}: the name goes into the shards' names; use letters, digits, '_', "
                 "'-' and '.'"
             )
+        if len(name) > _NAME_LENGTH:
+            raise UsageError(f"--rename {path}={name}: a name has at most {_NAME_LENGTH} characters")
     return discover([*rename, *paths], ignore, skip=skip, rename=rename)
 
 
@@ -86,7 +90,8 @@ def check_names(root: Path, tasks: Mapping[str, Task], sources: list[Source]) ->
         if other != source.name:
             raise UsageError(
                 f"{source.path}: {root} holds a source named {other!r} already, and the shards of both would "
-                f"have the same names; add --rename {source.path}=NEW_NAME, or use another --out"
+                f"have the same names; add --rename {shlex.quote(f'{source.path}=NEW_NAME')}, or use another "
+                "--out"
             )
 
 

@@ -1,5 +1,6 @@
 """What a worker process does with a source: claim it, see whether it is finished, ingest it."""
 
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -150,7 +151,7 @@ def _refused(source: Source, previous: Task, root: Path) -> SourceError:
         f"{source.path}: {root} holds a source named {source.name!r} with other content "
         f"({previous.source['size']:,} bytes, sha256 {str(previous.source['sha256'])[:12]}…; this one has "
         f"{source.size:,} bytes). To take this one in its place, add --replace; to keep both, add "
-        f"--rename {source.path}=NEW_NAME"
+        f"--rename {shlex.quote(f'{source.path}=NEW_NAME')}"
     )
 
 

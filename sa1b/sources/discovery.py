@@ -10,6 +10,7 @@ A path is a tar, a folder of pairs, or a folder with any of these at any depth. 
 """
 
 import os
+import shlex
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from sa1b.errors import SourceError
 from sa1b.names import is_source_name, parse_shard_name, source_stem
 from sa1b.sources.folder import Ignore, folder_size, inode_of, is_folder, is_pair_name, pair_files, subfolders
 from sa1b.sources.source import Source
-from sa1b.sources.tar_reader import holds_tar, is_tar
+from sa1b.sources.tar_reader import holds_tar
 
 _TAR_ENDINGS = (".tar.gz", ".tar", ".tgz")
 _PARTIAL_ENDINGS = (".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp", ".!qb")
@@ -107,7 +108,7 @@ def discover(
                 raise SourceError(
                     f"two sources are named {source_stem(source.name)!r}: {other.path} and {source.path}; "
                     "the name becomes part of the names of shards: leave one out with --ignore, or give it "
-                    f"another one with --rename {source.path}=NAME"
+                    f"another one with --rename {shlex.quote(f'{source.path}=NAME')}"
                 )
         not_taken |= {os.path.realpath(one.path): one for one in search.not_taken}
     taken = {os.path.realpath(source.path) for source in sources.values()}
@@ -135,8 +136,7 @@ class _Search:
 
     def run(self) -> list[Source]:
         if self.path.is_file():
-            if not is_tar(self.path):
-                raise SourceError(f"{self.path}: neither a gzip file nor a tar; is the download complete?")
+            # One without a tar in it fails when it is read, by name; the other sources are taken.
             self._take("tar", self.path)
             return self.sources
         if not self.path.is_dir():

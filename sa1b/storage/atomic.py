@@ -38,6 +38,15 @@ def naming_path(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
+@contextlib.contextmanager
+def naming_final(path: Path) -> Iterator[None]:
+    """Let errors of the operating system name the final path, not the temporary one beside it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a small file so that a reader sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from sa1b.storage.atomic import flush, naming_path
+from sa1b.storage.atomic import flush, naming_final
 from sa1b.storage.processes import this_process
 
 
@@ -58,7 +58,7 @@ class Store:
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_path(final)
         try:
-            with naming_path(final):
+            with naming_final(final):
                 with temporary.open("wb") as file:
                     file.write(data)
                     file.flush()
@@ -78,7 +78,7 @@ class Store:
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_path(final)
         try:
-            with naming_path(temporary), temporary.open("wb") as file:
+            with naming_final(final), temporary.open("wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())  # or a loss of power could leave the name without the content
@@ -88,7 +88,7 @@ class Store:
                 return False
             return True
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 temporary.unlink()
 
     def commit(self, staged: Iterable[Path], folder: str = "") -> None:
@@ -99,7 +99,8 @@ class Store:
         final = self.path(folder)
         final.mkdir(parents=True, exist_ok=True)
         for path in staged:
-            path.replace(final / path.name)
+            with naming_final(final / path.name):
+                path.replace(final / path.name)
         flush(final)
 
     def commit_folder(self, staged: Path, name: str) -> None:

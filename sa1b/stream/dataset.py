@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from sa1b.errors import BadSample, Sa1bError, ShardError
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample_read import PendingRead
+from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.ledger import Ledger
 from sa1b.stream.memory import fresh
@@ -37,6 +38,7 @@ from sa1b.stream.transport import send_errors
 from sa1b.views.view import open_view
 
 MAX_SUBSTITUTES = 100
+_REPLACED = "the source may have been replaced or dropped since the dataset was opened; open it again"
 _AHEAD = 1  # micro-batches that are being read while one is drawn
 
 
@@ -232,11 +234,14 @@ class Stream(IterableDataset[Batch]):
             except (ShardError, BadSample) as error:
                 self._note_damage(row, position, error)
                 if isinstance(order, Sequential):
+                    error.add_note(_REPLACED)
                     raise  # an evaluation with other samples would be another evaluation
                 row = int(self.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
                 (reading,) = self.dataset.submit([row])
             except Exception as error:
                 error.add_note(f"at position {position}: {self.where(row)}")
+                if isinstance(error, MissingError):
+                    error.add_note(_REPLACED)
                 raise
             else:
                 return made

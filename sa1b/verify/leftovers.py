@@ -45,7 +45,11 @@ def leftover_notes(root: Path, tasks: TaskCheck, shards: Collection[str]) -> lis
         notes.append(f"tools/index.py was not finished; `python tools/index.py {root}` goes on there")
     staging = sorted(path.name for path in (root / PARTIAL).glob("*"))
     if staging:
-        notes.append(f"{PARTIAL}/ holds the work of running or interrupted processes: {_some(staging)}")
+        notes.append(
+            f"{PARTIAL}/ holds the work of running or interrupted processes: {_some(staging)}; "
+            "what an interrupted one left is removed by the next reshard; of another machine, by the next "
+            "reshard an hour after the last write"
+        )
     table = table_name(root)
     unfinished = sorted(
         name

@@ -5,6 +5,7 @@ A subset of 1 % is h < 0.01: inside every larger one, and the same whatever the 
 2 % is h >= 0.98, at the other end, and what trains is h < 0.98.
 """
 
+import errno
 from collections import Counter
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -24,6 +25,7 @@ from sa1b.views.predicate import image_predicate, mask_predicate
 from sa1b.views.view import View, write_view
 from sa1b.views.view_document import check_free, check_name, document_path, views_at
 
+_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _COUNTS = ("masks", "of_masks", "without_masks")
 Ids = npt.NDArray[np.uint64]
 
@@ -72,6 +74,8 @@ class Selected:
         without_masks: images of the view of which no mask passes; None likewise.
         missing: ids of the file that the dataset lacks, ascending.
         list_missing: all of them are printed.
+        name: readable alias that was given, None: none.
+        opens: what opens the view: its name or digest, or a path where it was written elsewhere.
     """
 
     view: View
@@ -82,6 +86,8 @@ class Selected:
     without_masks: int | None
     missing: Ids
     list_missing: bool
+    name: str | None = None
+    opens: str = ""
 
     def document(self) -> dict[str, Any]:
         """For --json."""
@@ -94,6 +100,7 @@ class Selected:
             "digest": self.view.digest,
             "ids_sha256": self.view.ids_digest,
             "path": str(self.path),
+            "view": self.opens,
         }
 
     def table(self) -> str:
@@ -110,7 +117,10 @@ class Selected:
             lines.append(f"  missing {len(self.missing):,} ids of --ids are not in the dataset: left out")
             if self.list_missing:
                 lines += map(str, self.missing.tolist())
-        lines += [f"  digest  {self.view.digest}", f"Written: {self.path}"]
+        lines.append(f"  digest  {self.view.digest}")
+        if self.name is not None:
+            lines.append(f"  name    {self.name}")
+        lines += [f"Written: {self.path}", f"Open it with view={self.opens!r}"]
         return "\n".join(lines)
 
 
@@ -155,6 +165,8 @@ def select(
         )
     if not is_url and not Path(root).is_dir():
         raise UsageError(f"{root}: no such folder")
+    if out is not None and out.suffix != ".json" and out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: is a file; name a folder, or a path that ends with .json")
     folder = Path(root)
     dataset = Dataset(root)
     if scanned:  # takes minutes: what cannot be written is refused before
@@ -180,24 +192,32 @@ def select(
             counts["of_masks"] += int(part.masks[kept].sum())
             counts["without_masks"] += int((part.left[kept] == 0).sum())
         _check_seen(dataset, wanted & ~seen)
-    view = write_view(
-        folder,
-        dataset.table,
-        np.flatnonzero(wanted).astype(np.uint32),
-        masks_where=masks_where,
-        name=name,
-        chosen_by=selection.flags(),
-        counts=dict(counts),
-        out=out,
-        overwrite=overwrite,
-    )
+    try:
+        view = write_view(
+            folder,
+            dataset.table,
+            np.flatnonzero(wanted).astype(np.uint32),
+            masks_where=masks_where,
+            name=name,
+            chosen_by=selection.flags(),
+            counts=dict(counts),
+            out=out,
+            overwrite=overwrite,
+        )
+    except OSError as error:
+        if out is not None or error.errno not in _READ_ONLY:
+            raise
+        raise UsageError(f"{folder}: cannot be written ({error.strerror}); use --out PATH") from None
+    path = document_path(folder, out, view.digest)
     return Selected(
         view,
-        document_path(folder, out, view.digest),
+        path,
         len(dataset),
         **{what: counts.get(what) for what in _COUNTS},
         missing=missing,
         list_missing=selection.missing == "list",
+        name=name,
+        opens=(name or view.digest) if out is None else str(path),
     )
 
 

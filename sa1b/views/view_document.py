@@ -159,6 +159,8 @@ def find(documents: list[ViewDocument], which: str, where: str) -> ViewDocument:
     if not documents:
         raise ManifestError(f"no view {which!r} in {where}: it has none; tools/view.py makes them")
     problem = "stands for more than one view" if found else "is no view"
+    if not found and len(which) < PREFIX and re.fullmatch("[0-9a-f]+", which):
+        problem += f" (a digest may be shortened to {PREFIX} characters, not fewer)"
     known = "; ".join(map(str, found or documents))
     raise ManifestError(f"{which!r} {problem} of {where}. Known: {known}")
 

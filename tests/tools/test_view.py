@@ -1,3 +1,4 @@
+import errno
 import json
 import subprocess
 import sys
@@ -5,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from sa1b.errors import ManifestError, UsageError
+from sa1b.shards.dataset import Dataset
+from sa1b.views.selection import Selection, select
+from sa1b.views.view import open_view
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
 TOOL = Path(__file__).parents[2] / "tools" / "view.py"
@@ -37,6 +42,8 @@ def test_the_example(root):
     assert document["digest"] == path.stem != document["ids_sha256"]
     assert f"Written: {path}" in done.stdout
     assert document["names"] == ["good"]
+    assert "name    good" in done.stdout
+    assert "Open it with view='good'" in done.stdout
 
 
 def test_json(root):
@@ -88,3 +95,25 @@ def test_no_root(tmp_path):
     done = run(tmp_path, "--subset", "1%")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_a_file_as_out_and_a_short_digest_are_named(root, tmp_path):
+    (tmp_path / "file").write_bytes(b"x")
+    done = run(root, "--subset", "50%", "--out", tmp_path / "file")
+    assert (done.returncode, "--out" in done.stderr, "is a file" in done.stderr) == (2, True, True)
+    made = json.loads(run(root, "--subset", "50%", "--out", tmp_path / "views", "--json").stdout)
+    assert made["view"] == made["path"]
+    known = Dataset(root).table
+    assert len(open_view(root, known, made["view"])) == made["images"]
+    run(root, "--subset", "50%")
+    with pytest.raises(ManifestError, match="shortened to 6 characters, not fewer"):
+        open_view(root, known, made["digest"][:4])
+
+
+def test_a_dataset_directory_that_cannot_be_written_points_to_out(root, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(root / "views"))
+
+    monkeypatch.setattr("sa1b.views.selection.write_view", denied)
+    with pytest.raises(UsageError, match=r"cannot be written \(Permission denied\); use --out PATH"):
+        select(root, Selection(subset="50%"))
