@@ -48,6 +48,7 @@ def main(
     accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
     recheck: bool = False,
     replace: bool = False,
+    redo: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = (),
     ignore: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = (),
     rename: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATH=NAME")] = (),
     drop: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE")] = (),
@@ -85,6 +86,8 @@ def main(
         recheck: Recognise finished sources by the digest of their content instead of size and time.
         replace: Take a source that has the name of a finished one and other content in its place. Without it,
             such a source is refused.
+        redo: Do the source of this name again although it is finished, also where its task file is damaged.
+            Its SOURCE must be given. May be given several times.
         ignore: Leave out files and folders whose name, or path below SOURCE, matches. What is found in a
             folder and is no source is listed and makes the exit code 3 otherwise. May be given several times.
         rename: Take the source at PATH under another name. May be given several times.
@@ -129,6 +132,7 @@ def main(
             checklist=md5,
             recheck=recheck,
             replace=replace,
+            redo=redo,
             rename=_renamed(rename),
             ignore=ignore,
             task=_part(task),

@@ -4,7 +4,7 @@ Example: python tools/verify.py shards --deep --workers 4 --state verify.state
          python tools/verify.py shards --warnings
 
 Names shard, offset and image id of all damage and what to do about it. Exit code 0: clean; 1: damage;
-2: could not check; 130: interrupted.
+2: could not check all of it; 130: interrupted.
 """
 
 import json

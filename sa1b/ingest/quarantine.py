@@ -1,13 +1,14 @@
 """What was refused, with its bytes and the reason, so that nothing is lost and everything is accounted for.
 
 quarantine/<source>/refused.jsonl    a line per refused member or damaged stretch: reason, message, name,
-                                     offset in the tar, bytes, and the file that holds the bytes
+                                     offset in the tar, bytes, the file that holds the bytes, its sha256
 quarantine/<source>/warnings.jsonl   a line per image and reason that was kept although it is odd: reason,
                                      message, image id, indices and number of the masks concerned
                                      (doubtful.jsonl in directories of earlier versions, without masks)
 quarantine/<source>/000001-sa_5.jpg  the bytes
 """
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -55,12 +56,12 @@ class Quarantine:
                 name=member.name,
                 offset=member.offset,
                 bytes=len(member.data),
-                file=self._keep(member.name, member.data),
+                **self._keep(member.name, member.data),
             )
 
     def damage(self, damage: Damage) -> None:
         """Keep a stretch of the archive that holds no readable member."""
-        file = self._keep(f"{damage.reason}.bin", damage.data) if damage.data else None
+        kept = self._keep(f"{damage.reason}.bin", damage.data) if damage.data else {"file": None}
         self.damages.append(
             {
                 "reason": damage.reason,
@@ -77,7 +78,7 @@ class Quarantine:
             offset=damage.offset,
             bytes=damage.length,
             kept_bytes=len(damage.data),
-            file=file,
+            **kept,
         )
 
     def warn(self, image_id: int, reason: str, warning: ImageWarning) -> None:
@@ -109,14 +110,15 @@ class Quarantine:
         if len(examples) < EXAMPLES:
             examples.append(_printable(message))
 
-    def _keep(self, name: str, data: bytes) -> str:
+    def _keep(self, name: str, data: bytes) -> dict[str, str]:
+        """Write the bytes to a file; the fields of a line that name it and give its digest."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._files += 1
         # The name comes from outside: only its last part, only harmless characters.
         plain = re.sub(r"[^A-Za-z0-9._-]", "_", name.rsplit("/", 1)[-1])[-80:]
         file = f"{self._files:06d}-{plain}"
         (self._folder / file).write_bytes(data)
-        return file
+        return {"file": file, "sha256": hashlib.sha256(data).hexdigest()}
 
     def _line(self, report: str, *, reason: str, message: str, **fields: Any) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

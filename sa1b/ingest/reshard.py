@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
+from sa1b.errors import UsageError
 from sa1b.ingest.admission import (
     admitted,
     check_names,
@@ -50,12 +51,15 @@ def reshard(
     discovered = admitted(paths, run.rename or {}, own, run.ignore)
     sources = discovered.sources
     named = [source.name for source in sources]
+    if strangers := set(run.redo) - set(named):
+        listed = ", ".join(named[:10])
+        raise UsageError(f"--redo {min(strangers)}: no SOURCE of that name is given; given: {listed}")
     if run.task is not None:
         sources = sources[run.task[0] :: run.task[1]]
     md5 = _expected_md5(sources, run)
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root, policy.spill)
-    tasks = read_tasks(root)
+    tasks = read_tasks(root, without=run.redo)
     check_options(root, tasks, options)
     check_names(root, tasks, sources)
     names = [source.name for source in sources]

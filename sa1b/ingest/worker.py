@@ -29,6 +29,7 @@ class Run:
         checklist: file with the md5 of sources.
         recheck: recognise finished sources by digest.
         replace: take a source of a finished one's name with other content in its place.
+        redo: names of sources that are done again although they are finished; their task files are not read.
         rename: path -> the name that the source takes.
         ignore: patterns of files and folders that are left out and not listed.
         task: (I, N): only the sources I, I + N, I + 2 N, ... in the order of their names; the dataset is not
@@ -43,6 +44,7 @@ class Run:
     checklist: Path | None = None
     recheck: bool = False
     replace: bool = False
+    redo: tuple[str, ...] = ()
     rename: Mapping[Path, str] | None = None
     ignore: tuple[str, ...] = ()
     task: tuple[int, int] | None = None
@@ -110,7 +112,8 @@ def _claimed(
     claim: Claim,
     report: Callable[[Counts], None],
 ) -> Outcome:
-    previous = read_task(task_path(root, source.name)) if task_path(root, source.name).exists() else None
+    path = task_path(root, source.name)
+    previous = read_task(path) if source.name not in run.redo and path.exists() else None
     note = ""
     if previous is not None:
         if (missing := missing_file(previous, root)) is not None:

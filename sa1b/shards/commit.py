@@ -237,7 +237,7 @@ def _withdraw(task: Task, root: Path) -> None:
     own = {name: shard for name, shard in named.items() if is_shard_of(name, task.name)}
     if own and own != {shard.name: asdict(shard) for shard in task.shards}:
         with dataset_claim(root):
-            left = {name: other for name, other in read_tasks(root).items() if name != task.name}
+            left = read_tasks(root, without=[task.name])
             failed, pending = failed_and_pending(root, left, without=task.name)
             write_dataset(root, left, failed, sorted({*pending, task.name}), like=task)
 

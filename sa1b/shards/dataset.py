@@ -212,11 +212,11 @@ class Dataset:
             path = Path(self.root) / manifest.DATASET
             with contextlib.suppress(FileNotFoundError):  # then the next line says more
                 self._manifest_file = path.open("rb")
-                return manifest.parse_document(self._manifest_file.read(), path)
+                return manifest.parse_dataset(self._manifest_file.read(), path)
             return manifest.read_dataset(Path(self.root))
         url = self.reader.url(manifest.DATASET)
         try:
-            return manifest.parse_document(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
+            return manifest.parse_dataset(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
         except MissingError as error:
             raise ManifestError(
                 f"{error}; is {self.root} a copy of the --out folder of tools/reshard.py?"
@@ -255,7 +255,7 @@ def _reopen(
         # What the first process has closed is not there, or is another file by now.
         table, document = map(Path, kept)
         dataset._manifest_file = document.open("rb")
-        dataset.manifest = manifest.parse_document(dataset._manifest_file.read(), document)
+        dataset.manifest = manifest.parse_dataset(dataset._manifest_file.read(), document)
         dataset._map_table(table)
         return dataset
     raise TableError(

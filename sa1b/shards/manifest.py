@@ -14,13 +14,14 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sa1b.errors import ManifestError, TableError
 from sa1b.names import shard_order
+from sa1b.shards.document_fields import FieldError, check_dataset, check_task
 from sa1b.shards.sample_table import TableFacts, open_table
 from sa1b.storage.atomic import json_bytes, write_whole
 
@@ -146,13 +147,14 @@ def _document(task: Task) -> dict[str, Any]:
     return document
 
 
-def read_tasks(root: Path) -> dict[str, Task]:
-    """All finished sources of a root, by name.
+def read_tasks(root: Path, without: Collection[str] = ()) -> dict[str, Task]:
+    """All finished sources of a root, by name; the task files of sources in `without` are not read.
 
     Raises:
         ManifestError: a task file of another format, or damaged.
     """
-    return {path.stem: read_task(path) for path in sorted((root / TASKS).glob("*.json"))}
+    paths = sorted((root / TASKS).glob("*.json"))
+    return {path.stem: read_task(path) for path in paths if path.stem not in without}
 
 
 def read_task(path: Path) -> Task:
@@ -161,8 +163,9 @@ def read_task(path: Path) -> Task:
     Raises:
         ManifestError: of another format, or damaged.
     """
-    document = _read(path)
+    document = parse_document(path.read_bytes(), path)
     try:
+        check_task(document)
         for part, keys in _TASK_KEYS.items():
             if set(document[part]) != keys:
                 raise KeyError(f"{part} has {', '.join(document[part])}; expected {', '.join(sorted(keys))}")
@@ -176,26 +179,12 @@ def read_task(path: Path) -> Task:
             largest=document["largest"],
             samples=document.get("samples"),
         )
-        _check_numbers(task)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ManifestError(
-            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or remove it and run reshard "
-            "again for that source"
+            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or run tools/reshard.py "
+            f"again with that source and --redo {path.stem}"
         ) from None
     return task
-
-
-def _check_numbers(task: Task) -> None:
-    """Raise TypeError or KeyError where a count is none: sums over tasks rely on them."""
-    counts = task.counts
-    numbers = [value for name, value in counts.items() if name not in ("refused", "doubtful")]
-    numbers += [*counts["refused"].values(), *counts["doubtful"].values()]
-    numbers += [task.largest[name] for name in LARGEST]
-    numbers += [value for shard in task.shards for value in (shard.images, shard.masks, shard.bytes)]
-    if any(value is not None and type(value) is not int for value in numbers):
-        raise TypeError("a count is no number")
-    if task.samples is not None and set(task.samples) != {"bytes", "sha256"}:
-        raise KeyError(f"samples has {', '.join(task.samples)}; expected bytes, sha256")
 
 
 def is_current(root: Path, tasks: dict[str, Task], failed: Mapping[str, str], pending: Sequence[str]) -> bool:
@@ -230,7 +219,7 @@ def read_dataset(root: Path) -> dict[str, Any]:
             else "is this the --out folder of tools/reshard.py?"
         )
         raise ManifestError(f"{path}: not there; {hint}")
-    return _read(path)
+    return parse_dataset(path.read_bytes(), path)
 
 
 def table_name(root: Path) -> str:
@@ -301,12 +290,26 @@ def dataset_document(
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return parse_document(path.read_bytes(), path)
+def parse_dataset(data: bytes, path: object) -> dict[str, Any]:
+    """dataset.json from its bytes; `path` is where they are from, for messages. Every field has its type.
+
+    Raises:
+        ManifestError: damaged or of another format.
+    """
+    document = parse_document(data, path)
+    try:
+        check_dataset(document)
+    except FieldError as error:
+        raise ManifestError(
+            f"{path}: damaged: {error}; run tools/index.py --tables to make it again"
+        ) from None
+    return document
 
 
 def parse_document(data: bytes, path: object) -> dict[str, Any]:
-    """dataset.json or a task file from its bytes; `path` is where they are from, for messages.
+    """The object in dataset.json or a task file, with nothing but its format checked.
+
+    `path` is where the bytes are from, for messages.
 
     Raises:
         ManifestError: damaged or of another format.
@@ -314,7 +317,7 @@ def parse_document(data: bytes, path: object) -> dict[str, Any]:
     try:
         document = json.loads(data)
         found = document["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
             f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or make it again"
         ) from None

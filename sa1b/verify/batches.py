@@ -79,7 +79,7 @@ def in_batches(
                 elif isinstance(value, int):
                     advance(value)
                 elif isinstance(value, Failure):
-                    if value.expected:
+                    if value.expected or "can't start new thread" in value.message:
                         raise Sa1bError(value.message)
                     raise RuntimeError(f"{now[event.task]}: {value.message}\n{value.trace}")
                 elif event.kind != "done":

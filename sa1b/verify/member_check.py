@@ -59,6 +59,7 @@ class ShardResult:
         odd: what differs between the numbers and the mask (area, bbox, empty_mask) -> images. Only deep. Not
             damage by itself: ingest keeps such images and counts them as warnings.
         odd_images: the same -> offset and id of the first of them.
+        unchecked: why the shard could not be checked, which says nothing about it; None: it was checked.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ShardResult:
     largest: Largest = field(default_factory=Largest)
     odd: dict[str, int] = field(default_factory=dict)
     odd_images: dict[str, list[list[int]]] = field(default_factory=dict)
+    unchecked: str | None = None
 
     def count_odd(self, reason: str, offset: int, image_id: int) -> None:
         """Take in an image whose numbers are not those of its masks."""

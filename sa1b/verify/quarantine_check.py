@@ -1,5 +1,6 @@
 """Checks of quarantine/ against the task files, and the images that ingest kept with a warning."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -98,6 +99,12 @@ class QuarantineCheck:
             self._find("quarantine_file_missing", source, file, "not there")
         elif size != stated:
             self._find("quarantine_file_bytes", source, file, f"{size:,} bytes, {stated} stated in {REFUSED}")
+        elif "sha256" in entry:  # lines of earlier versions have none
+            with path.open("rb") as kept:
+                sha256 = hashlib.file_digest(kept, "sha256").hexdigest()
+            if sha256 != entry["sha256"]:
+                message = f"sha256 {sha256}, {entry['sha256']} stated in {REFUSED}"
+                self._find("quarantine_file_digest", source, file, message)
 
     def _lines(self, source: str, file: str) -> Iterator[dict[str, Any]]:
         """The lines of a report that can be read; the others are findings."""

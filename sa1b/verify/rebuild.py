@@ -298,8 +298,8 @@ def _rebuild(
         temporary.unlink()
         return (
             f"{shard}: sha256 is {built.info.sha256}, {info.sha256} when it was written: the shard has "
-            "changed since. tools/verify.py names what is damaged. Restore it from a copy, or remove its "
-            "source's task file and run tools/reshard.py again with that source"
+            "changed since. tools/verify.py names what is damaged. Restore it from a copy, or run "
+            "tools/reshard.py again with its source and --redo and the source's name"
         )
     commit(temporary, index_path(shard))
     return built

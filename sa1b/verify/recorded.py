@@ -9,7 +9,7 @@ from sa1b.errors import ManifestError
 from sa1b.names import SHARD_PREFIX
 from sa1b.shards import manifest
 from sa1b.shards.index_reader import UNREADABLE, IndexReader
-from sa1b.shards.manifest import DATASET, ShardInfo, Task
+from sa1b.shards.manifest import DATASET, Options, ShardInfo, Task
 from sa1b.shards.shard import index_path
 from sa1b.verify.index_rebuild import RebuiltIndex
 
@@ -38,8 +38,8 @@ class Recorded:
             dataset = manifest.read_dataset(folder)
             infos = {shard["name"]: ShardInfo(**shard) for shard in dataset["shards"]}
             versions = {name: dict(dataset["versions"]) for name in infos}
-            index_runs = bool(dataset["options"]["index_runs"])
-        except (ManifestError, KeyError, TypeError, ValueError):
+            index_runs = Options(**dataset["options"]).index_runs
+        except (ManifestError, OSError, TypeError):
             dataset, infos, versions, index_runs = None, {}, {}, _indexes_hold_runs(folder)
         for task in tasks.values():
             infos |= {shard.name: shard for shard in task.shards}
@@ -63,8 +63,9 @@ def check_digests(root: Path, recorded: Recorded, rewritten: Mapping[str, str]) 
         if name in sources and digest not in (sources[name], rewritten.get(name)):
             path = manifest.task_path(root, name)
             raise ManifestError(
-                f"{path}: not the one that {DATASET} lists; restore it from a copy, or remove it and run "
-                f"tools/reshard.py again for that source. If {DATASET} is what is damaged, remove that"
+                f"{path}: not the one that {DATASET} lists; restore it from a copy, or run "
+                f"tools/reshard.py again with that source and --redo {name}. If {DATASET} is what is "
+                "damaged, remove that"
             )
 
 

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from sa1b.shards.manifest import Options, task_path
+from sa1b.shards.manifest import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +14,12 @@ class Remedy:
     Attributes:
         root: the dataset directory.
         options: it was made with, None: unknown.
+        folders: names of sources that are folders of pairs; others are taken for tars.
     """
 
     root: Path
     options: Options | None = None
+    folders: frozenset[str] = frozenset()
 
     def index(self, shard: str) -> str:
         """The index of one shard is damaged."""
@@ -33,11 +35,13 @@ class Remedy:
 
     def source(self, source: str | None) -> str:
         """A shard, a task file or what was refused of a source is damaged: the source must be read again."""
-        name = source or "<source>"
-        task_file = shlex.quote(str(task_path(self.root, name)))
+        name = source or "SOURCE"
+        # Nothing is removed first: --redo replaces what is there when the source has been read. The
+        # placeholder means nothing to a shell, so a command pasted as it is only reports a missing file.
+        path = shlex.quote(f"PATH/TO/{name}" if name in self.folders else f"PATH/TO/{name}.tar")
         flags = "".join(f" {flag}" for flag in self.flags())
-        again = f"python tools/reshard.py <{name}.tar> --out {self._quoted()}{flags}"
-        return f"restore it from a copy; or `rm -f {task_file} && {again}`"
+        again = f"python tools/reshard.py {path} --out {self._quoted()} --redo {shlex.quote(name)}{flags}"
+        return f"restore it from a copy; or, with the real path of the source, `{again}`"
 
     def flags(self) -> list[str]:
         """The flags of tools/reshard.py that differ from its defaults."""

@@ -113,6 +113,7 @@ class Report:
         seconds: of the whole check, without what an interrupted check did before.
         shards, images, masks, bytes: checked; bytes of shards and indexes read.
         found: all damage.
+        unchecked: shard -> why it could not be checked, for lack of memory or threads; no damage by itself.
         notes: what is worth knowing and is not damage.
     """
 
@@ -124,6 +125,7 @@ class Report:
     masks: int = 0
     bytes: int = 0
     found: Findings = field(default_factory=Findings)
+    unchecked: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -132,8 +134,8 @@ class Report:
         return self.found.kept
 
     def exit_code(self) -> int:
-        """0: clean. 1: damage."""
-        return 1 if self.findings else 0
+        """0: clean. 1: damage. 2: none was found, and not everything could be checked."""
+        return 1 if self.findings else 2 if self.unchecked else 0
 
     def document(self) -> dict[str, Any]:
         """For --json."""
@@ -151,6 +153,14 @@ class Report:
         """For people."""
         lines = [f"note: {note}" for note in self.notes]
         lines += self.found.lines()
+        unchecked = [f"could not be checked: {name}: {why}" for name, why in self.unchecked.items()]
+        lines += unchecked[:SHOWN]
+        if len(unchecked) > SHOWN:
+            lines.append(f"could not be checked: and {len(unchecked) - SHOWN:,} more; --json lists all")
+        if unchecked:
+            lines.append(
+                "Check again with fewer --workers, or with more memory (ulimit -v, the job's memory)"
+            )
         if self.findings:
             lines += ["What to do:", *(f"  - {remedy}" for remedy in self.found.remedies())]
         rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
@@ -164,9 +174,11 @@ class Report:
             ("findings", f"{len(self.found):,}"),
         ]
         rows += [(f"  {kind}", f"{count:,}") for kind, count in self.found.kinds().items()]
+        rows += [("could not be checked", f"{len(unchecked):,}")] if unchecked else []
         width = max(len(name) for name, _ in rows)
         lines += [f"  {name:<{width}}  {value}" for name, value in rows]
-        lines.append(f"{'DAMAGED' if self.findings else 'Clean'}: {self.root}")
+        outcome = "DAMAGED" if self.findings else "NOT CHECKED" if self.unchecked else "Clean"
+        lines.append(f"{outcome}: {self.root}")
         return "\n".join(lines)
 
 

@@ -6,10 +6,11 @@ is replaced as a whole, so what it listed at the start of the check stays valid 
 dropped (`replaced`).
 """
 
+import contextlib
 import hashlib
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class RootCheck:
 
     def __init__(self, root: Path, report: Report) -> None:
         self.root, self.report = root, report
-        self.remedy = Remedy(root)
+        self.remedy = Remedy(root, folders=_folders(root))
         self.raw = b""
         self.dataset: dict[str, Any] | None = None
         self.listed: dict[str, ShardInfo] = {}  # shards of dataset.json
@@ -108,11 +109,9 @@ class RootCheck:
     def _read_dataset(self) -> None:
         try:
             self.raw = (self.root / DATASET).read_bytes()
-            dataset = manifest.parse_document(self.raw, self.root / DATASET)
+            dataset = manifest.parse_dataset(self.raw, self.root / DATASET)
             self.listed = {shard["name"]: ShardInfo(**shard) for shard in dataset["shards"]}
-            self.remedy = Remedy(self.root, Options(**dataset["options"]))
-            if not isinstance(dataset["sources"], dict) or not isinstance(dataset["samples"], dict):
-                raise TypeError("sources or samples is not an object")
+            self.remedy = replace(self.remedy, options=Options(**dataset["options"]))
         except (ManifestError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             missing = isinstance(error, FileNotFoundError)
             message = "not there; reshard was interrupted, or it was removed" if missing else short(error)
@@ -236,6 +235,16 @@ class RootCheck:
         except (ManifestError, OSError, KeyError, TypeError, ValueError):
             return set()
         return {name for name, info in self.listed.items() if listed.get(name) != info}
+
+
+def _folders(root: Path) -> frozenset[str]:
+    """Names of sources that are folders of pairs, by the task files that can be read."""
+    found = set()
+    for path in (root / TASKS).glob("*.json"):
+        with contextlib.suppress(ManifestError, OSError):
+            if manifest.read_task(path).source["kind"] == "folder":
+                found.add(path.stem)
+    return frozenset(found)
 
 
 def _by_name(dataset: dict[str, Any]) -> dict[str, Any]:

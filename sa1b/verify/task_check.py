@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ class TaskCheck:
         """Compare the counts of each task with its shards, unless these have findings of their own."""
         for name, task in self.tasks.items():
             parts = [results[shard.name] for shard in task.shards if shard.name in results]
-            if len(parts) == len(task.shards) and not any(len(part.findings) for part in parts):
+            unusable = [part for part in parts if part.unchecked is not None or len(part.findings)]
+            if len(parts) == len(task.shards) and not unusable:
                 self._counts(name, task, parts, deep)
 
     def _file(self, path: Path, name: str) -> None:
@@ -149,6 +150,8 @@ def _problem(raw: bytes, name: str, task: Task) -> str | None:
         return "not the bytes that are written for its content"
     if task.name != name:
         return f"is of the source {task.name!r}"
+    if document["options"] != asdict(task.options):
+        return f"options are {', '.join(document['options'])}; expected {', '.join(asdict(task.options))}"
     if not document["versions"].keys() >= manifest.versions().keys():
         return f"versions are those of {', '.join(document['versions'])}"
     strangers = [shard.name for shard in task.shards if not is_shard_of(shard.name, name)]

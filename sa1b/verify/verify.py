@@ -52,6 +52,9 @@ def verify(
         with ResumeRecord(state, {"check": str(root.resolve()), "deep": deep}) as record:
             results = _check_shards(expected, check.remedy, deep, workers, record, quiet)
     for result in results.values():
+        if result.unchecked is not None:
+            report.unchecked[result.name] = result.unchecked
+            continue
         report.shards += 1
         report.images += result.images
         report.masks += result.masks
@@ -66,7 +69,10 @@ def verify(
 def check_is_dataset(root: Path) -> None:
     """Raise ManifestError if a folder has none of the files of a dataset."""
     if not root.is_dir() or not (
-        (root / DATASET).exists() or (root / TASKS).is_dir() or next(shards_on_disk(root), None)
+        (root / DATASET).exists()
+        or next((root / TASKS).glob("*.json"), None)
+        or next((root / TASKS).glob("*.claim"), None)
+        or next(shards_on_disk(root), None)
     ):
         raise ManifestError(f"{root}: no dataset there; is this the --out folder of tools/reshard.py?")
 
@@ -101,10 +107,14 @@ def _check_shards(
         done_shards = len(results) - len(tasks)
         for name, value in in_batches(_check, tasks, workers=workers, advance=progress.update):
             if isinstance(value, Died):
-                result = _unfinished(name, "check_died", value.why)
+                result = _died(name, value.why)
             else:
                 result = value
-                if record is not None and "check_failed" not in result.findings.kinds():
+                if (
+                    record is not None
+                    and not result.unchecked
+                    and "check_failed" not in result.findings.kinds()
+                ):
                     record.add(name, keys[name], result.document())
             results[name] = result
             done_shards += 1
@@ -118,10 +128,22 @@ def _check(expected: ExpectedShard, remedy: Remedy, deep: bool, progress: Any) -
     try:
         return check_shard(expected, remedy, deep=deep, progress=progress)
     except MemoryError:
-        message = "not enough memory to check it; run with fewer --workers"
-        return _unfinished(expected.info.name, "check_failed", message)
+        return ShardResult(expected.info.name, unchecked="not enough memory to check it")
     except Exception as error:
+        if "can't start new thread" in str(error):
+            return ShardResult(expected.info.name, unchecked=short(error))
         return _unfinished(expected.info.name, "check_failed", f"the check ended with {short(error)}")
+
+
+def _died(name: str, why: str) -> ShardResult:
+    """What processes that ended at a shard say of it: nothing, where the machine may have ended them.
+
+    Without memory or threads a process is killed, aborts, or ends before it can answer. Another signal comes
+    from code that read the shard.
+    """
+    if any(sign in why for sign in ("SIGKILL", "SIGABRT", "without an answer")):
+        return ShardResult(name, unchecked=why)
+    return _unfinished(name, "check_died", why)
 
 
 def _unfinished(name: str, kind: str, message: str) -> ShardResult:

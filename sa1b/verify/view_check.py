@@ -1,8 +1,8 @@
 """Checks of views/: every document, its image ids and row numbers, and that the images are in the dataset.
 
-A document is checked by its form, its condition is not evaluated. The digest of a view is made from its image
-ids and its condition on masks (see sa1b.views.view): a condition that was changed no longer has the digest
-that names the file.
+A document is checked by its fields and its own digest, its condition is not evaluated. The digest of a view
+is made from its image ids and its condition on masks (see sa1b.views.view): a condition that was changed no
+longer has the digest that names the file.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sa1b.shards.document_fields import FieldError, check_view
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import json_bytes
 from sa1b.verify.report import Finding, Findings, short
@@ -21,13 +22,14 @@ from sa1b.verify.report import Finding, Findings, short
 VIEWS = "views"
 _DIGEST_KEY = {"sa1b-view-1": "key", "sa1b-view-2": "digest"}  # format -> where its digest stands
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
-_NEEDED = {"names": list, "images": int, "ids_sha256": str, "rows_sha256": str, "dataset": dict}
+_GONE = "images_gone"
 _Problem = tuple[str, str]  # kind and message of a finding
 
 
 def check_views(root: Path, table: SampleTable | None) -> tuple[Findings, list[str]]:
     """Findings in views/, and notes; without a table that can be read, images are not looked up in it."""
     findings = Findings()
+    notes: list[str] = []
     folder = root / VIEWS
     present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     names = [name for name in present if _NAME.fullmatch(name)]
@@ -46,22 +48,31 @@ def check_views(root: Path, table: SampleTable | None) -> tuple[Findings, list[s
             findings.add(Finding("view_unreadable", f"{VIEWS}/{name}", problem, remedy))
             continue
         for file, (kind, message) in _data(document, path, table).items():
+            if kind == _GONE:  # the view is intact, and so is the dataset: sources were dropped
+                notes.append(
+                    f"{VIEWS}/{file}: {message}, as after --drop; remove the view, or make it again with "
+                    f"{_again(root, document)}"
+                )
+                continue
             findings.add(Finding(kind, f"{VIEWS}/{file}", message, _again(root, document)))
     known = {
         f"{name.removesuffix('.json')}{ending}" for name in names for ending in (".json", ".ids", ".rows")
     }
     other = [name for name in present if name not in known]
     shown = ", ".join(other[:5]) + (" …" if len(other) > 5 else "")
-    return findings, [f"files in {VIEWS}/ that belong to no view: {shown}"] if other else []
+    if other:
+        notes.append(f"files in {VIEWS}/ that belong to no view: {shown}")
+    return findings, notes
 
 
 def _form(document: Any, digest: str) -> str | None:
     """What is wrong with the document of a view, None: nothing."""
     if not isinstance(document, dict) or str(document.get("format")) not in _DIGEST_KEY:
         return "not the document of a view"
-    wrong = [name for name, kind in _NEEDED.items() if type(document.get(name)) is not kind]
-    if wrong:
-        return f"missing or of the wrong type: {', '.join(wrong)}"
+    try:
+        check_view(document)
+    except FieldError as error:
+        return str(error)
     where, ids = document.get("masks_where"), document["ids_sha256"]
     made = ids if where is None else hashlib.sha256(f"{ids} {where}".encode()).hexdigest()
     if not document.get(_DIGEST_KEY[document["format"]]) == digest == made:
@@ -95,7 +106,7 @@ def _data(document: dict[str, Any], path: Path, table: SampleTable | None) -> di
     if not same and "ids" not in data:
         return {path.name: ("view_stale", "has row numbers only, of other images than the dataset holds now")}
     lost = _lost(np.frombuffer(data["ids"], "<u8"), table) if "ids" in data else 0
-    return {path.name: ("view_stale", f"{lost:,} of its images are not in the dataset")} if lost else {}
+    return {path.name: (_GONE, f"{lost:,} of its images are not in the dataset")} if lost else {}
 
 
 def _fit(rows: Any, table: SampleTable, ids_sha256: str) -> bool:

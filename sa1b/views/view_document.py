@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sa1b.errors import ManifestError, UsageError
+from sa1b.shards.document_fields import VIEW_SEAL, check_view, view_seal
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.reader import Reader
 from sa1b.views.predicate import Predicate, mask_predicate
@@ -59,20 +60,19 @@ class ViewDocument:
 
     def encode(self) -> bytes:
         """The file's bytes; the same view gives the same ones."""
-        return json_bytes(
-            {
-                "format": self.format,
-                "key" if self.format == ROWS_ONLY else "digest": self.digest,
-                "names": list(self.names),
-                "images": self.images,
-                **self.counts,
-                "ids_sha256": self.ids_sha256,
-                "rows_sha256": self.rows_sha256,
-                "masks_where": self.masks_where,
-                "chosen_by": self.chosen_by,
-                "dataset": self.dataset,
-            }
-        )
+        document = {
+            "format": self.format,
+            "key" if self.format == ROWS_ONLY else "digest": self.digest,
+            "names": list(self.names),
+            "images": self.images,
+            **self.counts,
+            "ids_sha256": self.ids_sha256,
+            "rows_sha256": self.rows_sha256,
+            "masks_where": self.masks_where,
+            "chosen_by": self.chosen_by,
+            "dataset": self.dataset,
+        }
+        return json_bytes({**document, VIEW_SEAL: view_seal(document)})
 
     def condition(self) -> Predicate | None:
         """The parsed condition on masks.
@@ -120,18 +120,21 @@ def read_document(reader: Reader, name: str) -> ViewDocument:
             raise ManifestError(
                 f"{path}: format {found['format']!r}; this package reads {FORMAT!r} and {ROWS_ONLY!r}"
             )
+        check_view(found)
         fields = {what: found[what] for what in _FIELDS}
         digest = str(found["key" if found["format"] == ROWS_ONLY else "digest"])
         stem = PurePath(name).stem
         if _SHA256.fullmatch(stem) and stem != digest:
             raise ValueError(f"digest {digest!r}")
-        fields |= {"names": tuple(map(str, fields["names"])), "images": int(fields["images"])}
-        counts = {what: n for what, n in found.items() if what not in fields and isinstance(n, int)}
+        fields |= {"names": tuple(fields["names"])}
+        counts = {what: n for what, n in found.items() if what not in fields and type(n) is int}
         return ViewDocument(
             **fields, digest=digest, counts=counts, format=found["format"], stem=name.removesuffix(".json")
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ManifestError(f"{path}: damaged ({error!r}); remove it and run tools/view.py again") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ManifestError(
+            f"{path}: damaged ({str(error)[:200]}); remove it and run tools/view.py again"
+        ) from None
 
 
 def read_documents(reader: Reader, folder: str = VIEWS) -> list[ViewDocument]:

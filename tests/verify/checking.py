@@ -2,6 +2,7 @@
 
 import json
 
+from sa1b.shards.document_fields import VIEW_SEAL, view_seal
 from sa1b.verify.verify import verify
 
 
@@ -29,3 +30,14 @@ def edit_json(path, change):
     document = json.loads(path.read_bytes())
     change(document)
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def edit_view(path, change):
+    """Like `edit_json`, and the document gets the digest of its new content."""
+
+    def changed(document):
+        change(document)
+        document.pop(VIEW_SEAL, None)
+        document[VIEW_SEAL] = view_seal(document)
+
+    edit_json(path, changed)

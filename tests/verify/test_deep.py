@@ -17,7 +17,7 @@ from sa1b.shards.manifest import Options
 from sa1b.shards.warning_list import warnings_path
 from sa1b.verify.verify import verify
 from tests.shards.tiny_source import make_root, pairs, write_source
-from tests.verify.checking import check, kinds
+from tests.verify.checking import check
 
 
 def test_numbers_that_were_changed_in_both_places_are_compared_with_the_mask(root):
@@ -58,8 +58,8 @@ def test_a_kept_annotation_file_is_compared_with_the_record(roots, tmp_path):
     assert ("json_damaged", 301) in [(finding.kind, finding.image_id) for finding in found]
 
 
-def test_a_process_that_dies_is_a_finding_of_its_shard(root):
-    """Every process is killed: no shard can be checked, all are named, and the check ends."""
+def test_shards_whose_processes_are_killed_are_not_checked_and_not_damaged(root):
+    """As the kernel kills for lack of memory: all shards are named, none as damaged, and the check ends."""
     ended = threading.Event()
 
     def kill():
@@ -75,9 +75,21 @@ def test_a_process_that_dies_is_a_finding_of_its_shard(root):
     finally:
         ended.set()
         killer.join()
-    assert kinds(report) == {"check_died"}
-    assert sorted(finding.shard for finding in report.findings) == manifest_shards(root)
-    assert "SIGKILL" in report.findings[0].message
+    assert (report.findings, report.exit_code(), report.shards) == ([], 2, 0)
+    assert sorted(report.unchecked) == manifest_shards(root)
+    assert all("SIGKILL" in why for why in report.unchecked.values())
+    assert f"NOT CHECKED: {root}" in report.table()
+    assert "restore" not in report.table()
+
+
+def test_a_check_without_threads_names_no_damage(root, monkeypatch):
+    def refuse(self, *arguments):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(IndexReader, "numbers", refuse)
+    report = check(root)
+    assert (report.findings, report.exit_code()) == ([], 2)
+    assert sorted(report.unchecked) == manifest_shards(root)
 
 
 def manifest_shards(root):
@@ -93,5 +105,6 @@ def test_a_process_without_memory_names_no_damage(root, monkeypatch, where):
 
     monkeypatch.setattr(IndexReader, {"open": "__init__"}.get(where, where), refuse)
     report = check(root, deep=True)
-    assert kinds(report) == {"check_failed"}
-    assert "not enough memory to check it; run with fewer --workers" in report.findings[0].message
+    assert (report.findings, report.exit_code()) == ([], 2)
+    assert set(report.unchecked.values()) == {"not enough memory to check it"}
+    assert "fewer --workers" in report.table()

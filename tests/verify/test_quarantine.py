@@ -9,7 +9,7 @@ from sa1b.shards import manifest
 from sa1b.shards.warning_list import warnings_path
 from sa1b.verify.quarantine_check import WarningList
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
-from tests.verify.checking import check
+from tests.verify.checking import check, flip
 
 FOLDER = "quarantine/sa_000001"
 WARNINGS = "warnings.jsonl"
@@ -65,7 +65,15 @@ def test_bytes_that_are_missing_or_cut(root):
     (root / FOLDER / first).unlink()
     (root / FOLDER / second).write_bytes(b"")
     assert found(root) == {("quarantine_file_missing", first), ("quarantine_file_bytes", second)}
-    assert all("tools/reshard.py <sa_000001.tar>" in one.remedy for one in check(root).findings)
+    assert all("tools/reshard.py PATH/TO/sa_000001.tar" in one.remedy for one in check(root).findings)
+
+
+def test_a_changed_byte_of_what_was_refused(root):
+    file = lines(root)[0]["file"]
+    flip(root / FOLDER / file, 1)
+    assert found(root) == {("quarantine_file_digest", file)}
+    write_lines(root, [{key: entry[key] for key in entry if key != "sha256"} for entry in lines(root)])
+    assert found(root) == set()  # as earlier versions wrote it
 
 
 def test_a_file_name_that_leaves_the_folder_is_not_opened(root):

@@ -8,10 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from sa1b.errors import UsageError
+from sa1b.ingest.ingest import Policy
+from sa1b.ingest.reshard import reshard
+from sa1b.ingest.worker import Run
 from sa1b.shards import manifest
+from sa1b.verify.rebuild import rebuild_root, rebuild_tables
+from tests.shards.tiny_source import ROOTS
 from tests.verify.checking import check, content, flip
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+def rename_shard(root):
+    text = (root / "dataset.json").read_text()
+    (root / "dataset.json").write_text(text.replace("sa1b-000002-0000", "sa1b-000003-0000"))
+
 
 DAMAGES = {
     "shard": lambda root: flip(root / "sa1b-000002-0000.tar", 3000),
@@ -24,8 +36,30 @@ DAMAGES = {
     "table": lambda root: flip(root / manifest.table_name(root), 200),
     "table_missing": lambda root: (root / manifest.table_name(root)).unlink(),
     "dataset": lambda root: (root / "dataset.json").write_text("{"),
+    "dataset_shard": rename_shard,
     "dataset_missing": lambda root: (root / "dataset.json").unlink(),
 }
+
+
+def test_a_changed_shard_name_in_dataset_json_is_made_right_from_the_task_files(root):
+    written = content(root)
+    for rebuild in (rebuild_tables, lambda root: rebuild_root(root, quiet=True)):
+        rename_shard(root)
+        assert {one.remedy for one in check(root).findings} == {f"`python tools/index.py {root} --tables`"}
+        rebuild(root)
+        assert content(root) == written
+
+
+def test_a_redo_reads_a_finished_source_again_and_must_be_given_it(root, sources):
+    written = content(root)
+    path = root / "tasks" / "sa_000002.json"
+    shutil.copy(root / "tasks" / "sa_000001.json", path)  # of another source
+    run = Run(workers=1, quiet=True, redo=("sa_000002",))
+    with pytest.raises(UsageError, match="--redo sa_000002: no SOURCE of that name is given"):
+        reshard(sources[:1], root, ROOTS["plain"], Policy(), run)
+    summary = reshard(sources, root, ROOTS["plain"], Policy(), run)
+    assert (summary.done, summary.skipped) == (["sa_000002"], ["sa_000001"])
+    assert content(root) == written
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -38,7 +72,10 @@ def test_the_advice_repairs(roots, sources, tmp_path, name, damage):
     assert report.findings
     for remedy in report.found.remedies():
         (command,) = re.findall("`([^`]+)`", remedy)
-        command = command.replace("<sa_000002.tar>", str(sources[1])).replace("python ", f"{sys.executable} ")
+        assert not re.search(r"[<>|&;]|\brm\b", command)  # safe to paste as it is
+        command = command.replace("PATH/TO/sa_000002.tar", str(sources[1])).replace(
+            "python ", f"{sys.executable} "
+        )
         done = subprocess.run(
             command, shell=True, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120
         )

@@ -6,14 +6,16 @@ import json
 import numpy as np
 import pytest
 
+from sa1b.errors import ManifestError
+from sa1b.ingest.finish import drop_source
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.shards.dataset import Dataset
 from sa1b.views.predicate import mask_predicate
-from sa1b.views.view import write_view
+from sa1b.views.view import open_view, write_view
 from tests.shards.tiny_source import ROOTS, make_root
-from tests.verify.checking import check, edit_json, flip
+from tests.verify.checking import check, edit_json, edit_view, flip
 
 
 @pytest.fixture
@@ -57,6 +59,29 @@ def test_a_document_that_its_digest_does_not_guarantee(root, view, change):
     assert "tools/view.py" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document.update(names=["fed"]),
+        lambda document: document.update(chosen_by={"limit": "7"}),
+        lambda document: document.update(dataset={"images": 1}),
+        lambda document: document.update(further=1),
+    ],
+)
+def test_any_change_of_a_document_is_found_and_refused(root, view, change):
+    edit_json(view, change)
+    (finding,) = check(root).findings
+    assert (finding.kind, finding.file) == ("view_unreadable", f"views/{view.name}")
+    with pytest.raises(ManifestError, match=f"{view.name}: damaged .*it was changed"):
+        open_view(root, Dataset(root).table, view.stem)
+
+
+def test_a_document_of_an_older_version_has_no_digest_of_its_own(root, view):
+    edit_json(view, lambda document: document.pop("document_sha256"))
+    assert check(root).findings == []
+    assert open_view(root, Dataset(root).table, "few").count == 6
+
+
 def test_a_document_under_another_name(root, view):
     view.rename(view.with_name("0" * 64 + ".json"))
     assert "view_unreadable" in found(root)
@@ -77,7 +102,7 @@ def test_row_numbers_of_other_images(root, view):
     """Both digests are right, the images are not those of the ids."""
     rows = np.arange(4, 10, dtype="<u4").tobytes()
     view.with_suffix(".rows").write_bytes(rows)
-    edit_json(view, lambda document: document.update(rows_sha256=hashlib.sha256(rows).hexdigest()))
+    edit_view(view, lambda document: document.update(rows_sha256=hashlib.sha256(rows).hexdigest()))
     (finding,) = check(root).findings
     assert finding.message == "its row numbers are not those of its images"
 
@@ -99,7 +124,7 @@ def test_a_view_with_row_numbers_only(root, view, grew):
         if grew:
             document["dataset"]["ids_sha256"] = "0" * 64
 
-    edit_json(view, older)
+    edit_view(view, older)
     view.with_suffix(".ids").unlink()
     assert found(root) == ({"view_stale"} if grew else set())
 
@@ -112,6 +137,7 @@ def test_a_file_that_belongs_to_no_view_is_a_note(root, view):
 def test_images_that_the_dataset_does_not_hold(root, view):
     """A view of another dataset: all digests are right, its images are not here."""
     document = json.loads(view.read_bytes())
+    del document["document_sha256"]
     ids, rows = np.array([1, 2, 3], "<u8").tobytes(), np.arange(3, dtype="<u4").tobytes()
     digest = hashlib.sha256(ids).hexdigest()
     document |= {"digest": digest, "ids_sha256": digest, "masks_where": None, "images": 3}
@@ -119,5 +145,22 @@ def test_images_that_the_dataset_does_not_hold(root, view):
     view.with_name(f"{digest}.json").write_text(json.dumps(document, indent=1) + "\n")
     view.with_name(f"{digest}.ids").write_bytes(ids)
     view.with_name(f"{digest}.rows").write_bytes(rows)
-    (finding,) = check(root).findings
-    assert (finding.kind, finding.message) == ("view_stale", "3 of its images are not in the dataset")
+    report = check(root)
+    assert report.findings == []
+    (note,) = report.notes
+    assert f"views/{digest}.json: 3 of its images are not in the dataset, as after --drop; remove the" in note
+
+
+def test_a_view_of_a_dropped_source_is_a_note(root, view):
+    drop_source(root, "sa_000001")
+    report = check(root)
+    assert (report.findings, report.exit_code()) == ([], 0)
+    (note,) = report.notes
+    assert "6 of its images are not in the dataset, as after --drop" in note
+
+
+def test_a_directory_whose_last_source_was_dropped_is_no_dataset(root):
+    for name in ("sa_000001", "sa_000002"):
+        drop_source(root, name)
+    with pytest.raises(ManifestError, match="no dataset there"):
+        check(root)

@@ -133,7 +133,7 @@ def as_older_version(root, view):
     """The view's files as they were with row numbers alone."""
     path = root / "views" / f"{view.digest}.json"
     document = json.loads(path.read_text())
-    del document["digest"]
+    del document["digest"], document["document_sha256"]
     document["dataset"]["columns_sha256"] = "0" * 64
     path.write_text(json.dumps({**document, "format": "sa1b-view-1", "key": view.digest}))
     path.with_suffix(".ids").unlink()
