@@ -57,6 +57,8 @@ def reshard(
     if run.task is not None:
         sources = sources[run.task[0] :: run.task[1]]
     md5 = _expected_md5(sources, run)
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"--out {root}: is a file; name a folder")
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root, policy.spill)
     tasks = read_tasks(root, without=run.redo)

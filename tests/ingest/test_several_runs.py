@@ -178,6 +178,14 @@ def test_flags_that_mean_nothing_are_refused(tars: Path, tmp_path: Path, flags: 
     assert not (tmp_path / "root").exists()
 
 
+def test_a_file_in_place_of_the_folder_is_refused(tars: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    line = [sys.executable, "tools/reshard.py", str(tars), "--out", str(tmp_path / "file")]
+    run = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert f"--out {tmp_path / 'file'}: is a file; name a folder" in run.stderr
+
+
 def test_a_source_can_be_taken_under_another_name(tars: Path, tmp_path: Path) -> None:
     other = tmp_path / "b" / "sa_000001.tar"
     tiny.make_tar(other, range(900, 910))
