@@ -17,11 +17,11 @@ from sa1b.ingest.admission import release_options
 from sa1b.shards.commit import (
     clashes,
     dataset_claim,
+    join_tables,
     remove_old_tables,
     shard_files,
     stored_shards,
     task_rows,
-    write_dataset,
 )
 from sa1b.shards.manifest import (
     DATASET,
@@ -107,12 +107,12 @@ def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = No
         if not is_current(root, tasks, failed, pending) and (tasks or without is not None):
             unlike = _other_options(tasks)
             found = {name: task_rows(root, task) for name, task in tasks.items() if name not in unlike}
-            tables = {name: rows for name, (_, rows) in found.items()}
-            left_out = unlike | clashes(tables)
+            left_out = unlike | clashes({name: rows for name, (_, rows) in found.items()})
             tasks = {name: task for name, (task, _) in found.items() if name not in left_out}
+            tables = {name: found[name][1] for name in tasks}
             failed |= left_out
             if not is_current(root, tasks, failed, pending):
-                write_dataset(root, tasks, failed, pending)
+                join_tables(root, tasks, tables, failed, pending)
         remove_old_tables(root)
         if tasks:  # dataset.json has what was pending
             store.remove(*(f"{TASKS}/{name}" for name in lists))

@@ -158,15 +158,30 @@ def write_dataset(
     Raises:
         SourceError: an image stands in two sources.
     """
-    if not tasks and like is None:
-        _remove_dataset(root)
-        return
     found = {name: task_rows(root, task) for name, task in sorted(tasks.items())}
-    tasks = {name: task for name, (task, _) in found.items()}
     tables = {name: table for name, (_, table) in found.items()}
     twice = clashes(tables)
     if twice:
         raise SourceError(next(iter(twice.values())))
+    join_tables(root, {name: task for name, (task, _) in found.items()}, tables, failed, pending, like)
+
+
+def join_tables(
+    root: Path,
+    tasks: dict[str, Task],
+    tables: Mapping[str, SampleTable],
+    failed: Mapping[str, str] | None = None,
+    pending: Sequence[str] = (),
+    like: Task | None = None,
+) -> None:
+    """`write_dataset` for callers that have the rows of every source, and no image in two of them.
+
+    Args:
+        tasks, tables: by source, in the same order.
+    """
+    if not tasks and like is None:
+        _remove_dataset(root)
+        return
     shards = all_shards(tasks.values())
     numbers = {shard.name: number for number, shard in enumerate(shards)}
     first = [numbers[task.shards[0].name] for task in tasks.values()]

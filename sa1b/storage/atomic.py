@@ -47,20 +47,25 @@ def naming_final(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader sees the old content or the new, never a part."""
+def write_whole(path: Path, data: bytes, temporary: Path | None = None) -> None:
+    """Write a small file so that a reader sees the old content or the new, never a part.
+
+    Args:
+        temporary: a path beside it that no other process takes; without it, one process writes at a time.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = temporary or path.with_name(f".{path.name}.partial")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        commit(temporary, path)
-    except OSError as error:
+        with naming_final(path):
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            commit(temporary, path)
+    except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+        raise
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:

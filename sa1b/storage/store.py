@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from sa1b.storage.atomic import flush, naming_final
+from sa1b.storage.atomic import flush, naming_final, write_whole
 from sa1b.storage.processes import this_process
 
 
@@ -55,19 +55,7 @@ class Store:
     def put(self, name: str, data: bytes) -> None:
         """Write a small object: a reader sees the old content or the new one, never a part."""
         final = self.path(name)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_path(final)
-        try:
-            with naming_final(final):
-                with temporary.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(final)
-                flush(final.parent)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        write_whole(final, data, temporary_path(final))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Write a small object that is not there yet; False if it is. Of several callers exactly one wins.
