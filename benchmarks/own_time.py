@@ -37,7 +37,7 @@ def stages(root: Path, task: Task) -> dict[str, float]:
     boxes = np.zeros((len(buffer), 4), np.int64)
     batches = iter(stream)
     next(batches).masks.dense(size)
-    before = stream.stages.snapshot()
+    before = stream.stats.snapshot()
     steps = PASSES * len(stream.view) // task.batch
     raster = again = fresh = 0.0
     began, busy = time.perf_counter(), time.process_time()
@@ -59,7 +59,7 @@ def stages(root: Path, task: Task) -> dict[str, float]:
     batches.close()
     torch.set_num_threads(threads)
     cv2.setNumThreads(cv_threads)
-    after = stream.stages.snapshot()
+    after = stream.stats.snapshot()
     seconds = {name: after[name]["seconds"] - before[name]["seconds"] for name in ("read", "image", "masks")}
     seconds["raster"] = raster
     seconds["rest"] = max(0.0, whole - again - fresh - sum(seconds.values()))

@@ -286,7 +286,9 @@ def start(root: Path, position: str = "0") -> Callable[[], object]:
     from sa1b.stream.dataset import Stream
 
     def first_batch() -> None:
-        stream = Stream(root, global_batch=BATCH, seed=SEED, masks=8, ledger=root.parent / "damaged.jsonl")
+        stream = Stream(
+            root, global_batch=BATCH, seed=SEED, masks=8, damage_log=root.parent / "damaged.jsonl"
+        )
         stream.load_state_dict({**stream.state_dict(), "position": int(position)})
         batch = next(iter(stream))
         assert bool(batch.valid.all())

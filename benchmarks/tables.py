@@ -162,8 +162,8 @@ def object_store(rows: list[dict[str, Any]]) -> str:
     head = [
         "JPEGs, latency",
         "local",
-        "ahead=2",
-        "ahead=16",
+        "prefetch=2",
+        "prefetch=16",
         "of local",
         "range",
         "by own CPU",

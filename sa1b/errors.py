@@ -29,6 +29,10 @@ class ShardError(Sa1bError):
     """A shard that does not hold what its index says; the message names shard, offset and image."""
 
 
+class CheckpointError(Sa1bError):
+    """A checkpoint that cannot be written or must not be used; the message names the file."""
+
+
 class LockedError(Sa1bError):
     """Another process holds the lock."""
 

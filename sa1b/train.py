@@ -29,20 +29,19 @@ import torch
 from torch import Tensor, nn
 
 from sa1b.engine import config as settings
-from sa1b.engine import estimate, history, metrics
-from sa1b.engine.agreement import agree
-from sa1b.engine.checkpoint import Checkpoints
-from sa1b.engine.chrome_trace import ChromeTrace
+from sa1b.engine import estimate, metrics
+from sa1b.engine.checkpoint import files
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.checkpoint.weights import find_weights
 from sa1b.engine.config import Config
-from sa1b.engine.conversion import find_weights
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.feed import Feed, Micro, blank
-from sa1b.engine.gradients import finish, micro_batch, prime
+from sa1b.engine.gradients import autocast, finish, grad_scaler, micro_batch, warm_up
 from sa1b.engine.health import Health
-from sa1b.engine.optim import freeze, lr_at, make_optimizer, rate_line, set_rate
+from sa1b.engine.metrics import ChromeTrace
+from sa1b.engine.optim import freeze, lr_at, lr_line, make_optimizer, set_lr
 from sa1b.engine.parallel import set_timeout, start, stop, unwrap, wrap
-from sa1b.engine.place import Place
-from sa1b.engine.precision import autocast, grad_scaler
+from sa1b.engine.ranks import RankInfo, agree
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
@@ -53,24 +52,24 @@ from sa1b.stream.dataset import ResumeError
 class Run:
     """All that a run is made of, on one rank, as it was after the last step that a checkpoint holds."""
 
-    def __init__(self, config: Config, place: Place) -> None:
-        self.config, self.place = config, place
+    def __init__(self, config: Config, rank_info: RankInfo) -> None:
+        self.config, self.rank_info = config, rank_info
         self.step = 0
         self.stop_asked = False  # of this rank, at any moment
         self.stopping = False  # of all ranks, behind the same step
         config.out.mkdir(parents=True, exist_ok=True)
         data = config.data
-        self.feed, self.held_out = feeds(config, place)
+        self.feed, self.held_out = feeds(config, rank_info)
         interactive = build(config, first_weights(config))
         freeze(interactive, config.optim)
-        self.module: nn.Module = wrap(interactive, config.parallel, place)
+        self.module: nn.Module = wrap(interactive, config.parallel, rank_info)
         self.model = unwrap(self.module)
         self.optimizer = make_optimizer(self.model, config.optim, data.global_batch)
-        self.scaler = grad_scaler(config.parallel.precision, place.device)
+        self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.checkpoints = Checkpoints(config.out, config.checkpoint)
         self._resume()
-        self.health = Health(config.health, config.out, place)
-        self.metrics = metrics.Metrics(config.watch, config.out, place, self.step, config.optim.steps)
+        self.health = Health(config.health, config.out, rank_info)
+        self.metrics = metrics.Metrics(config.logging, config.out, rank_info, self.step, config.optim.steps)
 
     def _resume(self) -> None:
         """Go on from the newest good checkpoint, if there is one."""
@@ -89,9 +88,9 @@ class Run:
                     "another --out"
                 ) from None
             self.scaler.load_state_dict(state["scaler"])
-            if self.place.rank == 0:
+            if self.rank_info.rank == 0:
                 print(f"going on behind step {self.step:,} at position {state['stream']['position']:,}")
-        agree(self.module, self.place)
+        agree(self.module, self.rank_info)
 
     def save(self) -> None:
         """A checkpoint of what was trained so far."""
@@ -108,7 +107,7 @@ class Run:
         if self.held_out is not None:
             config = self.config
             show = config.evaluation.show
-            scores = evaluate(self.module, self.held_out, config.parallel, self.place, show, config.out)
+            scores = evaluate(self.module, self.held_out, config.parallel, self.rank_info, show, config.out)
             self.metrics.evaluation(self.step, scores)
 
     def close(self) -> None:
@@ -129,7 +128,7 @@ def build(config: Config, weights: Path | None) -> Interactive:
 
 def first_weights(config: Config) -> Path | None:
     """What a run begins with; nothing if it goes on, when the file may be gone."""
-    return None if history.steps(config.out / "checkpoints") else config.init
+    return None if files.steps(config.out / "checkpoints") else config.init
 
 
 def fill(model: Sam, weights: Path) -> None:
@@ -142,48 +141,48 @@ def fill(model: Sam, weights: Path) -> None:
         raise UsageError(f"{where} holds another model than --model and --preset say: {first}") from None
 
 
-def feeds(config: Config, place: Place) -> tuple[Feed, Feed | None]:
+def feeds(config: Config, rank_info: RankInfo) -> tuple[Feed, Feed | None]:
     """What is trained on, and what is held out."""
     size = config.model.image_size
-    feed = Feed(config.data, size, place, config.out, config.seed)
+    feed = Feed(config.data, size, rank_info, config.out, config.seed)
     if config.evaluation.view is None:
         return feed, None
-    return feed, held_out_feed(config.evaluation, config.data, size, place, config.out, feed.stream)
+    return feed, held_out_feed(config.evaluation, config.data, size, rank_info, config.out, feed.stream)
 
 
-def score(config: Config, place: Place) -> None:
+def score(config: Config, rank_info: RankInfo) -> None:
     """Evaluate weights that are there, without training: --evaluate-only."""
     size = config.model.image_size
-    held_out = held_out_feed(config.evaluation, config.data, size, place, config.out, None)
-    module = wrap(build(config, config.init or config.out), config.parallel, place)
-    scores = evaluate(module, held_out, config.parallel, place, config.evaluation.show, config.out)
-    if place.rank == 0:
+    held_out = held_out_feed(config.evaluation, config.data, size, rank_info, config.out, None)
+    module = wrap(build(config, config.init or config.out), config.parallel, rank_info)
+    scores = evaluate(module, held_out, config.parallel, rank_info, config.evaluation.show, config.out)
+    if rank_info.rank == 0:
         print(json.dumps(scores) if config.json_output else metrics.score_line(scores))
 
 
 def train(run: Run) -> None:
     """The loop: until the last step, or until a rank was asked to stop."""
-    config, place, module, feed = run.config, run.place, run.module, run.feed
+    config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
     precision, scaler, optimizer = config.parallel.precision, run.scaler, run.optimizer
     batch, target_size = config.data.global_batch, config.data.target_size or config.model.image_size // 4
-    trace = ChromeTrace(config.watch.profile, config.out, place)
+    trace = ChromeTrace(config.logging.profile, config.out, rank_info)
     module.train()
 
     def forward_backward(micro: Micro) -> dict[str, Tensor]:
-        with autocast(precision, place.device):
+        with autocast(precision, rank_info.device):
             sums: dict[str, Tensor] = module(micro.images, micro.targets, micro.image_keys)
         torch.autograd.backward(scaler.scale(sums["loss"]))
         return {name: value.detach() for name, value in sums.items()}
 
     if run.step == 0 and config.evaluation.every:
         run.evaluate()  # what there is to gain
-    prime(module, lambda: forward_backward(blank(config.model.image_size, target_size, place.device)))
+    warm_up(module, lambda: forward_backward(blank(config.model.image_size, target_size, rank_info.device)))
     first = run.step
     while run.step < config.optim.steps and not run.stopping:
         trace.before(run.step)
         began, waited, seconds = time.perf_counter(), feed.waited, metrics.StepTime()
         rate = lr_at(config.optim, batch, run.step)
-        set_rate(optimizer, rate)
+        set_lr(optimizer, rate)
         totals: dict[str, Tensor] = {}
         ids: list[Tensor] = []
         with seconds.part("compute"):
@@ -195,10 +194,12 @@ def train(run: Run) -> None:
         seconds.data = feed.waited - waited
         seconds.compute -= seconds.data
         with seconds.part("update"):
-            norm = finish(module, optimizer, scaler, totals["count"], place, clip=config.optim.clip)
+            norm = finish(
+                module, optimizer, scaler, totals["count"], rank_info, grad_clip=config.optim.grad_clip
+            )
             own_loss, gradient = float(totals["loss"]), float(norm)
         seconds.total = time.perf_counter() - began
-        means = metrics.step_means(totals, sum(map(len, ids)), run.stop_asked, seconds, place)
+        means = metrics.step_means(totals, sum(map(len, ids)), run.stop_asked, seconds, rank_info)
         if run.health.is_good(run.step, means["loss"], gradient, own_loss, ids):
             scaler.step(optimizer)
         elif run.health.skipped == 1:
@@ -207,11 +208,11 @@ def train(run: Run) -> None:
         optimizer.zero_grad()
         trace.after(run.step)
         if run.step == first:
-            set_timeout(place, config.parallel.timeout)
+            set_timeout(rank_info, config.parallel.timeout)
         run.step += 1
         run.stopping = means["stop"] > 0
-        ideal = estimate.peak_seconds(config.model, config.recipe, means["images"], means["masks"], place)
-        run.metrics.step(run.step, metrics.figures_of(means, rate, gradient, place, ideal))
+        ideal = estimate.peak_seconds(config.model, config.recipe, means["images"], means["masks"], rank_info)
+        run.metrics.step(run.step, metrics.figures_of(means, rate, gradient, rank_info, ideal))
         run.checkpoints.poll()
         ends = run.stopping or run.step == config.optim.steps
         if (ends or run.step % config.checkpoint.every == 0) and not run.health.lost:
@@ -225,19 +226,19 @@ def train(run: Run) -> None:
 
 def run(config: Config) -> None:
     """Do what the settings ask for, on this rank."""
-    place = start(config.parallel)
+    rank_info = start(config.parallel)
     try:
-        config = settings.agree(config, place)
+        config = settings.agree(config, rank_info)
         if config.dry_run:
-            plan(config, place)
+            plan(config, rank_info)
             return
         if config.evaluate_only:
-            score(config, place)
+            score(config, rank_info)
             return
-        current = Run(config, place)
-        if place.rank == 0:
+        current = Run(config, rank_info)
+        if rank_info.rank == 0:
             write_whole(config.out / "config.json", json_bytes(config.document()))
-            print(rate_line(config.optim, config.data.global_batch), flush=True)
+            print(lr_line(config.optim, config.data.global_batch), flush=True)
 
         def ask_to_stop(number: int, frame: object) -> None:
             current.stop_asked = True
@@ -252,7 +253,7 @@ def run(config: Config) -> None:
             train(current)
         finally:
             current.close()
-        if current.stopping and place.rank == 0:
+        if current.stopping and rank_info.rank == 0:
             print(
                 f"stopped behind step {current.step:,} with a checkpoint; the same command goes on from there"
             )
@@ -260,20 +261,20 @@ def run(config: Config) -> None:
         stop()
 
 
-def plan(config: Config, place: Place) -> None:
+def plan(config: Config, rank_info: RankInfo) -> None:
     """Print what a run would be."""
-    feed, _ = feeds(config, place)
+    feed, _ = feeds(config, rank_info)
     with torch.device("meta"):
         model = Sam(config.model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if place.rank == 0:
+    if rank_info.rank == 0:
         if (weights := first_weights(config)) is not None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
                 fill(model, weights)
         images = len(feed.stream.view)
-        print(estimate.describe(config, place, parameters, feed.micro_batches, images))
-        print(rate_line(config.optim, config.data.global_batch))
+        print(estimate.describe(config, rank_info, parameters, feed.micro_batches, images))
+        print(lr_line(config.optim, config.data.global_batch))
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ def main(
         json_output: Print the summary as JSON.
     """
     # Torch takes seconds to load, which --help need not wait for.
-    from sa1b.engine.conversion import convert
+    from sa1b.engine.checkpoint.weights import convert
 
     converted = convert(source, out, overwrite=overwrite)
     print(json.dumps(converted.document(), indent=1) if json_output else converted.table())

@@ -21,7 +21,7 @@ def stream_of(place: Place, task: Task, start: float) -> sa1b.Stream:
         global_batch=task.batch,
         image_size=task.image_size,
         masks=task.masks,
-        ledger=place.folder / "damaged.jsonl",
+        damage_log=place.folder / "damaged.jsonl",
     )
     at = int(len(stream.view) * start) // task.batch * task.batch
     stream.load_state_dict(stream.state_dict() | {"position": at})

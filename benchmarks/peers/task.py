@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 import sa1b
-from sa1b.stream.choice import choose
+from sa1b.stream.sample import choose
 
 CHOSEN = "chosen.json"
 

@@ -18,15 +18,14 @@ from typing import Annotated, Any, Literal
 import torch.distributed as dist
 import tyro
 
-from sa1b.engine.agreement import DisagreementError
-from sa1b.engine.checkpoint import CheckpointConfig
+from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
 from sa1b.engine.evaluation import EvaluationConfig
 from sa1b.engine.feed import DataConfig
 from sa1b.engine.health import HealthConfig
-from sa1b.engine.metrics import WatchConfig
+from sa1b.engine.metrics import LoggingConfig
 from sa1b.engine.optim import OptimConfig
 from sa1b.engine.parallel import ParallelConfig
-from sa1b.engine.place import Place
+from sa1b.engine.ranks import DisagreementError, RankInfo
 from sa1b.errors import UsageError
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig
@@ -58,7 +57,7 @@ class Config:
         checkpoint: When checkpoints are written.
         evaluation: When and on what the model is evaluated.
         health: What happens when a loss is not finite.
-        watch: What is written down.
+        logging: What is written down.
     """
 
     preset: Preset = "vit_b"
@@ -77,7 +76,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
-    watch: WatchConfig = field(default_factory=WatchConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def document(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -106,29 +105,30 @@ PRESETS: dict[str, Config] = {
         # A weighted cross entropy in place of the focal loss: from random weights the latter answers "all
         # background" for some hundred steps, on pictures of which most is background.
         recipe=Recipe(
-            clicks=1, unprompted=0, focal_weight=1, focal_alpha=0.75, focal_gamma=0, checkpoint_rounds=False
+            clicks=1, unprompted=0, focal_weight=1, focal_alpha=0.75, focal_gamma=0,
+            checkpoint_iterations=False
         ),
         optim=OptimConfig(
-            rate=1e-3,
+            lr=1e-3,
             reference_batch=8,
             schedule="cosine",
             steps=300,
             warmup=10,
             layer_decay=1.0,
             weight_decay=0.05,
-            floor=0.1,
+            min_lr_ratio=0.1,
         ),
         checkpoint=CheckpointConfig(every=100),
     ),
     "vit_b": _published(
-        "vit_b", rate=8e-4, reference_batch=128, layer_decay=0.6, drop_path=0.6, steps=180_000,
+        "vit_b", lr=8e-4, reference_batch=128, layer_decay=0.6, drop_path=0.6, steps=180_000,
         milestones=(120_000, 173_332),
     ),
     "vit_l": _published(
-        "vit_l", rate=4e-4, reference_batch=128, layer_decay=0.8, drop_path=0.4, steps=180_000,
+        "vit_l", lr=4e-4, reference_batch=128, layer_decay=0.8, drop_path=0.4, steps=180_000,
         milestones=(120_000, 173_332),
     ),
-    "vit_h": _published("vit_h", rate=8e-4, reference_batch=256, layer_decay=0.8, drop_path=0.4),
+    "vit_h": _published("vit_h", lr=8e-4, reference_batch=256, layer_decay=0.8, drop_path=0.4),
 }  # fmt: skip
 
 
@@ -207,13 +207,13 @@ def _numbers(document: Any, path: str = "") -> Iterator[tuple[str, float]]:
         yield path.replace("_", "-"), document
 
 
-def agree(config: Config, place: Place) -> Config:
+def agree(config: Config, rank_info: RankInfo) -> Config:
     """The configuration of rank 0, which every rank holds its own against.
 
     Raises:
         DisagreementError: on all ranks, if one was given another one; the message names the first flag.
     """
-    if place.world == 1 or not dist.is_initialized():
+    if rank_info.world_size == 1 or not dist.is_initialized():
         return config
     own = config.document()
     sent: list[Any] = [own]
@@ -221,9 +221,9 @@ def agree(config: Config, place: Place) -> Config:
     refused = None
     if (difference := _difference(sent[0], own)) is not None:
         flag, first, other = difference
-        refused = f"--{flag} is {other!r} on rank {place.rank} and {first!r} on rank 0"
+        refused = f"--{flag} is {other!r} on rank {rank_info.rank} and {first!r} on rank 0"
     # A rank that left alone would leave the others waiting for it.
-    of_all: list[str | None] = [None] * place.world
+    of_all: list[str | None] = [None] * rank_info.world_size
     dist.all_gather_object(of_all, refused)
     for one in of_all:
         if one is not None:

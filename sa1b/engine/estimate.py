@@ -3,7 +3,7 @@
 import torch
 
 from sa1b.engine.config import Config
-from sa1b.engine.place import Place
+from sa1b.engine.ranks import RankInfo
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.recipe import Recipe
 
@@ -62,14 +62,14 @@ def step_flops(model: ModelConfig, recipe: Recipe, images: float, masks: float) 
 
 
 def peak_seconds(
-    model: ModelConfig, recipe: Recipe, images: float, masks: float, place: Place
+    model: ModelConfig, recipe: Recipe, images: float, masks: float, rank_info: RankInfo
 ) -> float | None:
     """Seconds that a training step would take at the devices' peak; over its real seconds that is the MFU."""
-    peak = peak_flops(place.device)
-    return step_flops(model, recipe, images, masks) / (peak * place.world) if peak else None
+    peak = peak_flops(rank_info.device)
+    return step_flops(model, recipe, images, masks) / (peak * rank_info.world_size) if peak else None
 
 
-def describe(config: Config, place: Place, parameters: int, micro_batches: int, images: int) -> str:
+def describe(config: Config, rank_info: RankInfo, parameters: int, micro_batches: int, images: int) -> str:
     """What --dry-run prints.
 
     Args:
@@ -79,25 +79,25 @@ def describe(config: Config, place: Place, parameters: int, micro_batches: int, 
     """
     data, model = config.data, config.model
     batch = data.global_batch
-    share = -(-batch // place.world)
+    share = -(-batch // rank_info.world_size)
     micro = min(data.micro_batch or share, share)
-    shards = place.shards if config.parallel.shard == "full" else 1
+    shards = rank_info.shards if config.parallel.shard == "full" else 1
     held = 4 * parameters / 1e9
-    state = held / shards + 3 * held / place.shards  # weights; gradients and two moments
+    state = held / shards + 3 * held / rank_info.shards  # weights; gradients and two moments
     flops = step_flops(model, config.recipe, batch, batch * data.masks)
-    ideal = peak_seconds(model, config.recipe, batch, batch * data.masks, place)
+    ideal = peak_seconds(model, config.recipe, batch, batch * data.masks, rank_info)
     seconds = "no estimate of the time: the peak of this device is not known"
     if ideal is not None:
         seconds = f"{ideal:.2f} s at the GPUs' peak, of which 40 % is good"
-    image_bytes = data.ahead * micro * 3 * model.image_size**2 / 1e9
+    image_bytes = data.prefetch * micro * 3 * model.image_size**2 / 1e9
     target = data.target_size or model.image_size // 4
-    mask_bytes = data.ahead * micro * data.masks * target**2 / 1e9
+    mask_bytes = data.prefetch * micro * data.masks * target**2 / 1e9
     return "\n".join(
         [
-            f"ranks         {place.world} x {place.device.type}, mode {config.parallel.mode}, "
+            f"ranks         {rank_info.world_size} x {rank_info.device.type}, mode {config.parallel.mode}, "
             f"precision {config.parallel.precision}",
-            f"batch         {batch} images = {place.world} ranks x {micro_batches} micro-batches of up to "
-            f"{micro}",
+            f"batch         {batch} images = {rank_info.world_size} ranks x {micro_batches} "
+            f"micro-batches of up to {micro}",
             f"run           {config.optim.steps:,} steps = {config.optim.steps * batch / images:.1f} epochs "
             f"of {images:,} images",
             f"model         {parameters / 1e6:.1f} M parameters at {model.image_size} x {model.image_size}",

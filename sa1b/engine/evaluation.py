@@ -7,14 +7,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from sa1b.engine import prediction
-from sa1b.engine.feed import DataConfig, Feed
+from sa1b.engine.feed import DataConfig, Feed, Micro
+from sa1b.engine.gradients import autocast
 from sa1b.engine.parallel import ParallelConfig
-from sa1b.engine.place import Place
-from sa1b.engine.precision import autocast
+from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
+from sa1b.gallery.predictions import Predicted
+from sa1b.masks import geometry
+from sa1b.masks.dense import runs_of
+from sa1b.masks.grid import framed, framed_size
 from sa1b.sam.score import Score
 from sa1b.storage.atomic import write_whole
 from sa1b.stream.dataset import Stream
@@ -51,7 +54,7 @@ def held_out_feed(
     config: EvaluationConfig,
     data: DataConfig,
     image_size: int,
-    place: Place,
+    rank_info: RankInfo,
     run: Path,
     training: Stream | None,
 ) -> Feed:
@@ -63,10 +66,13 @@ def held_out_feed(
     Raises:
         UsageError: it does; the message says how many.
     """
-    batch = max(place.world, min(data.global_batch, place.world * (data.micro_batch or data.global_batch)))
+    batch = max(
+        rank_info.world_size,
+        min(data.global_batch, rank_info.world_size * (data.micro_batch or data.global_batch)),
+    )
     settings = replace(data, masks=config.masks, strategy="uniform", global_batch=batch)
     # Another seed would score other masks: figures of different runs could not be compared.
-    feed = Feed(settings, image_size, place, run, seed=0, view=config.view, order="sequential")
+    feed = Feed(settings, image_size, rank_info, run, seed=0, view=config.view, order="sequential")
     if training is None:
         return feed
     own, others = (view.table_rows(np.arange(len(view))) for view in (feed.stream.view, training.view))
@@ -81,7 +87,7 @@ def held_out_feed(
 
 @torch.no_grad()
 def evaluate(
-    module: nn.Module, feed: Feed, parallel: ParallelConfig, place: Place, show: int, out: Path
+    module: nn.Module, feed: Feed, parallel: ParallelConfig, rank_info: RankInfo, show: int, out: Path
 ) -> dict[str, float]:
     """Mean IoU by prompt and mask size, the same figure at any world size; see sa1b.sam.score.
 
@@ -95,28 +101,58 @@ def evaluate(
     """
     training = module.training
     module.eval()
-    score = Score.empty(place.device)
+    score = Score.empty(rank_info.device)
     shown: list[tuple[int, str]] = []
     beginning = {**feed.state_dict(), "position": 0}
     feed.load_state_dict(beginning)
     for micros in feed.steps():
         for micro in micros:
             targets = micro.targets
-            with autocast(parallel.precision, place.device):
+            with autocast(parallel.precision, rank_info.device):
                 found = module(micro.images, targets, micro.image_keys, evaluate=True)
             score.add(found["intersections"], found["unions"], micro.areas, targets.weights)
             if bool((micro.positions < show).any()):
-                shown += [line for line in prediction.lines(micro, found) if line[0] < show]
+                shown += [line for line in prediction_lines(micro, found) if line[0] < show]
     feed.close()
-    if place.world > 1:
+    if rank_info.world_size > 1:
         score.all_reduce()
-        of_all: list[list[tuple[int, str]]] = [[] for _ in range(place.world)]
+        of_all: list[list[tuple[int, str]]] = [[] for _ in range(rank_info.world_size)]
         dist.all_gather_object(of_all, shown)
         shown = [line for some in of_all for line in some]
-    if show and place.rank == 0:
+    if show and rank_info.rank == 0:
         try:
             write_whole(out / "predictions.jsonl", "".join(line for _, line in sorted(shown)).encode())
         except OSError as error:  # the scores do not depend on it
             _LOG.warning("the predicted masks are not written: %s", error)
     module.train(training)
     return score.result()
+
+
+def prediction_lines(micro: Micro, found: dict[str, Tensor]) -> list[tuple[int, str]]:
+    """Position of an image and its line of the file, for each image of a micro-batch that has masks.
+
+    Args:
+        found: of `Interactive` in an evaluation.
+    """
+    image = micro.targets.image.cpu()
+    drawn, image_size = found["masks"].cpu().numpy(), micro.images.shape[-1]
+    unions = found["unions"][:, 0].clamp(min=1)
+    iou = (found["intersections"][:, 0] / unions).double().cpu().numpy()
+    predicted = found["predicted_iou"].double().cpu().numpy()
+    points, mask_ids = micro.targets.points.double().cpu().numpy(), micro.mask_ids.cpu().numpy()
+    counts = (micro.targets.weights > 0).cpu()
+    made = []
+    for i, (image_id, position) in enumerate(zip(micro.ids.tolist(), micro.positions.tolist(), strict=True)):
+        own = torch.nonzero((image == i) & counts).flatten().numpy()
+        if not len(own):
+            continue
+        size = (int(micro.source_sizes[i, 0]), int(micro.source_sizes[i, 1]))
+        # The part of the raster that the image takes, stretched to its source.
+        rows, columns = (
+            max(1, int((axis.sources() >= 0).sum())) for axis in framed(size, image_size, drawn.shape[-1])
+        )
+        runs = geometry.resize(runs_of(drawn[own][:, :rows, :columns]), *size)
+        scale = np.array(size[::-1]) / framed_size(*size, image_size)[::-1]
+        some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
+        made.append((position, some.line(image_id)))
+    return made

@@ -1,6 +1,6 @@
 """What a training step is fed with: micro-batches of the stream on the device, masks as pixels, keys.
 
-feed = Feed(config.data, config.model.image_size, place, view=config.data.view)
+feed = Feed(config.data, config.model.image_size, rank_info, view=config.data.view)
 for micro in feed.step():
     module(micro.images, micro.targets, micro.image_keys)
 state = feed.state_dict()
@@ -16,16 +16,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sa1b.engine.place import Place
+from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose
 from sa1b.masks.raster_torch import framed_sizes
-from sa1b.sam.draws import draws
 from sa1b.sam.interactive import Targets
+from sa1b.sam.random_values import random_words
 from sa1b.stream.batch import Batch
-from sa1b.stream.choice import Strategy
 from sa1b.stream.dataset import Stream
 from sa1b.stream.loader import Loader
+from sa1b.stream.sample import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class DataConfig:
         strategy: Which masks of an image: uniform; area: one of each class of sizes; quality: rather those
             with high scores; coverage: all of them within as few epochs as can be.
         flip: Probability of mirroring an image left and right.
-        run: Images that lie together and are read together, for disks that dislike random reads.
+        block_size: Images that lie together and are read together, for disks that dislike random reads.
         target_size: Pixels of the square in which losses and scores are computed; by default a quarter of
             the image size, as the decoder's masks.
         threads: That read and decode, in each rank; by default the cores, shared by the ranks of a machine.
-        ahead: Micro-batches prepared before they are needed.
+        prefetch: Micro-batches prepared before they are needed.
         endpoint: URL of an object store other than Amazon's.
         deadline: Seconds that a read may take over all its attempts before training stops.
     """
@@ -57,15 +57,23 @@ class DataConfig:
     masks: int = 64
     strategy: Strategy = "uniform"
     flip: float = 0.0
-    run: int = 1
+    block_size: int = 1
     target_size: int | None = None
     threads: int | None = None
-    ahead: int = 2
+    prefetch: int = 2
     endpoint: str | None = None
     deadline: float = 300.0
 
     def __post_init__(self) -> None:
-        for flag in ("global_batch", "micro_batch", "masks", "run", "target_size", "threads", "ahead"):
+        for flag in (
+            "global_batch",
+            "micro_batch",
+            "masks",
+            "block_size",
+            "target_size",
+            "threads",
+            "prefetch",
+        ):
             value = getattr(self, flag)
             if value is not None and value < 1:
                 raise UsageError(f"--data.{flag.replace('_', '-')} {value} must be at least 1")
@@ -106,8 +114,8 @@ class Feed:
     Args:
         config: what to read.
         image_size: of the model, pixels.
-        place: of this rank.
-        run: folder of the run; the ledger of damaged samples lies there.
+        rank_info: of this rank.
+        run: folder of the run; the damage_log of damaged samples lies there.
         seed: of the order and of every draw.
         view: to read instead of `config.view`.
         order: "sequential" for an evaluation.
@@ -121,7 +129,7 @@ class Feed:
         self,
         config: DataConfig,
         image_size: int,
-        place: Place,
+        rank_info: RankInfo,
         run: Path,
         seed: int,
         *,
@@ -137,10 +145,10 @@ class Feed:
                 view=view or config.view,
                 order=order,
                 seed=seed,
-                run=config.run if order == "shuffle" else 1,
-                ledger=run / "damaged.jsonl",
-                rank=place.rank,
-                world=place.world,
+                block_size=config.block_size if order == "shuffle" else 1,
+                damage_log=run / "damaged.jsonl",
+                rank=rank_info.rank,
+                world_size=rank_info.world_size,
                 deadline=config.deadline,
                 storage_options={"endpoint_url": config.endpoint} if config.endpoint else None,
                 image_size=image_size,
@@ -153,14 +161,14 @@ class Feed:
         self.loader = Loader(
             self.stream,
             threads=config.threads or max(1, (os.cpu_count() or 1) // ranks_here),
-            ahead=config.ahead,
-            device=place.device,
+            prefetch=config.prefetch,
+            device=rank_info.device,
             dense=config.target_size or image_size // 4,
             quiet=True,
         )
         self.micro_batches = self.stream.plan.count
         self.waited = 0.0
-        self._key = torch.tensor(seed, device=place.device)
+        self._key = torch.tensor(seed, device=rank_info.device)
         self._batches: Generator[Batch, None, None] | None = None
 
     def step(self) -> Iterator[Micro]:
@@ -192,10 +200,10 @@ class Feed:
                 points=batch.points,
                 image=image,
                 weights=weights,
-                keys=draws(self._key, int(Purpose.PROMPT), positions[image], batch.mask_ids),
+                keys=random_words(self._key, int(Purpose.PROMPT), positions[image], batch.mask_ids),
                 sizes=framed_sizes(batch.source_sizes, batch.masks.image_size).to(image.device),
             ),
-            image_keys=draws(self._key, int(Purpose.VISIT), positions),
+            image_keys=random_words(self._key, int(Purpose.VISIT), positions),
             areas=batch.areas,
             ids=batch.ids,
             positions=positions,

@@ -1,12 +1,23 @@
-"""The gradient of a global batch, put together from micro-batches and ranks.
+"""The gradient of a global batch, accumulated over micro-batches and ranks, and the number formats of a step.
 
 Losses are sums over masks, and ranks and micro-batches hold different numbers of masks: a mean of means would
 weigh them wrongly. So the sums themselves are back-propagated, and the gradients are divided once by the
 number of masks in the global batch. DDP and FSDP average over ranks, hence the factor world size / masks.
+
+| precision | matrix products           | everything else, weights, optimizer |
+|-----------|---------------------------|-------------------------------------|
+| fp32      | float32                   | float32                             |
+| tf32      | float32 with 10-bit mantissas, on tensor cores | float32        |
+| bf16      | bfloat16 by autocast      | float32 where autocast keeps it     |
+| fp16      | float16 by autocast, loss scaled | float32 where autocast keeps it |
+
+The weights are float32 in every mode. With FSDP the weights of a block's attention and MLP travel in the
+format of the matrix products (`sa1b.engine.parallel.wrap`): autocast would round them to it anyway.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sa1b.engine.place import Place
+from sa1b.engine.ranks import RankInfo
+from sa1b.errors import UsageError
 
 
 @contextmanager
@@ -35,7 +47,7 @@ def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
         yield
 
 
-def prime(module: nn.Module, run: Callable[[], object]) -> None:
+def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
     """Run one forward and backward whose gradients are thrown away, before the first step of any run.
 
     DDP learns in its first backward in which order gradients come, and arranges its buckets anew. From three
@@ -55,7 +67,13 @@ def prime(module: nn.Module, run: Callable[[], object]) -> None:
 
 @torch.no_grad()
 def finish(
-    module: nn.Module, optimizer: Optimizer, scaler: GradScaler, count: Tensor, place: Place, *, clip: float
+    module: nn.Module,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+    count: Tensor,
+    rank_info: RankInfo,
+    *,
+    grad_clip: float,
 ) -> Tensor:
     """Turn accumulated sums into the gradient of the global batch, and clip it; once, before the step.
 
@@ -64,7 +82,7 @@ def finish(
     Args:
         count: masks in this rank's micro-batches (their weights' sum), one number, on the device. If no rank
             has one the gradients stay as they are: zero.
-        clip: largest norm over all parameters and ranks; 0: no limit.
+        grad_clip: largest norm over all parameters and ranks; 0: no limit.
 
     Returns:
         The norm before clipping, float32, no dimensions, the same on all ranks, on the gradients' device.
@@ -72,18 +90,64 @@ def finish(
     """
     scaler.unscale_(optimizer)
     total = count.detach().float().clone()
-    if place.world > 1:
+    if rank_info.world_size > 1:
         dist.all_reduce(total)
     found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     # Plain tensors: the same kernels in all modes, one call each.
     held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]
-    factor = torch.where(total > 0, place.world / total, 1.0).to(held[0].device)
+    factor = torch.where(total > 0, rank_info.world_size / total, 1.0).to(held[0].device)
     squares = torch.stack(torch._foreach_norm(held)).square().sum()
-    if place.mesh is not None:
+    if rank_info.mesh is not None:
         # Replicas hold the same shards: each counts once.
-        dist.all_reduce(squares, group=place.mesh.get_group("shard"))
+        dist.all_reduce(squares, group=rank_info.mesh.get_group("shard"))
     norm = squares.sqrt() * factor
-    if clip > 0:
-        factor = factor * (clip / (norm + 1e-6)).clamp(max=1)
+    if grad_clip > 0:
+        factor = factor * (grad_clip / (norm + 1e-6)).clamp(max=1)
     torch._foreach_mul_(held, factor)
     return norm
+
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+
+
+def compute_dtype(precision: Precision) -> torch.dtype | None:
+    """What autocast computes matrix products in; None: no autocast."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+
+
+def set_float32(precision: Precision, device: torch.device) -> None:
+    """Set what float32 products mean in this process: exact, or tf32 (torch's default for convolutions).
+
+    Raises:
+        UsageError: tf32 or bf16 on a device that does not have it.
+    """
+    if precision == "tf32" and device.type != "cuda":
+        raise UsageError("--parallel.precision tf32 needs a GPU: pass fp32 or bf16")
+    if precision in ("tf32", "bf16") and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise UsageError(
+                f"--parallel.precision {precision} needs a GPU of compute capability 8.0, this one has "
+                f"{major}.{minor}: pass fp16 or fp32"
+            )
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Around every forward pass, an evaluation's too; the backward pass runs outside of it.
+
+    What must not be rounded (coordinates of prompts, sums of a loss) is computed by the model with autocast
+    off.
+    """
+    dtype = compute_dtype(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+
+
+def grad_scaler(precision: Precision, device: torch.device) -> GradScaler:
+    """The scaler of losses: does its work in fp16, and passes everything through otherwise.
+
+    Ranks agree about an overflow: DDP leaves the same gradients on all of them, and for FSDP's shards torch
+    takes the maximum over the mesh. Its `state_dict` is a dictionary of numbers, empty unless fp16.
+    """
+    return GradScaler(device.type, enabled=precision == "fp16")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sa1b.engine.place import Place
+from sa1b.engine.ranks import RankInfo
 from sa1b.errors import Sa1bError, UsageError
 
 
@@ -38,12 +38,12 @@ class Health:
         run: folder of the run; `not-finite.jsonl` lies there.
     """
 
-    def __init__(self, config: HealthConfig, run: Path, place: Place) -> None:
+    def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo) -> None:
         self.path = run / "not-finite.jsonl"
         self.skipped = 0
         self.lost = 0  # steps in a row until now whose loss was not finite: what was trained is in doubt
         self._config = config
-        self._place = place
+        self._rank_info = rank_info
         self._in_row = 0
 
     def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:
@@ -67,7 +67,7 @@ class Health:
         if not math.isfinite(own_loss):
             line = {
                 "step": step,
-                "rank": self._place.rank,
+                "rank": self._rank_info.rank,
                 "loss": str(own_loss),
                 "image_ids": [image_id for micro in ids for image_id in micro.tolist()],
             }
@@ -90,7 +90,7 @@ class Health:
         return HealthError(
             f"the last {steps} steps, until step {step}, had a loss or gradient that is not finite ({what}); "
             f"images whose loss was not are listed in {self.path}. The same command goes on from the newest "
-            "checkpoint, which is from before: lower --optim.rate, or --parallel.precision bf16 in place of "
+            "checkpoint, which is from before: lower --optim.lr, or --parallel.precision bf16 in place of "
             "fp16. If it fails at once, that checkpoint is too late: move its folder away and the one "
             "before is taken"
         )

@@ -1,4 +1,4 @@
-"""What a run writes down: a line of JSON a step, TensorBoard where it is installed, a progress line."""
+"""What a run records: JSON lines, TensorBoard, a progress bar and a Chrome trace."""
 
 import json
 import math
@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from sa1b.engine.place import Place
+from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import write_whole
 
@@ -25,7 +26,7 @@ PARTS = ("data", "compute", "update")  # of a step's time, which are measured
 
 
 @dataclass(frozen=True, slots=True)
-class WatchConfig:
+class LoggingConfig:
     """What is written down. RUN/metrics.jsonl is always.
 
     Attributes:
@@ -40,11 +41,11 @@ class WatchConfig:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise UsageError("--watch.every must be at least 1")
+            raise UsageError("--logging.every must be at least 1")
         if self.profile is not None and not 0 <= self.profile[0] <= self.profile[1]:
-            raise UsageError("--watch.profile takes a first step and a last one that is not before it")
+            raise UsageError("--logging.profile takes a first step and a last one that is not before it")
         if self.tensorboard and find_spec("tensorboard") is None:
-            raise UsageError("--watch.tensorboard needs TensorBoard: pip install 'sa1b[tensorboard]'")
+            raise UsageError("--logging.tensorboard needs TensorBoard: pip install 'sa1b[tensorboard]'")
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class StepTime:
 
 
 def step_means(
-    totals: dict[str, torch.Tensor], images: int, stop: bool, seconds: StepTime, place: Place
+    totals: dict[str, torch.Tensor], images: int, stop: bool, seconds: StepTime, rank_info: RankInfo
 ) -> dict[str, float]:
     """The figures of a step over all ranks, in one collective; waits for the device.
 
@@ -85,15 +86,15 @@ def step_means(
     times = [seconds.data, seconds.compute, seconds.update, seconds.total]
     own = torch.stack([totals[name].double() for name in (*SUMS, "count")]).cpu()
     own = torch.cat((own, torch.tensor([images, stop, *times], dtype=torch.float64)))
-    if place.world > 1:
+    if rank_info.world_size > 1:
         if dist.get_backend() == "nccl":
-            own = own.to(place.device)
+            own = own.to(rank_info.device)
         dist.all_reduce(own)
     *sums, masks, all_images, stops, data, compute, update, total = own.tolist()
     found = {name: value / masks if masks else 0.0 for name, value in zip(SUMS, sums, strict=True)}
     found |= {"masks": masks, "images": all_images, "stop": stops}
     parts = {"data": data, "compute": compute, "update": update, "total": total}
-    return found | {name: value / place.world for name, value in parts.items()}
+    return found | {name: value / rank_info.world_size for name, value in parts.items()}
 
 
 class Metrics:
@@ -105,9 +106,9 @@ class Metrics:
         steps: of the whole run.
     """
 
-    def __init__(self, config: WatchConfig, run: Path, place: Place, done: int, steps: int) -> None:
+    def __init__(self, config: LoggingConfig, run: Path, rank_info: RankInfo, done: int, steps: int) -> None:
         self._config = config
-        self._first = place.rank == 0
+        self._first = rank_info.rank == 0
         self._bar: tqdm[Any] | None = None
         self._board: Any = None
         self.path = run / "metrics.jsonl"
@@ -201,7 +202,7 @@ def score_line(scores: dict[str, float]) -> str:
 
 
 def figures_of(
-    means: dict[str, float], rate: float, norm: float, place: Place, utilisation: float | None
+    means: dict[str, float], rate: float, norm: float, rank_info: RankInfo, utilisation: float | None
 ) -> dict[str, float]:
     """What is written down of a step.
 
@@ -219,7 +220,7 @@ def figures_of(
     found |= {"images_per_s": means["images"] / total, "masks_per_s": means["masks"] / total}
     found |= {"data_wait": means["data"] / total, "seconds": total}
     found |= {f"seconds_{name}": means[name] for name in PARTS}
-    found |= {"seconds_other": other, "peak_memory_gb": peak_memory(place.device) / 1e9}
+    found |= {"seconds_other": other, "peak_memory_gb": peak_memory(rank_info.device) / 1e9}
     if utilisation is not None:
         found["mfu"] = utilisation / total
     return found
@@ -230,3 +231,36 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class ChromeTrace:
+    """Records the steps `first` to `last` and writes RUN/trace-<rank>.json behind the last one.
+
+    Args:
+        steps: first and last step, counted from 0; None: nothing is recorded.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, run: Path, rank_info: RankInfo) -> None:
+        self.path = run / f"trace-{rank_info.rank}.json"
+        self._steps = steps
+        self._on_gpu = rank_info.device.type == "cuda"
+        self._profile: profile | None = None
+
+    def before(self, step: int) -> None:
+        """To be called before each step."""
+        if self._steps is not None and self._profile is None and self._steps[0] <= step <= self._steps[1]:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+            self._profile = profile(activities=activities)
+            self._profile.start()
+
+    def after(self, step: int) -> None:
+        """To be called behind each step."""
+        if self._profile is not None and self._steps is not None and step >= self._steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded so far."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self.path))
+            self._profile, self._steps = None, None

@@ -29,37 +29,37 @@ class OptimConfig:
     """Optimizer, learning rates and schedule.
 
     Attributes:
-        rate: Learning rate of the last layer after warm-up, at the reference batch.
+        lr: Learning rate of the last layer after warm-up, at the reference batch.
         reference_batch: Images in the global batch that the rate is meant for.
         batch_scaling: How the rate follows the global batch: linear, sqrt, or none: not at all.
-        schedule: step: a tenth at each milestone. cosine: half a cosine down to floor times the rate.
+        schedule: step: a tenth at each milestone. cosine: half a cosine down to min_lr_ratio times the rate.
         steps: Length of the schedule in steps.
         warmup: Steps in which the rate rises linearly.
         milestones: step: where the rate falls to a tenth.
-        floor: cosine: part of the rate that is left at the end.
+        min_lr_ratio: cosine: part of the rate that is left at the end.
         layer_decay: Factor on the rate from each encoder block to the one before it; 1: the same everywhere.
         weight_decay: On weights; biases, norms and position embeddings have none.
         beta1: Decay of the running mean of gradients.
         beta2: Decay of the running mean of their squares.
         epsilon: Added to the root of the latter.
-        clip: Largest norm of the gradient over all parameters; 0: no limit.
+        grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
         freeze_encoder: Train prompt encoder and mask decoder only.
     """
 
-    rate: float = 8e-4
+    lr: float = 8e-4
     reference_batch: int = 256
     batch_scaling: Literal["linear", "sqrt", "none"] = "linear"
     schedule: Literal["step", "cosine"] = "step"
     steps: int = 90_000
     warmup: int = 250
     milestones: tuple[int, ...] = (60_000, 86_666)
-    floor: float = 0.0
+    min_lr_ratio: float = 0.0
     layer_decay: float = 0.8
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
-    clip: float = 1.0
+    grad_clip: float = 1.0
     freeze_encoder: bool = False
 
     def __post_init__(self) -> None:
@@ -68,10 +68,10 @@ class OptimConfig:
         Raises:
             UsageError: the message names the flag.
         """
-        for flag in ("rate", "reference_batch", "steps", "epsilon"):
+        for flag in ("lr", "reference_batch", "steps", "epsilon"):
             if not getattr(self, flag) > 0:
                 raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)} must be more than 0")
-        for flag in ("warmup", "weight_decay", "clip"):
+        for flag in ("warmup", "weight_decay", "grad_clip"):
             if not getattr(self, flag) >= 0:
                 raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)} must not be negative")
         for flag in ("beta1", "beta2"):
@@ -79,10 +79,10 @@ class OptimConfig:
                 raise UsageError(f"--optim.{flag} {getattr(self, flag)} must be from 0 to below 1")
         if not 0 < self.layer_decay <= 1:
             raise UsageError(f"--optim.layer-decay {self.layer_decay} must be above 0 and at most 1")
-        if not 0 <= self.floor <= 1:
-            raise UsageError(f"--optim.floor {self.floor} must be from 0 to 1")
-        if self.floor and self.schedule == "step":
-            raise UsageError("--optim.floor is for --optim.schedule cosine, not step")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise UsageError(f"--optim.min-lr-ratio {self.min_lr_ratio} must be from 0 to 1")
+        if self.min_lr_ratio and self.schedule == "step":
+            raise UsageError("--optim.min-lr-ratio is for --optim.schedule cosine, not step")
         if self.warmup >= self.steps:
             raise UsageError(
                 f"--optim.warmup {self.warmup} does not end before the last of --optim.steps {self.steps}"
@@ -109,7 +109,7 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
     """AdamW over the parameters that are trained, one group per layer and kind of decay.
 
     Groups are in order of layers, parameters in order of the module's: the same in all modes and on all
-    ranks. Each group has its factor on the rate in "lr_scale", for `set_rate`.
+    ranks. Each group has its factor on the rate in "lr_scale", for `set_lr`.
 
     Args:
         module: wrapped or not; after `wrap`, because FSDP replaces parameters.
@@ -129,7 +129,7 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
             groups.setdefault(key, []).append(parameter)
     if not groups:
         raise UsageError("no parameter is trained")
-    peak = peak_rate(config, batch)
+    peak = peak_lr(config, batch)
     return AdamW(
         [
             {
@@ -158,7 +158,7 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 and name.rpartition(".")[2] not in _POSITIONS
 
 
-def peak_rate(config: OptimConfig, batch: int) -> float:
+def peak_lr(config: OptimConfig, batch: int) -> float:
     """Learning rate of the last layer after warm-up, for a global batch of `batch` images.
 
     Raises:
@@ -167,13 +167,13 @@ def peak_rate(config: OptimConfig, batch: int) -> float:
     if batch < 1:
         raise UsageError(f"a global batch of {batch} images has no learning rate")
     ratio = batch / config.reference_batch
-    return config.rate * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[config.batch_scaling]
+    return config.lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[config.batch_scaling]
 
 
-def rate_line(config: OptimConfig, batch: int) -> str:
+def lr_line(config: OptimConfig, batch: int) -> str:
     """One line that says where the rate comes from."""
     return (
-        f"learning rate {peak_rate(config, batch):g}: {config.rate:g} at {config.reference_batch} images, "
+        f"learning rate {peak_lr(config, batch):g}: {config.lr:g} at {config.reference_batch} images, "
         f"scaled to {batch} ({config.batch_scaling}); {config.warmup} steps of warm-up, "
         f"then {config.schedule}"
     )
@@ -190,16 +190,16 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
     """
     if step < 0:
         raise UsageError(f"step {step} is negative")
-    peak = peak_rate(config, batch)
+    peak = peak_lr(config, batch)
     if step < config.warmup:
         return peak * (step + 1) / config.warmup
     if config.schedule == "step":
         return peak * 0.1 ** bisect_right(config.milestones, step)
     passed = min((step - config.warmup) / (config.steps - config.warmup), 1.0)
-    return peak * (config.floor + (1 - config.floor) * (1 + math.cos(math.pi * passed)) / 2)
+    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * passed)) / 2)
 
 
-def set_rate(optimizer: Optimizer, rate: float) -> None:
+def set_lr(optimizer: Optimizer, rate: float) -> None:
     """Set each group's rate for the next step: `rate` times the group's "lr_scale"."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]

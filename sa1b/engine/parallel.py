@@ -1,22 +1,22 @@
 """How the ranks of a run share the work: a single process, DDP, or FSDP2, by one switch.
 
-    place = start(config)                                  # device first, then the process group
+    rank_info = start(config)                                  # device first, then the process group
     freeze(interactive, optim)                             # sa1b.engine.optim: before wrapping
-    module = wrap(interactive, config, place)              # checks that all ranks built the same model
+    module = wrap(interactive, config, rank_info)              # checks that all ranks built the same model
     optimizer = make_optimizer(unwrap(module), optim, batch)
-    scaler = grad_scaler(config.precision, place.device)   # sa1b.engine.precision
-    ...load a checkpoint...; agree(module, place)          # sa1b.engine.agreement
-    prime(module, one_forward_and_backward)                # sa1b.engine.gradients: fresh and resumed alike
-    set_timeout(place, config.timeout)                     # from here on a silent rank is found quickly
+    scaler = grad_scaler(config.precision, rank_info.device)   # sa1b.engine.gradients
+    ...load a checkpoint...; agree(module, rank_info)          # sa1b.engine.ranks
+    warm_up(module, one_forward_and_backward)                # sa1b.engine.gradients: fresh and resumed alike
+    set_timeout(rank_info, config.timeout)                     # from here on a silent rank is found quickly
     for step in ...:
-        set_rate(optimizer, lr_at(optim, batch, step))
+        set_lr(optimizer, lr_at(optim, batch, step))
         for number, (images, targets, keys) in enumerate(micro_batches):
             with micro_batch(module, last=number + 1 == len(micro_batches)):
-                with autocast(config.precision, place.device):
+                with autocast(config.precision, rank_info.device):
                     sums = module(images, targets, keys)
                 scaler.scale(sums["loss"]).backward()
             count += sums["count"]
-        norm = finish(module, optimizer, scaler, count, place, clip=optim.clip)
+        norm = finish(module, optimizer, scaler, count, rank_info, grad_clip=optim.grad_clip)
         scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
     stop()
 
@@ -41,11 +41,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from sa1b.engine.agreement import agree
-from sa1b.engine.place import Place
-from sa1b.engine.precision import Precision, compute_dtype, set_float32
+from sa1b.engine.gradients import Precision, compute_dtype, set_float32
+from sa1b.engine.ranks import RankInfo, agree
 from sa1b.errors import UsageError
-from sa1b.stream import ranks
+from sa1b.stream.plan import process_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class ParallelConfig:
     timeout: float = 300.0
 
 
-def start(config: ParallelConfig) -> Place:
+def start(config: ParallelConfig) -> RankInfo:
     """Take this process's device and join the other ranks.
 
     Under torchrun rank and world size come from its variables. Without it the process is rank 0 of 1, in any
@@ -89,31 +88,29 @@ def start(config: ParallelConfig) -> Place:
     Raises:
         UsageError: what was asked for does not fit together or needs a GPU; the message names the flag.
     """
-    found = ranks.place()
-    _refuse(config, found.world)
-    local_rank = int(os.environ.get("LOCAL_RANK", str(found.rank)))
+    rank, world_size = process_rank()
+    _refuse(config, world_size)
+    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     device = _device(config, local_rank)
     if config.offload == "pinned" and device.type != "cuda":
         raise UsageError("--parallel.offload pinned needs a GPU: pass --parallel.offload cpu or none")
     set_float32(config.precision, device)
     if config.mode == "none":
-        return Place(found.rank, found.world, local_rank, device, None)
+        return RankInfo(rank, world_size, local_rank, device, None)
     if not dist.is_initialized():
         # Checkpoints are saved from the CPU beside training, so GPUs need gloo too.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         wait = timedelta(seconds=config.timeout_first)
-        if found.world == 1:
+        if world_size == 1:
             alone = HashStore()  # needs no address and no port
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=wait)
         else:
-            store = _fresh_store(found.rank, found.world, wait)
-            dist.init_process_group(
-                backend, store=store, rank=found.rank, world_size=found.world, timeout=wait
-            )
-    mesh = _mesh(device, found.world, config.replicas) if config.mode == "fsdp" else None
-    place = Place(found.rank, found.world, local_rank, device, mesh)
-    set_timeout(place, config.timeout_first)
-    return place
+            store = _fresh_store(rank, world_size, wait)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
+    mesh = _mesh(device, world_size, config.replicas) if config.mode == "fsdp" else None
+    rank_info = RankInfo(rank, world_size, local_rank, device, mesh)
+    set_timeout(rank_info, config.timeout_first)
+    return rank_info
 
 
 def stop() -> None:
@@ -129,7 +126,7 @@ def stop() -> None:
 _left: list[object] = []
 
 
-def set_timeout(place: Place, seconds: float) -> None:
+def set_timeout(rank_info: RankInfo, seconds: float) -> None:
     """How long collectives that begin from now on wait for the other ranks: the long time for the first step.
 
     With gloo a call that waited longer raises RuntimeError. With NCCL calls return at once, and torch's
@@ -137,11 +134,11 @@ def set_timeout(place: Place, seconds: float) -> None:
     """
     if not dist.is_initialized():
         return
-    for group in [None, *(place.mesh.get_all_groups() if place.mesh else [])]:
+    for group in [None, *(rank_info.mesh.get_all_groups() if rank_info.mesh else [])]:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def wrap(module: nn.Module, config: ParallelConfig, place: Place) -> nn.Module:
+def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
     """The module on its device, made to work with the other ranks; train and evaluate through the result.
 
     Args:
@@ -160,16 +157,16 @@ def wrap(module: nn.Module, config: ParallelConfig, place: Place) -> nn.Module:
     Raises:
         DisagreementError: ranks have built different models, so FSDP would mix them and DDP hide it.
     """
-    agree(module, place)
+    agree(module, rank_info)
     if config.mode == "none":
-        return module.to(place.device)
+        return module.to(rank_info.device)
     if config.mode == "fsdp":
-        return _fully_shard(module, config, place)
+        return _fully_shard(module, config, rank_info)
     # The gradient of a 1 x 1 convolution of channels-last pixels: other strides, the same bytes.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     wrapped = DistributedDataParallel(
-        module.to(place.device),
-        device_ids=[place.device.index] if place.device.type == "cuda" else None,
+        module.to(rank_info.device),
+        device_ids=[rank_info.device.index] if rank_info.device.type == "cuda" else None,
         bucket_cap_mb=config.bucket,
         gradient_as_bucket_view=True,
         static_graph=config.static_graph,
@@ -184,7 +181,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def _fully_shard(module: nn.Module, config: ParallelConfig, place: Place) -> nn.Module:
+def _fully_shard(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
     offload = OffloadPolicy()
     if config.offload != "none":
         offload = CPUOffloadPolicy(pin_memory=config.offload == "pinned")
@@ -196,14 +193,14 @@ def _fully_shard(module: nn.Module, config: ParallelConfig, place: Place) -> nn.
         parts = [block.get_submodule("attn"), block.get_submodule("mlp")]
         fully_shard(
             parts,
-            mesh=place.mesh,
+            mesh=rank_info.mesh,
             reshard_after_forward=config.shard == "full",
             mp_policy=low,
             offload_policy=offload,
         )
     fully_shard(
         module,
-        mesh=place.mesh,
+        mesh=rank_info.mesh,
         reshard_after_forward=False,
         mp_policy=MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False),
         offload_policy=offload,
@@ -211,7 +208,7 @@ def _fully_shard(module: nn.Module, config: ParallelConfig, place: Place) -> nn.
     return module
 
 
-def _fresh_store(rank: int, world: int, wait: timedelta) -> Store:
+def _fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
     """The ranks' store under a prefix that no earlier attempt has used.
 
     torchrun keeps one store over its restarts (torch 2.13, torch/distributed/elastic/rendezvous/
@@ -221,7 +218,7 @@ def _fresh_store(rank: int, world: int, wait: timedelta) -> Store:
     Raises:
         DistStoreError: a rank did not come in time.
     """
-    store: Store = next(rendezvous("env://", rank, world, timeout=wait))[0]
+    store: Store = next(rendezvous("env://", rank, world_size, timeout=wait))[0]
     store.set_timeout(wait)
     word = secrets.token_hex(8)
     if rank > 0:
@@ -229,7 +226,7 @@ def _fresh_store(rank: int, world: int, wait: timedelta) -> Store:
         word, own = store.get(f"answer/{word}").decode(), word
         store.set(f"heard/{word}/{rank}", own)
         return PrefixStore(word, store)
-    missing = set(range(1, world))
+    missing = set(range(1, world_size))
     end = time.monotonic() + wait.total_seconds()
     while missing:
         for other in sorted(missing):
@@ -242,10 +239,11 @@ def _fresh_store(rank: int, world: int, wait: timedelta) -> Store:
     return PrefixStore(word, store)
 
 
-def _refuse(config: ParallelConfig, world: int) -> None:
-    if config.mode == "none" and world > 1:
+def _refuse(config: ParallelConfig, world_size: int) -> None:
+    if config.mode == "none" and world_size > 1:
         raise UsageError(
-            f"--parallel.mode none is for one process, this run has {world}: pass --parallel.mode ddp or fsdp"
+            f"--parallel.mode none is for one process, this run has {world_size}: "
+            "pass --parallel.mode ddp or fsdp"
         )
     for flag, default in (("shard", "full"), ("replicas", 1), ("offload", "none")):
         if config.mode != "fsdp" and getattr(config, flag) != default:
@@ -254,13 +252,14 @@ def _refuse(config: ParallelConfig, world: int) -> None:
         raise UsageError(f"--parallel.static-graph is for --parallel.mode ddp, not {config.mode}")
     if config.bucket < 1:
         raise UsageError("--parallel.bucket must be at least 1 MiB")
-    if config.replicas < 1 or world % config.replicas:
+    if config.replicas < 1 or world_size % config.replicas:
         raise UsageError(
-            f"--parallel.replicas {config.replicas} does not divide the {world} ranks of this run"
+            f"--parallel.replicas {config.replicas} does not divide the {world_size} ranks of this run"
         )
-    if config.replicas == world > 1:
+    if config.replicas == world_size > 1:
         raise UsageError(
-            f"--parallel.replicas {world} on {world} ranks leaves nothing to shard: pass --parallel.mode ddp"
+            f"--parallel.replicas {world_size} on {world_size} ranks leaves nothing to shard: "
+            "pass --parallel.mode ddp"
         )
     for flag in ("timeout_first", "timeout"):
         if not getattr(config, flag) > 0:
@@ -282,8 +281,8 @@ def _device(config: ParallelConfig, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _mesh(device: torch.device, world: int, replicas: int) -> DeviceMesh:
+def _mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
     if replicas == 1:
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    shape = (replicas, world // replicas)
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    shape = (replicas, world_size // replicas)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

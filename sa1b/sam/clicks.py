@@ -1,9 +1,9 @@
 """Prompts for all masks at once: points, noised boxes, and clicks where an answer was wrong.
 
-A user is imitated as in "Segment Anything" (2023), appendix A. Every choice is a formula of the mask's key
-(sa1b.sam.draws): a mask gets the same prompts for the same answers in any batch, on any device. There is no
-loop over masks and nothing waits for the device. Prompts are in the frame of Sam.decode: pixels of the padded
-square, x right, y down, a pixel's centre at its integer index.
+A user is imitated as in "Segment Anything" (2023), appendix A. Every choice is a function of the mask's
+key (sa1b.sam.random_values): a mask gets the same prompts for the same answers in any batch, on any device.
+There is no loop over masks and nothing waits for the device. Prompts are in the frame of Sam.decode: pixels
+of the padded square, x right, y down, a pixel's centre at its integer index.
 
 64 clicks at 256x256 on one CPU thread take 8 ms; the decoder of vit_b takes over 20 s for those 64 masks.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sa1b.hashing import Purpose
-from sa1b.sam.draws import below, draws, normals, uniforms
+from sa1b.sam.random_values import below, normals, random_words, uniforms
 
 BACKGROUND, FOREGROUND, TOP_LEFT, BOTTOM_RIGHT, NOTHING = 0, 1, 2, 3, -1  # labels of Sam.decode
 
@@ -58,7 +58,7 @@ def noised_boxes(boxes: Tensor, keys: Tensor, sizes: Tensor, noise: float, limit
     """
     lengths = (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2)
     sides = torch.arange(4, device=boxes.device)
-    moved = normals(draws(keys[:, None], Purpose.BOX_NOISE, sides)) * (noise * lengths)
+    moved = normals(random_words(keys[:, None], Purpose.BOX_NOISE, sides)) * (noise * lengths)
     corners = boxes + moved.clamp(-limit, limit)
     corners = torch.minimum(corners.clamp(min=0), sizes.flip(1).repeat(1, 2))
     low, high = corners[:, :2], corners[:, 2:]
@@ -75,21 +75,21 @@ def first_prompts(
         keys: int64 [M].
         box_probability: chance of a box.
     """
-    boxed = (uniforms(draws(keys, Purpose.FIRST_PROMPT)) < box_probability)[:, None]
+    boxed = (uniforms(random_words(keys, Purpose.FIRST_PROMPT)) < box_probability)[:, None]
     (near, near_labels), (corners, corner_labels) = point_prompts(points), box_prompts(boxes)
     return torch.where(boxed[..., None], corners, near), torch.where(boxed, corner_labels, near_labels)
 
 
-def resting_rounds(keys: Tensor, clicks: int, unprompted: int) -> Tensor:
-    """The rounds behind the first in which a mask gets no new prompt: bool [M, clicks + unprompted].
+def unprompted_iterations(keys: Tensor, clicks: int, unprompted: int) -> Tensor:
+    """The iterations behind the first in which a mask gets no new prompt: bool [M, clicks + unprompted].
 
-    The last round is one of them for all masks; the unprompted - 1 others are drawn from the rounds before
-    it, any set of them as likely as another, for each mask by its key.
+    The last iteration is one of them for all masks; the unprompted - 1 others are drawn from the iterations
+    before it, any set of them as likely as another, for each mask by its key.
     """
     if unprompted == 0:
         return torch.zeros((len(keys), clicks), dtype=torch.bool, device=keys.device)
-    rounds = torch.arange(clicks + unprompted - 1, device=keys.device)
-    words = draws(keys[:, None], Purpose.REST, rounds)
+    iterations = torch.arange(clicks + unprompted - 1, device=keys.device)
+    words = random_words(keys[:, None], Purpose.REST, iterations)
     ranks = words.argsort(dim=1, stable=True).argsort(dim=1)
     last = torch.ones((len(keys), 1), dtype=torch.bool, device=keys.device)
     return torch.cat((ranks < unprompted - 1, last), dim=1)
@@ -108,7 +108,7 @@ def corrective_clicks(
         masks: bool [M, R, R], the answers; False outside the image, which nobody clicks on.
         targets: bool [M, R, R].
         keys: int64 [M].
-        number: of the round, a part of the draw.
+        number: of the iteration, a part of the draw.
         image_size: pixels of the padded square, of which R x R is a raster.
 
     Returns:
@@ -117,7 +117,7 @@ def corrective_clicks(
     """
     errors = masks ^ targets
     regions = torch.where(errors.flatten(1).any(dim=1)[:, None, None], errors, targets)
-    rows, columns, counts = uniform_pixels(regions, draws(keys, Purpose.CLICK, number))
+    rows, columns, counts = uniform_pixels(regions, random_words(keys, Purpose.CLICK, number))
     labels = targets.flatten(1).gather(1, (rows * targets.shape[2] + columns)[:, None])[:, 0].long()
     raster = targets.shape[1]
     points = (torch.stack((columns, rows), dim=1) + 0.5) * (image_size / raster) - 0.5
@@ -135,7 +135,7 @@ def uniform_pixels(regions: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tens
 
     Args:
         regions: bool [M, R, C].
-        words: int64 [M], see sa1b.sam.draws.
+        words: int64 [M], see sa1b.sam.random_values.
     """
     in_row = regions.sum(dim=2, dtype=torch.int32).long()  # on the CPU seven times as fast as in int64
     through_row = in_row.cumsum(dim=1)

@@ -1,12 +1,12 @@
-"""All rounds of one micro-batch in one forward: what DDP and FSDP wrap.
+"""All iterations of one micro-batch in one forward: what DDP and FSDP wrap.
 
     interactive = Interactive(Sam(PRESETS["vit_b"]), Recipe())
     sums = interactive(images, targets, image_keys)
     (sums["loss"] / masks_of_all_ranks).backward()
 
-The image encoder runs once, the mask decoder once a round. The number of rounds and all shapes are those of
-the recipe and of the micro-batch: no rank decides anything that another one must follow, and nothing waits
-for the device. What happens to a mask depends on its key, its targets and its image alone.
+The image encoder runs once, the mask decoder once an iteration. The number of iterations and all shapes are
+those of the recipe and of the micro-batch: no rank decides anything that another one must follow, and nothing
+waits for the device. What happens to a mask depends on its key, its targets and its image alone.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from sa1b.sam import clicks
-from sa1b.sam.draws import kept_branches
 from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
 from sa1b.sam.model import Sam
+from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import Recipe
 
 SCORED_CLICKS = (1, 3, 5)  # after which an evaluation looks at the masks; a box comes last
@@ -50,7 +50,7 @@ class Targets:
 
 
 class _Scene(NamedTuple):
-    """What stays the same over the rounds."""
+    """What stays the same over the iterations."""
 
     embeddings: Tensor  # [B, C, h, w]
     image: Tensor  # [M]
@@ -59,17 +59,17 @@ class _Scene(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The candidates of one round, K = 3 in the first and 1 later, and the one that a user would take."""
+    """The candidates of one iteration, K = 3 in the first and 1 later, and the one that a user would take."""
 
     logits: Tensor  # float32 [M, K, R, R]
     predicted: Tensor  # [M, K], IoU
     masks: Tensor  # bool [M, K, R, R], without what lies outside the image
     chosen: Tensor  # int64 [M], the candidate with the highest predicted IoU
-    feedback: Tensor  # [M, 1, 4h, 4w], its logits for the next round, without gradient
+    feedback: Tensor  # [M, 1, 4h, 4w], its logits for the next iteration, without gradient
 
 
-class _Round(NamedTuple):
-    """What one round of training leaves: losses [M], and what the next one builds on."""
+class _Iteration(NamedTuple):
+    """What one iteration of training leaves: losses [M], and what the next one builds on."""
 
     focal: Tensor
     dice: Tensor
@@ -85,16 +85,16 @@ class Interactive(nn.Module):
     The rules, from "Segment Anything" (2023) unless said otherwise:
     - The first prompt is a point or a box. One prompt may mean several objects, so three masks answer it, of
       which the best one is trained: the lowest weighted sum of focal and dice loss. The paper has three masks
-      for any single prompt, a box too. In every later round the answer is the single mask, number 0.
-    - The answer with the highest predicted IoU goes on to the next round: its logits as they are, and its
-      errors for the next click. The logits are detached: each round is trained to be right by itself. (The
-      paper does not say; SAM 2's published code lets gradients through.)
-    - A round without a new prompt has an empty slot where the others have a click.
+      for any single prompt, a box too. In every later iteration the answer is the single mask, number 0.
+    - The answer with the highest predicted IoU goes on to the next iteration: its logits as they are, and its
+      errors for the next click. The logits are detached: each iteration is trained to be right by itself.
+      (The paper does not say; SAM 2's published code lets gradients through.)
+    - A iteration without a new prompt has an empty slot where the others have a click.
     - What the model draws outside the image counts in focal and dice loss, not in IoU, clicks or scores.
 
     Args:
         model: what is trained.
-        recipe: prompts, rounds, losses.
+        recipe: prompts, iterations, losses.
     """
 
     def __init__(self, model: Sam, recipe: Recipe) -> None:
@@ -117,7 +117,7 @@ class Interactive(nn.Module):
         Returns:
             Training: sums over masks, weighted by targets.weights, float32 scalars; divide by the count over
             all ranks. "loss" has the gradient; "focal", "dice" and "iou_loss" are its parts before their
-            weights, "iou_first" and "iou_last" the chosen mask's IoU after the first and the last round,
+            weights, "iou_first" and "iou_last" the chosen mask's IoU after the first and the last iteration,
             "count" the sum of the weights. All parameters get a gradient in any case, zeros where nothing
             counts.
             Evaluation: "intersections" and "unions", int64 [M, 4], in pixels of the raster inside the image,
@@ -150,32 +150,32 @@ class Interactive(nn.Module):
         sizes = targets.sizes[targets.image]
         boxes = clicks.noised_boxes(targets.boxes, keys, sizes, recipe.box_noise, limit)
         points, labels = clicks.first_prompts(targets.points, boxes, keys, recipe.box_probability)
-        rests = clicks.resting_rounds(keys, recipe.clicks, recipe.unprompted)
-        rounds = [self._round(scene, points, labels, None)]
+        rests = clicks.unprompted_iterations(keys, recipe.clicks, recipe.unprompted)
+        iterations = [self._iteration(scene, points, labels, None)]
         for number in range(rests.shape[1]):
             if recipe.unprompted == 0 or number < rests.shape[1] - 1:
                 click, label = clicks.corrective_clicks(
-                    rounds[-1].mask, scene.masks, keys, number, image_size
+                    iterations[-1].mask, scene.masks, keys, number, image_size
                 )
                 label = torch.where(rests[:, number], clicks.NOTHING, label)
                 points, labels = _with_click(points, labels, click, label)
-            rounds.append(self._round(scene, points, labels, rounds[-1].feedback))
+            iterations.append(self._iteration(scene, points, labels, iterations[-1].feedback))
 
         def weighted(losses: list[Tensor]) -> Tensor:
-            stacked = torch.stack(losses)  # [rounds, M]
-            together = stacked.mean(dim=0) if recipe.rounds == "mean" else stacked.sum(dim=0)
+            stacked = torch.stack(losses)  # [iterations, M]
+            together = stacked.mean(dim=0) if recipe.iteration_loss == "mean" else stacked.sum(dim=0)
             return (targets.weights * together).sum()
 
-        focal = weighted([one.focal for one in rounds])
-        dice = weighted([one.dice for one in rounds])
-        quality = weighted([one.iou_loss for one in rounds])
+        focal = weighted([one.focal for one in iterations])
+        dice = weighted([one.dice for one in iterations])
+        quality = weighted([one.iou_loss for one in iterations])
         return {
             "loss": recipe.focal_weight * focal + recipe.dice_weight * dice + recipe.iou_weight * quality,
             "focal": focal.detach(),
             "dice": dice.detach(),
             "iou_loss": quality.detach(),
-            "iou_first": (targets.weights * rounds[0].iou).sum(),
-            "iou_last": (targets.weights * rounds[-1].iou).sum(),
+            "iou_first": (targets.weights * iterations[0].iou).sum(),
+            "iou_last": (targets.weights * iterations[-1].iou).sum(),
             "count": targets.weights.sum(),
         }
 
@@ -209,16 +209,20 @@ class Interactive(nn.Module):
         inside = clicks.inside_image(targets.sizes, images.shape[-1], raster)[targets.image]
         return _Scene(embeddings, targets.image, targets.masks.bool() & inside, inside)
 
-    def _round(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Round:
-        """One round, the first where there is no feedback; done again in backward if the recipe says so."""
-        if self.recipe.checkpoint_rounds and torch.is_grad_enabled():
+    def _iteration(
+        self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
+    ) -> _Iteration:
+        """One iteration, the first if there is no feedback; recomputed in backward if the recipe says so."""
+        if self.recipe.checkpoint_iterations and torch.is_grad_enabled():
             arguments = (scene, points, labels, feedback)
-            # Nothing in a round is random, so there is no state of a generator to keep.
-            again: _Round = checkpoint(self._judge, *arguments, use_reentrant=False, preserve_rng_state=False)
+            # Nothing in a iteration is random, so there is no state of a generator to keep.
+            again: _Iteration = checkpoint(
+                self._judge, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
             return again
         return self._judge(scene, points, labels, feedback)
 
-    def _judge(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Round:
+    def _judge(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Iteration:
         recipe = self.recipe
         answer = self._answer(scene, points, labels, feedback)
         targets = scene.masks[:, None]
@@ -227,7 +231,7 @@ class Interactive(nn.Module):
         actual = iou(*overlaps(answer.masks, targets))
         quality = iou_loss(answer.predicted, actual)
         best = (recipe.focal_weight * focal + recipe.dice_weight * dice).argmin(dim=1)
-        return _Round(
+        return _Iteration(
             focal=_pick(focal, best),
             dice=_pick(dice, best),
             iou_loss=_pick(quality, best) if recipe.iou_masks == "best" else quality.mean(dim=1),

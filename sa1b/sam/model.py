@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sa1b.sam.decoder import MaskDecoder
-from sa1b.sam.encoder import ImageEncoder
-from sa1b.sam.prompts import PromptEncoder
+from sa1b.sam.image_encoder import ImageEncoder
+from sa1b.sam.mask_decoder import MaskDecoder
+from sa1b.sam.prompt_encoder import PromptEncoder
 
 CHANNELS_MULTIPLE = 32  # the decoder halves its width, then has heads of 16 numbers
 PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 0..255, RGB
@@ -186,7 +186,7 @@ class Sam(nn.Module):
             labels: int64 [M, P]: 1 foreground, 0 background, 2 and 3 first and second corner of a box, -1
                 nothing. Where there is no box, the published code adds a point of label -1; here the caller
                 does.
-            low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier round. None: no mask has one.
+            low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier iteration. None: no mask has one.
             has_low_res: bool [M], which masks have one. None: all, if low_res is given.
 
         Returns:
@@ -195,8 +195,8 @@ class Sam(nn.Module):
             take part, whatever the prompts are: none is ever without a gradient.
 
         Memory until the backward pass, with 256 channels at 1024 pixels: 85 MiB a mask in float32, 51 under
-        autocast to bfloat16, and 2 more where low_res is given; "tiny" 1.5. A training loop of several rounds
-        of prompts gives each round to torch.utils.checkpoint, or takes few masks at a time.
+        autocast to bfloat16, and 2 more where low_res is given; "tiny" 1.5. A training loop of several
+        iterations of prompts gives each iteration to torch.utils.checkpoint, or takes few masks at a time.
         """
         source = embeddings.index_select(0, image)
         if len(image) == 0:  # As in `embed`: one mask without prompts, cut away again.

@@ -1,4 +1,4 @@
-"""What a model is shown and what is asked of it in one training step: prompts, rounds and losses."""
+"""What a model is shown and what is asked of it in one training step: prompts, iterations and losses."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Prompts, rounds and losses, by default those of "Segment Anything" (Kirillov et al. 2023, appendix A).
+    """Prompts, iterations and losses of "Segment Anything" (Kirillov et al. 2023, appendix A) by default.
 
     A mask is decoded 1 + clicks + unprompted times: once with the first prompt, then with clicks where the
     last answer was wrong, and now and then with nothing new but that answer.
@@ -18,7 +18,8 @@ class Recipe:
         box_noise_limit: Most that a side moves, pixels of a 1024 square; scales with the image size.
             Paper: 20.
         clicks: Corrective clicks behind the first prompt. Paper: 8.
-        unprompted: Rounds without a new prompt: one is the last, the others lie anywhere among the clicks.
+        unprompted: Iterations without a new prompt: one is the last, the others lie anywhere among the
+            clicks.
             Paper: 2.
         focal_weight: Weight of the focal loss. Paper: 20 to 1 of dice.
         dice_weight: Weight of the dice loss. Paper: see above.
@@ -26,13 +27,14 @@ class Recipe:
         focal_alpha: Weight of foreground pixels in the focal loss, background has 1 - alpha. The paper cites
             Lin et al. 2017: 0.25.
         focal_gamma: Exponent of the focal loss. Lin et al. 2017: 2.
-        iou_masks: Of the three masks of the first round, whose predicted IoU is trained: the best one's
+        iou_masks: Of the three masks of the first iteration, whose predicted IoU is trained: the best one's
             (paper: only the lowest loss is propagated) or all (SAM 2, Ravi et al. 2024, appendix).
-        rounds: Whether the losses of a mask's rounds are averaged or summed. The paper does not say; the
-            mean has one scale for any number of rounds, the sum is what SAM 2's published code takes.
-        checkpoint_rounds: Compute each round a second time in the backward pass and keep only what goes in.
-            The published decoder keeps 97 MB a mask and round, 57 under bfloat16 autocast: 64 masks in 11
-            rounds are 68 or 40 GB, and an eleventh of that with this.
+        iteration_loss: Whether the losses of a mask's iterations are averaged or summed. The paper does not
+            say; the mean has one scale for any number of iterations, the sum is what SAM 2's published code
+            takes.
+        checkpoint_iterations: Compute each iteration a second time in the backward pass and keep only what
+            goes in. The published decoder keeps 97 MB a mask and iteration, 57 under bfloat16 autocast: 64
+            masks in 11 iterations are 68 or 40 GB, and an eleventh of that with this.
     """
 
     box_probability: float = 0.5
@@ -46,8 +48,8 @@ class Recipe:
     focal_alpha: float = 0.25
     focal_gamma: float = 2.0
     iou_masks: Literal["best", "all"] = "best"
-    rounds: Literal["mean", "sum"] = "mean"
-    checkpoint_rounds: bool = True
+    iteration_loss: Literal["mean", "sum"] = "mean"
+    checkpoint_iterations: bool = True
 
     def __post_init__(self) -> None:
         for name in ("box_probability", "focal_alpha"):
@@ -59,5 +61,5 @@ class Recipe:
                 raise ValueError(f"{name} is {getattr(self, name)}; it is 0 or more")
         if self.iou_masks not in ("best", "all"):
             raise ValueError(f"iou_masks is {self.iou_masks!r}; known are best, all")
-        if self.rounds not in ("mean", "sum"):
-            raise ValueError(f"rounds is {self.rounds!r}; known are mean, sum")
+        if self.iteration_loss not in ("mean", "sum"):
+            raise ValueError(f"iteration_loss is {self.iteration_loss!r}; known are mean, sum")

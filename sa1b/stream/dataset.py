@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -26,50 +27,22 @@ from sa1b.errors import BadSample, Sa1bError, ShardError
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample_read import PendingRead
 from sa1b.storage.errors import MissingError
-from sa1b.stream.batch import Batch, collate
-from sa1b.stream.ledger import Ledger
-from sa1b.stream.memory import fresh
+from sa1b.stream.batch import Batch, collate, send_errors
+from sa1b.stream.buffers import fresh
+from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.order import Order, Sequential, rank_slice
-from sa1b.stream.plan import MicroBatch, Plan
-from sa1b.stream.ranks import place
-from sa1b.stream.sample import Recipe, SampleMasks, draw_image, pick_masks
-from sa1b.stream.stages import Stages
-from sa1b.stream.transport import send_errors
+from sa1b.stream.plan import MicroBatch, Plan, process_rank
+from sa1b.stream.sample import SampleMasks, SampleOptions, decode_image, pick_masks
+from sa1b.stream.stats import PipelineStats
 from sa1b.views.view import open_view
 
 MAX_SUBSTITUTES = 100
 _REPLACED = "the source may have been replaced or dropped since the dataset was opened; open it again"
-_AHEAD = 1  # micro-batches that are being read while one is drawn
+_PREFETCH = 1  # micro-batches that are being read while one is drawn
 
 
 class ResumeError(Sa1bError):
     """A saved state that does not belong to this stream; the message names both digests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A micro-batch whose samples are being read.
-
-    Attributes:
-        piece: its positions.
-        rows: of the sample table; valid: whether each counts.
-        readings: one for each.
-    """
-
-    piece: MicroBatch
-    rows: list[int]
-    valid: list[bool]
-    readings: list[PendingRead]
-
-    def collate(self, images: torch.Tensor, samples: list[SampleMasks]) -> Batch:
-        """The batch of its samples, drawn into `images`, uint8 [B, S, S, 3]."""
-        piece = self.piece
-        return collate(images, samples, range(piece.start, piece.stop), self.valid, piece.position)
-
-    def cancel(self) -> None:
-        """Drop what is not read yet."""
-        for reading in self.readings:
-            reading.cancel()
 
 
 class Stream(IterableDataset[Batch]):
@@ -86,13 +59,13 @@ class Stream(IterableDataset[Batch]):
         order: "shuffle" runs on over epochs without an end; "sequential" gives every sample once over all
             ranks, for evaluation, with the uneven tail filled up and marked valid=False.
         seed: of the order and of every draw.
-        run: samples that lie together and are read together, see sa1b.stream.order.Order.
-        ledger: file for damaged samples; one for all ranks.
-        rank, world: by default from torch.distributed, else from torchrun's variables, else one process.
+        block_size: samples that lie together and are read together, see sa1b.stream.order.Order.
+        damage_log: file for damaged samples; one for all ranks.
+        rank, world_size: by default from torch.distributed, else from torchrun's variables, else one process.
         deadline: seconds that one read may take over all its attempts. Damage is replaced, unavailability
             never is: after the deadline the stream stops, and says which URL failed and how.
         storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
-        recipe: fields of sa1b.stream.sample.Recipe: image_size, masks, strategy, flip.
+        options: fields of sa1b.stream.sample.SampleOptions: image_size, masks, strategy, flip.
 
     Raises:
         ValueError: sizes that do not fit; the message names the argument.
@@ -109,13 +82,13 @@ class Stream(IterableDataset[Batch]):
         view: str | Path | None = None,
         order: Literal["shuffle", "sequential"] = "shuffle",
         seed: int = 0,
-        run: int = 1,
-        ledger: str | Path = "sa1b-damaged.jsonl",
+        block_size: int = 1,
+        damage_log: str | Path = "sa1b-damaged.jsonl",
         rank: int | None = None,
-        world: int | None = None,
+        world_size: int | None = None,
         deadline: float = 300.0,
         storage_options: Mapping[str, Any] | None = None,
-        **recipe: Any,
+        **options: Any,
     ) -> None:
         if order not in ("shuffle", "sequential"):
             raise ValueError(f"order is {order!r}; known are 'shuffle' and 'sequential'")
@@ -123,9 +96,9 @@ class Stream(IterableDataset[Batch]):
             raise ValueError(f"micro_batch={micro_batch} must be at least 1, deadline={deadline} above 0")
         if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
             raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**63 - 1")
-        here = place()
-        self.rank = here.rank if rank is None else rank
-        self.world = here.world if world is None else world
+        found_rank, found_size = process_rank()
+        self.rank = found_rank if rank is None else rank
+        self.world_size = found_size if world_size is None else world_size
         self._arguments = {
             "root": root,
             "global_batch": global_batch,
@@ -133,16 +106,16 @@ class Stream(IterableDataset[Batch]):
             "view": view,
             "order": order,
             "seed": seed,
-            "run": run,
-            "ledger": ledger,
+            "block_size": block_size,
+            "damage_log": damage_log,
             "rank": self.rank,
-            "world": self.world,
+            "world_size": self.world_size,
             "deadline": deadline,
             "storage_options": storage_options,
-            **recipe,
+            **options,
         }
         self.seed = seed
-        self.recipe = Recipe(**recipe)
+        self.options = SampleOptions(**options)
         if isinstance(root, Dataset):
             self.dataset = root
         else:
@@ -151,16 +124,20 @@ class Stream(IterableDataset[Batch]):
                 warnings.warn(f"{self.dataset.root} is {self.dataset.lacks()}", stacklevel=2)
         self.root = self.dataset.root
         self.view = open_view(self.dataset.reader, self.dataset.table, view)
-        if run > 1:
+        if block_size > 1:
             self.dataset.check_table()  # the order comes from places now, not from a digest alone
             self.view = self.view.by_place(self.dataset.table)
         count = len(self.view)
-        formula = Order(count, self.view.ids_digest, seed, run) if order == "shuffle" else Sequential(count)
-        share = -(-global_batch // self.world)
-        self.plan = Plan(formula, global_batch, micro_batch or share, self.rank, self.world)
-        rank_slice(0, global_batch, self.rank, self.world, run=run)  # refuses what does not fit, at once
-        self.ledger = Ledger(Path(ledger), self.rank)
-        self.stages = Stages()
+        formula = (
+            Order(count, self.view.ids_digest, seed, block_size) if order == "shuffle" else Sequential(count)
+        )
+        share = -(-global_batch // self.world_size)
+        self.plan = Plan(formula, global_batch, micro_batch or share, self.rank, self.world_size)
+        rank_slice(
+            0, global_batch, self.rank, self.world_size, block_size=block_size
+        )  # refuses what does not fit, at once
+        self.damage_log = DamageLog(Path(damage_log), self.rank)
+        self.stats = PipelineStats()
         self.position = 0
 
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], int]]:
@@ -172,17 +149,17 @@ class Stream(IterableDataset[Batch]):
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         if info:
             send_errors()
-        begun: deque[Begun] = deque()
+        in_flight: deque[PendingBatch] = deque()
         try:
             for i, piece in enumerate(self.plan.micro_batches(self.position)):
                 if i % workers == worker:
-                    begun.append(self.begin(piece))
-                    if len(begun) > _AHEAD:
-                        yield self._finish(begun.popleft())
-            while begun:
-                yield self._finish(begun.popleft())
+                    in_flight.append(self.submit(piece))
+                    if len(in_flight) > _PREFETCH:
+                        yield self._finish(in_flight.popleft())
+            while in_flight:
+                yield self._finish(in_flight.popleft())
         finally:
-            for one in begun:
+            for one in in_flight:
                 one.cancel()
             self.close()
 
@@ -196,70 +173,31 @@ class Stream(IterableDataset[Batch]):
             indices, valid = order.rows(positions), np.ones(len(positions), np.bool_)
         return self.view.table_rows(indices).tolist(), valid.tolist()
 
-    def begin(self, piece: MicroBatch) -> Begun:
-        """Begin to read a micro-batch, its samples at the same time."""
+    def submit(self, piece: MicroBatch) -> "PendingBatch":
+        """Start to read a micro-batch, all its samples at the same time."""
         rows, valid = self.rows(piece)
-        return Begun(piece, rows, valid, self.dataset.submit(rows))
+        return PendingBatch(self, piece, rows, valid, self.dataset.submit(rows))
 
-    def _finish(self, begun: Begun) -> Batch:
-        size = self.recipe.image_size
-        images = fresh((len(begun.rows), size, size, 3))
-        slots = images.numpy()
-        samples = [self.draw(begun, i, slots[i]) for i in range(len(begun.rows))]
-        return begun.collate(images, samples)
-
-    def draw(self, begun: Begun, i: int, slot: Any) -> SampleMasks:
-        """Sample i of a micro-batch drawn into its slot, or the substitute if it is damaged.
-
-        Args:
-            slot: uint8 [S, S, 3].
-
-        Raises:
-            DamageLimitError: too many damaged samples.
-            sa1b.storage.errors.StorageError: the storage is not available.
-        """
-        order, position = self.plan.order, begun.piece.start + i
-        epoch = position // order.count
-        row, reading = begun.rows[i], begun.readings[i]
-        for attempt in range(MAX_SUBSTITUTES):
-            try:
-                with self.stages.busy("read", int(self.dataset.table.jpg_bytes[row])):
-                    jpeg, annotations = reading.result()
-                with self.stages.busy("image", len(jpeg)):
-                    flip = draw_image(jpeg, annotations, self.recipe, slot, self.seed, epoch)
-                with self.stages.busy("masks"):
-                    condition = self.view.masks_where
-                    usable = None if condition is None else condition.masks(annotations)
-                    made = pick_masks(annotations, self.recipe, self.seed, epoch, flip=flip, usable=usable)
-            except (ShardError, BadSample) as error:
-                self._note_damage(row, position, error)
-                if isinstance(order, Sequential):
-                    error.add_note(_REPLACED)
-                    raise  # an evaluation with other samples would be another evaluation
-                row = int(self.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
-                (reading,) = self.dataset.submit([row])
-            except Exception as error:
-                error.add_note(f"at position {position}: {self.where(row)}")
-                if isinstance(error, MissingError):
-                    error.add_note(_REPLACED)
-                raise
-            else:
-                return made
-        raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
+    def _finish(self, pending: "PendingBatch") -> Batch:
+        size = self.options.image_size
+        images = fresh((len(pending), size, size, 3))
+        buffers = images.numpy()
+        samples = [pending.load(i, buffers[i]) for i in range(len(pending))]
+        return pending.collate(images, samples)
 
     def close(self) -> None:
         """Close files and connections of this process; reading goes on where it is asked to."""
         self.dataset.reader.close()
 
-    def _note_damage(self, row: int, position: int, error: Exception) -> None:
+    def record_damage(self, row: int, position: int, error: Exception) -> None:
         table = self.dataset.table
         self.dataset.check_table()  # a damaged table makes every sample look so
-        self.ledger.damaged(
+        self.damage_log.damaged(
             shard=self.dataset.shards[int(table.shard[row])],
             offset=int(table.offset[row]),
             image_id=int(table.image_id[row]),
             position=position,
-            read=position // self.world,
+            read=position // self.world_size,
             reason=str(error),
         )
 
@@ -318,6 +256,78 @@ class Stream(IterableDataset[Batch]):
             f"on (tools/view.py {self.root} --ids FILE --name NAME) and pass it as view: a view keeps its "
             "images and its sequence when a directory grows"
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingBatch:
+    """A micro-batch of a stream whose samples are being read; `load` each of them, then `collate`.
+
+    Attributes:
+        stream: that it belongs to.
+        piece: its positions.
+        rows: of the sample table; valid: whether each counts.
+        reads: one for each sample.
+    """
+
+    stream: Stream
+    piece: MicroBatch
+    rows: list[int]
+    valid: list[bool]
+    reads: list[PendingRead]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def load(self, i: int, buffer: npt.NDArray[np.uint8]) -> SampleMasks:
+        """Wait for sample i, decode its image into `buffer` and choose its masks; of the substitute where it
+        is damaged. Safe to call from several threads, once for each sample.
+
+        Args:
+            buffer: uint8 [S, S, 3].
+
+        Raises:
+            DamageLimitError: too many damaged samples.
+            sa1b.storage.errors.StorageError: the storage is not available.
+        """
+        stream = self.stream
+        order, position = stream.plan.order, self.piece.start + i
+        epoch = position // order.count
+        row, read = self.rows[i], self.reads[i]
+        for attempt in range(MAX_SUBSTITUTES):
+            try:
+                with stream.stats.busy("read", int(stream.dataset.table.jpg_bytes[row])):
+                    jpeg, annotations = read.result()
+                with stream.stats.busy("image", len(jpeg)):
+                    flip = decode_image(jpeg, annotations, stream.options, buffer, stream.seed, epoch)
+                with stream.stats.busy("masks"):
+                    condition = stream.view.masks_where
+                    usable = None if condition is None else condition.masks(annotations)
+                    return pick_masks(
+                        annotations, stream.options, stream.seed, epoch, flip=flip, usable=usable
+                    )
+            except (ShardError, BadSample) as error:
+                stream.record_damage(row, position, error)
+                if isinstance(order, Sequential):
+                    error.add_note(_REPLACED)
+                    raise  # an evaluation with other samples would be another evaluation
+                row = int(stream.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
+                (read,) = stream.dataset.submit([row])
+            except Exception as error:
+                error.add_note(f"at position {position}: {stream.where(row)}")
+                if isinstance(error, MissingError):
+                    error.add_note(_REPLACED)
+                raise
+        raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
+
+    def collate(self, images: torch.Tensor, samples: list[SampleMasks]) -> Batch:
+        """The batch of its samples, decoded into `images`, uint8 [B, S, S, 3]."""
+        piece = self.piece
+        return collate(images, samples, range(piece.start, piece.stop), self.valid, piece.position)
+
+    def cancel(self) -> None:
+        """Drop what is not read yet."""
+        for read in self.reads:
+            read.cancel()
 
 
 def _reopen(arguments: dict[str, Any], position: int) -> Stream:

@@ -6,36 +6,38 @@
         save({"stream": loader.state_dict()})
 
 Reading, decoding JPEG and zstandard and walking runs release the GIL, so threads share one copy of the
-sample table and write images straight into the batch's memory: pinned slots on their way to a GPU, guarded by
-events. Copies and rasters run on a stream of their own. The sequence is that of `sa1b.Stream` exactly.
+sample table and write images straight into the batch's memory: pinned buffers on their way to a GPU, guarded
+by events. Copies and rasters run on a stream of their own. The sequence is that of `sa1b.Stream` exactly.
 """
 
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Generator
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import count
+from queue import PriorityQueue
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from sa1b.stream.batch import Batch
-from sa1b.stream.dataset import Begun, Stream
-from sa1b.stream.memory import Canvas, Memory
+from sa1b.stream.buffers import BufferPool, MaskBufferPool
+from sa1b.stream.dataset import PendingBatch, Stream
 from sa1b.stream.plan import MicroBatch
-from sa1b.stream.pool import Pool
 from sa1b.stream.sample import SampleMasks
 
+T = TypeVar("T")
 _CUDA: Any = torch.cuda  # parts of it have no types
 
 
 @dataclass(slots=True)
-class _Slot:
-    """Memory for the images of one batch; on its way to a GPU until `copied` has happened."""
+class _Buffer:
+    """BufferPool for the images of one batch; on its way to a GPU until `copied` has happened."""
 
     images: Tensor
     copied: Any = None  # torch.cuda.Event
@@ -45,9 +47,42 @@ class _Slot:
 class _Pending:
     """A batch that threads are working on."""
 
-    begun: Begun
-    slot: _Slot
+    batch: PendingBatch
+    buffer: _Buffer
     samples: list[Future[SampleMasks]]
+
+
+class Pool:
+    """Like ThreadPoolExecutor, whose threads it uses, with two queues.
+
+    Masks that were drawn behind the samples of later batches would be ready when nothing is prepared ahead
+    any more: in one queue a loader with `dense` makes a tenth fewer images a second.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader")
+        self._jobs: PriorityQueue[tuple[bool, int, Future[Any], Callable[[], Any]]] = PriorityQueue()
+        self._numbers = count()
+
+    def submit(self, job: Callable[[], T], *, first: bool = False) -> "Future[T]":
+        """Have a thread do it, behind what was submitted before; `first`: only behind what is first too."""
+        future: Future[T] = Future()
+        self._jobs.put((not first, next(self._numbers), future, job))
+        self._threads.submit(self._work)
+        return future
+
+    def shutdown(self) -> None:
+        """Wait for what is being done and drop the rest."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _work(self) -> None:
+        *_, future, job = self._jobs.get_nowait()  # there is one for each call
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 class Loader:
@@ -56,7 +91,7 @@ class Loader:
     Args:
         stream: what to read, and from which position on.
         threads: that read and decode; by default one per core.
-        ahead: batches worked on before they are asked for, at least 1.
+        prefetch: batches worked on before they are asked for, at least 1.
         device: where batches go; "cuda" copies from pinned memory on a stream of its own.
         dense: also rasterise the masks on the device at this size: `batch.dense`, see `Batch`.
         read_only: you never write into `batch.dense`. On a CPU its memory is then cleared only where the
@@ -65,7 +100,7 @@ class Loader:
         quiet: do not print the memory it takes.
 
     Raises:
-        ValueError: threads or ahead below 1, or a device that is not there.
+        ValueError: threads or prefetch below 1, or a device that is not there.
     """
 
     def __init__(
@@ -73,7 +108,7 @@ class Loader:
         stream: Stream,
         *,
         threads: int | None = None,
-        ahead: int = 2,
+        prefetch: int = 2,
         device: torch.device | str = "cpu",
         dense: int | None = None,
         read_only: bool = False,
@@ -82,28 +117,28 @@ class Loader:
     ) -> None:
         self.stream = stream
         self.threads = threads if threads is not None else os.cpu_count() or 1
-        self.ahead = ahead
+        self.prefetch = prefetch
         self.device = torch.device(device)
         self.dense = dense
         self.read_only = read_only
         self.stall_seconds = stall_seconds
-        if self.threads < 1 or ahead < 1:
-            raise ValueError(f"threads={self.threads} and ahead={ahead} must be at least 1")
+        if self.threads < 1 or prefetch < 1:
+            raise ValueError(f"threads={self.threads} and prefetch={prefetch} must be at least 1")
         self._cuda = self.device.type == "cuda"
         if self._cuda and not torch.cuda.is_available():
             raise ValueError("device='cuda', but torch sees no GPU here; device='cpu' works everywhere")
         self._state = stream.state_dict()
-        size = stream.recipe.image_size
+        size = stream.options.image_size
         images = stream.plan.micro_batch
         # Those that are worked on, the caller's, and the one that it still holds while it asks for the next.
-        self._images = Memory(images * size * size * 3, ahead + 3)
-        self._canvas = Canvas(images * stream.recipe.masks, dense or 0, 2)
+        self._images = BufferPool(images * size * size * 3, prefetch + 3)
+        self._canvas = MaskBufferPool(images * stream.options.masks, dense or 0, 2)
         if not quiet:
             # On the way to a GPU one batch more is still being copied.
-            kind, slots = ("pinned", ahead + 2) if self._cuda else ("ordinary", ahead + 1)
+            kind, buffers = ("pinned", prefetch + 2) if self._cuda else ("ordinary", prefetch + 1)
             print(
-                f"sa1b.Loader: {self.threads} threads, {slots} batches of up to {images} images, "
-                f"{slots * images * size * size * 3 / 1e6:,.0f} MB of {kind} memory for images"
+                f"sa1b.Loader: {self.threads} threads, {buffers} batches of up to {images} images, "
+                f"{buffers * images * size * size * 3 / 1e6:,.0f} MB of {kind} memory for images"
                 + (f", {self._canvas.capacity / 1e6:,.0f} MB a batch for masks" if dense else "")
             )
 
@@ -111,26 +146,26 @@ class Loader:
         """Batches from where the loader stands; iterating again goes on behind the last one taken."""
         self.stream.position = self._state["position"]
         pieces = self.stream.plan.micro_batches(self.stream.position)
-        free: deque[_Slot] = deque()
+        free: deque[_Buffer] = deque()
         pending: deque[_Pending] = deque()
         side = _CUDA.Stream(self.device) if self._cuda else None
         pool = Pool(self.threads)
         try:
             while True:
-                while len(pending) < self.ahead + 1 and (piece := next(pieces, None)) is not None:
-                    pending.append(self._submit(pool, piece, self._take_slot(free)))
+                while len(pending) < self.prefetch + 1 and (piece := next(pieces, None)) is not None:
+                    pending.append(self._submit(pool, piece, self._take_buffer(free)))
                 if not pending:
                     return
                 self._look(pending)
                 one = pending.popleft()
                 batch = self._finish(one, side, pool)
                 if self._cuda:
-                    free.append(one.slot)
+                    free.append(one.buffer)
                 self._state = self.stream.state_dict(batch)
                 yield batch
         finally:
             for one in pending:
-                one.begun.cancel()
+                one.batch.cancel()
             pool.shutdown()
             self.stream.close()
 
@@ -144,45 +179,44 @@ class Loader:
         self._state = self.stream.state_dict()
 
     def stats(self) -> dict[str, Any]:
-        """What each stage did since the stream was made, and which one limits; see sa1b.stream.stages."""
-        return self.stream.stages.snapshot()
+        """What each stage did since the stream was made, and which one limits; see sa1b.stream.stats."""
+        return self.stream.stats.snapshot()
 
-    def _take_slot(self, free: deque[_Slot]) -> _Slot:
-        # The oldest slot's copy ended long ago, or ends first.
+    def _take_buffer(self, free: deque[_Buffer]) -> _Buffer:
+        # The oldest buffer's copy ended long ago, or ends first.
         if len(free) > 1:
-            slot = free.popleft()
-            slot.copied.synchronize()
-            return slot
-        size = self.stream.recipe.image_size
+            buffer = free.popleft()
+            buffer.copied.synchronize()
+            return buffer
+        size = self.stream.options.image_size
         shape = (self.stream.plan.micro_batch, size, size, 3)
-        # In ordinary memory the batch itself is the slot, and the caller's for as long as it is held.
-        return _Slot(
+        # In ordinary memory the batch itself is the buffer, and the caller's for as long as it is held.
+        return _Buffer(
             torch.empty(shape, dtype=torch.uint8, pin_memory=True) if self._cuda else self._images.take(shape)
         )
 
-    def _submit(self, pool: Pool, piece: MicroBatch, slot: _Slot) -> _Pending:
-        begun = self.stream.begin(piece)
-        arrays = slot.images.numpy()
-        draw = self.stream.draw
-        samples = [pool.submit(partial(draw, begun, i, arrays[i])) for i in range(len(begun.rows))]
-        return _Pending(begun, slot, samples)
+    def _submit(self, pool: Pool, piece: MicroBatch, buffer: _Buffer) -> _Pending:
+        pending = self.stream.submit(piece)
+        arrays = buffer.images.numpy()
+        samples = [pool.submit(partial(pending.load, i, arrays[i])) for i in range(len(pending))]
+        return _Pending(pending, buffer, samples)
 
     def _finish(self, one: _Pending, side: Any, pool: Pool) -> Batch:
         began = time.perf_counter()
         self._watch(one)
-        self.stream.stages.waited(time.perf_counter() - began)
+        self.stream.stats.waited(time.perf_counter() - began)
         samples = [future.result() for future in one.samples]
-        images = one.slot.images[: len(samples)]
-        with self.stream.stages.busy("collate"):
-            batch = one.begun.collate(images, samples)
+        images = one.buffer.images[: len(samples)]
+        with self.stream.stats.busy("collate"):
+            batch = one.batch.collate(images, samples)
         if side is None:
-            with self.stream.stages.busy("device"):
+            with self.stream.stats.busy("device"):
                 return self._dense(batch, pool) if self.device.type == "cpu" else self._on_device(batch)
-        with self.stream.stages.busy("device", images.numel()), torch.cuda.stream(side):
+        with self.stream.stats.busy("device", images.numel()), torch.cuda.stream(side):
             # The images lie in pinned memory already; the ragged rest is small.
             batch = self._on_device(batch.pinned_but_images())
-            one.slot.copied = _CUDA.Event()
-            one.slot.copied.record(side)
+            one.buffer.copied = _CUDA.Event()
+            one.buffer.copied.record(side)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(side)
         batch.record_stream(current)
@@ -208,8 +242,8 @@ class Loader:
         futures = [future for one in pending for future in one.samples]
         waiting = sum(not future.running() and not future.done() for future in futures)
         ready = sum(all(future.done() for future in one.samples) for one in pending)
-        self.stream.stages.queued("read", waiting)
-        self.stream.stages.queued("collate", min(ready, self.ahead))
+        self.stream.stats.queued("read", waiting)
+        self.stream.stats.queued("collate", min(ready, self.prefetch))
 
     def _watch(self, one: _Pending) -> None:
         """Wait for the samples of a batch; name those that take suspiciously long."""
@@ -220,5 +254,5 @@ class Loader:
                 return
             if not done:
                 stalled = next(i for i, future in enumerate(one.samples) if future in left)
-                where = self.stream.where(one.begun.rows[stalled])
+                where = self.stream.where(one.batch.rows[stalled])
                 print(f"sa1b.Loader: waiting for {where} for over {self.stall_seconds:g} s", file=sys.stderr)

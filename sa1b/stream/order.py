@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from sa1b.hashing import Purpose, Words, random_word
 from sa1b.stream import order_kernels
-from sa1b.stream.order_kernels import ROUNDS, Place
+from sa1b.stream.order_kernels import ROUNDS, EpochSizes
 
 MAX_COUNT = 1 << 32  # row numbers are u32
 
@@ -45,12 +45,12 @@ MAX_COUNT = 1 << 32  # row numbers are u32
 class Order:
     """The shuffled order of a view, for training.
 
-    With `run` L > 1, positions [i*L, (i+1)*L) hold L rows that follow one another (cyclically), so that one
-    read can fetch them; row numbers must then count samples by shard and offset, as `View.by_place` does.
-    A run keeps together, in one rank's slice and one read, while positions and global batches are
-    multiples of L, which `rank_slice` checks. Each epoch cuts the rows into runs at another place. Where L
-    does not divide N, the last short piece of an epoch and the first of the next share a run's positions,
-    so that all later runs stay aligned: every row still comes once an epoch.
+    With `block_size` L > 1, positions [i*L, (i+1)*L) hold L rows that follow one another (cyclically), so
+    that one read can fetch them; row numbers must then count samples by shard and offset, as `View.by_place`
+    does. A block keeps together, in one rank's slice and one read, while positions and global batches are
+    multiples of L, which `rank_slice` checks. Each epoch cuts the rows into blocks at another place. Where L
+    does not divide N, the last short piece of an epoch and the first of the next share a block's positions,
+    so that all later blocks stay aligned: every row still comes once an epoch.
 
     Its cost: neighbours in a shard are seen together. A batch of 256 out of 11,000 shards of 1,018 images
     spans 253 shards for L = 1, 32 for L = 8 and 8 for L = 32: the gradients of 256 samples vary between
@@ -61,21 +61,21 @@ class Order:
         count: samples in the view, N, 1 to 2**32.
         digest: names the view's set of images (`View.digest`); other images have another order.
         seed: another seed, another order.
-        run: L, samples that keep together.
+        block_size: L, samples that keep together.
 
     Raises:
-        ValueError: count or run out of range, or an empty digest.
+        ValueError: count or block_size out of range, or an empty digest.
     """
 
     count: int
     digest: str
     seed: int
-    run: int = 1
+    block_size: int = 1
 
     def __post_init__(self) -> None:
         _check_count(self.count)
-        if self.run < 1:
-            raise ValueError(f"a run of {self.run} samples; it must be 1 or more")
+        if self.block_size < 1:
+            raise ValueError(f"a block of {self.block_size} samples; it must be 1 or more")
         if not self.digest:
             raise ValueError("an order needs the digest of its view: without it, all views share one order")
 
@@ -105,8 +105,8 @@ class Order:
         return out.reshape(positions.shape)
 
     def _epoch_rows(self, epoch: int, positions: npt.NDArray[np.int64], out: npt.NDArray[np.int64]) -> None:
-        keys, place = _epoch(self, epoch)
-        order_kernels.rows((positions - epoch * self.count).astype(np.uint64), keys, place, out)
+        keys, sizes = _epoch(self, epoch)
+        order_kernels.rows((positions - epoch * self.count).astype(np.uint64), keys, sizes, out)
 
     def substitute(self, position: int, attempt: int) -> int:
         """The row to take where that of `position` is damaged: hash(seed, position, attempt) mod N.
@@ -149,36 +149,40 @@ class Sequential:
         return np.minimum(positions, self.count - 1), positions < self.count
 
 
-def rank_slice(position: int, global_batch: int, rank: int, world: int, *, run: int = 1) -> tuple[int, int]:
+def rank_slice(
+    position: int, global_batch: int, rank: int, world_size: int, *, block_size: int = 1
+) -> tuple[int, int]:
     """The positions [start, stop) that a rank takes in the step [position, position + global_batch).
 
-    With `run` > 1 whole runs are dealt out: [p + L*(r*(G/L)//W), p + L*((r+1)*(G/L)//W)), the same slices
-    where W divides G/L.
+    With `block_size` > 1 whole blocks are dealt out: [p + L*(r*(G/L)//W), p + L*((r+1)*(G/L)//W)), the same
+    slices where W divides G/L.
 
     Raises:
-        ValueError: more ranks than samples (or runs) in the batch, a rank out of range, a negative position,
-            or a position or batch that would cut a run.
+        ValueError: more ranks than samples (or blocks) in the batch, a rank out of range, a negative
+            position, or a position or batch that would cut a block.
     """
-    if not 0 <= rank < world:
-        raise ValueError(f"rank {rank} of {world}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}")
     if position < 0:
         raise ValueError(f"position {position} is negative")
     for what, value in (("position", position), ("global batch", global_batch)):
-        if value % run:
+        if value % block_size:
             raise ValueError(
-                f"the {what} {value} is no multiple of the run of {run} samples: it would cut one"
+                f"the {what} {value} is not a multiple of the block of {block_size} samples: it would cut one"
             )
-    units = global_batch // run
-    if world > units:
-        what = "samples" if run == 1 else f"runs of {run} samples"
+    units = global_batch // block_size
+    if world_size > units:
+        what = "samples" if block_size == 1 else f"blocks of {block_size} samples"
         raise ValueError(
-            f"{world} ranks for a global batch of {units} {what}: some would have nothing to do; "
+            f"{world_size} ranks for a global batch of {units} {what}: some would have nothing to do; "
             "make the global batch larger or take fewer ranks"
         )
-    return position + run * (rank * units // world), position + run * ((rank + 1) * units // world)
+    return position + block_size * (rank * units // world_size), position + block_size * (
+        (rank + 1) * units // world_size
+    )
 
 
-def micro_batch_count(global_batch: int, world: int, size: int, *, run: int = 1) -> int:
+def micro_batch_count(global_batch: int, world_size: int, size: int, *, block_size: int = 1) -> int:
     """How many micro-batches of at most `size` samples every rank runs in a step.
 
     Raises:
@@ -186,14 +190,14 @@ def micro_batch_count(global_batch: int, world: int, size: int, *, run: int = 1)
     """
     if size < 1:
         raise ValueError(f"a micro-batch of {size} samples; it must be 1 or more")
-    largest = -(-(global_batch // run) // world) * run
+    largest = -(-(global_batch // block_size) // world_size) * block_size
     return -(-largest // size)
 
 
 def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[int, int]]:
     """A rank's slice as `count` micro-batches [start, stop) of `size` samples, the last short or empty.
 
-    A run keeps within one micro-batch if its length divides `size`.
+    A block keeps within one micro-batch if its length divides `size`.
 
     Raises:
         ValueError: the slice does not fit into so many.
@@ -205,18 +209,18 @@ def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[in
 
 
 @lru_cache(maxsize=64)
-def _epoch(order: Order, epoch: int) -> tuple[Words, Place]:
+def _epoch(order: Order, epoch: int) -> tuple[Words, EpochSizes]:
     """Round keys and sizes of one epoch."""
     text = f"{order.digest}:{order.seed}:{epoch}".encode()
     words = np.frombuffer(hashlib.blake2b(text, digest_size=64, person=b"sa1b-order-1").digest(), "<u8")
-    head = min(-epoch * order.count % order.run, order.count)
-    units = (order.count - head) // order.run
+    head = min(-epoch * order.count % order.block_size, order.count)
+    units = (order.count - head) // order.block_size
     tall = max(1, _root(units))
     wide = max(1, -(-units // tall))
     shift = int(words[ROUNDS]) % order.count
-    sizes = (order.count, order.run, head, units, tall, wide, shift)
-    count, run, first, whole, left, right, turn = map(np.uint64, sizes)
-    return words[:ROUNDS].astype(np.uint64), (count, run, first, whole, left, right, turn)
+    sizes = (order.count, order.block_size, head, units, tall, wide, shift)
+    count, block, first, whole, left, right, turn = map(np.uint64, sizes)
+    return words[:ROUNDS].astype(np.uint64), (count, block, first, whole, left, right, turn)
 
 
 def _root(number: int) -> int:

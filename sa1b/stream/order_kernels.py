@@ -10,7 +10,7 @@ import numpy.typing as npt
 from sa1b.hashing import Words
 from sa1b.kernel import COMPILED, kernel
 
-Place = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
+EpochSizes = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
 
 ROUNDS = 7  # four on the one half, three on the other
 
@@ -31,16 +31,16 @@ def _scatter(half: np.uint64, key: np.uint64, size: np.uint64) -> np.uint64:
 
 
 @kernel
-def _rows_loop(positions: Words, keys: Words, place: Place, out: npt.NDArray[np.int64]) -> None:
-    count, run, head, units, tall, wide, shift = place
-    body = units * run
+def _rows_loop(positions: Words, keys: Words, sizes: EpochSizes, out: npt.NDArray[np.int64]) -> None:
+    count, block, head, units, tall, wide, shift = sizes
+    body = units * block
     for index in range(len(positions)):
         row = positions[index]
         if row >= head and row - head < body:
             unit, within = row - head, row - row
-            if run > _1:
-                unit //= run
-                within = row - head - unit * run
+            if block > _1:
+                unit //= block
+                within = row - head - unit * block
             while True:
                 left = unit // wide
                 right = unit - left * wide
@@ -55,18 +55,18 @@ def _rows_loop(positions: Words, keys: Words, place: Place, out: npt.NDArray[np.
                 unit = left * wide + right
                 if unit < units:
                     break
-            row = head + unit * run + within
+            row = head + unit * block + within
         row += shift
         if row >= count:
             row -= count
         out[index] = np.int64(row)
 
 
-def _rows_arrays(positions: Words, keys: Words, place: Place, out: npt.NDArray[np.int64]) -> None:
-    count, run, head, units, tall, wide, shift = place
+def _rows_arrays(positions: Words, keys: Words, sizes: EpochSizes, out: npt.NDArray[np.int64]) -> None:
+    count, block, head, units, tall, wide, shift = sizes
     rows = positions.copy()
-    inside = (rows >= head) & (rows - head < units * run)
-    unit, within = np.divmod(rows[inside] - head, run)
+    inside = (rows >= head) & (rows - head < units * block)
+    unit, within = np.divmod(rows[inside] - head, block)
     walking = np.arange(len(unit))
     while len(walking):
         left, right = np.divmod(unit[walking], wide)
@@ -78,7 +78,7 @@ def _rows_arrays(positions: Words, keys: Words, place: Place, out: npt.NDArray[n
                 right -= np.where(right >= wide, wide, 0).astype(np.uint64)
         unit[walking] = left * wide + right
         walking = walking[unit[walking] >= units]
-    rows[inside] = head + unit * run + within
+    rows[inside] = head + unit * block + within
     rows += shift
     rows -= np.where(rows >= count, count, 0).astype(np.uint64)
     out[:] = rows.astype(np.int64)

@@ -1,27 +1,42 @@
-"""One training sample: an image drawn into its slot, and at most K of its masks with what belongs to them."""
+"""One training sample: an image decoded into its buffer, and at most K of its masks.
+
+Which masks a visit of an image takes is a function of (seed, image id, epoch, mask index): the same on any
+rank, worker or thread.
+
+    uniform     each usable mask is equally likely
+    area        one mask of each of K equally large classes of area: small and large ones alike
+    quality     in proportion to predicted_iou * stability_score
+    coverage    a permutation for each cycle of ceil(M / K) epochs, cut into visits: after a cycle every mask
+                was taken, and no visit takes one twice
+"""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.hashing import Purpose, random_word, random_words
+from sa1b.hashing import Purpose, below, permutation, random_word, random_words, uniforms
 from sa1b.masks import geometry, points
 from sa1b.masks.grid import framed_size
 from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
-from sa1b.stream import picture
-from sa1b.stream.choice import STRATEGIES, Strategy, choose
+from sa1b.stream.decode import decode
+
+Strategy = Literal["uniform", "area", "quality", "coverage"]
+STRATEGIES = get_args(Strategy)
+
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class SampleOptions:
     """How a stored image becomes a sample.
 
     Attributes:
         image_size: pixels of the padded square S x S.
         masks: at most so many masks an image.
-        strategy: which ones, see sa1b.stream.choice.
+        strategy: which ones, see sa1b.stream.sample.
         flip: probability of mirroring left and right.
     """
 
@@ -66,27 +81,27 @@ class SampleMasks:
     mask_ids: npt.NDArray[np.int64]
 
 
-def draw_image(
+def decode_image(
     jpeg: bytes | memoryview,
     annotations: Annotations,
-    recipe: Recipe,
-    slot: npt.NDArray[np.uint8],
+    options: SampleOptions,
+    buffer: npt.NDArray[np.uint8],
     seed: int,
     epoch: int,
 ) -> bool:
-    """Draw the image into `slot`, uint8 [S, S, 3]; whether it is mirrored, which (seed, id, epoch) decide.
+    """Decode the image into `buffer`, uint8 [S, S, 3]; returns whether (seed, id, epoch) mirror it.
 
     Raises:
         BadSample: the JPEG does not decode.
     """
-    flip = random_word(seed, Purpose.FLIP, annotations.image_id, epoch) < recipe.flip * 2**64
-    picture.draw(jpeg, annotations.height, annotations.width, slot, flip=flip)
+    flip = random_word(seed, Purpose.FLIP, annotations.image_id, epoch) < options.flip * 2**64
+    decode(jpeg, annotations.height, annotations.width, buffer, flip=flip)
     return flip
 
 
 def pick_masks(
     annotations: Annotations,
-    recipe: Recipe,
+    options: SampleOptions,
     seed: int,
     epoch: int,
     *,
@@ -100,12 +115,17 @@ def pick_masks(
     image_id, height, width = annotations.image_id, annotations.height, annotations.width
     filled = annotations.runs_count > 1  # a mask of one run is all background
     chosen = choose(
-        annotations, filled if usable is None else filled & usable, recipe.masks, recipe.strategy, seed, epoch
+        annotations,
+        filled if usable is None else filled & usable,
+        options.masks,
+        options.strategy,
+        seed,
+        epoch,
     )
     runs = annotations.runs(chosen)
     if flip:
         runs = geometry.flip_horizontal(runs)
-    rows, columns = framed_size(height, width, recipe.image_size)
+    rows, columns = framed_size(height, width, options.image_size)
     scale = np.array([columns / width, rows / height])
     corners = geometry.bbox(runs).astype(np.float64)
     corners[:, 2:] += corners[:, :2]
@@ -122,3 +142,44 @@ def pick_masks(
         stability_score=annotations.stability_score[chosen].astype(np.float32),
         mask_ids=annotations.mask_id[chosen],
     )
+
+
+def choose(
+    annotations: Annotations,
+    usable: npt.NDArray[np.bool_],
+    limit: int,
+    strategy: Strategy,
+    seed: int,
+    epoch: int,
+) -> Indices:
+    """Indices of the chosen masks, int64, ascending; all usable ones if they are no more than `limit`."""
+    candidates = np.flatnonzero(usable)
+    image_id = annotations.image_id
+    if len(candidates) <= limit:
+        return candidates
+    if strategy == "coverage":
+        picked = _coverage(len(candidates), limit, seed, image_id, epoch)
+    elif strategy == "area":
+        picked = _one_of_each(annotations.area[candidates], limit, seed, image_id, epoch)
+    else:
+        chance = uniforms(seed, Purpose.MASKS, image_id, epoch, candidates)
+        if strategy == "quality":
+            scores = annotations.predicted_iou[candidates] * annotations.stability_score[candidates]
+            # An exponential race: the first K arrivals are a draw without replacement by weight.
+            chance = -np.log(chance) / np.maximum(np.nan_to_num(scores), 1e-6)
+        picked = np.argsort(chance, kind="stable")[:limit]
+    return np.sort(candidates[picked])
+
+
+def _coverage(count: int, limit: int, seed: int, image_id: int, epoch: int) -> Indices:
+    cycle, visit = divmod(epoch, -(-count // limit))
+    order = permutation(count, seed, Purpose.COVERAGE, image_id, cycle)
+    return order[(visit * limit + np.arange(limit)) % count]
+
+
+def _one_of_each(area: npt.NDArray[np.int64], limit: int, seed: int, image_id: int, epoch: int) -> Indices:
+    order = np.argsort(area, kind="stable")
+    edges = np.arange(limit + 1) * len(order) // limit
+    drawn = random_words(seed, Purpose.MASKS, image_id, epoch, np.arange(limit))
+    picked: Indices = order[edges[:-1] + below(drawn, np.diff(edges))]
+    return picked

@@ -57,7 +57,7 @@ def test_own_shards_of_smaller_jpegs_are_taken_as_they_are(folder: Path, tmp_pat
 
 
 def test_the_noted_masks_are_those_the_stream_takes(root: Path, tmp_path: Path) -> None:
-    stream = sa1b.Stream(root, global_batch=IMAGES, masks=LIMIT, ledger=tmp_path / "ledger.jsonl")
+    stream = sa1b.Stream(root, global_batch=IMAGES, masks=LIMIT, damage_log=tmp_path / "damage.jsonl")
     batch = next(iter(stream))
     noted = choices(root, LIMIT)
     for i, image_id in enumerate(batch.ids.tolist()):

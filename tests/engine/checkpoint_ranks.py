@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sa1b.engine import tensors
-from sa1b.engine.checkpoint import CheckpointConfig, Checkpoints
+from sa1b.engine.checkpoint import tensors
+from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
 from sa1b.engine.parallel import ParallelConfig, wrap
-from sa1b.engine.place import Place
-from sa1b.engine.sealed import CheckpointError
+from sa1b.engine.ranks import RankInfo
+from sa1b.errors import CheckpointError
 from tests.engine.launch import group
 from tests.engine.training import Run, begin, samples, whole
 
@@ -60,8 +60,8 @@ class Tiny:
         self.optimizer.zero_grad()
 
 
-def begin_tiny(place: Place, config: ParallelConfig) -> Tiny:
-    module = wrap(StandIn(), config, place)
+def begin_tiny(rank_info: RankInfo, config: ParallelConfig) -> Tiny:
+    module = wrap(StandIn(), config, rank_info)
     return Tiny(module, torch.optim.AdamW(module.parameters(), lr=0.1))
 
 
@@ -73,8 +73,8 @@ def save(folder: Path, configs: dict[str, ParallelConfig]) -> dict[str, dict[str
     """Train, save, go on training while it is written; what was there at the save, by name of the run."""
     saved = {}
     for name, config in configs.items():
-        with group(config) as place:
-            run = begin_tiny(place, config)
+        with group(config) as rank_info:
+            run = begin_tiny(rank_info, config)
             for number in range(SAVED_AT):
                 run.step(number)
             with torch.no_grad():
@@ -95,9 +95,9 @@ def load(
     """State and tensors that each run's checkpoint gives to a fresh run in each mode."""
     loaded = {}
     for mode, config in configs.items():
-        with group(config) as place:
+        with group(config) as rank_info:
             for name in names:
-                run = begin_tiny(place, config)
+                run = begin_tiny(rank_info, config)
                 checkpoints = Checkpoints(folder / name, CheckpointConfig())
                 state = checkpoints.resume(run.module, run.optimizer)
                 loaded[name, mode] = (state, everything(run))
@@ -109,13 +109,13 @@ def load(
 def fail_on_the_last_rank(folder: Path, config: ParallelConfig) -> list[str]:
     """One rank's disk takes no more than some bytes; what each of three saves raised, and the close."""
     raised = []
-    with group(config) as place:
-        run = begin_tiny(place, config)
+    with group(config) as rank_info:
+        run = begin_tiny(rank_info, config)
         run.step(0)
         checkpoints = Checkpoints(folder, CheckpointConfig())
         checkpoints.save(1, run.module, run.optimizer, {})
         checkpoints.close()
-        if place.rank == place.world - 1:
+        if rank_info.rank == rank_info.world_size - 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         checkpoints = Checkpoints(folder, CheckpointConfig(tolerate=1))
         for step in (2, 3, 4):
@@ -129,8 +129,8 @@ def fail_on_the_last_rank(folder: Path, config: ParallelConfig) -> list[str]:
 def save_twice(folder: Path, config: ParallelConfig) -> list[dict[str, Tensor]]:
     """Of the real model."""
     saved = []
-    with group(config) as place:
-        run = begin(place, config, primed=False)
+    with group(config) as rank_info:
+        run = begin(rank_info, config, primed=False)
         checkpoints = Checkpoints(folder, CheckpointConfig())
         for step in (1, 2):
             run.step(step - 1)
@@ -144,8 +144,8 @@ def save_twice(folder: Path, config: ParallelConfig) -> list[dict[str, Tensor]]:
 
 def resume(folder: Path, config: ParallelConfig) -> tuple[Any, dict[str, Tensor]]:
     """Of the real model."""
-    with group(config) as place:
-        run = begin(place, config, primed=False)
+    with group(config) as rank_info:
+        run = begin(rank_info, config, primed=False)
         checkpoints = Checkpoints(folder, CheckpointConfig())
         state = checkpoints.resume(run.module, run.optimizer)
         checkpoints.close()

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sa1b.engine.agreement import DisagreementError, agree
+from sa1b.engine.gradients import autocast
 from sa1b.engine.parallel import ParallelConfig, set_timeout, unwrap, wrap
-from sa1b.engine.place import Place
-from sa1b.engine.precision import autocast
+from sa1b.engine.ranks import DisagreementError, RankInfo, agree
 from tests.engine import training
 from tests.engine.launch import group
 from tests.engine.training import begin, build, samples, whole
@@ -23,15 +22,15 @@ STEPS = 2
 
 def trace(config: ParallelConfig, accumulation: int) -> dict[str, Any]:
     """A short run: losses, norms, first gradient and last weights; an evaluation lies between the steps."""
-    with group(config) as place:
-        run = begin(place, config, accumulation)
+    with group(config) as rank_info:
+        run = begin(rank_info, config, accumulation)
         for number in range(STEPS):
             run.step(number)
-            if place.world > 1 and number == 0:
-                with autocast(config.precision, place.device):
+            if rank_info.world_size > 1 and number == 0:
+                with autocast(config.precision, rank_info.device):
                     scores = run.module.eval()(*samples(range(1)), evaluate=True)
                 assert scores["unions"].sum() > 0
-                agree(run.module, place)
+                agree(run.module, rank_info)
                 run.module.train()
         return {
             "losses": run.losses,
@@ -57,16 +56,16 @@ def traces(cases: dict[str, tuple[ParallelConfig, int]]) -> dict[str, dict[str, 
 
 def straight_and_resumed(config: ParallelConfig) -> tuple[Any, Any]:
     """Weights after four steps, and after two, a new process group, and two more."""
-    with group(config) as place:
-        run = begin(place, config)
+    with group(config) as rank_info:
+        run = begin(rank_info, config)
         for number in range(2):
             run.step(number)
         state = run.state()
         for number in (2, 3):
             run.step(number)
         straight = run.weights()
-    with group(config) as place:
-        run = begin(place, config, state=state)
+    with group(config) as rank_info:
+        run = begin(rank_info, config, state=state)
         for number in (2, 3):
             run.step(number)
         return straight, run.weights()
@@ -75,17 +74,19 @@ def straight_and_resumed(config: ParallelConfig) -> tuple[Any, Any]:
 def overflow(config: ParallelConfig) -> dict[str, Any]:
     """fp16: three steps; in the second a gradient has an infinity, on one rank before DDP sums, in one shard."""
     name = "model.image_encoder.blocks.0.attn.qkv.weight"
-    with group(config) as place:
-        run = begin(place, config, accumulation=2)
+    with group(config) as rank_info:
+        run = begin(rank_info, config, accumulation=2)
         run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": 128.0})
         run.step(0)
         before, scale = run.weights(), run.scaler.get_scale()
-        last = place.world - 1
+        last = rank_info.world_size - 1
         if config.mode == "fsdp":
-            run.step(1, lambda module: overflow_shard(module.get_parameter(name), place))
+            run.step(1, lambda module: overflow_shard(module.get_parameter(name), rank_info))
         else:
             parameter = unwrap(run.module).get_parameter(name)
-            handle = parameter.register_hook(lambda grad: grad * torch.inf if place.rank == last else grad)
+            handle = parameter.register_hook(
+                lambda grad: grad * torch.inf if rank_info.rank == last else grad
+            )
             run.step(1)
             handle.remove()
         after, lowered = run.weights(), run.scaler.get_scale()
@@ -99,9 +100,9 @@ def overflow(config: ParallelConfig) -> dict[str, Any]:
         }
 
 
-def overflow_shard(parameter: nn.Parameter, place: Place) -> None:
+def overflow_shard(parameter: nn.Parameter, rank_info: RankInfo) -> None:
     """In the last shard, which every replica has: gradients are summed by now."""
-    if place.rank % place.shards == place.shards - 1:
+    if rank_info.rank % rank_info.shards == rank_info.shards - 1:
         gradient = parameter.grad
         assert isinstance(gradient, DTensor)
         gradient.to_local()[-1, -1] = torch.inf
@@ -110,8 +111,8 @@ def overflow_shard(parameter: nn.Parameter, place: Place) -> None:
 def seen_in_forward(config: ParallelConfig) -> dict[str, Any]:
     """Number formats inside the forward pass, and the points that reach the prompt encoder."""
     seen: dict[str, Any] = {"points alone": points_alone()}
-    with group(config) as place:
-        run = begin(place, config)
+    with group(config) as rank_info:
+        run = begin(rank_info, config)
         model = unwrap(run.module).model
         block = model.image_encoder.blocks[0]
         parts = {"norm": block.norm1, "attention": block.attn.qkv, "mlp": block.mlp.lin1}
@@ -152,21 +153,21 @@ class Embedding(nn.Module):
 
 def encoder_gradient(config: ParallelConfig) -> Tensor:
     """Of the weights, without biases, as one vector."""
-    with group(config) as place:
-        module = wrap(Embedding(), config, place)
-        with autocast(config.precision, place.device):
-            loss = module(samples(range(place.rank, 4, place.world))[0])
+    with group(config) as rank_info:
+        module = wrap(Embedding(), config, rank_info)
+        with autocast(config.precision, rank_info.device):
+            loss = module(samples(range(rank_info.rank, 4, rank_info.world_size))[0])
         loss.backward()
         gradients = [
             whole(parameter.grad).flatten() for parameter in module.parameters() if parameter.requires_grad
         ]
-        return torch.cat(gradients) * place.world
+        return torch.cat(gradients) * rank_info.world_size
 
 
 def frozen(config: ParallelConfig) -> dict[str, Any]:
     optim = replace(training.OPTIM, freeze_encoder=True)
-    with group(config) as place:
-        run = begin(place, config, accumulation=2, optim=optim)
+    with group(config) as rank_info:
+        run = begin(rank_info, config, accumulation=2, optim=optim)
         before = run.weights()
         for number in range(2):
             run.step(number)
@@ -175,24 +176,24 @@ def frozen(config: ParallelConfig) -> dict[str, Any]:
 
 def disagreement(config: ParallelConfig, what: str) -> str:
     """The message with which ranks stop when the last one differs in this; empty if they go on."""
-    with group(config) as place:
-        odd = place.rank == place.world - 1
+    with group(config) as rank_info:
+        odd = rank_info.rank == rank_info.world_size - 1
         try:
             if what == "seed":
-                wrap(build(seed=int(odd)), config, place)
+                wrap(build(seed=int(odd)), config, rank_info)
             elif what == "shape":
                 interactive = build()
                 if odd:
                     interactive.model.mask_decoder.iou_token = nn.Embedding(2, 32)
-                wrap(interactive, config, place)
+                wrap(interactive, config, rank_info)
             else:
-                module = wrap(build(), config, place)
-                agree(module, place)
+                module = wrap(build(), config, rank_info)
+                agree(module, rank_info)
                 if odd:
                     tensor = unwrap(module).state_dict()[what]
                     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                     held.view(-1)[-1] += 1e-6
-                agree(module, place)
+                agree(module, rank_info)
         except DisagreementError as error:
             return str(error)
     return ""
@@ -200,21 +201,21 @@ def disagreement(config: ParallelConfig, what: str) -> str:
 
 def seconds_until_a_silent_rank_is_noticed(config: ParallelConfig, seconds: float) -> float:
     """How long a collective waits for a rank that does not come, on each group of the mesh."""
-    with group(config) as place:
-        groups = [None, *(place.mesh.get_all_groups() if place.mesh else [])]
+    with group(config) as rank_info:
+        groups = [None, *(rank_info.mesh.get_all_groups() if rank_info.mesh else [])]
         for each in groups:
             dist.all_reduce(torch.ones(1), group=each)
-        set_timeout(place, seconds)
+        set_timeout(rank_info, seconds)
         longest = 0.0
         for each in groups:
             began = time.monotonic()
-            if place.rank == 0:
+            if rank_info.rank == 0:
                 try:
                     dist.all_reduce(torch.ones(1), group=each)
                 except RuntimeError:
                     longest = max(longest, time.monotonic() - began)
                 else:
                     return -1.0
-        if place.rank:
+        if rank_info.rank:
             time.sleep(len(groups) * seconds + 2)
         return longest

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sa1b.engine.checkpoint import CheckpointConfig, Checkpoints
-from sa1b.engine.history import folder_name
-from sa1b.engine.sealed import MANIFEST, measure, seal
+from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
+from sa1b.engine.checkpoint.files import MANIFEST, folder_name, measure, seal
 
 
 class SmallRun:

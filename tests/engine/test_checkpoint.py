@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from sa1b.engine import tensors
-from sa1b.engine.checkpoint import CheckpointConfig, Checkpoints
-from sa1b.engine.history import read, steps
-from sa1b.engine.sealed import CheckpointError
-from sa1b.engine.tensors import MismatchError
-from sa1b.errors import UsageError
+from sa1b.engine.checkpoint import tensors
+from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
+from sa1b.engine.checkpoint.files import read, steps
+from sa1b.engine.checkpoint.tensors import MismatchError
+from sa1b.errors import CheckpointError, UsageError
 from tests.engine.small_run import SmallRun, place, resume, write_run
 
 
@@ -55,7 +54,7 @@ def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
     checkpoints.save(7, small.model, small.optimizer, state)
     checkpoints.close()
     found = read(place(tmp_path, 7))
-    assert (found.step, found.world, found.state) == (7, 1, state)
+    assert (found.step, found.world_size, found.state) == (7, 1, state)
 
 
 @pytest.mark.parametrize("state", [{"rate": float("nan")}, {"tensor": torch.ones(1)}])
@@ -74,7 +73,7 @@ def test_the_last_n_and_every_mth_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sa1b.engine.checkpoint._LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr("sa1b.engine.checkpoint.checkpoints._LOCK_PATIENCE", 0.1)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     with pytest.raises(CheckpointError, match="in use by another process"):
         Checkpoints(tmp_path, CheckpointConfig())

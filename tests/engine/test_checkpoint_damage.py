@@ -13,9 +13,9 @@ from random import Random
 import pytest
 import torch
 
-from sa1b.engine.checkpoint import CheckpointConfig, Checkpoints
-from sa1b.engine.history import newest, read, steps
-from sa1b.engine.sealed import CheckpointError
+from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
+from sa1b.engine.checkpoint.files import newest, read, steps
+from sa1b.errors import CheckpointError
 from tests.engine import small_run
 from tests.engine.small_run import FUNCTIONS, Hostile, SmallRun, place, resume, save_until_killed, write_run
 

@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(folder: Path) -> Saved:
     """By name of the run, as rank 0 had it when it saved; every rank had the same."""
     found: Saved = {}
-    for world, configs in WRITERS.items():
-        ranks = launch(checkpoint_ranks.save, world, folder, configs)
+    for world_size, configs in WRITERS.items():
+        ranks = launch(checkpoint_ranks.save, world_size, folder, configs)
         for rank in ranks:
             assert all(equal(rank[name], ranks[0][name]) for name in configs)
         found |= ranks[0]
@@ -44,15 +44,15 @@ def saved(folder: Path) -> Saved:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", READERS)
+@pytest.mark.parametrize("world_size", READERS)
 def test_weights_and_optimizer_come_back_bit_for_bit_in_any_mode_on_any_number_of_ranks(
-    world: int, folder: Path, saved: Saved
+    world_size: int, folder: Path, saved: Saved
 ) -> None:
-    for rank in launch(checkpoint_ranks.load, world, folder, NAMES, READERS[world]):
-        assert len(rank) == len(NAMES) * len(READERS[world])
+    for rank in launch(checkpoint_ranks.load, world_size, folder, NAMES, READERS[world_size]):
+        assert len(rank) == len(NAMES) * len(READERS[world_size])
         for (name, mode), (state, tensors) in rank.items():
             assert state == {"position": 10, "rate": 0.1}
-            assert equal(tensors, saved[name]), f"{name} into {mode} on {world}"
+            assert equal(tensors, saved[name]), f"{name} into {mode} on {world_size}"
 
 
 @pytest.mark.parametrize("config", [DDP, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])

@@ -13,7 +13,7 @@ import sa1b
 from sa1b.engine.evaluation import EvaluationConfig, evaluate, held_out_feed
 from sa1b.engine.feed import DataConfig, Feed, Micro
 from sa1b.engine.parallel import ParallelConfig, wrap
-from sa1b.engine.place import Place
+from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.sam import clicks
 from sa1b.sam.interactive import Interactive
@@ -41,12 +41,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def feed_for(root: Path, out: Path, place: Place, view: str = "held-out", **data: Any) -> Feed:
+def feed_for(root: Path, out: Path, rank_info: RankInfo, view: str = "held-out", **data: Any) -> Feed:
     settings = DataConfig(str(root), view="train", global_batch=4, masks=9, threads=1)
     settings = dataclasses.replace(settings, **data)
-    training = Feed(settings, IMAGE_SIZE, place, out, seed=0)
+    training = Feed(settings, IMAGE_SIZE, rank_info, out, seed=0)
     config = EvaluationConfig(view=view, masks=3)
-    return held_out_feed(config, settings, IMAGE_SIZE, place, out, training.stream)
+    return held_out_feed(config, settings, IMAGE_SIZE, rank_info, out, training.stream)
 
 
 def model() -> Interactive:
@@ -54,9 +54,11 @@ def model() -> Interactive:
     return Interactive(Sam(MODEL), Recipe())
 
 
-def scored(root: Path, out: Path, place: Place, config: ParallelConfig, **data: Any) -> dict[str, float]:
-    feed = feed_for(root, out, place, **data)
-    return evaluate(wrap(model(), config, place), feed, config, place, 0, out)
+def scored(
+    root: Path, out: Path, rank_info: RankInfo, config: ParallelConfig, **data: Any
+) -> dict[str, float]:
+    feed = feed_for(root, out, rank_info, **data)
+    return evaluate(wrap(model(), config, rank_info), feed, config, rank_info, 0, out)
 
 
 @torch.no_grad()
@@ -144,17 +146,17 @@ def test_micro_batches_do_not_change_a_digit(
 def test_flips_and_runs_of_the_training_do_not_change_it(
     root: Path, tmp_path: Path, whole: dict[str, float]
 ) -> None:
-    changed = scored(root, tmp_path, place_of(), ParallelConfig(), flip=1.0, strategy="area", run=4)
+    changed = scored(root, tmp_path, place_of(), ParallelConfig(), flip=1.0, strategy="area", block_size=4)
     assert changed == whole
 
 
 def on_rank(root: Path, run: Path, mode: Any) -> dict[str, float]:
-    with group(ParallelConfig(mode=mode)) as place:
-        return scored(root, run, place, ParallelConfig(mode=mode))
+    with group(ParallelConfig(mode=mode)) as rank_info:
+        return scored(root, run, rank_info, ParallelConfig(mode=mode))
 
 
 @pytest.mark.parametrize(
-    ("mode", "world"),
+    ("mode", "world_size"),
     [
         ("ddp", 2),
         pytest.param("ddp", 3, marks=pytest.mark.slow),
@@ -162,9 +164,9 @@ def on_rank(root: Path, run: Path, mode: Any) -> dict[str, float]:
     ],
 )
 def test_ranks_do_not_change_a_digit(
-    root: Path, tmp_path: Path, whole: dict[str, float], mode: str, world: int
+    root: Path, tmp_path: Path, whole: dict[str, float], mode: str, world_size: int
 ) -> None:
-    assert launch(on_rank, world, root, tmp_path, mode) == [whole] * world
+    assert launch(on_rank, world_size, root, tmp_path, mode) == [whole] * world_size
 
 
 def test_the_module_is_left_in_its_mode_and_the_same_comes_again(root: Path, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_of(
-    root: Path, out: Path, steps: int, rank: int = 0, world: int = 1, **data: int
+    root: Path, out: Path, steps: int, rank: int = 0, world_size: int = 1, **data: int
 ) -> list[list[Micro]]:
-    feed = feed_of(root, out, rank, world, **data)
+    feed = feed_of(root, out, rank, world_size, **data)
     found = [list(feed.step()) for _ in range(steps)]
     feed.close()
     return found
@@ -69,12 +69,14 @@ def test_targets_are_the_raster_of_the_masks_in_the_annotation(root: Path, tmp_p
     assert compared > 10
 
 
-@pytest.mark.parametrize(("world", "micro_batch"), [(1, 1), (1, 2), (2, 3), (3, 2), (5, 1)])
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 1), (1, 2), (2, 3), (3, 2), (5, 1)])
 def test_masks_and_keys_are_the_same_at_any_world_size_and_micro_batch(
-    root: Path, tmp_path: Path, world: int, micro_batch: int
+    root: Path, tmp_path: Path, world_size: int, micro_batch: int
 ) -> None:
     whole = steps_of(root, tmp_path, 6)
-    ranks = [steps_of(root, tmp_path, 6, rank, world, micro_batch=micro_batch) for rank in range(world)]
+    ranks = [
+        steps_of(root, tmp_path, 6, rank, world_size, micro_batch=micro_batch) for rank in range(world_size)
+    ]
     for step, micros in enumerate(whole):
         pieces = [micro for rank in ranks for micro in rank[step]]
         assert torch.equal(torch.cat([micro.ids for micro in pieces]), micros[0].ids)
@@ -82,11 +84,13 @@ def test_masks_and_keys_are_the_same_at_any_world_size_and_micro_batch(
         assert torch.equal(torch.cat([micro.targets.weights for micro in pieces]), micros[0].targets.weights)
 
 
-@pytest.mark.parametrize(("world", "micro_batch"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(2, 2), (4, 1)])
 def test_ranks_have_equally_many_micro_batches_even_where_some_are_empty(
-    root: Path, tmp_path: Path, world: int, micro_batch: int
+    root: Path, tmp_path: Path, world_size: int, micro_batch: int
 ) -> None:
-    ranks = [steps_of(root, tmp_path, 2, rank, world, micro_batch=micro_batch) for rank in range(world)]
+    ranks = [
+        steps_of(root, tmp_path, 2, rank, world_size, micro_batch=micro_batch) for rank in range(world_size)
+    ]
     for step in range(2):
         assert len({len(rank[step]) for rank in ranks}) == 1
     sizes = {len(micro.ids) for rank in ranks for micros in rank for micro in micros}
@@ -141,7 +145,7 @@ def test_a_sequential_feed_has_every_image_once_and_ends(root: Path, tmp_path: P
 
 
 def test_runs_of_the_training_order_do_not_shorten_a_sequential_feed(root: Path, tmp_path: Path) -> None:
-    feed = feed_of(root, tmp_path, order="sequential", run=8, global_batch=4, micro_batch=4)
+    feed = feed_of(root, tmp_path, order="sequential", block_size=8, global_batch=4, micro_batch=4)
     assert sum(len(micro.ids) for micros in feed.steps() for micro in micros) == 24  # of 23, the last twice
     feed.close()
 
@@ -163,7 +167,7 @@ def test_sums_of_losses_over_micro_batches_are_those_of_the_whole(
     config = ModelConfig(
         image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32, drop_path=0.5
     )
-    interactive = Interactive(Sam(config), Recipe(clicks=1, unprompted=0, checkpoint_rounds=False))
+    interactive = Interactive(Sam(config), Recipe(clicks=1, unprompted=0, checkpoint_iterations=False))
     totals = []
     for size in (5, micro_batch):
         micros = steps_of(root, tmp_path, 1, micro_batch=size)[0]
@@ -174,7 +178,10 @@ def test_sums_of_losses_over_micro_batches_are_those_of_the_whole(
 
 @pytest.mark.parametrize(
     ("data", "named"),
-    [({"global_batch": 2}, "3 ranks for a global batch of 2 samples"), ({"run": 4}, "run of 4 samples")],
+    [
+        ({"global_batch": 2}, "3 ranks for a global batch of 2 samples"),
+        ({"block_size": 4}, "block of 4 samples"),
+    ],
 )
 def test_what_does_not_fit_the_ranks_is_refused(
     root: Path, tmp_path: Path, data: dict[str, int], named: str
@@ -184,5 +191,5 @@ def test_what_does_not_fit_the_ranks_is_refused(
 
 
 def test_a_configuration_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"--data.ahead 0 must be at least 1"):
-        DataConfig(ahead=0)
+    with pytest.raises(UsageError, match=r"--data.prefetch 0 must be at least 1"):
+        DataConfig(prefetch=0)

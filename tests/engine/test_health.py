@@ -54,7 +54,7 @@ def test_what_was_trained_is_in_doubt_until_a_loss_is_finite_again(tmp_path: Pat
     for step in (1, 2):
         health.is_good(step, math.nan, 1.0, math.nan, IDS)
         assert health.lost == step
-        with pytest.raises(HealthError, match=rf"the last {step} steps, until step {step}, .* --optim.rate"):
+        with pytest.raises(HealthError, match=rf"the last {step} steps, until step {step}, .* --optim.lr"):
             health.end(step)
     health.is_good(3, 1.0, math.inf, 1.0, IDS)  # an overflow of a gradient says nothing of the weights
     assert (health.lost, health.skipped) == (0, 3)

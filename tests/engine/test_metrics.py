@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.engine.metrics import SUMS, Metrics, StepTime, WatchConfig, figures_of, score_line, step_means
+from sa1b.engine.metrics import SUMS, LoggingConfig, Metrics, StepTime, figures_of, score_line, step_means
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.errors import UsageError
 from tests.engine.launch import group, launch
@@ -24,32 +24,32 @@ PARTS = [  # of six parts of a step: the sums over their masks, the masks, the i
 FIGURES = {"loss": 0.5, "iou_last": 0.1, "images_per_s": 3.0, "data_wait": 0.2}
 
 
-def means_of(rank: int, world: int, place: object) -> dict[str, float]:
-    mine = PARTS[rank * 6 // world : (rank + 1) * 6 // world]
+def means_of(rank: int, world_size: int, rank_info: object) -> dict[str, float]:
+    mine = PARTS[rank * 6 // world_size : (rank + 1) * 6 // world_size]
     totals = {name: torch.tensor(sum(part[0][i] for part in mine)) for i, name in enumerate(SUMS)}
     totals["count"] = torch.tensor(float(sum(part[1] for part in mine)))
     seconds = StepTime(data=1.0 + rank, compute=2.0, update=0.5, total=4.0 + rank)
     images = sum(part[2] for part in mine)
-    return step_means(totals, images, rank == world - 1 > 0, seconds, place)
+    return step_means(totals, images, rank == world_size - 1 > 0, seconds, rank_info)
 
 
-def rank_means(world: int) -> dict[str, float]:
-    with group(ParallelConfig(mode="ddp")) as place:
-        return means_of(place.rank, world, place)
+def rank_means(world_size: int) -> dict[str, float]:
+    with group(ParallelConfig(mode="ddp")) as rank_info:
+        return means_of(rank_info.rank, world_size, rank_info)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_means_over_ranks_are_those_of_a_single_process(world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_means_over_ranks_are_those_of_a_single_process(world_size: int) -> None:
     single = means_of(0, 1, place_of())
     assert single["loss"] == sum(part[0][0] for part in PARTS) / 20
     assert (single["masks"], single["images"], single["stop"]) == (20, 9, 0)
-    ranks = launch(rank_means, world, world)
+    ranks = launch(rank_means, world_size, world_size)
     for means in ranks:
         assert {name: means[name] for name in (*SUMS, "masks", "images")} == pytest.approx(
             {name: single[name] for name in (*SUMS, "masks", "images")}
         )
         assert means["stop"] == 1
-        assert means["data"] == 1.0 + (world - 1) / 2  # the mean over ranks
+        assert means["data"] == 1.0 + (world_size - 1) / 2  # the mean over ranks
     assert all(means == ranks[0] for means in ranks)
 
 
@@ -75,7 +75,7 @@ def written(run: Path) -> list[dict[str, object]]:
 
 
 def write(run: Path, done: int, until: int, **config: object) -> None:
-    metrics = Metrics(WatchConfig(tensorboard=False, **config), run, place_of(), done, 9)
+    metrics = Metrics(LoggingConfig(tensorboard=False, **config), run, place_of(), done, 9)
     for step in range(done + 1, until + 1):
         metrics.step(step, {**FIGURES, "loss": float(step)})
     metrics.close()
@@ -90,7 +90,7 @@ def test_no_step_is_there_twice_after_a_kill_that_cut_a_line(tmp_path: Path) -> 
 
 
 def test_a_run_without_a_checkpoint_begins_its_file_anew(tmp_path: Path) -> None:
-    metrics = Metrics(WatchConfig(tensorboard=False), tmp_path, place_of(), 0, 9)
+    metrics = Metrics(LoggingConfig(tensorboard=False), tmp_path, place_of(), 0, 9)
     metrics.evaluation(0, {"masks": 0})
     metrics.close()
     write(tmp_path, 0, 2)
@@ -98,7 +98,7 @@ def test_a_run_without_a_checkpoint_begins_its_file_anew(tmp_path: Path) -> None
 
 
 def test_lines_are_json_where_figures_are_not_finite(tmp_path: Path) -> None:
-    metrics = Metrics(WatchConfig(tensorboard=False), tmp_path, place_of(), 0, 9)
+    metrics = Metrics(LoggingConfig(tensorboard=False), tmp_path, place_of(), 0, 9)
     metrics.step(1, {**FIGURES, "loss": math.nan, "grad_norm": math.inf})
     metrics.close()
     line = (tmp_path / "metrics.jsonl").read_text()
@@ -112,7 +112,7 @@ def test_one_line_in_so_many_steps(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    metrics = Metrics(WatchConfig(), tmp_path, place_of(1, 2), 0, 9)
+    metrics = Metrics(LoggingConfig(), tmp_path, place_of(1, 2), 0, 9)
     metrics.step(1, FIGURES)
     metrics.evaluation(1, {"masks": 0})
     metrics.close()
@@ -123,7 +123,7 @@ def test_an_evaluation_is_a_line_of_its_own_and_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores = {f"miou_{name}": 0.5 for name in ("1_click", "3_clicks", "5_clicks", "box")} | {"masks": 1234}
-    metrics = Metrics(WatchConfig(tensorboard=False), tmp_path, place_of(), 0, 9)
+    metrics = Metrics(LoggingConfig(tensorboard=False), tmp_path, place_of(), 0, 9)
     metrics.evaluation(4, scores)
     metrics.close()
     assert written(tmp_path) == [{"step": 4, "evaluation": scores}]
@@ -135,7 +135,7 @@ def test_an_evaluation_is_a_line_of_its_own_and_a_sentence(
 
 def test_curves_have_the_figures_and_the_scores(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = Metrics(WatchConfig(), tmp_path, place_of(), 0, 9)
+    metrics = Metrics(LoggingConfig(), tmp_path, place_of(), 0, 9)
     metrics.step(1, FIGURES)
     metrics.evaluation(
         1, {"miou_box": 0.25, "miou_1_click": 0.5, "miou_3_clicks": 0, "miou_5_clicks": 0, "masks": 3}
@@ -149,18 +149,18 @@ def test_curves_have_the_figures_and_the_scores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"every": 0}, "--watch.every"),
-        ({"profile": (2, 1)}, "--watch.profile"),
-        ({"profile": (-1, 1)}, "--watch"),
+        ({"every": 0}, "--logging.every"),
+        ({"profile": (2, 1)}, "--logging.profile"),
+        ({"profile": (-1, 1)}, "--logging"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, object], named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        WatchConfig(**settings)
+        LoggingConfig(**settings)
 
 
 def test_tensorboard_that_is_asked_for_and_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sa1b.engine.metrics.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"--watch.tensorboard needs TensorBoard"):
-        WatchConfig(tensorboard=True)
-    assert WatchConfig().tensorboard is None
+    with pytest.raises(UsageError, match=r"--logging.tensorboard needs TensorBoard"):
+        LoggingConfig(tensorboard=True)
+    assert LoggingConfig().tensorboard is None

@@ -14,16 +14,16 @@ from sa1b.engine.optim import (
     freeze,
     layer_of,
     lr_at,
+    lr_line,
     make_optimizer,
-    peak_rate,
-    rate_line,
-    set_rate,
+    peak_lr,
+    set_lr,
 )
 from sa1b.errors import UsageError
 from tests.engine.training import MODEL, build
 
 PUBLISHED = OptimConfig()
-COSINE = OptimConfig(schedule="cosine", rate=1e-3, warmup=10, steps=110, floor=0.1)
+COSINE = OptimConfig(schedule="cosine", lr=1e-3, warmup=10, steps=110, min_lr_ratio=0.1)
 ENCODER = "model.image_encoder"
 
 
@@ -101,7 +101,7 @@ def test_without_freezing_every_parameter_is_trained() -> None:
 def test_the_rates_of_the_groups_follow_the_step() -> None:
     optimizer = make_optimizer(build(), PUBLISHED, 256)
     assert optimizer.param_groups[-1]["lr"] == 8e-4
-    set_rate(optimizer, 1e-5)
+    set_lr(optimizer, 1e-5)
     assert [group["lr"] for group in optimizer.param_groups] == [
         1e-5 * group["lr_scale"] for group in optimizer.param_groups
     ]
@@ -141,7 +141,7 @@ def test_the_rate_is_positive_never_above_the_peak_and_falls_after_warm_up(
     config: OptimConfig, batch: int, steps: list[int]
 ) -> None:
     rates = [(step, lr_at(config, batch, step)) for step in sorted(steps)]
-    assert all(0 < rate <= peak_rate(config, batch) for _, rate in rates)
+    assert all(0 < rate <= peak_lr(config, batch) for _, rate in rates)
     for (one, higher), (_, lower) in pairwise(rates):
         if one >= config.warmup:
             assert lower <= higher
@@ -150,12 +150,12 @@ def test_the_rate_is_positive_never_above_the_peak_and_falls_after_warm_up(
 @pytest.mark.parametrize(("scaling", "factor"), [("linear", 0.25), ("sqrt", 0.5), ("none", 1.0)])
 def test_the_rate_follows_the_batch(scaling: str, factor: float) -> None:
     config = OptimConfig(batch_scaling=scaling)
-    assert peak_rate(config, 64) == pytest.approx(8e-4 * factor)
+    assert peak_lr(config, 64) == pytest.approx(8e-4 * factor)
     assert lr_at(config, 64, 1000) == pytest.approx(8e-4 * factor)
 
 
 def test_one_line_says_where_the_rate_comes_from() -> None:
-    line = rate_line(OptimConfig(batch_scaling="sqrt"), 64)
+    line = lr_line(OptimConfig(batch_scaling="sqrt"), 64)
     assert "\n" not in line
     assert all(part in line for part in ("0.0004", "0.0008", "256", "64", "sqrt", "250", "step"))
 
@@ -163,16 +163,16 @@ def test_one_line_says_where_the_rate_comes_from() -> None:
 @pytest.mark.parametrize(
     ("options", "flag"),
     [
-        ({"rate": 0.0}, "--optim.rate"),
-        ({"rate": math.nan}, "--optim.rate"),
+        ({"lr": 0.0}, "--optim.lr"),
+        ({"lr": math.nan}, "--optim.lr"),
         ({"reference_batch": 0}, "--optim.reference-batch"),
         ({"weight_decay": -0.1}, "--optim.weight-decay"),
-        ({"clip": -1.0}, "--optim.clip"),
+        ({"grad_clip": -1.0}, "--optim.grad-clip"),
         ({"beta2": 1.0}, "--optim.beta2"),
         ({"layer_decay": 0.0}, "--optim.layer-decay"),
         ({"layer_decay": 1.1}, "--optim.layer-decay"),
-        ({"floor": 0.1}, "--optim.schedule cosine"),
-        ({"schedule": "cosine", "floor": 2.0}, "--optim.floor"),
+        ({"min_lr_ratio": 0.1}, "--optim.schedule cosine"),
+        ({"schedule": "cosine", "min_lr_ratio": 2.0}, "--optim.min-lr-ratio"),
         ({"warmup": 90_000}, "--optim.warmup"),
         ({"milestones": (86_666, 60_000)}, "--optim.milestones"),
         ({"warmup": 70_000}, "--optim.milestones"),
@@ -187,7 +187,7 @@ def test_a_negative_step_and_an_empty_batch_have_no_rate() -> None:
     with pytest.raises(UsageError, match="negative"):
         lr_at(PUBLISHED, 256, -1)
     with pytest.raises(UsageError, match="batch"):
-        peak_rate(PUBLISHED, 0)
+        peak_lr(PUBLISHED, 0)
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:

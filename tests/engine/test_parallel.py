@@ -38,7 +38,7 @@ CASES: dict[int, dict[str, tuple[ParallelConfig, int]]] = {
     },
     4: {"hybrid": (HYBRID, 1), "hybrid, 3 micro-batches": (HYBRID, 3)},
 }
-NAMES = [(world, name) for world, cases in CASES.items() for name in cases]
+NAMES = [(world_size, name) for world_size, cases in CASES.items() for name in cases]
 
 
 def two_ranks() -> dict[str, Any]:
@@ -78,7 +78,7 @@ def four_ranks() -> dict[str, Any]:
 def ranks() -> dict[int, list[dict[str, Any]]]:
     """What each rank of two, three and four returned."""
     works = {2: two_ranks, 3: three_ranks, 4: four_ranks}
-    return {world: launch(work, world) for world, work in works.items()}
+    return {world_size: launch(work, world_size) for world_size, work in works.items()}
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +96,11 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         )
 
 
-@pytest.mark.parametrize(("world", "name"), NAMES)
+@pytest.mark.parametrize(("world_size", "name"), NAMES)
 def test_every_mode_takes_the_steps_of_one_process_with_an_evaluation_between_them(
-    ranks: dict[int, list[dict[str, Any]]], alone: dict[str, Any], world: int, name: str
+    ranks: dict[int, list[dict[str, Any]]], alone: dict[str, Any], world_size: int, name: str
 ) -> None:
-    traces = [rank["traces"][name] for rank in ranks[world]]
+    traces = [rank["traces"][name] for rank in ranks[world_size]]
     assert torch.tensor([trace["losses"] for trace in traces]).sum(dim=0).tolist() == pytest.approx(
         alone["losses"], rel=1e-5
     )
@@ -116,9 +116,9 @@ def test_the_steps_move_the_weights_and_the_norm_is_clipped(alone: dict[str, Any
     ends = ("encoder.pos_embed", "blocks.1.mlp.lin2.weight", "not_a_point_embed.weight", "mask_tokens.weight")
     assert all(any(name.endswith(end) for name in moved) for end in ends)
     assert alone["gradients"].keys() == before.keys()
-    assert min(alone["norms"]) > OPTIM.clip
+    assert min(alone["norms"]) > OPTIM.grad_clip
     squares = [float(gradient.square().sum()) for gradient in alone["gradients"].values()]
-    assert sum(squares) ** 0.5 == pytest.approx(OPTIM.clip, rel=1e-4)
+    assert sum(squares) ** 0.5 == pytest.approx(OPTIM.grad_clip, rel=1e-4)
 
 
 @pytest.mark.parametrize("accumulation", [3, 5])
@@ -138,12 +138,12 @@ def test_ranks_hold_the_same_weights_bit_for_bit(ranks: dict[int, list[dict[str,
 
 
 @pytest.mark.parametrize(
-    ("world", "name"), [(2, "resumed"), (3, "resumed"), (4, "resumed"), (3, "resumed, fsdp")]
+    ("world_size", "name"), [(2, "resumed"), (3, "resumed"), (4, "resumed"), (3, "resumed, fsdp")]
 )
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one_bit_for_bit(
-    ranks: dict[int, list[dict[str, Any]]], world: int, name: str
+    ranks: dict[int, list[dict[str, Any]]], world_size: int, name: str
 ) -> None:
-    for rank in ranks[world]:
+    for rank in ranks[world_size]:
         straight, resumed = rank[name]
         assert [key for key, tensor in straight.items() if not torch.equal(tensor, resumed[key])] == []
 
@@ -162,14 +162,14 @@ def test_models_of_different_shapes_are_refused(ranks: dict[int, list[dict[str, 
         assert "ranks [1] hold model.mask_decoder.iou_token.weight: (2, 32)" in rank["shape"]
 
 
-@pytest.mark.parametrize(("world", "others"), [(2, [0]), (3, [0, 1])])
+@pytest.mark.parametrize(("world_size", "others"), [(2, [0]), (3, [0, 1])])
 def test_a_weight_that_changed_on_one_rank_is_named(
-    ranks: dict[int, list[dict[str, Any]]], world: int, others: list[int]
+    ranks: dict[int, list[dict[str, Any]]], world_size: int, others: list[int]
 ) -> None:
-    for rank in ranks[world]:
+    for rank in ranks[world_size]:
         assert rank["weight"].startswith("model.mask_decoder.iou_token.weight differs")
         assert f"ranks {others} hold" in rank["weight"]
-        assert f"ranks [{world - 1}] hold" in rank["weight"]
+        assert f"ranks [{world_size - 1}] hold" in rank["weight"]
 
 
 def test_a_buffer_that_changed_on_one_rank_is_named_under_fsdp(
@@ -186,21 +186,21 @@ def test_a_shard_that_differs_from_its_replica_is_named(ranks: dict[int, list[di
         assert "ranks [3] hold" in rank["replica"]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_silent_rank_is_noticed_after_the_short_timeout(
-    ranks: dict[int, list[dict[str, Any]]], world: int
+    ranks: dict[int, list[dict[str, Any]]], world_size: int
 ) -> None:
-    assert 0.9 < ranks[world][0]["waited"] < 10
+    assert 0.9 < ranks[world_size][0]["waited"] < 10
 
 
 @pytest.mark.parametrize("config", [DDP, FSDP])
 def test_a_single_process_without_torchrun_is_a_group_of_one(
     config: ParallelConfig, alone: dict[str, Any]
 ) -> None:
-    place = start(config)
+    rank_info = start(config)
     try:
-        assert (place.rank, place.world, place.device) == (0, 1, torch.device("cpu"))
-        run = begin(place, config)
+        assert (rank_info.rank, rank_info.world_size, rank_info.device) == (0, 1, torch.device("cpu"))
+        run = begin(rank_info, config)
         run.step(0)
         assert_close(run.gradients, alone["gradients"], 1e-5)
     finally:
@@ -215,15 +215,15 @@ def test_runs_end_when_their_last_collective_has_just_ended(config: ParallelConf
 
 def test_unwrap_gives_back_what_was_wrapped() -> None:
     interactive = build()
-    place = start(DDP)
+    rank_info = start(DDP)
     try:
-        assert unwrap(wrap(interactive, DDP, place)) is interactive
+        assert unwrap(wrap(interactive, DDP, rank_info)) is interactive
     finally:
         stop()
 
 
 @pytest.mark.parametrize(
-    ("config", "world", "message"),
+    ("config", "world_size", "message"),
     [
         (ParallelConfig(), 2, "--parallel.mode ddp or fsdp"),
         (ParallelConfig(mode="ddp", shard="grad_op"), 2, "--parallel.shard is for --parallel.mode fsdp"),
@@ -247,10 +247,10 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_flag_named(
-    monkeypatch: pytest.MonkeyPatch, config: ParallelConfig, world: int, message: str
+    monkeypatch: pytest.MonkeyPatch, config: ParallelConfig, world_size: int, message: str
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
     with pytest.raises(UsageError, match=message):
         start(config)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sa1b.engine.gradients import autocast, grad_scaler
 from sa1b.engine.parallel import ParallelConfig
-from sa1b.engine.precision import autocast, grad_scaler
 from tests.engine import checks
 from tests.engine.launch import launch
 

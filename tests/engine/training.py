@@ -12,12 +12,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from sa1b.engine.agreement import agree
-from sa1b.engine.gradients import finish, micro_batch, prime
-from sa1b.engine.optim import OptimConfig, freeze, lr_at, make_optimizer, set_rate
+from sa1b.engine.gradients import autocast, finish, grad_scaler, micro_batch, warm_up
+from sa1b.engine.optim import OptimConfig, freeze, lr_at, make_optimizer, set_lr
 from sa1b.engine.parallel import ParallelConfig, unwrap, wrap
-from sa1b.engine.place import Place
-from sa1b.engine.precision import autocast, grad_scaler
+from sa1b.engine.ranks import RankInfo, agree
 from sa1b.sam.interactive import Interactive, Targets
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
@@ -30,7 +28,7 @@ BATCH = 5  # images of a step: no world size divides it
 # Some gradients are zero but for rounding (a key's bias changes no attention): a large epsilon keeps Adam
 # from making full steps of them.
 OPTIM = OptimConfig(
-    rate=1e-2, batch_scaling="none", warmup=2, steps=10, milestones=(8,), epsilon=1e-3, clip=0.2
+    lr=1e-2, batch_scaling="none", warmup=2, steps=10, milestones=(8,), epsilon=1e-3, grad_clip=0.2
 )
 
 MicroBatch = tuple[Tensor, Targets, Tensor]
@@ -45,15 +43,15 @@ def samples(positions: range) -> MicroBatch:
     """Images and masks of these positions; none at all for an empty range."""
     images = torch.empty(len(positions), 3, SIZE, SIZE, dtype=torch.uint8)
     masks, image, keys, weights, boxes = [], [], [], [], []
-    for place, position in enumerate(positions):
+    for index, position in enumerate(positions):
         generator = torch.Generator().manual_seed(position)
-        images[place] = torch.randint(0, 256, (3, SIZE, SIZE), generator=generator)
+        images[index] = torch.randint(0, 256, (3, SIZE, SIZE), generator=generator)
         for number in range(1 + position % 3):
             x, y = torch.randint(0, RASTER // 2, (2,), generator=generator).tolist()
             mask = torch.zeros(RASTER, RASTER, dtype=torch.uint8)
             mask[y : y + 3, x : x + 2 + number] = 1
             masks.append(mask)
-            image.append(place)
+            image.append(index)
             keys.append(1000 * position + number)
             weights.append(float(number != 1 or position % 2))  # one of them does not count
             boxes.append([4.0 * x, 4.0 * y, 4.0 * (x + 2 + number), 4.0 * (y + 3)])
@@ -70,9 +68,11 @@ def samples(positions: range) -> MicroBatch:
     return images, targets, torch.tensor(positions, dtype=torch.int64)
 
 
-def micro_batches(place: Place, step: int, accumulation: int) -> Iterator[MicroBatch]:
+def micro_batches(rank_info: RankInfo, step: int, accumulation: int) -> Iterator[MicroBatch]:
     """This rank's part of a step in equally many micro-batches, of which some are empty."""
-    begin, end = (step * BATCH + rank * BATCH // place.world for rank in (place.rank, place.rank + 1))
+    begin, end = (
+        step * BATCH + rank * BATCH // rank_info.world_size for rank in (rank_info.rank, rank_info.rank + 1)
+    )
     for number in range(accumulation):
         low, high = (begin + k * (end - begin) // accumulation for k in (number, number + 1))
         yield samples(range(low, high))
@@ -82,7 +82,7 @@ def micro_batches(place: Place, step: int, accumulation: int) -> Iterator[MicroB
 class Run:
     """A run between steps, and what it has left."""
 
-    place: Place
+    rank_info: RankInfo
     config: ParallelConfig
     accumulation: int
     optim: OptimConfig
@@ -95,19 +95,21 @@ class Run:
 
     def accumulate(self, micro: MicroBatch, *, last: bool) -> tuple[Tensor, Tensor]:
         with micro_batch(self.module, last=last):
-            with autocast(self.config.precision, self.place.device):
+            with autocast(self.config.precision, self.rank_info.device):
                 sums = self.module(*micro)
             self.scaler.scale(sums["loss"]).backward()
         return sums["loss"].detach(), sums["count"]
 
     def step(self, number: int, spoil: Callable[[nn.Module], object] = lambda _: None) -> None:
-        set_rate(self.optimizer, lr_at(self.optim, BATCH, number))
+        set_lr(self.optimizer, lr_at(self.optim, BATCH, number))
         loss, count = torch.zeros(()), torch.zeros(())
-        for index, micro in enumerate(micro_batches(self.place, number, self.accumulation)):
+        for index, micro in enumerate(micro_batches(self.rank_info, number, self.accumulation)):
             one, counted = self.accumulate(micro, last=index + 1 == self.accumulation)
             loss, count = loss + one, count + counted
         spoil(self.module)
-        norm = finish(self.module, self.optimizer, self.scaler, count, self.place, clip=self.optim.clip)
+        norm = finish(
+            self.module, self.optimizer, self.scaler, count, self.rank_info, grad_clip=self.optim.grad_clip
+        )
         self.losses.append(float(loss))
         self.norms.append(float(norm))
         if not self.gradients:
@@ -133,7 +135,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def begin(
-    place: Place,
+    rank_info: RankInfo,
     config: ParallelConfig,
     accumulation: int = 1,
     optim: OptimConfig = OPTIM,
@@ -143,16 +145,22 @@ def begin(
     """A run before its first step, fresh or from a state."""
     interactive = build(seed=0 if state is None else 1)
     freeze(interactive, optim)
-    module = wrap(interactive, config, place)
+    module = wrap(interactive, config, rank_info)
     optimizer = make_optimizer(module, optim, BATCH)
     run = Run(
-        place, config, accumulation, optim, module, optimizer, grad_scaler(config.precision, place.device)
+        rank_info,
+        config,
+        accumulation,
+        optim,
+        module,
+        optimizer,
+        grad_scaler(config.precision, rank_info.device),
     )
     if state is not None:
         set_state_dict(
             module, optimizer, model_state_dict=deepcopy(state[0]), optim_state_dict=deepcopy(state[1])
         )
-        agree(module, place)
+        agree(module, rank_info)
     if primed:
-        prime(module, lambda: run.accumulate(samples(range(2)), last=True))
+        warm_up(module, lambda: run.accumulate(samples(range(2)), last=True))
     return run

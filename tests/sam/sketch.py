@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from sa1b.sam.draws import draws
 from sa1b.sam.interactive import Interactive, Targets
 from sa1b.sam.model import ModelConfig
+from sa1b.sam.random_values import random_words
 from sa1b.sam.recipe import Recipe
 
 SIZE = 64
 SMALL = ModelConfig(
     image_size=SIZE, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32, drop_path=0.3
 )
-PLAIN = Recipe(checkpoint_rounds=False)
+PLAIN = Recipe(checkpoint_iterations=False)
 
 
 class Sketch(nn.Module):
@@ -75,11 +75,11 @@ def case(masks: int = 12, images: int = 3, raster: int = 16) -> tuple[Tensor, Ta
         points=(boxes[:, :2] + 1.5),
         image=image,
         weights=torch.ones(masks),
-        keys=draws(torch.tensor(7), torch.arange(masks)),
+        keys=random_words(torch.tensor(7), torch.arange(masks)),
         sizes=sizes,
     )
     pictures = torch.randint(0, 256, (images, 3, SIZE, SIZE), dtype=torch.uint8)
-    return pictures, targets, draws(torch.tensor(8), torch.arange(images))
+    return pictures, targets, random_words(torch.tensor(8), torch.arange(images))
 
 
 def part(targets: Targets, masks: Tensor, **changed: Tensor) -> Targets:

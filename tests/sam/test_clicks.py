@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from sa1b.masks.grid import framed_size
 from sa1b.sam import clicks
-from sa1b.sam.draws import draws
+from sa1b.sam.random_values import random_words
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def some_keys(count: int) -> torch.Tensor:
-    return draws(torch.zeros((), dtype=torch.int64), torch.arange(count))
+    return random_words(torch.zeros((), dtype=torch.int64), torch.arange(count))
 
 
 @examples
@@ -75,7 +75,7 @@ def test_noised_boxes_stay_in_the_image_and_keep_their_corners_in_order():
 
 
 def test_one_round_without_a_prompt_lies_anywhere_among_the_clicks_and_one_is_the_last():
-    rests = clicks.resting_rounds(some_keys(9000), 8, 2)
+    rests = clicks.unprompted_iterations(some_keys(9000), 8, 2)
     assert rests.shape == (9000, 10)
     assert (rests.sum(dim=1) == 2).all()
     assert rests[:, -1].all()
@@ -85,7 +85,7 @@ def test_one_round_without_a_prompt_lies_anywhere_among_the_clicks_and_one_is_th
 
 @pytest.mark.parametrize(("count", "unprompted"), [(0, 0), (0, 1), (3, 0), (3, 1), (3, 3), (0, 2)])
 def test_as_many_rounds_rest_as_the_recipe_says(count, unprompted):
-    rests = clicks.resting_rounds(some_keys(50), count, unprompted)
+    rests = clicks.unprompted_iterations(some_keys(50), count, unprompted)
     assert rests.shape == (50, count + unprompted)
     assert (rests.sum(dim=1) == unprompted).all()
     assert unprompted == 0 or rests[:, -1].all()
@@ -96,7 +96,7 @@ def test_as_many_rounds_rest_as_the_recipe_says(count, unprompted):
 def test_a_picked_pixel_is_one_of_the_region(count, height, width, density, seed):
     torch.manual_seed(seed)
     regions = torch.rand(count, height, width) < density
-    words = draws(torch.tensor(seed), torch.arange(count))
+    words = random_words(torch.tensor(seed), torch.arange(count))
     rows, columns, counts = clicks.uniform_pixels(regions, words)
     assert torch.equal(counts, regions.sum(dim=(1, 2)))
     for mask, word, row, column in zip(regions, words.tolist(), rows, columns, strict=True):
@@ -170,7 +170,7 @@ def test_a_masks_prompts_are_the_same_in_whatever_batch():
             clicks.first_prompts(points, boxes, keys, 0.5),
             clicks.first_prompts(points[order], boxes[order], keys[order], 0.5),
         ),
-        ((clicks.resting_rounds(keys, 8, 2),), (clicks.resting_rounds(keys[order], 8, 2),)),
+        ((clicks.unprompted_iterations(keys, 8, 2),), (clicks.unprompted_iterations(keys[order], 8, 2),)),
     ]
     for together, alone in pairs:
         for one, other in zip(together, alone, strict=True):

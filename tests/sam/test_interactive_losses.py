@@ -34,7 +34,7 @@ def reference_sums(sketch, targets, recipe):
     totals = np.zeros(5)  # focal, dice, IoU loss, first and last IoU
     inside = clicks.inside_image(targets.sizes[targets.image], SIZE, targets.masks.shape[1]).numpy()
     for mask, weight in enumerate(targets.weights.tolist()):
-        of_rounds, ious = [], []
+        of_iterations, ious = [], []
         for number, call in enumerate(sketch.decodes):
             kinds = (1, 2, 3) if number == 0 else (0,)
             parts = [
@@ -49,18 +49,27 @@ def reference_sums(sketch, targets, recipe):
             ]
             best = min(parts, key=lambda one: recipe.focal_weight * one[0] + recipe.dice_weight * one[1])
             quality = best[2] if recipe.iou_masks == "best" else np.mean([one[2] for one in parts])
-            of_rounds.append((best[0], best[1], quality))
+            of_iterations.append((best[0], best[1], quality))
             ious.append(parts[int(np.argmax([call.iou[mask, kind].item() for kind in kinds]))][3])
-        combined = np.mean(of_rounds, axis=0) if recipe.rounds == "mean" else np.sum(of_rounds, axis=0)
+        combined = (
+            np.mean(of_iterations, axis=0)
+            if recipe.iteration_loss == "mean"
+            else np.sum(of_iterations, axis=0)
+        )
         totals += weight * np.array([*combined, ious[0], ious[-1]])
     return totals
 
 
-@pytest.mark.parametrize("rounds", ["mean", "sum"])
+@pytest.mark.parametrize("iteration_loss", ["mean", "sum"])
 @pytest.mark.parametrize("iou_masks", ["best", "all"])
-def test_the_sums_are_those_of_the_masks_taken_one_by_one(rounds, iou_masks):
+def test_the_sums_are_those_of_the_masks_taken_one_by_one(iteration_loss, iou_masks):
     recipe = replace(
-        PLAIN, rounds=rounds, iou_masks=iou_masks, focal_weight=7.0, dice_weight=2.0, iou_weight=3.0
+        PLAIN,
+        iteration_loss=iteration_loss,
+        iou_masks=iou_masks,
+        focal_weight=7.0,
+        dice_weight=2.0,
+        iou_weight=3.0,
     )
     images, targets, keys = case()
     targets = replace(targets, weights=torch.tensor([1.0, 0.0, 0.5, 2.0] * 3))
@@ -109,13 +118,13 @@ def test_targets_smaller_than_the_decoders_masks_are_refused():
         trained(PLAIN, case(raster=15))
 
 
-def test_computing_rounds_again_in_backward_changes_no_bit():
+def test_computing_iterations_again_in_backward_changes_no_bit():
     torch.manual_seed(0)
     model = Sam(SMALL)
     gradients = []
     for again in (False, True):
         model.zero_grad()
-        found = Interactive(model, Recipe(checkpoint_rounds=again))(*case())
+        found = Interactive(model, Recipe(checkpoint_iterations=again))(*case())
         found["loss"].backward()
         gradients.append([found["loss"].detach(), *(parameter.grad for parameter in model.parameters())])
     for one, other in zip(*gradients, strict=True):
@@ -150,7 +159,7 @@ def test_all_parameters_are_trained_where_masks_count():
     model = Sam(replace(SMALL, drop_path=0.0))
     Interactive(model, Recipe())(*case())["loss"].backward()
     untrained = {name for name, parameter in model.named_parameters() if not parameter.grad.any()}
-    # Of the first round's three masks, one that is the best for no mask is not trained.
+    # Of the first iteration's three masks, one that is the best for no mask is not trained.
     ambiguous = [f"mask_decoder.output_hypernetworks_mlps.{kind}." for kind in (1, 2, 3)]
     idle = [prefix for prefix in ambiguous if any(name.startswith(prefix) for name in untrained)]
     assert len(idle) < 3
@@ -159,7 +168,7 @@ def test_all_parameters_are_trained_where_masks_count():
 
 def test_a_model_learns_the_masks_it_is_shown():
     torch.manual_seed(0)
-    recipe = Recipe(clicks=1, unprompted=1, checkpoint_rounds=False)
+    recipe = Recipe(clicks=1, unprompted=1, checkpoint_iterations=False)
     interactive = Interactive(Sam(replace(SMALL, drop_path=0.0)), recipe)
     optimizer = torch.optim.AdamW(interactive.parameters(), 4e-3)
     found = []

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from sa1b.sam import clicks
-from sa1b.sam.draws import kept_branches
 from sa1b.sam.interactive import Interactive
+from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import Recipe
 from tests.sam.sketch import PLAIN, SIZE, Sketch, case, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- Rounds and prompts
+# --- Iterations and prompts
 
 
 def test_the_encoder_runs_once_and_the_decoder_eleven_times():
@@ -46,7 +46,7 @@ def test_each_mask_gets_eight_clicks_one_empty_slot_and_a_last_round_without_a_n
         assert torch.equal(after.labels[:, :known], before.labels)
         assert torch.equal(after.points[:, :known], before.points)
     added = calls[-1].labels[:, 2:]
-    rests = clicks.resting_rounds(case()[1].keys, 8, 2)[:, :-1]
+    rests = clicks.unprompted_iterations(case()[1].keys, 8, 2)[:, :-1]
     assert torch.equal(added == clicks.NOTHING, rests)
     assert ((added == clicks.NOTHING).sum(dim=1) == 1).all()
 
@@ -86,7 +86,7 @@ def test_the_logits_of_that_answer_are_fed_back_without_gradient():
         assert after.has_low_res.all()
 
 
-def test_prompts_that_a_recipe_leaves_out_have_no_rounds():
+def test_prompts_that_a_recipe_leaves_out_have_no_iterations():
     sketch, _ = trained(replace(PLAIN, clicks=0, unprompted=0))
     assert len(sketch.decodes) == 1
     sketch, _ = trained(replace(PLAIN, clicks=3, unprompted=0))
@@ -170,7 +170,7 @@ def test_the_recipe_is_the_published_one_by_default():
     [
         ({"box_probability": 1.5}, "box_probability is 1.5"),
         ({"clicks": -1}, "clicks is -1"),
-        ({"rounds": "median"}, "rounds is 'median'; known are mean, sum"),
+        ({"iteration_loss": "median"}, "iteration_loss is 'median'; known are mean, sum"),
         ({"iou_masks": "none"}, "iou_masks is 'none'; known are best, all"),
     ],
 )

@@ -23,7 +23,7 @@ COUNT = 17  # batches; in the middle of a step and in the second or third epoch
 
 def read(root: str, workers: int | None) -> list[dict[str, Any]]:
     """The rank's first batches; workers None: by sa1b.Loader."""
-    stream = sa1b.Stream(root, ledger=Path(root) / "ledger.jsonl", **STEP, **RECIPE)
+    stream = sa1b.Stream(root, damage_log=Path(root) / "damage_log.jsonl", **STEP, **RECIPE)
     loader: Any = (
         sa1b.Loader(stream, threads=2, quiet=True)
         if workers is None
@@ -40,10 +40,10 @@ if __name__ == "__main__":
     root, out = sys.argv[1:]
     seen = {"0, by torchrun's variables": read(root, 0)}
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     for workers in (0, 1, 2, None):
         seen["Loader" if workers is None else str(workers)] = read(root, workers)
         dist.barrier()
-    (Path(out) / f"{rank} of {world}.json").write_text(json.dumps(seen))
+    (Path(out) / f"{rank} of {world_size}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()

@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import sa1b
-from sa1b.stream.sample import draw_image
+from sa1b.stream.sample import decode_image
 from tests.stream.leftovers import held
 from tests.stream.recorded import RECIPE, digest
 
@@ -67,12 +67,12 @@ def first_lines(process: "subprocess.Popen[bytes]", count: int) -> list[bytes]:
 
 
 def stream_of(root: Path, **options: Any) -> sa1b.Stream:
-    return sa1b.Stream(root, ledger=root / "ledger.jsonl", **STEP, **RECIPE, **options)
+    return sa1b.Stream(root, damage_log=root / "damage_log.jsonl", **STEP, **RECIPE, **options)
 
 
 def batches(kind: str, stream: sa1b.Stream) -> Any:
     if kind == "loader":
-        return sa1b.Loader(stream, threads=3, ahead=3, quiet=True)
+        return sa1b.Loader(stream, threads=3, prefetch=3, quiet=True)
     return DataLoader(stream, batch_size=None, num_workers=2)
 
 
@@ -105,10 +105,10 @@ def endings(kind: str, root: Path) -> None:
 
     def slowly(*arguments: Any) -> bool:
         time.sleep(0.03)
-        return draw_image(*arguments)
+        return decode_image(*arguments)
 
     ways: dict[str, Callable[[Any], None]] = {"whole": whole, "early": early, "broken": broken}
-    with mock.patch("sa1b.stream.dataset.draw_image", slowly):
+    with mock.patch("sa1b.stream.dataset.decode_image", slowly):
         for name, way in ways.items():
             empty = held()
             stream = stream_of(root, order="sequential" if name == "whole" else "shuffle")

@@ -15,7 +15,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream.batch import Batch, RaggedMasks, collate
 from sa1b.stream.order import Order
-from sa1b.stream.sample import Recipe, draw_image, pick_masks
+from sa1b.stream.sample import SampleOptions, decode_image, pick_masks
 from tests.shards import tiny
 
 RECIPE: dict[str, Any] = {"image_size": 32, "masks": 4, "flip": 0.5}
@@ -55,25 +55,25 @@ def digest(batch: Batch) -> str:
 def batch_of(dataset: sa1b.Dataset, positions: Sequence[int], position: int, seed: int = 0) -> Batch:
     """The samples at these positions, one after the other, as a batch behind which `position` comes."""
     order = Order(len(dataset), dataset.table.ids_digest, seed)
-    recipe = Recipe(**RECIPE)
+    recipe = SampleOptions(**RECIPE)
     images = torch.zeros((len(positions), recipe.image_size, recipe.image_size, 3), dtype=torch.uint8)
     made = []
     for slot, at in zip(images.numpy(), positions, strict=True):
         sample = dataset[int(order.rows(np.array([at]))[0])]
         epoch = at // len(dataset)
-        flip = draw_image(sample.jpeg, sample.annotations, recipe, slot, seed, epoch)
+        flip = decode_image(sample.jpeg, sample.annotations, recipe, slot, seed, epoch)
         made.append(pick_masks(sample.annotations, recipe, seed, epoch, flip=flip))
     return collate(images, made, positions, [True] * len(positions), position)
 
 
 def sequence(
-    root: Path, steps: int, *, global_batch: int, micro_batch: int, rank: int = 0, world: int = 1
+    root: Path, steps: int, *, global_batch: int, micro_batch: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Batch]:
     """A rank's batches by the formula alone: rank r of W takes [p + r*G//W, p + (r+1)*G//W)."""
     dataset = sa1b.open(root)
-    pieces = math.ceil(math.ceil(global_batch / world) / micro_batch)
+    pieces = math.ceil(math.ceil(global_batch / world_size) / micro_batch)
     for p in range(0, steps * global_batch, global_batch):
-        mine = list(range(p + rank * global_batch // world, p + (rank + 1) * global_batch // world))
+        mine = list(range(p + rank * global_batch // world_size, p + (rank + 1) * global_batch // world_size))
         for i in range(pieces):
             after = p + global_batch if i == pieces - 1 else p
             yield batch_of(dataset, mine[i * micro_batch : (i + 1) * micro_batch], after)

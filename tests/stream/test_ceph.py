@@ -35,14 +35,18 @@ def test_no_step_is_lost_while_the_gateway_is_away(
     synthetic.write_tar(tmp_path / "sa_000001.tar", images=29, first_id=100, long_side=160)
     tiny.ingest_tar(tmp_path / "sa_000001.tar", tmp_path / "root", images_per_shard=7)
     write_dataset(tmp_path / "root", read_tasks(tmp_path / "root"))
-    ledger = tmp_path / "ledger.jsonl"
+    damage_log = tmp_path / "damage_log.jsonl"
     expected = take(sa1b.Stream(tmp_path / "root", global_batch=4, **SMALL), STEPS)
     with ceph.Gateway() as gateway:
         system = fsspec.filesystem("s3", **gateway.options, skip_instance_cache=True)
         system.mkdir("bucket")
         system.put(str(tmp_path / "root"), "bucket/root", recursive=True)
         stream = sa1b.Stream(
-            "s3://bucket/root", global_batch=4, storage_options=gateway.options, ledger=ledger, **SMALL
+            "s3://bucket/root",
+            global_batch=4,
+            storage_options=gateway.options,
+            damage_log=damage_log,
+            **SMALL,
         )
         found: list[sa1b.Batch] = []
 
@@ -62,4 +66,4 @@ def test_no_step_is_lost_while_the_gateway_is_away(
         assert seen < STEPS
     for one, other in zip(found, expected, strict=True):
         assert_equal(one, other)
-    assert not ledger.exists()
+    assert not damage_log.exists()

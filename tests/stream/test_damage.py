@@ -1,4 +1,4 @@
-"""Damage under a stream: a batch is the healthy one, or the ledger names the sample, or an error is raised."""
+"""Damage under a stream: a batch is the healthy one, or the damage_log names the sample, or an error is raised."""
 
 import json
 import random
@@ -63,12 +63,12 @@ def flipped(path: Path, offset: int, bits: int) -> Iterator[None]:
     assert path.read_bytes() == data
 
 
-def epoch(root: Path, ledger: Path, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:
-    """The digests of one epoch's batches, and the lines of the ledger."""
-    ledger.unlink(missing_ok=True)
-    stream = sa1b.Stream(root, global_batch=BATCH, ledger=ledger, **{**RECIPE, **options})
+def epoch(root: Path, damage_log: Path, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """The digests of one epoch's batches, and the lines of the damage_log."""
+    damage_log.unlink(missing_ok=True)
+    stream = sa1b.Stream(root, global_batch=BATCH, damage_log=damage_log, **{**RECIPE, **options})
     found = [digest(batch) for batch in islice(stream, IMAGES // BATCH)]
-    lines = ledger.read_text().splitlines() if ledger.exists() else []
+    lines = damage_log.read_text().splitlines() if damage_log.exists() else []
     return found, [json.loads(line) for line in lines]
 
 
@@ -92,14 +92,14 @@ def a_byte(file: Path, seed: int, first: int = 0) -> tuple[int, int]:
 
 @settings(examples, max_examples=60)
 @given(shard=st.integers(0, 2), seed=st.integers(0, 2**64))
-def test_a_changed_byte_of_a_shard_is_in_the_ledger_or_in_no_sample(
+def test_a_changed_byte_of_a_shard_is_in_the_damage_log_or_in_no_sample(
     root: Path, healthy: list[str], tmp_path_factory: pytest.TempPathFactory, shard: int, seed: int
 ) -> None:
     path = root / sa1b.open(root).shards[shard]
     table = open_table(root / table_name(root))
     offset, bits = a_byte(path, seed)
     with flipped(path, offset, bits):
-        found, lines = epoch(root, tmp_path_factory.getbasetemp() / "ledger")
+        found, lines = epoch(root, tmp_path_factory.getbasetemp() / "damage_log")
     # Headers and padding are in no sample; tools/verify.py finds damage there.
     owners = rows_at(table, shard, offset)
     assert {line["image_id"] for line in lines} == set(table.image_id[owners].tolist())
@@ -119,7 +119,7 @@ def test_a_changed_byte_of_the_manifest_or_of_the_table_gives_no_other_batch(
     offset, bits = a_byte(path, seed)
     with flipped(path, offset, bits):
         try:
-            found, lines = epoch(root, tmp_path_factory.getbasetemp() / "ledger")
+            found, lines = epoch(root, tmp_path_factory.getbasetemp() / "damage_log")
         except Exception:
             return  # refused, at the start or at the first sample that it concerns
     replaced = {line["position"] // BATCH for line in lines}
@@ -138,10 +138,10 @@ def test_a_damaged_column_of_the_table_is_refused_as_such_and_not_taken_for_dama
             flipped(copy / table_name(copy), start + 7 * width + byte, 132),
             pytest.raises((TableError, ManifestError), match=r"samples-\w+\.bin"),
         ):
-            epoch(copy, tmp_path / "ledger")
+            epoch(copy, tmp_path / "damage_log")
     # A damaged table is no damage of the samples.
-    assert not (tmp_path / "ledger").exists()
-    assert epoch(copy, tmp_path / "ledger") == (healthy, [])
+    assert not (tmp_path / "damage_log").exists()
+    assert epoch(copy, tmp_path / "damage_log") == (healthy, [])
 
 
 # One part after the other
@@ -155,7 +155,7 @@ def test_a_changed_byte_of_a_sample_is_named_with_shard_offset_and_image(
     row = int(np.flatnonzero(table.shard == 1)[2])
     offset = int(table.offset[row]) if part == "jpg" else table.masks_offset(row)
     with flipped(copy / SHARD, offset + 40, 1):
-        found, lines = epoch(copy, tmp_path / "ledger")
+        found, lines = epoch(copy, tmp_path / "damage_log")
         for loader in (
             sa1b.Loader(stream_of(copy, tmp_path / "other"), quiet=True),
             DataLoader(stream_of(copy, tmp_path / "other"), batch_size=None, num_workers=2),
@@ -168,8 +168,8 @@ def test_a_changed_byte_of_a_sample_is_named_with_shard_offset_and_image(
     assert f"sa_{line['image_id']}.{part}" in line["reason"]
 
 
-def stream_of(root: Path, ledger: Path) -> sa1b.Stream:
-    return sa1b.Stream(root, global_batch=BATCH, ledger=ledger, **RECIPE)
+def stream_of(root: Path, damage_log: Path) -> sa1b.Stream:
+    return sa1b.Stream(root, global_batch=BATCH, damage_log=damage_log, **RECIPE)
 
 
 def test_a_changed_byte_of_a_shard_index_touches_no_sample_and_verify_names_it(
@@ -179,7 +179,7 @@ def test_a_changed_byte_of_a_shard_index_touches_no_sample_and_verify_names_it(
     for seed in range(8):
         offset, bits = a_byte(index, seed)
         with flipped(index, offset, bits):
-            assert epoch(copy, tmp_path / "ledger") == (healthy, [])
+            assert epoch(copy, tmp_path / "damage_log") == (healthy, [])
             report = verify(copy, workers=0, quiet=True)
             assert {finding.file for finding in report.findings} == {index.name}
     assert verify(copy, workers=0, quiet=True).findings == []
@@ -196,7 +196,7 @@ def test_a_cut_shard_costs_the_samples_behind_the_cut_and_no_other(
         shutil.copyfile(copy / SHARD, tmp_path / "whole")
         with (copy / SHARD).open("r+b") as file:
             file.truncate(cut)
-        found, lines = epoch(copy, tmp_path / "ledger")
+        found, lines = epoch(copy, tmp_path / "damage_log")
         lost = inside[table.offset[inside] >= table.offset[middle]]
         assert {line["image_id"] for line in lines} == set(table.image_id[lost].tolist())
         assert {line["shard"] for line in lines} == {SHARD}
@@ -210,9 +210,9 @@ def test_a_missing_shard_stops_the_stream_with_its_name_and_replaces_nothing(
 ) -> None:
     (copy / SHARD).unlink()
     with pytest.raises(MissingError, match=SHARD) as error:
-        epoch(copy, tmp_path / "ledger")
+        epoch(copy, tmp_path / "damage_log")
     assert any("at position" in note for note in error.value.__notes__)
-    assert not (tmp_path / "ledger").exists()
+    assert not (tmp_path / "damage_log").exists()
 
 
 def test_a_shard_in_place_of_another_gives_none_of_its_samples(copy: Path, tmp_path: Path) -> None:
@@ -222,7 +222,9 @@ def test_a_shard_in_place_of_another_gives_none_of_its_samples(copy: Path, tmp_p
     for row in np.flatnonzero(dataset.table.shard == 1).tolist():
         with pytest.raises(ShardError, match=f"sa_{dataset.table.image_id[row]}.*{SHARD}"):
             dataset[row]
-    evaluation = sa1b.Stream(copy, global_batch=1, order="sequential", ledger=tmp_path / "ledger", **RECIPE)
+    evaluation = sa1b.Stream(
+        copy, global_batch=1, order="sequential", damage_log=tmp_path / "damage_log", **RECIPE
+    )
     with pytest.raises(ShardError, match=SHARD):
         list(evaluation)
 
@@ -231,7 +233,7 @@ def test_a_shard_in_place_of_another_gives_none_of_its_samples(copy: Path, tmp_p
 def test_a_manifest_that_is_none_is_refused_by_name(copy: Path, tmp_path: Path, content: bytes) -> None:
     (copy / "dataset.json").write_bytes(content)
     with pytest.raises(ManifestError, match="dataset.json"):
-        epoch(copy, tmp_path / "ledger")
+        epoch(copy, tmp_path / "damage_log")
 
 
 @pytest.mark.parametrize("size", [0, 50, 128, 500, -1])
@@ -239,7 +241,7 @@ def test_a_cut_table_is_refused_by_name(copy: Path, tmp_path: Path, size: int) -
     data = (copy / table_name(copy)).read_bytes()
     (copy / table_name(copy)).write_bytes(data[:size])
     with pytest.raises((TableError, ManifestError), match=r"samples-\w+\.bin"):
-        epoch(copy, tmp_path / "ledger")
+        epoch(copy, tmp_path / "damage_log")
 
 
 def test_every_changed_byte_of_a_views_rows_is_refused(copy: Path, tmp_path: Path) -> None:
@@ -249,10 +251,10 @@ def test_every_changed_byte_of_a_views_rows_is_refused(copy: Path, tmp_path: Pat
     rows = copy / "views" / f"{view.digest}.rows"
     for offset in range(rows.stat().st_size):
         with flipped(rows, offset, 1 << offset % 8), pytest.raises(ManifestError, match=rows.name):
-            epoch(copy, tmp_path / "ledger", view="nine")
+            epoch(copy, tmp_path / "damage_log", view="nine")
     rows.write_bytes(rows.read_bytes()[:-4])
     with pytest.raises(ManifestError, match=rows.name):
-        epoch(copy, tmp_path / "ledger", view="nine")
+        epoch(copy, tmp_path / "damage_log", view="nine")
 
 
 # Pictures that are whole as files and no pictures
@@ -266,9 +268,9 @@ def test_half_a_picture_is_never_trained_on(tmp_path: Path) -> None:
     root = tmp_path / "root"
     tiny.ingest_tar(tiny.write_tar(tmp_path / "sa_000001.tar", members), root)
     write_dataset(root, read_tasks(root))
-    stream = sa1b.Stream(root, global_batch=4, ledger=tmp_path / "ledger", **RECIPE)
+    stream = sa1b.Stream(root, global_batch=4, damage_log=tmp_path / "damage_log", **RECIPE)
     (batch,) = islice(stream, 1)
-    (line,) = [json.loads(text) for text in (tmp_path / "ledger").read_text().splitlines()]
+    (line,) = [json.loads(text) for text in (tmp_path / "damage_log").read_text().splitlines()]
     assert line["image_id"] == FIRST_ID + 1
     assert "does not decode" in line["reason"]
     assert FIRST_ID + 1 not in batch.ids.tolist()

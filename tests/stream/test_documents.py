@@ -23,7 +23,7 @@ def test_every_changed_byte_of_the_tables_header_is_refused_or_changes_nothing(
     for offset in range(128):
         with flipped(copy / table_name(copy), offset, 1 << offset % 8):
             try:
-                found = epoch(copy, tmp_path / "ledger")
+                found = epoch(copy, tmp_path / "damage_log")
             except (TableError, ManifestError) as error:
                 refused += table_name(copy) in str(error)
             else:
@@ -37,11 +37,11 @@ def test_a_views_document_that_says_something_else_is_refused(copy: Path, tmp_pa
     condition = mask_predicate("area >= 200")
     view = write_view(copy, table, np.arange(IMAGES, dtype=np.uint32), masks_where=condition, name="large")
     document = copy / "views" / f"{view.digest}.json"
-    expected = epoch(copy, tmp_path / "ledger", view="large")
+    expected = epoch(copy, tmp_path / "damage_log", view="large")
     for offset in range(document.stat().st_size):
         with flipped(document, offset, 1 << offset % 7):
             try:
-                found = epoch(copy, tmp_path / "ledger", view="large")
+                found = epoch(copy, tmp_path / "damage_log", view="large")
             except (ManifestError, ValueError):
                 continue
         assert found == expected, offset
@@ -52,11 +52,11 @@ def test_a_damaged_id_is_refused_where_it_would_change_the_order_of_runs(copy: P
         flipped(copy / table_name(copy), 128 + 8 * 7, 64),
         pytest.raises((TableError, ManifestError), match=r"samples-\w+\.bin"),
     ):
-        sa1b.Stream(copy, global_batch=4, run=2, ledger=tmp_path / "ledger", **RECIPE)
+        sa1b.Stream(copy, global_batch=4, block_size=2, damage_log=tmp_path / "damage_log", **RECIPE)
 
 
 def test_a_manifest_without_a_key_is_refused_by_name(copy: Path, tmp_path: Path) -> None:
     text = (copy / "dataset.json").read_text()
     (copy / "dataset.json").write_text(text.replace('"columns_sha256"', '"columns_sha255"'))
     with pytest.raises(ManifestError, match="dataset.json"):
-        epoch(copy, tmp_path / "ledger")
+        epoch(copy, tmp_path / "damage_log")

@@ -12,7 +12,7 @@ import torch
 import sa1b
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.stream.dataset import Begun, ResumeError
+from sa1b.stream.dataset import PendingBatch, ResumeError
 from sa1b.stream.sample import SampleMasks
 from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
@@ -42,9 +42,9 @@ def first(loader: sa1b.Loader, count: int) -> list[sa1b.Batch]:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
-@pytest.mark.parametrize("ahead", [1, 4])
-def test_the_sequence_is_the_streams(root: Path, threads: int, ahead: int) -> None:
-    loader = sa1b.Loader(stream(root), threads=threads, ahead=ahead, quiet=True)
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_the_sequence_is_the_streams(root: Path, threads: int, prefetch: int) -> None:
+    loader = sa1b.Loader(stream(root), threads=threads, prefetch=prefetch, quiet=True)
     for one, other in zip(take(stream(root), 12), first(loader, 12), strict=True):
         assert_equal(one, other)
 
@@ -77,7 +77,7 @@ def test_a_state_of_something_else_is_refused(root: Path) -> None:
 
 
 def test_prefetched_batches_do_not_count_in_the_state(root: Path) -> None:
-    loader = sa1b.Loader(stream(root), ahead=5, quiet=True)
+    loader = sa1b.Loader(stream(root), prefetch=5, quiet=True)
     batches = first(loader, 4)
     assert loader.state_dict()["position"] == batches[-1].position == 12
     again = sa1b.Loader(stream(root), quiet=True)
@@ -96,7 +96,7 @@ def test_evaluation_ends_by_itself(root: Path) -> None:
 
 def test_closing_early_leaves_no_thread(root: Path) -> None:
     before = threading.active_count()
-    batches = iter(sa1b.Loader(stream(root), threads=8, ahead=8, quiet=True))
+    batches = iter(sa1b.Loader(stream(root), threads=8, prefetch=8, quiet=True))
     next(batches)
     assert threading.active_count() > before
     batches.close()
@@ -122,13 +122,13 @@ def test_an_error_in_a_thread_reaches_the_caller_with_its_sample(
 def test_a_stalled_sample_is_named(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = sa1b.Stream.draw
+    whole = PendingBatch.load
 
-    def slow(self: sa1b.Stream, begun: Begun, i: int, slot: Any) -> SampleMasks:
-        time.sleep(0.5 if begun.piece.start + i == 1 else 0)
-        return whole(self, begun, i, slot)
+    def slow(self: PendingBatch, i: int, buffer: Any) -> SampleMasks:
+        time.sleep(0.5 if self.piece.start + i == 1 else 0)
+        return whole(self, i, buffer)
 
-    monkeypatch.setattr(sa1b.Stream, "draw", slow)
+    monkeypatch.setattr(PendingBatch, "load", slow)
     streamed = stream(root)
     first(sa1b.Loader(streamed, stall_seconds=0.1, quiet=True), 1)
     rows, _ = streamed.rows(next(streamed.plan.micro_batches(0)))
@@ -136,7 +136,7 @@ def test_a_stalled_sample_is_named(
 
 
 def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:
-    loader = sa1b.Loader(stream(root), ahead=1, quiet=True)
+    loader = sa1b.Loader(stream(root), prefetch=1, quiet=True)
     first(loader, 4)
     stats = loader.stats()
     assert stats["read"]["items"] >= 12
@@ -150,7 +150,7 @@ def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:
 
 
 def test_memory_is_said_at_the_start(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sa1b.Loader(stream(root), threads=3, ahead=2)
+    sa1b.Loader(stream(root), threads=3, prefetch=2)
     assert "3 threads, 3 batches of up to 3 images" in capsys.readouterr().out
 
 

@@ -148,7 +148,7 @@ def test_what_cannot_be_is_refused():
     for arguments, message in (
         ((0, "d", 0), "0 samples"),
         ((2**32 + 1, "d", 0), "4,294,967,297 samples"),
-        ((5, "d", 0, 0), "run of 0"),
+        ((5, "d", 0, 0), "block of 0"),
         ((5, "", 0), "digest"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -191,26 +191,31 @@ def test_the_worked_example():
 @example(0, 256, None)
 @example(11, 7, None)
 def test_all_slices_together_are_the_batch_and_all_ranks_run_alike(position, batch, data):
-    world = 3 if data is None else data.draw(st.integers(1, batch))
+    world_size = 3 if data is None else data.draw(st.integers(1, batch))
     size = 2 if data is None else data.draw(st.integers(1, batch + 5))
-    count = micro_batch_count(batch, world, size)
+    count = micro_batch_count(batch, world_size, size)
     positions = []
-    for rank in range(world):
-        start, stop = rank_slice(position, batch, rank, world)
-        assert (start, stop) == (position + rank * batch // world, position + (rank + 1) * batch // world)
+    for rank in range(world_size):
+        start, stop = rank_slice(position, batch, rank, world_size)
+        assert (start, stop) == (
+            position + rank * batch // world_size,
+            position + (rank + 1) * batch // world_size,
+        )
         pieces = micro_batches(start, stop, size, count)
         assert len(pieces) == count
         assert all(0 <= last - first <= size for first, last in pieces)
         positions += [p for first, last in pieces for p in range(first, last)]
     assert positions == list(range(position, position + batch))
-    assert count == 1 or size * (count - 1) < -(-batch // world)  # not one more than needed
+    assert count == 1 or size * (count - 1) < -(-batch // world_size)  # not one more than needed
 
 
 @examples
 @given(st.integers(1, 40), st.sampled_from([2, 8, 32]), st.integers(0, 2**30), st.data())
 def test_slices_never_cut_a_run(units, run, start, data):
-    world = data.draw(st.integers(1, units))
-    slices = [rank_slice(start * run, units * run, rank, world, run=run) for rank in range(world)]
+    world_size = data.draw(st.integers(1, units))
+    slices = [
+        rank_slice(start * run, units * run, rank, world_size, block_size=run) for rank in range(world_size)
+    ]
     assert slices[0][0] == start * run
     assert slices[-1][1] == (start + units) * run
     assert all(one[1] == other[0] for one, other in pairwise(slices))
@@ -218,33 +223,33 @@ def test_slices_never_cut_a_run(units, run, start, data):
     assert all(length % run == 0 for length in lengths)
     assert max(lengths) - min(lengths) in (0, run)
     size = data.draw(st.integers(1, 2 * run))
-    assert size * micro_batch_count(units * run, world, size, run=run) >= max(lengths)
+    assert size * micro_batch_count(units * run, world_size, size, block_size=run) >= max(lengths)
 
 
 def test_slices_that_cannot_be_are_refused():
     for arguments, run, message in (
         ((0, 3, 0, 4), 1, "4 ranks for a global batch of 3 samples.*fewer ranks"),
-        ((0, 24, 0, 4), 8, "4 ranks for a global batch of 3 runs of 8 samples"),
+        ((0, 24, 0, 4), 8, "4 ranks for a global batch of 3 blocks of 8 samples"),
         ((0, 8, 3, 3), 1, "rank 3 of 3"),
         ((-1, 8, 0, 3), 1, "position -1"),
-        ((4, 16, 0, 2), 8, "position 4 is no multiple of the run of 8"),
-        ((8, 20, 0, 2), 8, "global batch 20 is no multiple"),
+        ((4, 16, 0, 2), 8, "position 4 is not a multiple of the block of 8"),
+        ((8, 20, 0, 2), 8, "global batch 20 is not a multiple"),
     ):
         with pytest.raises(ValueError, match=message):
-            rank_slice(*arguments, run=run)
+            rank_slice(*arguments, block_size=run)
     with pytest.raises(ValueError, match="micro-batch of 0"):
         micro_batch_count(8, 2, 0)
     with pytest.raises(ValueError, match="does not fit into 2"):
         micro_batches(0, 9, 4, 2)
 
 
-def trained(order, position, stop, batch, world, size):
+def trained(order, position, stop, batch, world_size, size):
     """The rows of whole steps until `stop`, rank by rank and micro-batch by micro-batch; and the position."""
     rows = []
     while position < stop:
-        count = micro_batch_count(batch, world, size, run=order.run)
-        for rank in range(world):
-            first, last = rank_slice(position, batch, rank, world, run=order.run)
+        count = micro_batch_count(batch, world_size, size, block_size=order.block_size)
+        for rank in range(world_size):
+            first, last = rank_slice(position, batch, rank, world_size, block_size=order.block_size)
             for start, end in micro_batches(first, last, size, count):
                 rows += order.rows(span(start, end)).tolist()
         position += batch
@@ -266,11 +271,11 @@ def test_resume_at_any_position_is_the_suffix(count, run, data):
 def test_other_ranks_and_batches_mid_epoch_lose_and_repeat_nothing(count, run, seed, data):
     order = Order(count, "d", seed, run)
     position, rows = 0, []
-    for world in (4, 2, 3):
-        batch = run * data.draw(st.integers(world, 20))
+    for world_size in (4, 2, 3):
+        batch = run * data.draw(st.integers(world_size, 20))
         steps = data.draw(st.integers(1, 6))
         part, position = trained(
-            order, position, position + steps * batch, batch, world, data.draw(st.integers(1, 9))
+            order, position, position + steps * batch, batch, world_size, data.draw(st.integers(1, 9))
         )
         rows += part
     part, position = trained(order, position, count, 7 * run, 3, 2)
@@ -319,13 +324,13 @@ def test_how_many_shards_a_batch_spans():
 @examples
 @given(st.integers(1, 500), st.integers(1, 64), st.data())
 def test_sequential_takes_every_sample_exactly_once(count, batch, data):
-    world = data.draw(st.integers(1, batch))
+    world_size = data.draw(st.integers(1, batch))
     order = Sequential(count)
     seen, lengths = [], []
-    for rank in range(world):
+    for rank in range(world_size):
         mine = []
         for step in range(order.steps(batch)):
-            rows, valid = order.rows(span(*rank_slice(step * batch, batch, rank, world)))
+            rows, valid = order.rows(span(*rank_slice(step * batch, batch, rank, world_size)))
             assert (rows[~valid] == count - 1).all()
             mine += valid.tolist()
             seen += rows[valid].tolist()

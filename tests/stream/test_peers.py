@@ -35,7 +35,7 @@ def whole(root: Path) -> list[str]:
 
 
 def stream_of(root: Path, **options: Any) -> sa1b.Stream:
-    return sa1b.Stream(root, **{**STEP, "ledger": root.parent / "ledger", **RECIPE, **options})
+    return sa1b.Stream(root, **{**STEP, "damage_log": root.parent / "damage_log", **RECIPE, **options})
 
 
 def test_masks_that_overlap_are_not_merged_into_one_map_of_labels(root: Path) -> None:
@@ -59,9 +59,12 @@ def test_one_shard_feeds_many_ranks_and_workers_and_none_stays_empty(tmp_path: P
     assert len(sa1b.open(root).shards) == 1
     step = {"global_batch": 18, "micro_batch": 1}
     for rank in (0, 5):
-        expected = [digest(batch) for batch in sequence(root, 2, **step, rank=rank, world=6)]
+        expected = [digest(batch) for batch in sequence(root, 2, **step, rank=rank, world_size=6)]
         loader = DataLoader(
-            stream_of(root, **step, rank=rank, world=6), batch_size=None, num_workers=3, prefetch_factor=1
+            stream_of(root, **step, rank=rank, world_size=6),
+            batch_size=None,
+            num_workers=3,
+            prefetch_factor=1,
         )
         found = list(islice(loader, 6))
         assert [digest(batch) for batch in found] == expected
@@ -101,7 +104,7 @@ def test_a_second_and_third_resume_go_on_too_with_other_workers_each_time(
         first = state["position"] // 2
         assert first == 6 * life
         loader: Any = (
-            sa1b.Loader(stream, threads=2, ahead=3, quiet=True)
+            sa1b.Loader(stream, threads=2, prefetch=3, quiet=True)
             if workers is None
             else DataLoader(stream, batch_size=None, num_workers=workers)
         )
@@ -135,7 +138,7 @@ def test_no_generator_of_the_process_is_used_or_moved(root: Path, whole: list[st
 def test_a_batch_that_the_caller_keeps_is_never_written_again(root: Path, whole: list[str]) -> None:
     for loader in (
         stream_of(root),
-        sa1b.Loader(stream_of(root), threads=3, ahead=1, quiet=True),
+        sa1b.Loader(stream_of(root), threads=3, prefetch=1, quiet=True),
         DataLoader(stream_of(root), batch_size=None, num_workers=2),
     ):
         kept = list(islice(loader, 20))

@@ -14,8 +14,8 @@ from sa1b.stream.order import Order, Sequential
 examples = settings(deadline=None, max_examples=150)
 
 
-def plans(order: Order | Sequential, batch: int, micro: int, world: int) -> list[Plan]:
-    return [Plan(order, batch, micro, rank, world) for rank in range(world)]
+def plans(order: Order | Sequential, batch: int, micro: int, world_size: int) -> list[Plan]:
+    return [Plan(order, batch, micro, rank, world_size) for rank in range(world_size)]
 
 
 def steps(ranks: list[Plan], position: int, count: int) -> list[list[list[MicroBatch]]]:
@@ -27,7 +27,7 @@ def steps(ranks: list[Plan], position: int, count: int) -> list[list[list[MicroB
 
 def pieces_of(plan: Plan) -> int:
     """Micro-batches of a rank in a step: as many as the largest slice of any rank needs."""
-    return math.ceil(math.ceil(plan.global_batch / plan.world) / plan.micro_batch)
+    return math.ceil(math.ceil(plan.global_batch / plan.world_size) / plan.micro_batch)
 
 
 def union(step: list[list[MicroBatch]]) -> list[int]:
@@ -37,9 +37,9 @@ def union(step: list[list[MicroBatch]]) -> list[int]:
 def test_every_small_step_is_the_same_for_every_number_of_ranks_and_micro_batches() -> None:
     order = Order(29, "d", 0)
     for batch in range(1, 14):
-        for world in range(1, batch + 1):
+        for world_size in range(1, batch + 1):
             for micro in range(1, batch + 2):
-                for i, step in enumerate(steps(plans(order, batch, micro, world), 5, 3)):
+                for i, step in enumerate(steps(plans(order, batch, micro, world_size), 5, 3)):
                     assert union(step) == list(range(5 + i * batch, 5 + (i + 1) * batch))
                     assert len({len(rank) for rank in step}) == 1
 
@@ -52,9 +52,9 @@ def test_any_step_is_the_same_for_any_number_of_ranks_and_micro_batches(
     batch: int, position: int, data: st.DataObject | None
 ) -> None:
     """Without data: 256 and 7 samples over 3 ranks, two at a time."""
-    world = 3 if data is None else data.draw(st.integers(1, batch))
+    world_size = 3 if data is None else data.draw(st.integers(1, batch))
     micro = 2 if data is None else data.draw(st.integers(1, batch + 3))
-    ranks = plans(Order(1000, "d", 0), batch, micro, world)
+    ranks = plans(Order(1000, "d", 0), batch, micro, world_size)
     for i, step in enumerate(steps(ranks, position, 2)):
         begin, end = position + i * batch, position + (i + 1) * batch
         assert union(step) == list(range(begin, end))
@@ -70,9 +70,9 @@ def test_any_step_is_the_same_for_any_number_of_ranks_and_micro_batches(
 def test_from_any_batch_on_a_plan_goes_on_as_if_never_stopped(
     batch: int, stopped: int, data: st.DataObject
 ) -> None:
-    world = data.draw(st.integers(1, batch))
-    rank = data.draw(st.integers(0, world - 1))
-    plan = Plan(Order(53, "d", 1), batch, data.draw(st.integers(1, batch)), rank, world)
+    world_size = data.draw(st.integers(1, batch))
+    rank = data.draw(st.integers(0, world_size - 1))
+    plan = Plan(Order(53, "d", 1), batch, data.draw(st.integers(1, batch)), rank, world_size)
     pieces = pieces_of(plan)
     whole = list(islice(plan.micro_batches(0), stopped + 2 * pieces))
     again = list(islice(plan.micro_batches(whole[stopped].position), pieces))
@@ -87,10 +87,10 @@ def test_four_ranks_then_two_then_three_with_other_batches_lose_and_repeat_nothi
 ) -> None:
     order = Order(count, "d", 2)
     position, taken = 0, list[int]()
-    for world in (4, 2, 3, 1):
-        batch = data.draw(st.integers(world, 40))
-        ranks = plans(order, batch, data.draw(st.integers(1, 9)), world)
-        done = steps(ranks, position, data.draw(st.integers(1, 4)) if world > 1 else 1 + count // batch)
+    for world_size in (4, 2, 3, 1):
+        batch = data.draw(st.integers(world_size, 40))
+        ranks = plans(order, batch, data.draw(st.integers(1, 9)), world_size)
+        done = steps(ranks, position, data.draw(st.integers(1, 4)) if world_size > 1 else 1 + count // batch)
         taken += [p for step in done for p in union(step)]
         (position,) = {rank[-1].position for rank in done[-1]}  # every rank stands at the same place
     assert taken == list(range(position))
@@ -102,8 +102,8 @@ def test_four_ranks_then_two_then_three_with_other_batches_lose_and_repeat_nothi
 def test_an_evaluation_ends_on_every_rank_after_the_same_number_of_micro_batches(
     count: int, batch: int, data: st.DataObject
 ) -> None:
-    world = data.draw(st.integers(1, batch))
-    ranks = plans(Sequential(count), batch, data.draw(st.integers(1, batch)), world)
+    world_size = data.draw(st.integers(1, batch))
+    ranks = plans(Sequential(count), batch, data.draw(st.integers(1, batch)), world_size)
     taken = [list(plan.micro_batches(0)) for plan in ranks]
     assert len({len(rank) for rank in taken}) == 1
     seen = sorted(p for rank in taken for piece in rank for p in range(piece.start, piece.stop))

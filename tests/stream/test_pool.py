@@ -5,7 +5,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from sa1b.stream.pool import Pool
+from sa1b.stream.loader import Pool
 
 
 def test_what_is_first_goes_before_what_was_submitted_earlier() -> None:

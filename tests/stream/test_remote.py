@@ -119,41 +119,41 @@ def test_a_view_is_found_by_its_name(bucket: Path, server: Service) -> None:
 
 
 def test_a_run_of_samples_is_one_read(server: Service) -> None:
-    alone, together = remote(server.port, run=1), remote(server.port, run=3)
+    alone, together = remote(server.port, block_size=1), remote(server.port, block_size=3)
     requests = []
     for stream in (alone, together):
         before = stream.dataset.reader.counters().reads
-        for reading in stream.begin(next(stream.plan.micro_batches(0))).readings:
+        for reading in stream.submit(next(stream.plan.micro_batches(0))).reads:
             reading.result()
         requests.append(stream.dataset.reader.counters().reads - before)
     assert requests == [3, 1]
 
 
 def test_batches_of_runs_are_those_of_the_folder(bucket: Path, server: Service) -> None:
-    expected = take(local(bucket, run=3), STEPS)
-    assert_same(take(remote(server.port, run=3), STEPS), expected)
-    assert_same(first(sa1b.Loader(remote(server.port, run=3), quiet=True), STEPS), expected)
+    expected = take(local(bucket, block_size=3), STEPS)
+    assert_same(take(remote(server.port, block_size=3), STEPS), expected)
+    assert_same(first(sa1b.Loader(remote(server.port, block_size=3), quiet=True), STEPS), expected)
 
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("rate", [0.01, pytest.param(0.05, marks=pytest.mark.slow), 0.2])
 def test_faults_on_the_way_change_nothing(bucket: Path, server: Service, tmp_path: Path, rate: float) -> None:
-    ledger = tmp_path / "ledger.jsonl"
+    damage_log = tmp_path / "damage_log.jsonl"
     steps = 3 * STEPS if rate > 0.01 else 8 * STEPS
     expected = take(local(bucket), steps)
     with Service("fault_proxy", server.port, 5, rate) as proxy:
-        assert_same(take(remote(proxy.port, ledger=ledger), steps), expected)
-        loader = sa1b.Loader(remote(proxy.port, ledger=ledger), threads=3, quiet=True)
+        assert_same(take(remote(proxy.port, damage_log=damage_log), steps), expected)
+        loader = sa1b.Loader(remote(proxy.port, damage_log=damage_log), threads=3, quiet=True)
         assert_same(first(loader, steps), expected)
         assert len(proxy.ask({"do": "log"})["faults"]) > 3
-    assert not ledger.exists()
+    assert not damage_log.exists()
 
 
-def outage(bucket: Path, server: Service, ledger: Path, seconds: float) -> None:
+def outage(bucket: Path, server: Service, damage_log: Path, seconds: float) -> None:
     expected = take(local(bucket), 5 * STEPS)
     with Service("fault_proxy", server.port, 1, 0.0) as proxy:
         found = []
-        for batch in sa1b.Loader(remote(proxy.port, ledger=ledger), quiet=True):
+        for batch in sa1b.Loader(remote(proxy.port, damage_log=damage_log), quiet=True):
             found.append(batch)
             if len(found) == STEPS:
                 proxy.ask({"do": "outage", "seconds": seconds})
@@ -163,26 +163,26 @@ def outage(bucket: Path, server: Service, ledger: Path, seconds: float) -> None:
         assert time.monotonic() - went >= seconds
         assert proxy.ask({"do": "log"})["outage_hits"] > 0
     assert_same(found, expected)
-    assert not ledger.exists()
+    assert not damage_log.exists()
 
 
 @pytest.mark.usefixtures("hasty")
 def test_an_outage_is_waited_out(bucket: Path, server: Service, tmp_path: Path) -> None:
-    outage(bucket, server, tmp_path / "ledger.jsonl", 2)
+    outage(bucket, server, tmp_path / "damage_log.jsonl", 2)
 
 
 @pytest.mark.slow
 def test_an_outage_of_a_minute_is_waited_out(bucket: Path, server: Service, tmp_path: Path) -> None:
-    outage(bucket, server, tmp_path / "ledger.jsonl", 60)
+    outage(bucket, server, tmp_path / "damage_log.jsonl", 60)
 
 
 @pytest.mark.parametrize("way", [pytest.param("stream", marks=pytest.mark.slow), "workers", "loader"])
 def test_a_store_that_is_gone_stops_the_stream_and_is_named(
     server: Service, tmp_path: Path, way: str
 ) -> None:
-    ledger = tmp_path / "ledger.jsonl"
+    damage_log = tmp_path / "damage_log.jsonl"
     with Service("fault_proxy", server.port, 1, 0.0) as proxy:
-        stream = remote(proxy.port, ledger=ledger, deadline=10)
+        stream = remote(proxy.port, damage_log=damage_log, deadline=10)
         batches = (
             iter(sa1b.Loader(stream, quiet=True))
             if way == "loader"
@@ -192,7 +192,7 @@ def test_a_store_that_is_gone_stops_the_stream_and_is_named(
         proxy.ask({"do": "outage", "seconds": 600})
         with pytest.raises(UnavailableError, match=r"s3://data/root/sa1b-000001-.*unavailable: .* in 10 s"):
             list(islice(batches, STEPS))
-    assert not ledger.exists()
+    assert not damage_log.exists()
     # torch waits for its workers, 5 s each, in whatever thread the iterator is collected: in ours the next
     # test's requests would come too late.
     del batches
@@ -204,7 +204,10 @@ def test_a_shard_that_is_missing_stops_the_stream(bucket: Path, tmp_path: Path) 
     shard = sorted((tmp_path / "data" / "root").glob("*.tar"))[1]
     shard.unlink()
     with Service("range_server", tmp_path) as service:
-        for stream in (remote(service.port, ledger=tmp_path / "l"), local(tmp_path, ledger=tmp_path / "l")):
+        for stream in (
+            remote(service.port, damage_log=tmp_path / "l"),
+            local(tmp_path, damage_log=tmp_path / "l"),
+        ):
             with pytest.raises(MissingError, match=f"root/{shard.name}: no such object") as error:
                 take(stream, STEPS)
             assert "at position" in error.value.__notes__[0]
@@ -215,11 +218,11 @@ def test_damage_in_the_store_is_damage_of_the_folder(bucket: Path, tmp_path: Pat
     shutil.copytree(bucket / "data" / "root", tmp_path / "data" / "root")
     damage(tmp_path / "data" / "root", range(3))
     with Service("range_server", tmp_path) as service:
-        found = take(remote(service.port, ledger=tmp_path / "remote"), STEPS)
-        found_in_runs = take(remote(service.port, ledger=tmp_path / "runs", run=3), STEPS)
-    expected = take(local(tmp_path, ledger=tmp_path / "local"), STEPS)
+        found = take(remote(service.port, damage_log=tmp_path / "remote"), STEPS)
+        found_in_runs = take(remote(service.port, damage_log=tmp_path / "runs", block_size=3), STEPS)
+    expected = take(local(tmp_path, damage_log=tmp_path / "local"), STEPS)
     assert_same(found, expected)
-    assert_same(found_in_runs, take(local(tmp_path, ledger=tmp_path / "l", run=3), STEPS))
+    assert_same(found_in_runs, take(local(tmp_path, damage_log=tmp_path / "l", block_size=3), STEPS))
     listed = [
         [{**json.loads(line), "reason": ""} for line in (tmp_path / name).read_text().splitlines()]
         for name in ("remote", "local")

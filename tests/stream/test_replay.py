@@ -1,4 +1,4 @@
-"""The same damage gives the same ledger and the same substitutes, again and however it is read."""
+"""The same damage gives the same damage_log and the same substitutes, again and however it is read."""
 
 import json
 import random
@@ -43,19 +43,21 @@ def read(loader: Any, count: int) -> list[sa1b.Batch]:
     return list(islice(loader, count))
 
 
-def stream_of(root: Path, ledger: Path, **options: Any) -> sa1b.Stream:
-    return sa1b.Stream(root, **{"global_batch": BATCH, "ledger": ledger, **RECIPE, **options})
+def stream_of(root: Path, damage_log: Path, **options: Any) -> sa1b.Stream:
+    return sa1b.Stream(root, **{"global_batch": BATCH, "damage_log": damage_log, **RECIPE, **options})
 
 
-def lines_of(ledger: Path, *, without: str = "") -> list[str]:
+def lines_of(damage_log: Path, *, without: str = "") -> list[str]:
     """The lines about positions that were taken, sorted; readers ahead may have gone further."""
-    found = [json.loads(line) for line in ledger.read_text().splitlines()]
+    found = [json.loads(line) for line in damage_log.read_text().splitlines()]
     taken = [line for line in found if line["position"] < STEPS * BATCH]
     return sorted(json.dumps({key: line[key] for key in line if key != without}) for line in taken)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_seed_replayed_gives_the_same_ledger_byte_for_byte(whole: Path, tmp_path: Path, seed: int) -> None:
+def test_a_seed_replayed_gives_the_same_damage_log_byte_for_byte(
+    whole: Path, tmp_path: Path, seed: int
+) -> None:
     ids = damaged(whole, tmp_path / "root", seed)
     first = read(stream_of(tmp_path / "root", tmp_path / "first"), STEPS)
     shutil.rmtree(tmp_path / "root")
@@ -66,13 +68,13 @@ def test_a_seed_replayed_gives_the_same_ledger_byte_for_byte(whole: Path, tmp_pa
     assert {json.loads(line)["image_id"] for line in lines_of(tmp_path / "first")} == ids
 
 
-def test_another_seed_gives_another_ledger(whole: Path, tmp_path: Path) -> None:
-    ledgers = []
+def test_another_seed_gives_another_damage_log(whole: Path, tmp_path: Path) -> None:
+    logs = []
     for seed in range(2):
         damaged(whole, tmp_path / str(seed), seed)
-        read(stream_of(tmp_path / str(seed), tmp_path / f"ledger {seed}"), STEPS)
-        ledgers.append((tmp_path / f"ledger {seed}").read_bytes())
-    assert ledgers[0] != ledgers[1]
+        read(stream_of(tmp_path / str(seed), tmp_path / f"damage_log {seed}"), STEPS)
+        logs.append((tmp_path / f"damage_log {seed}").read_bytes())
+    assert logs[0] != logs[1]
 
 
 def test_worker_processes_and_threads_write_the_same_lines_and_take_the_same_substitutes(
@@ -91,17 +93,20 @@ def test_worker_processes_and_threads_write_the_same_lines_and_take_the_same_sub
     assert lines_of(tmp_path / "threads") == alone
 
 
-@pytest.mark.parametrize(("world", "micro"), [(2, 2), (3, 1), (6, 1)])
+@pytest.mark.parametrize(("world_size", "micro"), [(2, 2), (3, 1), (6, 1)])
 def test_another_world_size_takes_the_same_substitutes(
-    whole: Path, tmp_path: Path, world: int, micro: int
+    whole: Path, tmp_path: Path, world_size: int, micro: int
 ) -> None:
     root = tmp_path / "root"
     damaged(whole, root, 6)
     alone = [batch.ids.tolist() for batch in read(stream_of(root, tmp_path / "alone"), STEPS)]
-    pieces = -(-BATCH // world // micro)
+    pieces = -(-BATCH // world_size // micro)
     ranks = [
-        read(stream_of(root, tmp_path / "ranks", rank=rank, world=world, micro_batch=micro), STEPS * pieces)
-        for rank in range(world)
+        read(
+            stream_of(root, tmp_path / "ranks", rank=rank, world_size=world_size, micro_batch=micro),
+            STEPS * pieces,
+        )
+        for rank in range(world_size)
     ]
     for step, ids in enumerate(alone):
         parts = [batch for rank in ranks for batch in rank[step * pieces : (step + 1) * pieces]]
@@ -112,8 +117,8 @@ def test_another_world_size_takes_the_same_substitutes(
 def test_a_resumed_stream_takes_the_same_substitutes(whole: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     damaged(whole, root, 7)
-    batches = read(stream_of(root, tmp_path / "ledger"), STEPS)
+    batches = read(stream_of(root, tmp_path / "damage_log"), STEPS)
     for stopped in range(STEPS - 1):
-        again = stream_of(root, tmp_path / f"ledger {stopped}")
+        again = stream_of(root, tmp_path / f"damage_log {stopped}")
         again.load_state_dict(again.state_dict(batches[stopped]))
         assert digest(read(again, 1)[0]) == digest(batches[stopped + 1])

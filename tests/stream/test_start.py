@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stream_of(root: Path, position: int = 0, **options: Any) -> sa1b.Stream:
     stream = sa1b.Stream(
-        root, **{"global_batch": BATCH, "ledger": root.parent / "ledger", **RECIPE, **options}
+        root, **{"global_batch": BATCH, "damage_log": root.parent / "damage_log", **RECIPE, **options}
     )
     stream.load_state_dict({**stream.state_dict(), "position": position})
     return stream
@@ -79,7 +79,7 @@ def test_the_first_batch_costs_the_same_anywhere_in_the_order(
 def test_the_loader_reads_no_more_than_it_keeps_ahead(
     root: Path, monkeypatch: pytest.MonkeyPatch, position: int
 ) -> None:
-    loader = sa1b.Loader(stream_of(root, position), threads=2, ahead=2, quiet=True)
+    loader = sa1b.Loader(stream_of(root, position), threads=2, prefetch=2, quiet=True)
     work = Work(monkeypatch)
     batches = iter(loader)
     next(batches)

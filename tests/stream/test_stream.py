@@ -16,8 +16,8 @@ from sa1b.masks import geometry, raster
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks, table_name
 from sa1b.shards.sample_table import open_table
+from sa1b.stream.damage_log import DamageLimitError, DamageLog
 from sa1b.stream.dataset import ResumeError, Stream
-from sa1b.stream.ledger import DamageLimitError, Ledger
 from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
 
@@ -81,13 +81,14 @@ def test_workers_however_they_are_started(root: Path, context: str) -> None:
         assert_equal(one, other)
 
 
-@pytest.mark.parametrize(("world", "micro"), [(1, 7), (1, 2), (2, 2), (3, 1), (3, 2), (7, 1)])
-def test_a_step_is_the_same_set_of_samples_at_any_world_size(root: Path, world: int, micro: int) -> None:
-    whole = take(Stream(root, global_batch=7, rank=0, world=1, **SMALL), 5)
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 7), (1, 2), (2, 2), (3, 1), (3, 2), (7, 1)])
+def test_a_step_is_the_same_set_of_samples_at_any_world_size(root: Path, world_size: int, micro: int) -> None:
+    whole = take(Stream(root, global_batch=7, rank=0, world_size=1, **SMALL), 5)
     parts = [
-        Stream(root, global_batch=7, micro_batch=micro, rank=r, world=world, **SMALL) for r in range(world)
+        Stream(root, global_batch=7, micro_batch=micro, rank=r, world_size=world_size, **SMALL)
+        for r in range(world_size)
     ]
-    per_step = math.ceil(math.ceil(7 / world) / micro)
+    per_step = math.ceil(math.ceil(7 / world_size) / micro)
     batches = [take(part, 5 * per_step) for part in parts]
     for step, one in enumerate(whole):
         pieces = [b for rank in batches for b in rank[step * per_step : (step + 1) * per_step]]
@@ -115,8 +116,11 @@ def test_a_resumed_stream_is_the_rest_of_the_sequence(root: Path) -> None:
 def test_world_size_and_batch_may_change_in_the_middle_of_an_epoch(root: Path) -> None:
     seen: list[int] = []
     position = 0
-    for world, batch, steps in ((4, 8, 1), (2, 8, 1), (3, 5, 2), (1, 3, 1)):
-        ranks = [Stream(root, global_batch=batch, rank=rank, world=world, **SMALL) for rank in range(world)]
+    for world_size, batch, steps in ((4, 8, 1), (2, 8, 1), (3, 5, 2), (1, 3, 1)):
+        ranks = [
+            Stream(root, global_batch=batch, rank=rank, world_size=world_size, **SMALL)
+            for rank in range(world_size)
+        ]
         for stream in ranks:
             stream.position = position
         taken = [take(stream, steps) for stream in ranks]
@@ -137,7 +141,9 @@ def test_a_state_of_other_images_or_another_seed_is_refused(root: Path, tmp_path
 
 
 def test_evaluation_takes_every_sample_once_and_marks_the_filling(root: Path) -> None:
-    ranks = [Stream(root, global_batch=6, order="sequential", rank=r, world=3, **SMALL) for r in range(3)]
+    ranks = [
+        Stream(root, global_batch=6, order="sequential", rank=r, world_size=3, **SMALL) for r in range(3)
+    ]
     batches = [take(stream, 99) for stream in ranks]
     assert {len(found) for found in batches} == {4}  # as many on every rank
     ids = torch.cat([b.ids[b.valid] for found in batches for b in found])
@@ -172,7 +178,7 @@ def test_arguments_that_mean_nothing_are_refused_by_name(
 
 def test_more_ranks_than_samples_are_refused(root: Path) -> None:
     with pytest.raises(ValueError, match="5 ranks for a global batch of 4 samples"):
-        Stream(root, global_batch=4, rank=0, world=5, **SMALL)
+        Stream(root, global_batch=4, rank=0, world_size=5, **SMALL)
 
 
 @pytest.mark.parametrize("size", [1024, 256])
@@ -251,9 +257,9 @@ def test_a_damaged_sample_is_written_down_and_replaced_alike_everywhere(root: Pa
     shutil.copytree(root, tmp_path / "root")
     damage(tmp_path / "root", range(1))
     healthy = take(Stream(root, global_batch=1, **SMALL), IMAGES)
-    ledger = tmp_path / "ledger.jsonl"
-    found = take(Stream(tmp_path / "root", global_batch=1, ledger=ledger, **SMALL), IMAGES)
-    (line,) = [json.loads(text) for text in ledger.read_text().splitlines()]
+    damage_log = tmp_path / "damage_log.jsonl"
+    found = take(Stream(tmp_path / "root", global_batch=1, damage_log=damage_log, **SMALL), IMAGES)
+    (line,) = [json.loads(text) for text in damage_log.read_text().splitlines()]
     where = next(i for i, batch in enumerate(healthy) if batch.ids.tolist() == [100])
     assert (line["image_id"], line["position"], line["rank"]) == (100, where, 0)
     assert line["shard"].startswith("sa1b-000001-")
@@ -261,35 +267,37 @@ def test_a_damaged_sample_is_written_down_and_replaced_alike_everywhere(root: Pa
     for i, (one, other) in enumerate(zip(healthy, found, strict=True)):
         assert torch.equal(one.ids, other.ids) == (i != where)
     again = take(
-        Stream(tmp_path / "root", global_batch=1, ledger=tmp_path / "other", **SMALL), IMAGES, num_workers=2
+        Stream(tmp_path / "root", global_batch=1, damage_log=tmp_path / "other", **SMALL),
+        IMAGES,
+        num_workers=2,
     )
     for one, other in zip(found, again, strict=True):
         assert_equal(one, other)
 
 
-def test_too_much_damage_ends_the_stream_and_names_the_ledger(root: Path, tmp_path: Path) -> None:
+def test_too_much_damage_ends_the_stream_and_names_the_damage_log(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root, tmp_path / "root")
     damage(tmp_path / "root", range(18))
-    ledger = tmp_path / "ledger.jsonl"
-    with pytest.raises(DamageLimitError, match=f"11 damaged samples on rank 0.*{ledger}"):
-        take(Stream(tmp_path / "root", global_batch=1, ledger=ledger, **SMALL), IMAGES)
+    damage_log = tmp_path / "damage_log.jsonl"
+    with pytest.raises(DamageLimitError, match=f"11 damaged samples on rank 0.*{damage_log}"):
+        take(Stream(tmp_path / "root", global_batch=1, damage_log=damage_log, **SMALL), IMAGES)
 
 
 def test_damage_of_before_a_restart_is_held_against_all_that_was_read(tmp_path: Path) -> None:
-    def damage_at(ledger: Ledger, position: int) -> None:
-        ledger.damaged(shard="s", offset=1, image_id=2, position=position, read=position, reason="r")
+    def damage_at(damage_log: DamageLog, position: int) -> None:
+        damage_log.damaged(shard="s", offset=1, image_id=2, position=position, read=position, reason="r")
 
-    first = Ledger(tmp_path / "ledger", 0)
+    first = DamageLog(tmp_path / "damage_log", 0)
     for position in range(0, 20_000, 2000):
         damage_at(first, position)
-    damage_at(Ledger(tmp_path / "ledger", 0), 20_000)  # the 11th of 20,000: within 0.1 %
+    damage_at(DamageLog(tmp_path / "damage_log", 0), 20_000)  # the 11th of 20,000: within 0.1 %
     with pytest.raises(DamageLimitError, match="12 damaged samples"):
-        damage_at(Ledger(tmp_path / "ledger", 0), 5_000)
+        damage_at(DamageLog(tmp_path / "damage_log", 0), 5_000)
 
 
 def test_an_evaluation_never_takes_a_substitute(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root, tmp_path / "root")
     damage(tmp_path / "root", range(1))
-    stream = Stream(tmp_path / "root", global_batch=4, order="sequential", ledger=tmp_path / "l", **SMALL)
+    stream = Stream(tmp_path / "root", global_batch=4, order="sequential", damage_log=tmp_path / "l", **SMALL)
     with pytest.raises(sa1b.shards.shard.ShardError, match=r"sa_100\.jpg"):
         take(stream, 99)

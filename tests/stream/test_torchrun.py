@@ -24,12 +24,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with what each rank of each world saw."""
+    """Folder with what each rank of each world_size saw."""
     out = tmp_path_factory.mktemp("seen")
     launched = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--standalone",
+                    f"--nproc_per_node={world_size}",
+                ),
                 *("-m", "tests.stream.rank_program", str(root), str(out)),
             ],
             stdout=subprocess.PIPE,
@@ -37,7 +43,7 @@ def seen(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             text=True,
             cwd=REPOSITORY,
         )
-        for world in WORLDS
+        for world_size in WORLDS
     ]
     for one in launched:
         output, _ = one.communicate(timeout=600)
@@ -45,25 +51,27 @@ def seen(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world_size", WORLDS)
 def test_ids_positions_and_bytes_are_the_recorded_ones_on_every_rank(
-    root: Path, seen: Path, world: int
+    root: Path, seen: Path, world_size: int
 ) -> None:
-    for rank in range(world):
-        batches = islice(sequence(root, COUNT, **STEP, rank=rank, world=world), COUNT)
+    for rank in range(world_size):
+        batches = islice(sequence(root, COUNT, **STEP, rank=rank, world_size=world_size), COUNT)
         recorded = [{"ids": b.ids.tolist(), "position": b.position, "digest": digest(b)} for b in batches]
-        found = json.loads((seen / f"{rank} of {world}.json").read_text())
+        found = json.loads((seen / f"{rank} of {world_size}.json").read_text())
         assert list(found) == WAYS
         for way in WAYS:
-            assert found[way] == recorded, f"rank {rank} of {world}, {way}"
+            assert found[way] == recorded, f"rank {rank} of {world_size}, {way}"
 
 
 def test_no_step_depends_on_how_many_ranks_there_are(seen: Path) -> None:
     steps: dict[int, list[list[int]]] = {}
-    for world in WORLDS:
-        pieces = math.ceil(math.ceil(STEP["global_batch"] / world) / STEP["micro_batch"])
-        ranks = [json.loads((seen / f"{rank} of {world}.json").read_text())["2"] for rank in range(world)]
-        steps[world] = [
+    for world_size in WORLDS:
+        pieces = math.ceil(math.ceil(STEP["global_batch"] / world_size) / STEP["micro_batch"])
+        ranks = [
+            json.loads((seen / f"{rank} of {world_size}.json").read_text())["2"] for rank in range(world_size)
+        ]
+        steps[world_size] = [
             [i for rank in ranks for batch in rank[step * pieces : (step + 1) * pieces] for i in batch["ids"]]
             for step in range(COUNT // pieces)
         ]

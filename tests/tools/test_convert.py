@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from sa1b.engine.checkpoint import CheckpointConfig, Checkpoints
-from sa1b.engine.conversion import convert, find_weights
+from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
+from sa1b.engine.checkpoint.weights import convert, find_weights
 from sa1b.errors import Sa1bError
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import sa1b
 from sa1b import train
-from sa1b.engine import history
+from sa1b.engine.checkpoint import files
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream.order import Order
@@ -42,7 +42,7 @@ FLAGS = (
     *("--model.heads", "2", "--model.global-blocks", "1", "--model.window", "2", "--model.channels", "32"),
     *("--model.drop-path", "0.3", "--data.global-batch", str(BATCH), "--data.micro-batch", "2"),
     *("--data.masks", "4", "--data.flip", "0.5", "--data.threads", "1", "--optim.steps", str(STEPS)),
-    *("--optim.warmup", "2", "--checkpoint.every", "2", "--watch.tensorboard", "False"),
+    *("--optim.warmup", "2", "--checkpoint.every", "2", "--logging.tensorboard", "False"),
 )
 PATIENCE = 150  # seconds until a command counts as hanging
 
@@ -109,13 +109,13 @@ def train_to_end(root: Path, out: Path, *flags: str, ranks: int = 1, mode: str =
 
 
 def _rank(
-    rank: int, world: int, port: int, arguments: list[str], mishap: dict[str, Any] | None, log: str
+    rank: int, world_size: int, port: int, arguments: list[str], mishap: dict[str, Any] | None, log: str
 ) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -195,12 +195,12 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def checkpoint_steps(out: Path) -> list[int]:
-    return history.steps(out / "checkpoints")
+    return files.steps(out / "checkpoints")
 
 
 def newest(out: Path) -> Path:
     """Its newest checkpoint, checked."""
-    found = history.newest(out / "checkpoints")
+    found = files.newest(out / "checkpoints")
     assert found is not None
     return found.folder
 

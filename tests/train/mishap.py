@@ -106,8 +106,8 @@ def _spoil(what: str, steps: range) -> None:
 def _record(folder: Path, rank: int) -> None:
     judge, set_timeout = Health.is_good, train.set_timeout
 
-    def noted(place: Any, seconds: float) -> None:
-        set_timeout(place, seconds)
+    def noted(rank_info: Any, seconds: float) -> None:
+        set_timeout(rank_info, seconds)
         with (folder / f"{rank}.timeouts").open("a", encoding="utf-8") as file:
             file.write(f"{seconds}\n")
 

@@ -72,11 +72,11 @@ def test_an_unknown_flag_is_refused_by_name_by_rank_0_only(root: Path, tmp_path:
 
 
 def test_a_rank_with_another_flag_ends_all_ranks_with_its_name(root: Path, tmp_path: Path) -> None:
-    rates = [("--optim.rate", "0.001"), ("--optim.rate", "0.5")]
+    rates = [("--optim.lr", "0.001"), ("--optim.lr", "0.5")]
     ended = start(root, tmp_path / "run", ranks=2, mode="ddp", of_rank=rates)
     assert ended.codes == [1, 1]
     for rank, output in enumerate(ended.outputs):
-        assert output == f"error on rank {rank}: --optim.rate is 0.5 on rank 1 and 0.001 on rank 0\n"
+        assert output == f"error on rank {rank}: --optim.lr is 0.5 on rank 1 and 0.001 on rank 0\n"
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -143,7 +143,7 @@ def test_one_line_a_step_with_finite_figures_and_shares_of_its_time(whole: Whole
 
 
 def test_a_chrome_trace_has_the_operators_of_the_chosen_steps(root: Path, tmp_path: Path) -> None:
-    out = train_to_end(root, tmp_path / "run", "--watch.profile", "1", "2", "--optim.steps", "3")
+    out = train_to_end(root, tmp_path / "run", "--logging.profile", "1", "2", "--optim.steps", "3")
     events = json.loads((out / "trace-0.json").read_text())["traceEvents"]
     optimizer_steps = [event for event in events if re.match("Optimizer.step#", str(event.get("name")))]
     assert len(optimizer_steps) == 2
@@ -153,8 +153,8 @@ def test_a_chrome_trace_has_the_operators_of_the_chosen_steps(root: Path, tmp_pa
 def test_curves_go_on_without_a_gap_or_a_second_point(root: Path, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = tmp_path / "run"
-    train_to_end(root, out, "--watch.tensorboard", "True", mishap={"what": "stop", "step": 2})
-    train_to_end(root, out, "--watch.tensorboard", "True")
+    train_to_end(root, out, "--logging.tensorboard", "True", mishap={"what": "stop", "step": 2})
+    train_to_end(root, out, "--logging.tensorboard", "True")
     curves = accumulator.EventAccumulator(str(out / "tensorboard")).Reload()
     points = curves.Scalars("loss")
     assert [point.step for point in points] == list(range(1, STEPS + 1))

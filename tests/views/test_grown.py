@@ -43,7 +43,7 @@ def add_source(root, tmp_path, ids=range(500, 520)):
 
 def trained(root, view, state=None, steps=6):
     """The ids of some steps of training, and the state after them."""
-    stream = Stream(root, global_batch=8, view=view, seed=3, image_size=32, masks=2, rank=0, world=1)
+    stream = Stream(root, global_batch=8, view=view, seed=3, image_size=32, masks=2, rank=0, world_size=1)
     if state is not None:
         stream.load_state_dict(state)
     batches = list(islice(stream, steps))

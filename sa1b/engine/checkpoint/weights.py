@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sa1b.engine import history, tensors
-from sa1b.engine.sealed import CheckpointError
-from sa1b.errors import UsageError
+from sa1b.engine.checkpoint import files, tensors
+from sa1b.errors import CheckpointError, UsageError
 from sa1b.sam.published import FORMATS, config_of, preset_of, read_weights, write_weights
 
 _KINDS = (
@@ -65,12 +64,12 @@ def find_weights(source: Path) -> tuple[Path, dict[str, Tensor]]:
     if not source.is_dir():
         return source, read_weights(source)
     if (source / "checkpoints").is_dir():
-        found = history.newest(source / "checkpoints")
+        found = files.newest(source / "checkpoints")
         if found is None:
             raise CheckpointError(f"{source} has no checkpoint yet")
     else:
         try:
-            found = history.read(source)
+            found = files.read(source)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_KINDS}") from None
     return found.folder, tensors.read_weights(found.folder, found.metadata)
@@ -89,11 +88,11 @@ def convert(source: Path, target: Path, *, overwrite: bool = False) -> Converted
         raise UsageError(f"--out {target} is a folder")
     if target.exists() and not overwrite:
         raise UsageError(f"--out {target} exists: pass --overwrite to replace it")
-    place, weights = find_weights(source)
+    rank_info, weights = find_weights(source)
     write_weights(target, weights)
     config = config_of(weights)
     return Converted(
-        source=str(place),
+        source=str(rank_info),
         target=str(target),
         bytes=target.stat().st_size,
         model=preset_of(config),

@@ -15,7 +15,7 @@ class DamageLimitError(Sa1bError):
     """So many samples are damaged that training on would not be training on this dataset."""
 
 
-class Ledger:
+class DamageLog:
     """Lines of JSON in `path`: rank, shard, offset, image id, reason. Shared by a rank's worker processes.
 
     A line is one write of less than a page to a file opened for appending: lines of several processes do
@@ -27,8 +27,8 @@ class Ledger:
         self.rank = rank
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type["Ledger"], tuple[Path, int]]:
-        return Ledger, (self.path, self.rank)
+    def __reduce__(self) -> tuple[type["DamageLog"], tuple[Path, int]]:
+        return DamageLog, (self.path, self.rank)
 
     def damaged(
         self, *, shard: str, offset: int, image_id: int, position: int, read: int, reason: str

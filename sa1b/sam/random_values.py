@@ -1,7 +1,7 @@
 """Random choices on the device without a generator: the hash of sa1b.hashing, on int64 tensors.
 
-    draws(keys, Purpose.CLICK, 3)                                   a word for each mask's third click
-    draws(keys[:, None], Purpose.DROP_PATH, torch.arange(depth))    a word for each image and block
+    random_words(keys, Purpose.CLICK, 3)                                   a word for each mask's third click
+    random_words(keys[:, None], Purpose.DROP_PATH, torch.arange(depth))    a word for each image and block
 
 Every word depends on its own key and numbers alone: not on the device, on the other masks of the batch, or on
 what was drawn before. The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
@@ -15,11 +15,11 @@ from torch import Tensor
 from sa1b.hashing import FIRST, GAMMA, SECOND, Purpose
 
 
-def draws(keys: Tensor, *numbers: int | Tensor) -> Tensor:
+def random_words(keys: Tensor, *numbers: int | Tensor) -> Tensor:
     """Words for keys and numbers: int64 of the shape that they broadcast to, all 64 bits random.
 
-    `draws(k, a, b)` continues `draws(k, a)`: each number picks an output of the sequence that starts at the
-    word so far.
+    `random_words(k, a, b)` continues `random_words(k, a)`: each number picks an output of the sequence that
+    starts at the word so far.
 
     Args:
         keys: int64, any shape.
@@ -58,7 +58,7 @@ def normals(keys: Tensor, *numbers: int) -> Tensor:
     """
     total = torch.zeros_like(keys)
     for part in range(3):
-        words = draws(keys, *numbers, part)
+        words = random_words(keys, *numbers, part)
         for shift in (0, 16, 32, 48):
             total = total + ((words >> shift) & 0xFFFF)
     return (total - 6 * 0xFFFF).float() / 2.0**16
@@ -72,7 +72,7 @@ def kept_branches(keys: Tensor, depth: int, drop_path: float) -> Tensor:
     """
     blocks = torch.arange(depth, device=keys.device)
     rates = blocks * (drop_path / max(depth - 1, 1))
-    return uniforms(draws(keys[:, None], Purpose.DROP_PATH, blocks)) >= rates
+    return uniforms(random_words(keys[:, None], Purpose.DROP_PATH, blocks)) >= rates
 
 
 def _shifted(words: Tensor, places: int) -> Tensor:

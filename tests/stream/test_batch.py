@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from sa1b.stream.transport import TransportError
+from sa1b.stream.batch import TransportError
 from tests.stream.reading import start, stream_of
 from tests.stream.recorded import make_root
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from sa1b.stream.memory import Canvas, Memory
+from sa1b.stream.buffers import BufferPool, MaskBufferPool
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -10,13 +10,13 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def test_what_nobody_holds_is_used_again() -> None:
-    memory = Memory(64, keep=2)
+    memory = BufferPool(64, keep=2)
     first = address(memory.take((4, 4)))
     assert address(memory.take((2, 8))) == first
 
 
 def test_what_is_held_by_any_view_is_left_alone() -> None:
-    memory = Memory(64, keep=3)
+    memory = BufferPool(64, keep=3)
     whole = memory.take((4, 4))
     for hold in (
         lambda t: t,
@@ -32,14 +32,14 @@ def test_what_is_held_by_any_view_is_left_alone() -> None:
 
 
 def test_beyond_what_is_kept_memory_is_fresh() -> None:
-    memory = Memory(64, keep=1)
+    memory = BufferPool(64, keep=1)
     held = [memory.take((64,)).fill_(i) for i in range(5)]
     assert len({address(tensor) for tensor in held}) == 5
     assert [int(tensor[0]) for tensor in held] == list(range(5))
 
 
 def test_a_canvas_begins_without_a_drawing_and_remembers_what_was_drawn_in_which_buffer() -> None:
-    canvas = Canvas(masks=3, size=5, keep=2)
+    canvas = MaskBufferPool(masks=3, size=5, keep=2)
     held = []
     for number in (1, 2):
         pixels, boxes = canvas.take_drawn(2)
@@ -62,4 +62,4 @@ def test_a_tensor_of_no_bytes_is_no_problem() -> None:
 
 
 def memory_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(Memory(64, keep=1).take(shape).shape)
+    return tuple(BufferPool(64, keep=1).take(shape).shape)

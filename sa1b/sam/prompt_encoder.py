@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sa1b.sam.encoder import ChannelNorm
+from sa1b.sam.image_encoder import ChannelNorm
 
 LABELS = 4  # background, foreground, two corners
 MASK_CHANNELS = 16  # inside the embedding of a mask, whatever its width

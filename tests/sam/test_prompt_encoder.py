@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.sam.prompts import PromptEncoder
+from sa1b.sam.prompt_encoder import PromptEncoder
 
 SIZE, SIDE, CHANNELS = 1024, 8, 32
 
@@ -46,7 +46,7 @@ def test_no_matrix_product_touches_coordinates(
     encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> Tensor:
-        raise AssertionError("TF32 would round the coordinates here")
+        raise AssertionError("TF32 would iteration the coordinates here")
 
     for name in ("matmul", "__matmul__", "mm", "bmm"):
         monkeypatch.setattr(Tensor, name, refuse)

@@ -22,8 +22,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sa1b.engine.collective import Ranks
-from sa1b.engine.sealed import CheckpointError
+from sa1b.engine.ranks import Ranks
+from sa1b.errors import CheckpointError
 from sa1b.sam.interactive import Interactive
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -80,10 +80,10 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
     return found
 
 
-def share(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
+def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
     """What this rank copies and writes: its shards, and its share, by bytes, of what all ranks hold whole."""
     own: dict[str, Tensor] = {}
-    load = [0] * world
+    load = [0] * world_size
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             own[name] = tensor

@@ -28,7 +28,7 @@ class Stage:
 
 
 @dataclass(slots=True)
-class Stages:
+class PipelineStats:
     """All stages of one stream or loader; safe to share between threads."""
 
     stages: dict[str, Stage] = field(default_factory=lambda: {name: Stage() for name in STAGES})
@@ -59,8 +59,8 @@ class Stages:
         with self._lock:
             self.waited_seconds += seconds
 
-    def __reduce__(self) -> tuple[type["Stages"], tuple[()]]:
-        return Stages, ()
+    def __reduce__(self) -> tuple[type["PipelineStats"], tuple[()]]:
+        return PipelineStats, ()
 
     def snapshot(self) -> dict[str, Any]:
         """Stage -> items, bytes, busy seconds, queue depth; and which stage limits.

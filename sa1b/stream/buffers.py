@@ -16,7 +16,7 @@ _BOX = np.dtype((np.int64, 4))  # top, bottom, left, right
 _OURS = 3  # references to a buffer that nobody uses: the list's, the loop's, that of asking
 
 
-class Memory:
+class BufferPool:
     """Buffers of one size.
 
     Args:
@@ -51,7 +51,7 @@ class Memory:
         return _allocate(self.capacity)
 
 
-class Canvas(Memory):
+class MaskBufferPool(BufferPool):
     """Buffers for masks as pixels that know where they are not 0, so that only this is cleared.
 
     The boxes that masks were drawn in lie in front of their pixels: memory fresh from the system says that
@@ -59,7 +59,7 @@ class Canvas(Memory):
 
     Args:
         masks: of a buffer at most; size: pixels of their sides.
-        keep: as for `Memory`.
+        keep: as for `BufferPool`.
     """
 
     def __init__(self, masks: int, size: int, keep: int) -> None:

@@ -1,4 +1,4 @@
-"""A JPEG into the padded square: decoded at the smallest sufficient scale, resized straight into its slot."""
+"""A JPEG into the padded square: decoded at the smallest sufficient scale, resized into its buffer."""
 
 import threading
 
@@ -15,37 +15,37 @@ _THREAD = threading.local()
 AREA_FACTOR = 4 / 3  # beyond this much reduction, bilinear sampling would skip pixels
 
 
-def draw(
-    data: bytes | memoryview, height: int, width: int, slot: npt.NDArray[np.uint8], *, flip: bool = False
+def decode(
+    data: bytes | memoryview, height: int, width: int, buffer: npt.NDArray[np.uint8], *, flip: bool = False
 ) -> None:
-    """Decode a JPEG into the top left of a square slot; the rest of the slot becomes 0.
+    """Decode a JPEG into the top left of a square buffer; the rest of the buffer becomes 0.
 
     The decoder's DCT scales down to the smallest n/8 that is not below the target, then OpenCV resizes into
-    the slot: bilinear, or over areas where more than 4/3 of reduction remain. Pixels at S x S lie where the
+    the buffer: bilinear, or over areas where more than 4/3 of reduction remain. Pixels at S x S lie where the
     padded frame of the masks says.
 
     Args:
         data: the JPEG as stored.
         height, width: pixels of the source image, which the masks belong to.
-        slot: uint8 [S, S, 3], RGB.
+        buffer: uint8 [S, S, 3], RGB.
         flip: mirror left and right, within the image's own width.
 
     Raises:
         BadSample: the file is no JPEG, or does not decode without a warning.
     """
-    size = slot.shape[0]
+    size = buffer.shape[0]
     rows, columns = framed_size(height, width, size)
-    target = slot[:rows, :columns]
+    target = buffer[:rows, :columns]
     try:
         # The header first: a decoder takes memory by what it says.
         stored = simplejpeg.decode_jpeg_header(data)[:2]
         if stored[0] * stored[1] > MAX_STORED_PIXELS:
             raise BadSample("absurd_size", f"JPEG says {stored[1]} x {stored[0]} pixels")
-        # A stored image of the right size and the slot's whole width is decoded where it belongs.
+        # A stored image of the right size and the buffer's whole width is decoded where it belongs.
         in_place = stored == (rows, size) and columns == size and not flip
-        buffer = slot if in_place else _scratch(3 * stored[0] * stored[1])
+        into = buffer if in_place else _scratch(3 * stored[0] * stored[1])
         image = simplejpeg.decode_jpeg(
-            data, "RGB", min_height=rows, min_width=columns, buffer=buffer, strict=True
+            data, "RGB", min_height=rows, min_width=columns, buffer=into, strict=True
         )
     except BadSample:
         raise
@@ -60,8 +60,8 @@ def draw(
             cv2.flip(image, 1, dst=target)
         elif image is not target:
             target[:] = image
-    slot[rows:] = 0
-    slot[:rows, columns:] = 0
+    buffer[rows:] = 0
+    buffer[:rows, columns:] = 0
 
 
 def _scratch(size: int) -> npt.NDArray[np.uint8]:

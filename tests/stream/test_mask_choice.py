@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sa1b.shards import annotation
 from sa1b.shards.annotation import Annotations
-from sa1b.stream.choice import STRATEGIES, choose
+from sa1b.stream.sample import STRATEGIES, choose
 from tests.shards import tiny
 
 ONE = annotation.parse_annotation(tiny.pair(5)[1], 5).annotations

@@ -6,21 +6,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sa1b import hashing
-from sa1b.sam.draws import below, draws, kept_branches, normals, uniforms
+from sa1b.sam.random_values import below, kept_branches, normals, random_words, uniforms
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)
 words = st.integers(-(2**63), 2**63 - 1)
 
 
 def some_keys(count: int) -> torch.Tensor:
-    return draws(torch.zeros((), dtype=torch.int64), torch.arange(count))
+    return random_words(torch.zeros((), dtype=torch.int64), torch.arange(count))
 
 
 @examples
 @given(words, words, st.lists(words, max_size=5), st.lists(words, max_size=5), words)
 def test_words_are_those_of_the_stream(key, first, rows, columns, last):
     down, along = torch.tensor(rows, dtype=torch.int64).reshape(-1, 1), torch.tensor(columns).long()
-    found = draws(torch.tensor(key), first, down, along, last)
+    found = random_words(torch.tensor(key), first, down, along, last)
     expected = hashing.random_words(key, first, down.numpy(), along.numpy(), last)
     assert found.dtype == torch.int64
     assert found.shape == expected.shape
@@ -30,7 +30,7 @@ def test_words_are_those_of_the_stream(key, first, rows, columns, last):
 @examples
 @given(st.lists(words, max_size=5), words)
 def test_every_key_draws_for_itself(keys, number):
-    found = draws(torch.tensor(keys, dtype=torch.int64), number).numpy().view(np.uint64)
+    found = random_words(torch.tensor(keys, dtype=torch.int64), number).numpy().view(np.uint64)
     assert found.tolist() == [hashing.random_word(key, number) for key in keys]
 
 

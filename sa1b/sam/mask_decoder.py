@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor, nn
 
-from sa1b.sam.encoder import ChannelNorm
+from sa1b.sam.image_encoder import ChannelNorm
 from sa1b.sam.transformer import TwoWayTransformer
 
 MASKS = 4  # one for prompts that leave no doubt, three for those that do

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from sa1b.engine.sealed import CheckpointError
+from sa1b.errors import CheckpointError
 
 METADATA = ".metadata"
 _RECORDS = {

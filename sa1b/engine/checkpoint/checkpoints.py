@@ -17,7 +17,7 @@
 
 A folder is written as step-00000100.partial, flushed, and renamed by rank 0 when all ranks have written and
 described their files. So a folder that has its name was complete; one whose manifest does not agree with it
-was damaged since. Nothing that a checkpoint holds is run as code: see `sa1b.engine.metadata`.
+was damaged since. Nothing that a checkpoint holds is run as code: see `torch_metadata.py`.
 
 ViT-B with AdamW, 1.13 GB, one process on two cores: training stands still for 0.3 s, the copy; the write
 beside it takes 10 s on a disk of 120 MB/s; checking digests takes 0.8 s, loading 2 s.
@@ -39,13 +39,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from sa1b.engine import history, tensors
-from sa1b.engine.collective import ranks
-from sa1b.engine.history import STATE, Found
-from sa1b.engine.metadata import METADATA, read_metadata
-from sa1b.engine.sealed import CheckpointError, SealedFile, measure, seal
-from sa1b.engine.tensors import MismatchError
-from sa1b.errors import LockedError, UsageError
+from sa1b.engine.checkpoint import files as checkpoint_files
+from sa1b.engine.checkpoint import tensors
+from sa1b.engine.checkpoint.files import STATE, Found, SealedFile, measure, seal
+from sa1b.engine.checkpoint.tensors import MismatchError
+from sa1b.engine.checkpoint.torch_metadata import METADATA, read_metadata
+from sa1b.engine.ranks import ranks
+from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.storage.atomic import commit, flush, lock, write_whole
 
 _LOCK_PATIENCE = 60.0  # seconds: the processes of a killed run may outlive it a moment
@@ -125,12 +125,12 @@ class Checkpoints:
             raise self._failed()
         document = {
             "step": step,
-            "world_size": self._ranks.world,
+            "world_size": self._ranks.world_size,
             "torch": torch.__version__,
             "state": state,
         }
         text = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
-        own = tensors.share(tensors.gather(model, optimizer), self._ranks.rank, self._ranks.world)
+        own = tensors.share(tensors.gather(model, optimizer), self._ranks.rank, self._ranks.world_size)
         if self.config.asynchronous:
             if self._stager is None:
                 # Its copy in host memory stays and is filled again, pinned where that makes it faster.
@@ -178,9 +178,9 @@ class Checkpoints:
             raise self._failed()
 
     def newest(self) -> Found | None:
-        """The newest good checkpoint, the same on all ranks; rank 0 looks. See `history.newest`."""
+        """The newest good checkpoint, the same on all ranks; rank 0 looks. See `checkpoint_files.newest`."""
         self._settle()
-        return self._ranks.on_first(lambda: history.newest(self.folder))
+        return self._ranks.on_first(lambda: checkpoint_files.newest(self.folder))
 
     def load(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
         """Fill model and optimizer in place and return the state; any mode and world size.
@@ -209,10 +209,10 @@ class Checkpoints:
         """
         self._settle()
         refused: list[str] = []
-        for step in reversed(self._ranks.on_first(lambda: history.steps(self.folder))):
-            folder = self.folder / history.folder_name(step)
+        for step in reversed(self._ranks.on_first(lambda: checkpoint_files.steps(self.folder))):
+            folder = self.folder / checkpoint_files.folder_name(step)
             try:
-                found = self._ranks.on_first(partial(history.read, folder))
+                found = self._ranks.on_first(partial(checkpoint_files.read, folder))
                 return self.load(found, model, optimizer)
             except MismatchError:
                 raise
@@ -221,7 +221,7 @@ class Checkpoints:
                 if self._ranks.rank == 0:
                     _LOG.warning("passing over checkpoint %s: %s", folder, error)
         if refused:
-            raise history.none_good(self.folder, refused)
+            raise checkpoint_files.none_good(self.folder, refused)
         return None
 
     def _begin(self) -> None:
@@ -235,13 +235,13 @@ class Checkpoints:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.5)
-        history.sweep(self.folder)
+        checkpoint_files.sweep(self.folder)
 
     def _write(self, step: int, own: dict[str, Tensor], state: bytes) -> int:
         """Write and commit; collective, in the writing thread. Fails on all ranks or on none."""
-        aside = self.folder / f"{history.folder_name(step)}.partial"
+        aside = self.folder / f"{checkpoint_files.folder_name(step)}.partial"
         try:
-            self._ranks.on_first(lambda: history.make_empty(aside))
+            self._ranks.on_first(lambda: checkpoint_files.make_empty(aside))
             self._ranks.on_all(lambda: tensors.write(aside, own, self._ranks))
             parts = self._ranks.on_all(lambda: self._describe(aside, state))
             self._ranks.on_first(lambda: self._commit(aside, step, parts))
@@ -267,12 +267,12 @@ class Checkpoints:
         read_metadata(aside, {name: file.bytes for name, file in files.items()})
         seal(aside, step, files)
         flush(aside)
-        final = self.folder / history.folder_name(step)
+        final = self.folder / checkpoint_files.folder_name(step)
         if final.exists():
-            history.remove(final)  # damaged, or of this step once more
+            checkpoint_files.remove(final)  # damaged, or of this step once more
         commit(aside, final)
         self._good.add(step)
-        history.prune(self.folder, self._good, self.config.keep_last, self.config.keep_every)
+        checkpoint_files.prune(self.folder, self._good, self.config.keep_last, self.config.keep_every)
 
     def _settle(self) -> None:
         """Wait for the write under way and take its outcome, which all ranks agree on."""
@@ -288,7 +288,7 @@ class Checkpoints:
             return
         self._failures.clear()
         if self._ranks.rank == 0:
-            _LOG.info("checkpoint written: %s", self.folder / history.folder_name(step))
+            _LOG.info("checkpoint written: %s", self.folder / checkpoint_files.folder_name(step))
 
     def _failed(self) -> CheckpointError:
         return CheckpointError(

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: files and digests, tensors, weights."""

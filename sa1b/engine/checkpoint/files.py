@@ -1,0 +1,280 @@
+"""The checkpoints of a run as files: found, verified by digests, removed when old.
+
+`manifest.json` is written last. It names every other file with its bytes and sha256, and ends with the sha256
+of itself. Only one encoding is valid, so every changed byte of it is detected.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from sa1b.engine.checkpoint.torch_metadata import METADATA, read_metadata
+from sa1b.errors import CheckpointError
+from sa1b.storage.atomic import commit, json_bytes, write_whole
+
+STATE = "state.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A checkpoint whose files have been held against their digests.
+
+    Attributes:
+        step: steps that had been done.
+        folder: where it lies.
+        state: what the caller gave to `save`.
+        world_size: ranks that wrote it.
+        metadata: which tensors it holds.
+    """
+
+    step: int
+    folder: Path
+    state: dict[str, Any]
+    world_size: int
+    metadata: Metadata
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the committed checkpoints in RUN/checkpoints, good or damaged, oldest first."""
+    if not folder.is_dir():
+        return []
+    names = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def read(folder: Path) -> Found:
+    """Check one checkpoint: all digests, the table of tensors, the state.
+
+    Reads every byte once. Call it in one process of a run.
+
+    Raises:
+        CheckpointError: it must not be used; the message names the file.
+        OSError: a file cannot be read.
+    """
+    name = _NAME.fullmatch(folder.name)
+    if not name or not folder.is_dir():
+        raise CheckpointError(f"{folder} is no checkpoint: those are folders named step-00000100")
+    step = int(name[1])
+    files = check(folder, step)
+    for file in (METADATA, STATE):
+        if file not in files:
+            raise CheckpointError(f"{folder / file} is not named by the manifest")
+    document = read_json(folder / STATE)
+    fields = {"step": int, "world_size": int, "state": dict}
+    if not isinstance(document, dict) or any(
+        type(document.get(key)) is not kind for key, kind in fields.items()
+    ):
+        raise CheckpointError(f"{folder / STATE} does not hold the state of a run")
+    if document["step"] != step:
+        raise CheckpointError(f"{folder / STATE} belongs to step {document['step']}")
+    metadata = read_metadata(folder, {file: entry.bytes for file, entry in files.items()})
+    return Found(step, folder, document["state"], document["world_size"], metadata)
+
+
+def newest(folder: Path) -> Found | None:
+    """The newest checkpoint in RUN/checkpoints that is good; None where there is none at all.
+
+    Each damaged one that is passed over is logged as a warning. Call it in one process of a run.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is good.
+    """
+    refused = []
+    for step in reversed(steps(folder)):
+        try:
+            return read(folder / folder_name(step))
+        except (CheckpointError, OSError) as error:
+            refused.append(str(error))
+            _LOG.warning("passing over checkpoint %s: %s", folder_name(step), error)
+    if refused:
+        raise none_good(folder, refused)
+    return None
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed runs have left: checkpoints half written or half deleted. Needs the lock."""
+    for path in folder.iterdir():
+        if path.suffix in (".partial", ".deleted") and _NAME.fullmatch(path.stem):
+            shutil.rmtree(path)
+
+
+def prune(folder: Path, good: set[int], keep_last: int, keep_every: int) -> None:
+    """Remove checkpoints older than the newest `keep_last` of those known to be good.
+
+    Others are not counted: a damaged one must not push out the one that a run has fallen back to.
+
+    Args:
+        good: steps; those removed are taken out.
+        keep_every: multiples of this stay; 0: none.
+    """
+    kept = sorted(good)[-keep_last:]
+    if len(kept) < keep_last:
+        return
+    for step in steps(folder):
+        if step < kept[0] and not (keep_every and step % keep_every == 0):
+            good.discard(step)
+            try:
+                remove(folder / folder_name(step))
+            except OSError as error:
+                _LOG.warning("an old checkpoint stays: %s", error)
+
+
+def remove(path: Path) -> None:
+    """Take its name away first: a crash in between leaves no half checkpoint under a good name."""
+    aside = path.with_name(f"{path.name}.deleted")
+    if aside.exists():
+        shutil.rmtree(aside)
+    commit(path, aside)
+    shutil.rmtree(aside)
+
+
+def make_empty(folder: Path) -> None:
+    """Make a folder, without what was in it."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def folder_name(step: int) -> str:
+    """Of a committed checkpoint."""
+    return f"step-{step:08d}"
+
+
+def none_good(folder: Path, refused: list[str]) -> CheckpointError:
+    """The error when there are checkpoints and none of them can be used."""
+    listed = "\n  ".join(refused)
+    return CheckpointError(
+        f"{folder} has {len(refused)} checkpoints and none can be used:\n  {listed}\n"
+        "Restore one from a copy, or move the folder away to start afresh."
+    )
+
+
+MANIFEST = "manifest.json"
+VERSION = 1
+_LONGEST = 64 << 20  # bytes of a manifest or another JSON file: no run has as many files as fit into that
+_THREADS = 4  # hashlib lets others run meanwhile; one thread does about 1.5 GB/s
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFile:
+    """One file of a sealed folder.
+
+    Attributes:
+        bytes: its length.
+        sha256: of its bytes, hexadecimal.
+    """
+
+    bytes: int
+    sha256: str
+
+
+def measure(path: Path) -> SealedFile:
+    """Read a file and describe it."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return SealedFile(os.fstat(file.fileno()).st_size, digest)
+
+
+def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
+    """Write the manifest of a folder whose files are complete and flushed.
+
+    Raises:
+        CheckpointError: the folder does not hold exactly `files`: ranks do not share its file system.
+    """
+    found = {path.name for path in folder.iterdir()}
+    if missing := sorted(set(files) - found):
+        raise CheckpointError(
+            f"{folder / missing[0]} was written by another rank and cannot be seen from the first: "
+            "checkpoints need a file system that all ranks share"
+        )
+    if foreign := sorted(found - set(files)):
+        raise CheckpointError(f"{folder / foreign[0]} was written by someone else")
+    write_whole(folder / MANIFEST, _encode(step, files))
+
+
+def check(folder: Path, step: int) -> dict[str, SealedFile]:
+    """The files of a sealed folder, each of them read and held against its digest.
+
+    Raises:
+        CheckpointError: a file is missing, added, not a plain file, or has other bytes; the message names it.
+        OSError: a file cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: it is written last, so the rest may not be complete")
+    files = _decode(path, read_json(path), step)
+    found = {entry.name: entry for entry in os.scandir(folder)}
+    for name in sorted({*files, MANIFEST} ^ set(found)):
+        state = "is missing" if name in files else "is not named by the manifest"
+        raise CheckpointError(f"{folder / name} {state}")
+    for name, file in files.items():
+        status = found[name].stat(follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{folder / name} is a link or folder, not a plain file")
+        if status.st_size != file.bytes:
+            raise CheckpointError(f"{folder / name} has {status.st_size} bytes, not {file.bytes}")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        measured = dict(zip(files, pool.map(lambda name: measure(folder / name), files), strict=True))
+    for name, file in files.items():
+        if measured[name] != file:
+            raise CheckpointError(f"{folder / name} has other bytes than were written: its sha256 is wrong")
+    return files
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if path.stat().st_size > _LONGEST:
+        raise CheckpointError(f"{path} is longer than {_LONGEST} bytes: it is not what a checkpoint holds")
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+
+
+def _encode(step: int, files: dict[str, SealedFile]) -> bytes:
+    document: dict[str, object] = {
+        "version": VERSION,
+        "step": step,
+        "files": {name: asdict(file) for name, file in sorted(files.items())},
+    }
+    digest = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    return json_bytes({**document, "sha256": digest})
+
+
+def _decode(path: Path, document: Any, step: int) -> dict[str, SealedFile]:
+    if isinstance(document, dict) and document.get("version") not in (None, VERSION):
+        raise CheckpointError(
+            f"{path} is of version {document['version']}, this program reads {VERSION}: "
+            "use the version of sa1b that wrote it"
+        )
+    try:
+        files = {
+            str(name): SealedFile(file["bytes"], file["sha256"]) for name, file in document["files"].items()
+        }
+        written = _encode(document["step"], files)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{path} is not the manifest of a checkpoint") from None
+    if path.read_bytes() != written:
+        raise CheckpointError(f"{path} has other bytes than were written: its own sha256 is wrong")
+    if document["step"] != step:
+        raise CheckpointError(f"{path} belongs to step {document['step']}: the folder was renamed or copied")
+    for name in files:
+        if Path(name).name != name or name in (MANIFEST, ".", ".."):
+            raise CheckpointError(f"{path} names {name!r}, which is no file of this folder")
+    return files
