@@ -200,7 +200,8 @@ class Feed:
                 points=batch.points,
                 image=image,
                 weights=weights,
-                keys=random_words(self._key, int(Purpose.PROMPT), positions[image], batch.mask_ids),
+                # By the index, not the id: masks without an id all have -1.
+                keys=random_words(self._key, int(Purpose.PROMPT), positions[image], batch.mask_index),
                 sizes=framed_sizes(batch.source_sizes, batch.masks.image_size).to(image.device),
             ),
             image_keys=random_words(self._key, int(Purpose.VISIT), positions),

@@ -138,7 +138,9 @@ class Batch(_Tensors):
         points: float32 [M, 2], x, y in the padded square: the centre of a uniform foreground pixel.
         areas: int64 [M], source pixels.
         predicted_iou, stability_score: float32 [M].
-        mask_ids: int64 [M]; ids: int64 [B], the image ids.
+        mask_ids: int64 [M], -1 where the annotation has none; mask_index: int64 [M], the mask's index in its
+            record, unique in an image.
+        ids: int64 [B], the image ids.
         source_sizes: int64 [B, 2], height and width.
         positions: int64 [B], of each image in the order.
         valid: bool [B]; False for the fill-up of the last evaluation step.
@@ -155,6 +157,7 @@ class Batch(_Tensors):
     predicted_iou: Tensor
     stability_score: Tensor
     mask_ids: Tensor
+    mask_index: Tensor
     ids: Tensor
     source_sizes: Tensor
     positions: Tensor
@@ -194,6 +197,7 @@ def collate(
         predicted_iou=_joined([sample.predicted_iou for sample in samples], np.float32),
         stability_score=_joined([sample.stability_score for sample in samples], np.float32),
         mask_ids=_joined([sample.mask_ids for sample in samples], np.int64),
+        mask_index=_joined([sample.mask_index for sample in samples], np.int64),
         ids=torch.tensor([sample.image_id for sample in samples], dtype=torch.int64),
         source_sizes=source_sizes,
         positions=torch.tensor(positions, dtype=torch.int64),

@@ -66,7 +66,8 @@ class SampleMasks:
         points: float32 [m, 2], x, y: the centre of a uniform foreground pixel.
         areas: int64 [m], source pixels.
         predicted_iou, stability_score: float32 [m].
-        mask_ids: int64 [m].
+        mask_ids: int64 [m], -1 where the annotation has none; mask_index: int64 [m], the mask's index in its
+            record, ascending and unique in an image.
     """
 
     image_id: int
@@ -79,6 +80,7 @@ class SampleMasks:
     predicted_iou: npt.NDArray[np.float32]
     stability_score: npt.NDArray[np.float32]
     mask_ids: npt.NDArray[np.int64]
+    mask_index: npt.NDArray[np.int64]
 
 
 def decode_image(
@@ -141,6 +143,7 @@ def pick_masks(
         predicted_iou=annotations.predicted_iou[chosen].astype(np.float32),
         stability_score=annotations.stability_score[chosen].astype(np.float32),
         mask_ids=annotations.mask_id[chosen],
+        mask_index=chosen,
     )
 
 

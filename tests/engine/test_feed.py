@@ -17,7 +17,10 @@ from sa1b.masks.raster_torch import framed_sizes
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.manifest import read_tasks
 from tests.engine.stream_root import IMAGE_SIZE, feed_of, make_root
+from tests.shards import tiny
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +113,20 @@ def test_keys_differ_by_mask_by_visit_and_by_seed(root: Path, tmp_path: Path) ->
     assert len(set(visits)) == len(visits)
     others = steps_of(root, tmp_path, 10, seed=4)
     assert not set(keys) & {int(key) for micros in others for micro in micros for key in micro.targets.keys}
+
+
+def test_masks_without_an_id_have_keys_of_their_own(tmp_path: Path) -> None:
+    members = []
+    for image_id in (100, 101):
+        document = tiny.document(image_id, masks=4)
+        for mask in document["annotations"]:
+            del mask["id"]
+        members += tiny.pair_members(image_id, text=tiny.encode(document))
+    tiny.ingest_tar(tiny.write_tar(tmp_path / "sa_000001.tar", members), tmp_path / "root")
+    write_dataset(tmp_path / "root", read_tasks(tmp_path / "root"))
+    (micro,) = steps_of(tmp_path / "root", tmp_path, 1, global_batch=2)[0]
+    assert micro.mask_ids.tolist() == [-1] * 8
+    assert len(micro.targets.keys.unique()) == 8
 
 
 def test_a_mask_without_a_pixel_does_not_count(root: Path, tmp_path: Path) -> None:
