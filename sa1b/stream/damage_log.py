@@ -31,13 +31,22 @@ class DamageLog:
         return DamageLog, (self.path, self.rank)
 
     def damaged(
-        self, *, shard: str, offset: int, image_id: int, position: int, read: int, reason: str
+        self,
+        *,
+        shard: str,
+        offset: int,
+        image_id: int,
+        position: int,
+        read: int,
+        reason: str,
+        once: bool = False,
     ) -> None:
         """Write a line.
 
         Args:
             read: samples that this rank has read up to here in all, those before a restart too, whose lines
                 are in the file.
+            once: write and count an image that this rank has logged before no second time.
 
         Raises:
             DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) of them.
@@ -51,6 +60,8 @@ class DamageLog:
             "reason": reason[:1000],
         }
         with self._lock:
+            if once and any(entry["image_id"] == image_id for entry in self.entries()):
+                return
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:

@@ -32,7 +32,7 @@ from sa1b.stream.buffers import fresh
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.order import Order, Sequential, rank_slice
 from sa1b.stream.plan import MicroBatch, Plan, process_rank
-from sa1b.stream.sample import SampleMasks, SampleOptions, decode_image, pick_masks
+from sa1b.stream.sample import SampleMasks, SampleOptions, decode_image, no_masks, pick_masks
 from sa1b.stream.stats import PipelineStats
 from sa1b.views.view import open_view
 
@@ -199,6 +199,8 @@ class Stream(IterableDataset[Batch]):
             position=position,
             read=position // self.world_size,
             reason=str(error),
+            # An evaluation reads the same image each time.
+            once=isinstance(self.plan.order, Sequential),
         )
 
     def where(self, row: int) -> str:
@@ -265,7 +267,8 @@ class PendingBatch:
     Attributes:
         stream: that it belongs to.
         piece: its positions.
-        rows: of the sample table; valid: whether each counts.
+        rows: of the sample table; valid: whether each counts, False for a fill-up and, once loaded, for a
+            damaged sample of a sequential stream.
         reads: one for each sample.
     """
 
@@ -279,8 +282,11 @@ class PendingBatch:
         return len(self.rows)
 
     def load(self, i: int, buffer: npt.NDArray[np.uint8]) -> SampleMasks:
-        """Wait for sample i, decode its image into `buffer` and choose its masks; of the substitute where it
-        is damaged. Safe to call from several threads, once for each sample.
+        """Wait for sample i, decode its image into `buffer` and choose its masks.
+
+        A damaged sample goes to the damage log. A shuffled stream then loads its substitute. A sequential one
+        gives a black image without masks and sets `valid[i]` to False: an evaluation with another image would
+        be another evaluation. Safe to call from several threads, once for each sample.
 
         Args:
             buffer: uint8 [S, S, 3].
@@ -308,8 +314,9 @@ class PendingBatch:
             except (ShardError, BadSample) as error:
                 stream.record_damage(row, position, error)
                 if isinstance(order, Sequential):
-                    error.add_note(_REPLACED)
-                    raise  # an evaluation with other samples would be another evaluation
+                    self.valid[i] = False
+                    buffer[:] = 0
+                    return no_masks(int(stream.dataset.table.image_id[row]), len(buffer))
                 row = int(stream.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
                 (read,) = stream.dataset.submit([row])
             except Exception as error:

@@ -147,6 +147,24 @@ def pick_masks(
     )
 
 
+def no_masks(image_id: int, image_size: int) -> SampleMasks:
+    """What a black image of the whole padded square has in place of a damaged sample: no masks."""
+    empty = Runs(np.zeros(0, np.uint32), np.zeros(1, np.int64), image_size, image_size)
+    scores, numbers = np.zeros(0, np.float32), np.zeros(0, np.int64)
+    return SampleMasks(
+        image_id=image_id,
+        height=image_size,
+        width=image_size,
+        runs=empty,
+        boxes=np.zeros((0, 4), np.float32),
+        points=np.zeros((0, 2), np.float32),
+        areas=numbers,
+        predicted_iou=scores,
+        stability_score=scores,
+        mask_ids=numbers,
+    )
+
+
 def choose(
     annotations: Annotations,
     usable: npt.NDArray[np.bool_],

@@ -222,11 +222,35 @@ def test_a_shard_in_place_of_another_gives_none_of_its_samples(copy: Path, tmp_p
     for row in np.flatnonzero(dataset.table.shard == 1).tolist():
         with pytest.raises(ShardError, match=f"sa_{dataset.table.image_id[row]}.*{SHARD}"):
             dataset[row]
-    evaluation = sa1b.Stream(
-        copy, global_batch=1, order="sequential", damage_log=tmp_path / "damage_log", **RECIPE
-    )
-    with pytest.raises(ShardError, match=SHARD):
-        list(evaluation)
+
+
+@pytest.mark.parametrize("read", ["stream", "loader"])
+def test_a_damaged_sample_of_an_evaluation_is_black_not_valid_and_logged_once(
+    copy: Path, tmp_path: Path, read: str
+) -> None:
+    shutil.copyfile(copy / SHARD.replace("0001.tar", "0000.tar"), copy / SHARD)
+    table = sa1b.open(copy).table
+    damaged = set(table.image_id[table.shard == 1].tolist())
+    seen: dict[int, bool] = {}
+    for _ in range(2):  # evaluated twice
+        stream = sa1b.Stream(
+            copy, global_batch=5, order="sequential", damage_log=tmp_path / "damage_log", **RECIPE
+        )
+        for batch in stream if read == "stream" else sa1b.Loader(stream, quiet=True):
+            for i, position in enumerate(batch.positions.tolist()):
+                image_id = int(batch.ids[i])
+                filled_up = position >= IMAGES
+                assert image_id == table.image_id[min(position, IMAGES - 1)]  # no substitute
+                assert bool(batch.valid[i]) == (not filled_up and image_id not in damaged)
+                if image_id in damaged:
+                    assert not batch.images[i].any()
+                    assert not (batch.masks.image == i).any()
+                seen[image_id] = image_id in damaged
+    assert len(seen) == IMAGES
+    assert 0 < sum(seen.values()) < IMAGES
+    lines = [json.loads(line) for line in (tmp_path / "damage_log").read_text().splitlines()]
+    assert sorted(line["image_id"] for line in lines) == sorted(damaged)
+    assert {line["shard"] for line in lines} == {SHARD}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'{"format": "sa1b-shards-9"}'])
