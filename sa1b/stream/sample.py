@@ -162,6 +162,7 @@ def no_masks(image_id: int, image_size: int) -> SampleMasks:
         predicted_iou=scores,
         stability_score=scores,
         mask_ids=numbers,
+        mask_index=numbers,
     )
 
 
