@@ -5,7 +5,6 @@ folder, which is thrown away.
 """
 
 import io
-import os
 import platform
 import re
 import tarfile
@@ -29,6 +28,7 @@ from sa1b.shards.sample_read import location_of
 from sa1b.sources.discovery import discover
 from sa1b.synthetic import source_tars as synthetic
 from sa1b.verify.rebuild import rebuild_root
+from sa1b.workers import available_cpus
 
 QUALITY = 95  # of re-encoded images, what tools/reshard.py takes
 MASKS = 64
@@ -168,7 +168,7 @@ def machine() -> dict[str, Any]:
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
     return {
         "processor": model[1].strip() if model else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cpus(),
         "memory_bytes": int(memory[1]) * 1024 if memory else None,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.release().split('-')[0]}",

@@ -9,6 +9,7 @@ An event costs the parent one wake-up and one small message, whatever the number
 microseconds, so 64 workers with five reports a second each take 0.6 % of a core.
 """
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Literal
 
 from sa1b.errors import Sa1bError
@@ -30,6 +32,78 @@ from sa1b.errors import Sa1bError
 _CONTEXT = multiprocessing.get_context("spawn")  # no threads, locks or handles of the parent come along
 _STALL_RETRIES = 1
 _KILL_SECONDS = 10.0  # a killed process that is still there hangs in the kernel, on storage that is gone
+
+
+def available_cpus(root: str | Path = "/") -> int:
+    """CPUs that this process may use, at least 1: the number of threads or processes to start.
+
+    The smallest of
+        the affinity mask: taskset, cpusets, the binding of Slurm or of torchrun's --numa-binding;
+        the CPU quota of the process's cgroups, version 1 or 2: Docker, Kubernetes, systemd;
+        Slurm's allotment for a task: SLURM_CPUS_PER_TASK, else an equal part of the node's.
+    Under torchrun the LOCAL_WORLD_SIZE ranks of a machine share equally what torchrun itself may use. Without
+    torchrun a rank is a Slurm task, whose allotment is its own and is not divided again.
+
+    Args:
+        root: where /proc and /sys are mounted.
+    """
+    ranks, tasks = _count("LOCAL_WORLD_SIZE"), _count("SLURM_NTASKS_PER_NODE")
+    own = shared = _affinity(0)
+    if ranks > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(OSError):
+            shared = max(own, _affinity(os.getppid()))  # a rank's own mask may be its part already
+    limits = [shared, _cgroup_quota(Path(root))]
+    if per_task := _count("SLURM_CPUS_PER_TASK"):
+        limits.append(per_task)
+    elif tasks and not ranks:
+        limits.append((_count("SLURM_CPUS_ON_NODE") or own) // tasks)
+    return max(1, min(own, int(min(limits) / max(1, ranks))))
+
+
+def _count(variable: str) -> int:
+    """A positive number from the environment; 0 where there is none."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _affinity(process: int) -> int:
+    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(process))
+
+
+def _cgroup_quota(root: Path) -> float:
+    """CPUs that the cgroups of this process may use at a time, with those that contain them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    quotas = [float("inf")]
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base = root / "sys/fs/cgroup"
+        elif "cpu" in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controllers
+            base = base if base.exists() else root / "sys/fs/cgroup/cpu"
+        else:
+            continue
+        # In a container the path may be the host's, whose folders are not here: the mount is the container's.
+        group = base / path.strip("/")
+        quotas += [_quota(folder) for folder in (group, *group.parents) if folder.is_relative_to(base)]
+    return min(quotas)
+
+
+def _quota(folder: Path) -> float:
+    """The quota of one cgroup; infinite where it has none."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text().split()
+        return float("inf") if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        microseconds = int((folder / "cpu.cfs_quota_us").read_text())
+        if microseconds > 0:
+            return microseconds / int((folder / "cpu.cfs_period_us").read_text())
+    return float("inf")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ Example: python tools/synthesize.py source --long-side 640
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from sa1b.console import run
 from sa1b.errors import UsageError
 from sa1b.progress import bar
 from sa1b.synthetic.source_tars import IDS_PER_TAR, write_tars
+from sa1b.workers import available_cpus
 
 
 def main(
@@ -44,7 +44,7 @@ def main(
         first_tar: Number of the first tar; image ids follow from it.
         seed: Another seed, other pictures.
         plain: Plain tars instead of gzip.
-        workers: Processes, each with one tar at a time; by default one per core.
+        workers: Processes, each with one tar at a time; by default one for each CPU that this job may use.
         overwrite: Replace tars that exist already.
         json_output: Print the summary as JSON.
     """
@@ -59,7 +59,7 @@ def main(
             seed=seed,
             long_side=long_side,
             compress=not plain,
-            workers=workers or os.cpu_count() or 1,
+            workers=workers or available_cpus(),
             overwrite=overwrite,
             progress=shown.update,
         )

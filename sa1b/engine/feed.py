@@ -6,7 +6,6 @@ for micro in feed.step():
 state = feed.state_dict()
 """
 
-import os
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ class DataConfig:
         block_size: Images that lie together and are read together, for disks that dislike random reads.
         target_size: Pixels of the square in which losses and scores are computed; by default a quarter of
             the image size, as the decoder's masks.
-        threads: That read and decode, in each rank; by default the cores, shared by the ranks of a machine.
+        threads: That read and decode, in each rank; by default its part of the CPUs that the job may use.
         prefetch: Micro-batches prepared before they are needed.
         endpoint: URL of an object store other than Amazon's.
         deadline: Seconds that a read may take over all its attempts before training stops.
@@ -136,7 +135,6 @@ class Feed:
         view: str | None = None,
         order: Literal["shuffle", "sequential"] = "shuffle",
     ) -> None:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         try:
             self.stream = Stream(
                 config.root,
@@ -160,7 +158,7 @@ class Feed:
             raise UsageError(f"--data: {error}") from None
         self.loader = Loader(
             self.stream,
-            threads=config.threads or max(1, (os.cpu_count() or 1) // ranks_here),
+            threads=config.threads,
             prefetch=config.prefetch,
             device=rank_info.device,
             dense=config.target_size or image_size // 4,

@@ -10,6 +10,9 @@ pixels (L the longer side of the image) that holds the image, resized, at its to
     src   = ((2 * dst + 1) * S * len) // (2 * size * len_S)  for a raster of the frame at `size`
 
 so that a mask at 256 lies exactly where the image lies at 1024. Boxes and points scale by len_S / len.
+
+This module is the rule for numpy and the compiled kernels; sa1b.masks.raster_torch has it for torch and
+Triton. There is no third implementation.
 """
 
 from dataclasses import dataclass

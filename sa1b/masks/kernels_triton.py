@@ -14,8 +14,15 @@ try:
 except ImportError as error:
     raise ImportError("masks on a CUDA device need triton: pip install 'sa1b[kernels]'") from error
 
+from sa1b.masks import raster_torch
+
 NEVER = tl.constexpr(2**31 - 1)  # a row below every raster
 COMPILED = not triton.knobs.runtime.interpret  # for a GPU, or else run by Triton's interpreter
+# The formulas of the plain torch raster, compiled; the interpreter calls them as they are.
+framed_side, source_pixel, first_target = (
+    triton.jit(formula) if COMPILED else formula
+    for formula in (raster_torch.framed_side, raster_torch.source_pixel, raster_torch.first_target)
+)
 # Arguments whose values and addresses change from batch to batch: no kernel is compiled for one of them.
 VARYING = ["runs", "offsets", "heights", "widths", "flips", "image_size", "height", "width"]
 
@@ -25,14 +32,8 @@ def axis(
     source: tl.tensor, longer: tl.tensor, image_size: tl.tensor, target: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """Numerator and denominator of the rule; image_size 0 is a plain resize."""
-    taken = tl.maximum((2 * source * image_size + longer) // (2 * longer), 1)
+    taken = framed_side(source, longer, image_size)
     return source * tl.maximum(image_size, 1), taken * target * 2
-
-
-@triton.jit
-def before(sources: tl.tensor, numerator: tl.tensor, denominator: tl.tensor) -> tl.tensor:
-    """How many raster pixels of an axis read a source pixel before these."""
-    return (sources * denominator + numerator - 1) // (2 * numerator)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -85,7 +86,7 @@ def measure_masks(
         position += tl.sum(lengths, 0)
         column = ends // source_height
         row = ends - column * source_height
-        key = column * height + before(row, row_numerator, row_denominator)
+        key = column * height + first_target(row, row_numerator, row_denominator)
         tl.store(keys + index, key, mask=index < stop)
 
         filled = ((index - start) % 2 == 1) & (lengths > 0)
@@ -98,13 +99,13 @@ def measure_masks(
         bottoms = tl.where(filled, tl.maximum(bottoms, bottom), bottoms)
         first += BLOCK
 
-    top = before(tl.min(tops, 0), row_numerator, row_denominator)
-    bottom = before(tl.max(bottoms, 0), row_numerator, row_denominator)
+    top = first_target(tl.min(tops, 0), row_numerator, row_denominator)
+    bottom = first_target(tl.max(bottoms, 0), row_numerator, row_denominator)
     left = tl.min(begins, 0) // source_height
     right = (tl.max(lasts, 0) + source_height - 1) // source_height
     mirrored = mirror + 1 - left
-    left = before(tl.where(mirror < 0, left, mirror + 1 - right), numerator, denominator)
-    right = before(tl.where(mirror < 0, right, mirrored), numerator, denominator)
+    left = first_target(tl.where(mirror < 0, left, mirror + 1 - right), numerator, denominator)
+    right = first_target(tl.where(mirror < 0, right, mirrored), numerator, denominator)
     places += 8 * mask
     tl.store(places, tl.maximum(top, 0))
     tl.store(places + 1, tl.minimum(bottom, height))
@@ -162,7 +163,7 @@ def draw(
     ONE: tl.constexpr,
 ) -> None:
     """Write ROWS rows from `top` of these columns of a mask, but nothing from the limits on."""
-    read = (2 * column.to(tl.int64) + 1) * tl.load(place + 4) // tl.load(place + 5)
+    read = source_pixel(column.to(tl.int64), tl.load(place + 4), tl.load(place + 5))
     mirror = tl.load(place + 6)
     base = tl.where(mirror < 0, read, mirror - read) * height
 

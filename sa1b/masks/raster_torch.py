@@ -9,6 +9,7 @@ take.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,41 @@ def rasterize_frame(
 def framed_sizes(source_sizes: Tensor, image_size: int) -> Tensor:
     """Rows and columns that images take in the padded square, int64 [N, 2]; see sa1b.masks.grid."""
     longer = source_sizes.amax(dim=1, keepdim=True) if len(source_sizes) else source_sizes[:, :1]
-    return ((2 * source_sizes * image_size + longer) // (2 * longer)).clamp(min=1)
+    framed: Tensor = framed_side(source_sizes, longer, image_size)
+    return framed
+
+
+def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
+    """Pixels of the padded square at `size` whose centre lies in the image: bool [N, size, size].
+
+    Args:
+        framed: int64 [N, 2], rows and columns of each image in the square, as `framed_sizes` returns them.
+        image_size: pixels of the square; size: pixels of its raster.
+    """
+    target = torch.arange(size, device=framed.device)
+    rows, columns = (source_pixel(target, image_size, 2 * size) < framed[:, i : i + 1] for i in range(2))
+    inside: Tensor = rows[:, :, None] & columns[:, None, :]
+    return inside
+
+
+# The rule of sa1b.masks.grid for torch; sa1b.masks.kernels_triton compiles the same three functions. So they
+# contain nothing but arithmetic, and quoted annotations, which Triton does not look up.
+
+
+def framed_side(side: "Any", longer: "Any", image_size: "Any") -> "Any":
+    """The pixels that one side of an image takes in the padded square: `sa1b.masks.grid.scaled_side`."""
+    taken = (2 * side * image_size + longer) // (2 * longer)
+    return taken + (taken < 1)
+
+
+def source_pixel(target: "Any", numerator: "Any", denominator: "Any") -> "Any":
+    """The source pixel that a target pixel reads: `sa1b.masks.grid.Axis.sources` without the limit."""
+    return (2 * target + 1) * numerator // denominator
+
+
+def first_target(source: "Any", numerator: "Any", denominator: "Any") -> "Any":
+    """How many target pixels read a source pixel before this one: `sa1b.masks.grid.Axis.firsts`."""
+    return (source * denominator + numerator - 1) // (2 * numerator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +152,9 @@ class Axis:
         return Axis(source, self.target, numerator, denominator)
 
     def firsts(self, pixels: Tensor, masks: Tensor) -> Tensor:
-        """The first target pixel at or behind a source pixel of a mask."""
-        numerator = self.numerator[masks]
-        return (pixels * self.denominator[masks] + numerator - 1) // numerator // 2
+        """The first target pixel that reads a source pixel of a mask or one after it."""
+        found: Tensor = first_target(pixels, self.numerator[masks], self.denominator[masks])
+        return found
 
 
 def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
@@ -194,7 +229,7 @@ def fill_axes(
 
     # Top of a column: whether its first pixel is foreground; end of the image: whether its last is.
     column = torch.arange(width, device=device)
-    read = (2 * column + 1) * columns.numerator[:, None] // columns.denominator[:, None]
+    read = source_pixel(column, columns.numerator[:, None], columns.denominator[:, None])
     seen = read < columns.source[:, None]
     read = torch.where(mirror[:, None] & seen, columns.source[:, None] - 1 - read, read)
     top = before[:, None] + read * rows.source[:, None]

@@ -17,18 +17,6 @@ from sa1b.sam.random_values import below, normals, random_words, uniforms
 BACKGROUND, FOREGROUND, TOP_LEFT, BOTTOM_RIGHT, NOTHING = 0, 1, 2, 3, -1  # labels of Sam.decode
 
 
-def inside_image(sizes: Tensor, image_size: int, raster: int) -> Tensor:
-    """Pixels of a raster of the padded square whose centre lies in the image: bool [M, raster, raster].
-
-    Args:
-        sizes: int64 [M, 2], rows and columns of each mask's image in the padded square.
-        image_size: pixels of the square; raster: pixels of its raster.
-    """
-    centres = (2 * torch.arange(raster, device=sizes.device) + 1) * image_size
-    rows, columns = (centres < 2 * raster * sizes[:, i : i + 1] for i in range(2))
-    return rows[:, :, None] & columns[:, None, :]
-
-
 def point_prompts(points: Tensor) -> tuple[Tensor, Tensor]:
     """Each point as a prompt of two slots, the second empty: float32 [M, 2, 2] and labels int64 [M, 2].
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
 from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
 from sa1b.sam.model import Sam
@@ -206,7 +207,7 @@ class Interactive(nn.Module):
     def _look(self, images: Tensor, targets: Targets, keep: Tensor | None) -> _Scene:
         embeddings = self.model.embed(images, keep, targets.sizes)
         raster = targets.masks.shape[-1]
-        inside = clicks.inside_image(targets.sizes, images.shape[-1], raster)[targets.image]
+        inside = inside_image(targets.sizes, images.shape[-1], raster)[targets.image]
         return _Scene(embeddings, targets.image, targets.masks.bool() & inside, inside)
 
     def _iteration(

@@ -10,7 +10,6 @@ sample table and write images straight into the batch's memory: pinned buffers o
 by events. Copies and rasters run on a stream of their own. The sequence is that of `sa1b.Stream` exactly.
 """
 
-import os
 import sys
 import time
 from collections import deque
@@ -30,6 +29,7 @@ from sa1b.stream.buffers import BufferPool, MaskBufferPool
 from sa1b.stream.dataset import PendingBatch, Stream
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.sample import SampleMasks
+from sa1b.workers import available_cpus
 
 T = TypeVar("T")
 _CUDA: Any = torch.cuda  # parts of it have no types
@@ -90,7 +90,8 @@ class Loader:
 
     Args:
         stream: what to read, and from which position on.
-        threads: that read and decode; by default one per core.
+        threads: that read and decode; by default one for each CPU that this rank may use, see
+            sa1b.workers.available_cpus.
         prefetch: batches worked on before they are asked for, at least 1.
         device: where batches go; "cuda" copies from pinned memory on a stream of its own.
         dense: also rasterise the masks on the device at this size: `batch.dense`, see `Batch`.
@@ -116,7 +117,7 @@ class Loader:
         quiet: bool = False,
     ) -> None:
         self.stream = stream
-        self.threads = threads if threads is not None else os.cpu_count() or 1
+        self.threads = threads if threads is not None else available_cpus()
         self.prefetch = prefetch
         self.device = torch.device(device)
         self.dense = dense

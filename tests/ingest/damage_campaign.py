@@ -17,7 +17,6 @@ import faulthandler
 import gzip
 import itertools
 import json
-import os
 import re
 import shutil
 import sys
@@ -36,6 +35,7 @@ from tqdm import tqdm
 
 from sa1b.errors import SourceError, SystematicError
 from sa1b.shards.manifest import Task
+from sa1b.workers import available_cpus
 from tests.ingest.damage_models import (
     ANYWHERE,
     ARCHIVE,
@@ -412,7 +412,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=available_cpus())
     parser.add_argument("--case", type=int, help="run only this case, in this process")
     arguments = parser.parse_args()
     outcomes: list[Outcome] = []

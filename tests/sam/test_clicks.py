@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sa1b.masks.grid import framed_size
+from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
 from sa1b.sam.random_values import random_words
 
@@ -21,7 +22,7 @@ def some_keys(count: int) -> torch.Tensor:
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 80))
 def test_a_pixel_is_in_the_image_where_its_centre_is(rows, columns, image_size, raster):
     rows, columns = framed_size(rows, columns, image_size)
-    found = clicks.inside_image(torch.tensor([[rows, columns]]), image_size, raster)
+    found = inside_image(torch.tensor([[rows, columns]]), image_size, raster)
     centres = (np.arange(raster) + 0.5) / raster * image_size
     np.testing.assert_array_equal(found[0], np.outer(centres < rows, centres < columns))
 

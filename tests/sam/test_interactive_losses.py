@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from sa1b.sam import clicks
+from sa1b.masks.raster_torch import inside_image
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe
@@ -32,7 +32,7 @@ def reference_parts(logits, truth, predicted, inside, recipe):
 def reference_sums(sketch, targets, recipe):
     """What a training step sums, from the recorded answers, one mask after the other."""
     totals = np.zeros(5)  # focal, dice, IoU loss, first and last IoU
-    inside = clicks.inside_image(targets.sizes[targets.image], SIZE, targets.masks.shape[1]).numpy()
+    inside = inside_image(targets.sizes[targets.image], SIZE, targets.masks.shape[1]).numpy()
     for mask, weight in enumerate(targets.weights.tolist()):
         of_iterations, ious = [], []
         for number, call in enumerate(sketch.decodes):

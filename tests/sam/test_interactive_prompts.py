@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.random_values import kept_branches
@@ -118,7 +119,7 @@ def test_masks_are_scored_after_one_three_and_five_clicks_and_for_the_exact_box(
     assert torch.equal(calls[-1].points.flatten(1), targets.boxes)
     assert calls[-1].labels.unique(dim=0).tolist() == [[clicks.TOP_LEFT, clicks.BOTTOM_RIGHT]]
     assert calls[-1].low_res is None
-    inside = clicks.inside_image(targets.sizes[targets.image], SIZE, 16).numpy()
+    inside = inside_image(targets.sizes[targets.image], SIZE, 16).numpy()
     for column, call, many in (
         (0, calls[0], True),
         (1, calls[2], False),
