@@ -9,7 +9,15 @@ pixels (L the longer side of the image) that holds the image, resized, at its to
     len_S = max(1, (2 * len * S + L) // (2 * L))            pixels that an axis of len takes of the S
     src   = ((2 * dst + 1) * S * len) // (2 * size * len_S)  for a raster of the frame at `size`
 
-so that a mask at 256 lies exactly where the image lies at 1024. Boxes and points scale by len_S / len.
+so that a mask at 256 lies exactly where the image lies at 1024.
+
+Points and boxes are in pixels of the square, x right and y down. Pixel i covers i to i + 1, its centre is at
+i + 0.5. Both name source pixels by their centres: a point at source pixel x is (x + 0.5) * len_S / len, and a
+box is x0, y0, x1, y1, the centres of the first and the last column and row of its mask. So the box of a mask
+of one pixel is its point twice, and width and height are SA-1B's, last minus first pixel. That is the
+convention of the published model: its boxes are first and last pixel indices (`batched_mask_to_box`), and its
+prompt encoder adds 0.5 to points and to box corners alike. Prompts of sa1b.sam, where a pixel's centre has an
+integer index, are these coordinates minus 0.5.
 
 This module is the rule for numpy and the compiled kernels; sa1b.masks.raster_torch has it for torch and
 Triton. There is no third implementation.

@@ -2,8 +2,9 @@
 
 A user is imitated as in "Segment Anything" (2023), appendix A. Every choice is a function of the mask's
 key (sa1b.sam.random_values): a mask gets the same prompts for the same answers in any batch, on any device.
-There is no loop over masks and nothing waits for the device. Prompts are in the frame of Sam.decode: pixels
-of the padded square, x right, y down, a pixel's centre at its integer index.
+There is no loop over masks and nothing waits for the device. Points and boxes come in the frame of
+sa1b.masks.grid, a pixel's centre at its index plus 0.5. Prompts are in the frame of Sam.decode, that of the
+published model, a pixel's centre at its integer index: points and box corners alike minus 0.5.
 
 64 clicks at 256x256 on one CPU thread take 8 ms; the decoder of vit_b takes over 20 s for those 64 masks.
 """
@@ -20,7 +21,7 @@ BACKGROUND, FOREGROUND, TOP_LEFT, BOTTOM_RIGHT, NOTHING = 0, 1, 2, 3, -1  # labe
 def point_prompts(points: Tensor) -> tuple[Tensor, Tensor]:
     """Each point as a prompt of two slots, the second empty: float32 [M, 2, 2] and labels int64 [M, 2].
 
-    points: float32 [M, 2], x and y as the stream gives them, a pixel's centre at its index plus a half.
+    points: float32 [M, 2], x and y, see sa1b.masks.grid.
     """
     labels = torch.full(points.shape, NOTHING, dtype=torch.int64, device=points.device)
     labels[:, 0] = FOREGROUND
@@ -28,10 +29,13 @@ def point_prompts(points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def box_prompts(boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Each box, float32 [M, 4] x0, y0, x1, y1, as its two corners: float32 [M, 2, 2], labels int64 [M, 2]."""
+    """Each box as its two corners: float32 [M, 2, 2] and labels int64 [M, 2].
+
+    boxes: float32 [M, 4], x0, y0, x1, y1, see sa1b.masks.grid.
+    """
     labels = torch.full((len(boxes), 2), TOP_LEFT, dtype=torch.int64, device=boxes.device)
     labels[:, 1] = BOTTOM_RIGHT
-    return boxes.reshape(-1, 2, 2), labels
+    return boxes.reshape(-1, 2, 2) - 0.5, labels
 
 
 def noised_boxes(boxes: Tensor, keys: Tensor, sizes: Tensor, noise: float, limit: float) -> Tensor:

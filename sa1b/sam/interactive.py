@@ -33,8 +33,9 @@ class Targets:
 
     Attributes:
         masks: uint8 [M, R, R], 1 is foreground; a raster of the padded square, R at least image_size / 4.
-        boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square, the outer edges.
-        points: float32 [M, 2], x and y in the padded square of a foreground pixel's centre, x + 0.5.
+        boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square: the centres of the first and last column
+            and row; see sa1b.masks.grid.
+        points: float32 [M, 2], x and y in the padded square of a foreground pixel's centre.
         image: int64 [M], the image in the micro-batch that each mask belongs to.
         weights: float32 [M], how much a mask counts; 0 for fillers, and for masks that have no pixel at R.
         keys: int64 [M], a hash for each mask; every draw for the mask is made from it.

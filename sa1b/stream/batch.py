@@ -134,7 +134,8 @@ class Batch(_Tensors):
     Attributes:
         images: uint8 [B, 3, S, S], RGB, channels last in memory; padded right and below with 0.
         masks: the masks as runs.
-        boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square: the outer edges of the mask's pixels.
+        boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square: the centres of the mask's first and last
+            column and row; see sa1b.masks.grid.
         points: float32 [M, 2], x, y in the padded square: the centre of a uniform foreground pixel.
         areas: int64 [M], source pixels.
         predicted_iou, stability_score: float32 [M].

@@ -57,12 +57,12 @@ class SampleOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleMasks:
-    """The chosen masks of one image, m of them; coordinates in the padded square S x S.
+    """The chosen masks of one image, m of them; coordinates in the padded square S x S, see sa1b.masks.grid.
 
     Attributes:
         image_id: of the image; height, width: pixels of its source.
         runs: of the chosen masks at source resolution, mirrored if the image is.
-        boxes: float32 [m, 4], x0, y0, x1, y1: the outer edges of the mask's pixels.
+        boxes: float32 [m, 4], x0, y0, x1, y1: the centres of the mask's first and last column and row.
         points: float32 [m, 2], x, y: the centre of a uniform foreground pixel.
         areas: int64 [m], source pixels.
         predicted_iou, stability_score: float32 [m].
@@ -129,7 +129,7 @@ def pick_masks(
         runs = geometry.flip_horizontal(runs)
     rows, columns = framed_size(height, width, options.image_size)
     scale = np.array([columns / width, rows / height])
-    corners = geometry.bbox(runs).astype(np.float64)
+    corners = geometry.bbox_sa1b(runs)
     corners[:, 2:] += corners[:, :2]
     inside = points.uniform_point(runs, random_words(seed, Purpose.POINT, image_id, epoch, chosen))
     return SampleMasks(
@@ -137,7 +137,7 @@ def pick_masks(
         height=height,
         width=width,
         runs=runs,
-        boxes=(corners * np.tile(scale, 2)).astype(np.float32),
+        boxes=((corners + 0.5) * np.tile(scale, 2)).astype(np.float32),
         points=((inside + 0.5) * scale).astype(np.float32),
         areas=geometry.area(runs),
         predicted_iou=annotations.predicted_iou[chosen].astype(np.float32),

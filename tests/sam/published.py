@@ -19,10 +19,15 @@ STAND_INS = ("torchvision", "torchvision.ops", "torchvision.ops.boxes", "torchvi
 
 
 def modeling() -> ModuleType:
+    return module("segment_anything.modeling")
+
+
+def module(name: str) -> ModuleType:
+    """A module of the published package."""
     functional = "torchvision.transforms.functional"
     with patch.dict(sys.modules, {name: MagicMock() for name in (*STAND_INS, functional)}):
         importlib.import_module("segment_anything")
-        return importlib.import_module("segment_anything.modeling")
+        return importlib.import_module(name)
 
 
 def build(config: ModelConfig, seed: int = 0) -> nn.Module:

@@ -33,9 +33,9 @@ def test_points_lose_the_half_that_the_prompt_encoder_adds():
     assert labels.tolist() == [[clicks.FOREGROUND, clicks.NOTHING]]
 
 
-def test_boxes_are_two_corners():
+def test_boxes_are_two_corners_and_lose_the_same_half():
     points, labels = clicks.box_prompts(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
-    assert points.tolist() == [[[1, 2], [3, 4]]]
+    assert points.tolist() == [[[0.5, 1.5], [2.5, 3.5]]]
     assert labels.tolist() == [[clicks.TOP_LEFT, clicks.BOTTOM_RIGHT]]
 
 

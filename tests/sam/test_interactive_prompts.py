@@ -116,7 +116,7 @@ def test_masks_are_scored_after_one_three_and_five_clicks_and_for_the_exact_box(
     calls = sketch.decodes
     assert [call.labels.shape[1] for call in calls] == [2, 3, 4, 5, 6, 2]
     assert torch.equal(calls[0].points[:, 0], targets.points - 0.5)
-    assert torch.equal(calls[-1].points.flatten(1), targets.boxes)
+    assert torch.equal(calls[-1].points.flatten(1), targets.boxes - 0.5)
     assert calls[-1].labels.unique(dim=0).tolist() == [[clicks.TOP_LEFT, clicks.BOTTOM_RIGHT]]
     assert calls[-1].low_res is None
     inside = inside_image(targets.sizes[targets.image], SIZE, 16).numpy()
