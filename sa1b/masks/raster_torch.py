@@ -100,6 +100,53 @@ def framed_sizes(source_sizes: Tensor, image_size: int) -> Tensor:
     return framed
 
 
+def empty_frames(
+    runs: Tensor,
+    offsets: Tensor,
+    source_height: Tensor,
+    source_width: Tensor,
+    image_size: int,
+    size: int,
+) -> Tensor:
+    """Masks of which `rasterize_frame` sets no pixel, bool [N], from their runs alone. Nothing waits.
+
+    A foreground run is a part of a column, or parts of its first and last column with all columns between
+    them: it has a pixel where rows and columns of such a part have one.
+
+    Args:
+        source_height, source_width: int64 [N], on the device of the runs.
+        Others as for `rasterize_frame`.
+    """
+    image_size, size = check_size(image_size, size)
+    if len(runs) == 0:
+        return torch.ones(offsets.numel() - 1, dtype=torch.bool, device=runs.device)
+    source = torch.stack((source_height, source_width))
+    taken = framed_sizes(source.T, image_size).T
+    rows, columns = (Axis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2))
+    lengths = runs.to(torch.int64)
+    ends = lengths.cumsum(0)
+    number = torch.arange(len(runs), device=runs.device)
+    masks = torch.arange(len(source_height), device=runs.device)
+    mask = masks.repeat_interleave(offsets.diff(), output_size=len(runs))
+    filled = ((number - offsets[mask]) % 2 == 1) & (lengths > 0)
+    # Positions in the mask's image: runs of a mask add up to its pixels.
+    pixels = source_height * source_width
+    starts = ends - lengths - (pixels.cumsum(0) - pixels)[mask]
+    height = source_height[mask]
+    first, last = starts // height, (starts + lengths - 1) // height
+    top, bottom = starts - first * height, starts + lengths - last * height
+
+    def some(axis: Axis, low: Tensor, high: Tensor) -> Tensor:
+        """Whether target pixels read source pixels low <= s < high."""
+        return axis.firsts(low, mask) < axis.firsts(high, mask)
+
+    single = first == last
+    seen = some(rows, top, torch.where(single, bottom, height)) & some(columns, first, first + 1)
+    seen |= ~single & some(rows, torch.zeros_like(top), bottom) & some(columns, last, last + 1)
+    seen |= (first + 1 < last) & some(rows, torch.zeros_like(top), height) & some(columns, first + 1, last)
+    return torch.zeros_like(masks).index_add_(0, mask, (filled & seen).long()) == 0
+
+
 def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
     """Pixels of the padded square at `size` whose centre lies in the image: bool [N, size, size].
 

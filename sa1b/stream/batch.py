@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any, NoReturn, Self
@@ -31,38 +31,46 @@ from sa1b.masks.runs import Runs
 from sa1b.stream.buffers import fresh
 from sa1b.stream.sample import SampleMasks
 
+_LARGE = ("images", "dense")  # tensors that are not packed with the others
+_ALIGNMENT = 64  # bytes, at which a tensor begins in a packed buffer: at least that of every type
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tensors:
     """A record of tensors that travels as one."""
 
-    def _map(self, function: Any) -> Self:
-        changed = {}
+    def _map(self, function: Callable[[str, Tensor], Tensor]) -> Self:
+        """A copy with function(name, tensor) in place of each tensor, at any depth."""
+        changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 changed[field.name] = function(field.name, value)
             elif isinstance(value, _Tensors):
                 changed[field.name] = value._map(function)
+            elif isinstance(value, dict):
+                changed[field.name] = {
+                    name: function(name, item) if isinstance(item, Tensor) else item
+                    for name, item in value.items()
+                }
         return replace(self, **changed)
 
     def pin_memory(self) -> Self:
         """A copy in pinned memory, from which copies to a GPU need not wait."""
         return self._map(lambda name, tensor: tensor.pin_memory())
 
-    def pinned_but_images(self) -> Self:
-        """Like pin_memory, for images that lie in pinned memory already."""
-        return self._map(lambda name, tensor: tensor if name == "images" else tensor.pin_memory())
-
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator that `stream` uses these tensors too."""
-        self._map(lambda name, tensor: tensor if name == "sizes" else _recorded(tensor, stream))
+        """Tell CUDA's allocator that `stream` uses these tensors too."""
+
+        def record(name: str, tensor: Tensor) -> Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        self._map(record)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
-        """On another device. Source sizes stay on the CPU, where rasters read them without waiting."""
-        return self._map(
-            lambda name, tensor: tensor if name == "sizes" else tensor.to(device, non_blocking=non_blocking)
-        )
+        """A copy on another device; nothing is copied where it lies there already."""
+        return self._map(lambda name, tensor: tensor.to(device, non_blocking=non_blocking))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +81,7 @@ class RaggedMasks(_Tensors):
         runs: int32 [R], column-major at source resolution, background first, mirrored where the image is.
         offsets: int64 [M + 1] into runs.
         image: int64 [M], the image in the batch that each mask belongs to, ascending.
-        sizes: int64 [M, 2], height and width of that image's source; always on the CPU.
+        sizes: int64 [M, 2], height and width of that image's source.
         image_size: pixels of the padded square.
     """
 
@@ -89,11 +97,13 @@ class RaggedMasks(_Tensors):
     def dense(self, size: int | None = None, *, out: Tensor | None = None) -> Tensor:
         """Pixels in the padded square at `size` (image_size if None): uint8 [M, size, size] on this device.
 
-        Bit for bit the same on every device: see sa1b.masks.grid.
+        Bit for bit the same on every device: see sa1b.masks.grid. On a CUDA device nothing is copied and the
+        host does not wait, provided that triton is installed, as it is with CUDA builds of torch.
         """
         size = size or self.image_size
         if self.runs.device.type != "cpu":
-            pixels: Tensor = _back_end().rasterize_frame(
+            rasterize = _back_end(self.runs.device.type).rasterize_frame
+            pixels: Tensor = rasterize(
                 self.runs, self.offsets, self.sizes[:, 0], self.sizes[:, 1], self.image_size, size, out=out
             )
             return pixels
@@ -102,6 +112,19 @@ class RaggedMasks(_Tensors):
         for draw in self.drawings(size, out):
             draw()
         return out
+
+    def empty(self, size: int | None = None) -> Tensor:
+        """Which masks have no pixel in the padded square at `size` (image_size if None): bool [M].
+
+        A small mask may lie between the source pixels that `dense` reads. It stays in the batch, with its
+        point, box and scores, as a target without foreground: leave it out of the loss, or do not choose it
+        (`Stream(min_pixels=)`). Computed from the runs, without pixels; equal to
+        `~(self.dense(size) != 0).flatten(1).any(1)`.
+        """
+        heights, widths = self.sizes.unbind(1)
+        return raster_torch.empty_frames(
+            self.runs, self.offsets, heights, widths, self.image_size, size or self.image_size
+        )
 
     def drawings(
         self, size: int, out: Tensor, boxes: npt.NDArray[np.int64] | None = None
@@ -148,6 +171,7 @@ class Batch(_Tensors):
         position: where the stream goes on if this batch was the last one used: behind its step if it is the
             last micro-batch of the step, else at the start of the step, which then is done again as a whole.
         dense: the masks' pixels, uint8 [M, size, size], where the loader was asked for them.
+        buffer: uint8, the memory of all other tensors but `images` where they are packed (`pack`), else None.
     """
 
     images: Tensor
@@ -165,9 +189,61 @@ class Batch(_Tensors):
     valid: Tensor
     position: int
     dense: Tensor | None = None
+    buffer: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def pack(self, allocate: Callable[[int], Tensor]) -> "Batch":
+        """A copy whose tensors other than `images` and `dense` lie in one buffer, for one copy to a device.
+
+        Args:
+            allocate: returns at least so many bytes, uint8 [n], at an address that is a multiple of 64.
+        """
+        sizes: list[int] = []
+        loose = replace(self, buffer=None)
+        loose._map(lambda name, tensor: _noted(name, tensor, sizes))
+        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+        buffer = allocate(ends[-1])[: ends[-1]]
+        starts = iter([0, *ends])
+
+        def moved(name: str, tensor: Tensor) -> Tensor:
+            if name in _LARGE:
+                return tensor
+            return _view(buffer, next(starts), tensor).copy_(tensor)
+
+        return replace(loose._map(moved), buffer=buffer)
+
+    def _repacked(self, buffer: Tensor) -> "Batch":
+        """With a copy of the buffer: the tensors that lie in the old one become views of it."""
+        old = self.buffer
+        assert old is not None
+        first, stop = old.data_ptr(), old.data_ptr() + old.nbytes
+
+        def moved(name: str, tensor: Tensor) -> Tensor:
+            if tensor is old:
+                return buffer
+            if name not in _LARGE and first <= tensor.data_ptr() < stop:
+                return _view(buffer, tensor.data_ptr() - first, tensor)
+            return tensor
+
+        return self._map(moved)
+
+    def pin_memory(self) -> "Batch":
+        """A copy in pinned memory, from which copies to a GPU need not wait; packed."""
+        packed = self.pack(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        return packed._map(lambda name, tensor: tensor.pin_memory() if name in _LARGE else tensor)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "Batch":
+        """A copy on another device: one copy for `images`, one for `dense`, one for all other tensors."""
+        if torch.device(device).type == self.images.device.type:
+            return _Tensors.to(self, device, non_blocking=non_blocking)
+        packed = self
+        if self.buffer is None:
+            packed = self.pack(lambda size: torch.empty(size, dtype=torch.uint8, device=self.ids.device))
+        assert packed.buffer is not None
+        moved = packed._repacked(packed.buffer.to(device, non_blocking=non_blocking))
+        return _Tensors.to(moved, device, non_blocking=non_blocking)
 
 
 def collate(
@@ -213,16 +289,22 @@ def _joined(arrays: list[Any], dtype: Any, width: int | None = None) -> Tensor:
 
 
 @cache
-def _back_end() -> ModuleType:
-    """Triton's kernels where they are, else plain torch: the same bits."""
-    if find_spec("triton") is None:
+def _back_end(device_type: str) -> ModuleType:
+    """Triton's kernels on a CUDA device if triton is installed, else plain torch: the same bits."""
+    if device_type != "cuda" or find_spec("triton") is None:
         return raster_torch
     return import_module("sa1b.masks.raster_triton")
 
 
-def _recorded(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    tensor.record_stream(stream)
+def _noted(name: str, tensor: Tensor, sizes: list[int]) -> Tensor:
+    if name not in _LARGE:
+        sizes.append(tensor.nbytes)
     return tensor
+
+
+def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """Bytes of the buffer as a tensor of the same type and shape as another."""
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 class TransportError(Sa1bError):

@@ -215,7 +215,9 @@ class Loader:
                 return self._dense(batch, pool) if self.device.type == "cpu" else self._on_device(batch)
         with self.stream.stats.busy("device", images.numel()), torch.cuda.stream(side):
             # The images lie in pinned memory already; the ragged rest is small.
-            batch = self._on_device(batch.pinned_but_images())
+            batch = self._on_device(
+                batch.pack(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+            )
             one.buffer.copied = _CUDA.Event()
             one.buffer.copied.record(side)
         current = torch.cuda.current_stream(self.device)
