@@ -87,15 +87,19 @@ def resize(runs: Runs, height: int, width: int) -> Runs:
     return remap(runs, columns.sources(), rows.firsts(), rows.target)
 
 
-def frame(runs: Runs, image_size: int, size: int) -> Runs:
+def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None = None) -> Runs:
     """The masks in the padded square of image_size pixels that holds the resized image, seen at size x size.
 
     The image lies at the top left; the rest is background (the formula: sa1b.masks.grid).
 
+    Args:
+        taken: rows and columns that the image takes of the square; by default its longer side takes all.
+
     Raises:
         SizeError: image_size or size.
+        ValueError: `taken` does not fit into the square.
     """
-    rows, columns = grid.framed((runs.height, runs.width), image_size, size)
+    rows, columns = grid.framed((runs.height, runs.width), image_size, size, taken)
     return remap(runs, columns.sources(), rows.firsts(), rows.target)
 
 

@@ -9,7 +9,8 @@ pixels (L the longer side of the image) that holds the image, resized, at its to
     len_S = max(1, (2 * len * S + L) // (2 * L))            pixels that an axis of len takes of the S
     src   = ((2 * dst + 1) * S * len) // (2 * size * len_S)  for a raster of the frame at `size`
 
-so that a mask at 256 lies exactly where the image lies at 1024.
+so that a mask at 256 lies exactly where the image lies at 1024. An image that is stretched, or scaled by a
+transform, takes other len_S pixels of the square: they come with it (`taken`), the second line stays.
 
 Points and boxes are in pixels of the square, x right and y down. Pixel i covers i to i + 1, its centre is at
 i + 0.5. Both name source pixels by their centres: a point at source pixel x is (x + 0.5) * len_S / len, and a
@@ -98,10 +99,21 @@ def framed_size(height: int, width: int, image_size: int) -> tuple[int, int]:
     return scaled_side(height, longer, image_size), scaled_side(width, longer, image_size)
 
 
-def framed(source: tuple[int, int], image_size: int, size: int) -> tuple[Axis, Axis]:
-    """The rows and the columns of the padded square of image_size pixels, rastered at size x size."""
+def framed(
+    source: tuple[int, int], image_size: int, size: int, taken: tuple[int, int] | None = None
+) -> tuple[Axis, Axis]:
+    """The rows and the columns of the padded square of image_size pixels, rastered at size x size.
+
+    taken: rows and columns that the image takes of the square; by default its `framed_size`.
+
+    Raises:
+        ValueError: the image does not fit into the square.
+    """
     size, _ = check_size(size, size)
-    taken = framed_size(*source, image_size)
+    if taken is None:
+        taken = framed_size(*source, image_size)
+    elif not 1 <= min(taken) <= max(taken) <= image_size:
+        raise ValueError(f"an image of {taken[0]} x {taken[1]} pixels in a square of {image_size}")
     rows, columns = (
         axis(int(n), size, int(image_size) * int(n), 2 * size * n_taken)
         for n, n_taken in zip(source, taken, strict=True)

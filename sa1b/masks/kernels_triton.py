@@ -24,15 +24,14 @@ framed_side, source_pixel, first_target = (
     for formula in (raster_torch.framed_side, raster_torch.source_pixel, raster_torch.first_target)
 )
 # Arguments whose values and addresses change from batch to batch: no kernel is compiled for one of them.
-VARYING = ["runs", "offsets", "heights", "widths", "flips", "image_size", "height", "width"]
+VARYING = ["runs", "offsets", "heights", "widths", "takens", "flips", "image_size", "height", "width"]
 
 
 @triton.jit
 def axis(
-    source: tl.tensor, longer: tl.tensor, image_size: tl.tensor, target: tl.tensor
+    source: tl.tensor, taken: tl.tensor, image_size: tl.tensor, target: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Numerator and denominator of the rule; image_size 0 is a plain resize."""
-    taken = framed_side(source, longer, image_size)
+    """Numerator and denominator of the rule; image_size 0 is a plain resize, where `taken` is 1."""
     return source * tl.maximum(image_size, 1), taken * target * 2
 
 
@@ -42,6 +41,7 @@ def measure_masks(
     offsets: tl.tensor,
     heights: tl.tensor,
     widths: tl.tensor,
+    takens: tl.tensor,
     flips: tl.tensor,
     keys: tl.tensor,
     places: tl.tensor,
@@ -49,6 +49,7 @@ def measure_masks(
     height: tl.tensor,
     width: tl.tensor,
     SIZES: tl.constexpr,
+    TAKEN: tl.constexpr,
     FLIPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -69,9 +70,14 @@ def measure_masks(
         mirror = tl.where(tl.load(flips + mask) != 0, source_width - 1, -1)
     else:
         mirror = tl.where(flips != 0, source_width - 1, -1)
-    longer = tl.maximum(source_height, source_width)
-    row_numerator, row_denominator = axis(source_height, longer, image_size, height)
-    numerator, denominator = axis(source_width, longer, image_size, width)
+    if TAKEN:
+        rows, columns = tl.load(takens + 2 * mask).to(tl.int64), tl.load(takens + 2 * mask + 1).to(tl.int64)
+    else:
+        longer = tl.maximum(source_height, source_width)
+        rows = framed_side(source_height, longer, image_size)
+        columns = framed_side(source_width, longer, image_size)
+    row_numerator, row_denominator = axis(source_height, rows, image_size, height)
+    numerator, denominator = axis(source_width, columns, image_size, width)
 
     start, stop = tl.load(offsets + mask), tl.load(offsets + mask + 1)
     position = tl.full((), 0, tl.int64)  # where the runs read so far end

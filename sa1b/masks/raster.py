@@ -55,6 +55,7 @@ def rasterize_frame(
     image_size: int,
     size: int,
     *,
+    taken: tuple[int, int] | None = None,
     select: npt.ArrayLike | None = None,
     out: Raster | None = None,
     dtype: npt.DTypeLike = np.uint8,
@@ -65,17 +66,17 @@ def rasterize_frame(
     Args:
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of the raster.
+        taken: rows and columns that the image takes of the square; by default its longer side takes all.
         boxes: int64 [K, 4], of each mask of `out` the rows and columns (top, bottom, left, right) outside of
             which all is 0 already; what is drawn replaces them. So pixels that are drawn on again and again
             are cleared only where they were set. By default nothing is known and all is cleared.
         Others as for `rasterize`; K masks give [K, size, size].
 
     Raises:
-        As for `rasterize`.
+        As for `rasterize`; also ValueError where `taken` does not fit into the square.
     """
-    return fill_axes(
-        runs, grid.framed((runs.height, runs.width), image_size, size), select, out, dtype, boxes
-    )
+    axes = grid.framed((runs.height, runs.width), image_size, size, taken)
+    return fill_axes(runs, axes, select, out, dtype, boxes)
 
 
 def fill_axes(

@@ -71,6 +71,7 @@ def rasterize_frame(
     image_size: int,
     size: int,
     *,
+    taken: Tensor | None = None,
     flip: Flip = False,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
@@ -80,6 +81,8 @@ def rasterize_frame(
     Args:
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of the raster.
+        taken: int64 [N, 2], rows and columns that each mask's image takes of the square, 1 to image_size; by
+            default its longer side takes all.
         flip: mirrors the image before it is placed: the padding stays on the right.
         Others as for `rasterize`; N masks give [N, size, size].
 
@@ -88,7 +91,11 @@ def rasterize_frame(
     """
     image_size, size = check_size(image_size, size)
     source = sources(offsets, source_height, source_width)
-    taken = framed_sizes(source.T, image_size).T
+    if taken is None:
+        taken = framed_sizes(source.T, image_size)
+    elif taken.shape != (source.shape[1], 2) or taken.is_floating_point():
+        raise ValueError(f"taken must be integers [{source.shape[1]}, 2], got {list(taken.shape)}")
+    taken = taken.to("cpu", torch.int64).T
     rows, columns = (Axis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2))
     return fill_axes(runs, offsets, rows, columns, flip, out, dtype)
 

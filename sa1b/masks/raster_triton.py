@@ -82,7 +82,8 @@ def rasterize(
             pixels or, in a frame, 2**30 / image_size.
     """
     height, width = check_size(height, width)
-    return launch(runs, offsets, (source_height, source_width), None, (height, width), flip, out, dtype)
+    source = (source_height, source_width)
+    return launch(runs, offsets, source, None, None, (height, width), flip, out, dtype)
 
 
 def rasterize_frame(
@@ -93,6 +94,7 @@ def rasterize_frame(
     image_size: int,
     size: int,
     *,
+    taken: Tensor | None = None,
     flip: Flip = False,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
@@ -102,6 +104,8 @@ def rasterize_frame(
     Args:
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of the raster.
+        taken: int64 [N, 2], rows and columns that each mask's image takes of the square, 1 to image_size; by
+            default its longer side takes all.
         flip: mirrors the image before it is placed: the padding stays on the right.
         Others as for `rasterize`; N masks give [N, size, size].
 
@@ -109,7 +113,12 @@ def rasterize_frame(
         As for `rasterize`.
     """
     image_size, size = check_size(image_size, size)
-    return launch(runs, offsets, (source_height, source_width), image_size, (size, size), flip, out, dtype)
+    if taken is not None:
+        if taken.shape != (offsets.numel() - 1, 2) or taken.is_floating_point():
+            raise ValueError(f"taken must be integers [{offsets.numel() - 1}, 2], got {list(taken.shape)}")
+        taken = taken.to(runs.device, non_blocking=True).contiguous()
+    source = (source_height, source_width)
+    return launch(runs, offsets, source, image_size, taken, (size, size), flip, out, dtype)
 
 
 def launch(
@@ -117,6 +126,7 @@ def launch(
     offsets: Tensor,
     source: tuple[Size, Size],
     image_size: int | None,
+    taken: Tensor | None,
     target: tuple[int, int],
     flip: Flip,
     out: Tensor | None,
@@ -149,13 +159,24 @@ def launch(
     tiling = {"ROWS": rows, "STEP": step, "COLUMNS": columns, "ONE": ONES[out.dtype], "num_warps": WARPS}
     reading = {
         "SIZES": isinstance(sizes[0], Tensor),
+        "TAKEN": taken is not None,
         "FLIPS": many,
         "BLOCK": RUNS_BLOCK,
         "num_warps": RUNS_WARPS,
     }
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         measure_masks[(count,)](
-            runs, offsets, *sizes, mirror, keys, places, image_size or 0, height, width, **reading
+            runs,
+            offsets,
+            *sizes,
+            0 if taken is None else taken,
+            mirror,
+            keys,
+            places,
+            image_size or 0,
+            height,
+            width,
+            **reading,
         )
         if cleared:
             pixels.zero_()

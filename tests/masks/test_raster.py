@@ -52,6 +52,40 @@ def test_the_frame_reads_the_pixels_of_its_formula(drawn, image_size, size, dtyp
 
 
 @examples
+@given(masks_and_runs, targets, targets, st.data())
+def test_an_image_that_takes_any_part_of_the_square_reads_by_the_same_formula(drawn, image_size, size, data):
+    masks, runs = drawn
+    taken = data.draw(st.tuples(st.integers(1, image_size), st.integers(1, image_size)))
+    wide = [
+        ((2 * np.arange(size) + 1) * image_size * source) // (2 * size * length)
+        for source, length in zip(masks.shape[1:], taken, strict=True)
+    ]
+    shown = np.pad(masks, ((0, 0), (0, 1), (0, 1)))  # one pixel of background after the last one
+    rows, columns = (np.minimum(line, n) for line, n in zip(wide, masks.shape[1:], strict=True))
+    expected = shown[:, rows[:, None], columns]
+    np.testing.assert_array_equal(raster.rasterize_frame(runs, image_size, size, taken=taken), expected)
+    in_torch = raster_torch.rasterize_frame(
+        *tensors(runs),
+        runs.height,
+        runs.width,
+        image_size,
+        size,
+        taken=torch.tensor([taken] * len(runs)).reshape(-1, 2).long(),
+    )
+    np.testing.assert_array_equal(in_torch, expected)
+    np.testing.assert_array_equal(to_pixels(geometry.frame(runs, image_size, size, taken)), expected)
+
+
+def test_an_image_larger_than_the_square_is_refused():
+    runs = to_runs(np.ones((1, 3, 4), np.bool_))
+    for taken in ((0, 4), (4, 9)):
+        with pytest.raises(ValueError, match="in a square of 8"):
+            raster.rasterize_frame(runs, 8, 8, taken=taken)
+    with pytest.raises(ValueError, match=r"taken must be integers \[1, 2\], got \[2\]"):
+        raster_torch.rasterize_frame(*tensors(runs), 3, 4, 8, 8, taken=torch.tensor([3, 4]))
+
+
+@examples
 @given(st.lists(masks_and_runs, min_size=1, max_size=6), targets, targets)
 def test_pixels_that_are_drawn_on_again_need_clearing_only_in_their_boxes(drawings, image_size, size):
     most = max(len(runs) for _, runs in drawings)

@@ -63,11 +63,11 @@ def ptx(kernel, types, constants):
     )
     return compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
-numbers = dict.fromkeys(("heights", "widths", "flips", "image_size", "height", "width", "programs"), "i32")
+numbers = dict.fromkeys(("heights", "widths", "takens", "flips", "image_size", "height", "width", "programs"), "i32")
 arrays = {"runs": "*u32", "offsets": "*i64", "keys": "*i64", "places": "*i64"}
-ptx(measure_masks, numbers | arrays, {"SIZES": False, "FLIPS": False, "BLOCK": 512})
-ptx(measure_masks, numbers | arrays | {"heights": "*i64", "widths": "*i64", "flips": "*u8"},
-    {"SIZES": True, "FLIPS": True, "BLOCK": 512})
+ptx(measure_masks, numbers | arrays, {"SIZES": False, "TAKEN": False, "FLIPS": False, "BLOCK": 512})
+ptx(measure_masks, numbers | arrays | {"heights": "*i64", "widths": "*i64", "takens": "*i64", "flips": "*u8"},
+    {"SIZES": True, "TAKEN": True, "FLIPS": True, "BLOCK": 512})
 tile = {"ROWS": 128, "STEP": 16, "COLUMNS": 256}
 ptx(fill, numbers | arrays | {"pixels": "*u8"}, tile | {"ONE": 1, "CLEARED": False, "width": 1})
 ptx(fill, numbers | arrays | {"pixels": "*u8"}, tile | {"ONE": 1, "CLEARED": True, "width": 1})

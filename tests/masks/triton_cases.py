@@ -62,12 +62,23 @@ class Batch:
     def __len__(self) -> int:
         return len(self.heights)
 
-    def expected(self, name: str, sizes: tuple[int, int], flip: bool | np.ndarray) -> np.ndarray:
-        """uint8 [N, H, W] from sa1b.masks.raster, of mirrored runs where a mask is to be flipped."""
+    def expected(
+        self,
+        name: str,
+        sizes: tuple[int, int],
+        flip: bool | np.ndarray,
+        taken: list[tuple[int, int]] | None = None,
+    ) -> np.ndarray:
+        """uint8 [N, H, W] from sa1b.masks.raster, of mirrored runs where a mask is to be flipped.
+
+        taken: what each image takes of the square.
+        """
         function = getattr(raster, name)
-        straight = np.concatenate([function(image, *sizes) for image in self.images])
+        each = [{}] * len(self.images) if taken is None else [{"taken": one} for one in taken]
+        images = list(zip(self.images, each, strict=True))
+        straight = np.concatenate([function(image, *sizes, **one) for image, one in images])
         mirrored = np.concatenate(
-            [function(geometry.flip_horizontal(image), *sizes) for image in self.images]
+            [function(geometry.flip_horizontal(image), *sizes, **one) for image, one in images]
         )
         return np.where(np.broadcast_to(flip, len(self))[:, None, None], mirrored, straight)
 
@@ -123,18 +134,25 @@ def check_case(seed: int, device: str, tiles: tuple[tuple[int, int, int], ...] =
         sizes = draw_side(random), draw_side(random)
         sizes = tuple(min(size, 4 * tile[1]) for size in sizes)  # the interpreter takes 5 ms a tile
         dtype = DTYPES[random.integers(4)]
-        expected = batch.expected(name, sizes, flip)
+        taken, options = None, {"flip": mirror}
+        if name == "rasterize_frame" and random.random() < 0.5:
+            taken = [tuple(random.integers(1, sizes[0] + 1, 2).tolist()) for _ in batch.images]
+            each = torch.tensor(taken).repeat_interleave(
+                torch.tensor([len(image) for image in batch.images]), 0
+            )
+            options["taken"] = each.to(random.choice(["cpu", device]))
+        expected = batch.expected(name, sizes, flip, taken)
         arguments = (runs, offsets, *sources, *sizes)
         if random.random() < 0.5:
             out = torch.full(expected.shape, 1, dtype=dtype, device=device)
-            got = getattr(raster_triton, name)(*arguments, flip=mirror, out=out)
+            got = getattr(raster_triton, name)(*arguments, **options, out=out)
             assert got is out
         else:
-            got = getattr(raster_triton, name)(*arguments, flip=mirror, dtype=dtype)
+            got = getattr(raster_triton, name)(*arguments, **options, dtype=dtype)
         told = f"seed {seed}, {name}, {sizes}, {dtype}, tile {tile}, {raster_triton.DESIGN}"
         assert got.dtype == dtype, told
         assert torch.equal(got.cpu().float(), torch.from_numpy(expected).float()), told
-        assert torch.equal(got, getattr(raster_torch, name)(*arguments, flip=mirror, dtype=dtype)), told
+        assert torch.equal(got, getattr(raster_torch, name)(*arguments, **options, dtype=dtype)), told
     return 2 * len(batch)
 
 
