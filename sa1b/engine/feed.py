@@ -201,6 +201,7 @@ class Feed:
                 # By the index, not the id: masks without an id all have -1.
                 keys=random_words(self._key, int(Purpose.PROMPT), positions[image], batch.mask_index),
                 sizes=framed_sizes(batch.source_sizes, batch.masks.image_size).to(image.device),
+                counts=batch.masks.counts,
             ),
             image_keys=random_words(self._key, int(Purpose.VISIT), positions),
             areas=batch.areas,

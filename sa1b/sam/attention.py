@@ -109,33 +109,3 @@ def join_windows(windows: Tensor, height: int, width: int) -> Tensor:
     down, across = -(-height // window), -(-width // window)
     x = windows.view(-1, down, across, window, window, channels).transpose(2, 3)
     return x.reshape(-1, down * window, across * window, channels)[:, :height, :width]
-
-
-class ProjectedAttention(nn.Module):
-    """Attention from one sequence to another, of the mask decoder, optionally at a smaller width inside.
-
-    Args:
-        width: numbers a token, outside.
-        heads: how many; must divide the inner width.
-        reduction: the inner width is width // reduction.
-    """
-
-    def __init__(self, width: int, heads: int, reduction: int = 1) -> None:
-        super().__init__()
-        inner = width // reduction
-        self.heads = heads
-        self.reduction = reduction
-        self.q_proj = nn.Linear(width, inner)
-        self.k_proj = nn.Linear(width, inner)
-        self.v_proj = nn.Linear(width, inner)
-        self.out_proj = nn.Linear(inner, width)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries [M, T, C], keys and values [M, N, C] -> [M, T, C]."""
-        heads = (self.split(self.q_proj(q)), self.split(self.k_proj(k)), self.split(self.v_proj(v)))
-        out: Tensor = self.out_proj(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-        return out
-
-    def split(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        return x.view(batch, length, self.heads, -1).transpose(1, 2)  # (M, heads, T, d)

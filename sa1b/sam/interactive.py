@@ -9,6 +9,7 @@ those of the recipe and of the micro-batch: no rank decides anything that anothe
 waits for the device. What happens to a mask depends on its key, its targets and its image alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
 from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
+from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
 from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import Recipe
@@ -40,6 +42,8 @@ class Targets:
         weights: float32 [M], how much a mask counts; 0 for fillers, and for masks that have no pixel at R.
         keys: int64 [M], a hash for each mask; every draw for the mask is made from it.
         sizes: int64 [B, 2], rows and columns of each image in the padded square.
+        counts: how many masks each image has, B numbers on the host; `image` is ascending then. The masks of
+            an image share products with its embedding. None: each mask gets a copy of the embedding.
     """
 
     masks: Tensor
@@ -49,6 +53,7 @@ class Targets:
     weights: Tensor
     keys: Tensor
     sizes: Tensor
+    counts: Sequence[int] | None = None
 
 
 class _Scene(NamedTuple):
@@ -56,6 +61,7 @@ class _Scene(NamedTuple):
 
     embeddings: Tensor  # [B, C, h, w]
     image: Tensor  # [M]
+    counts: Sequence[int] | None  # masks of each image
     masks: Tensor  # bool [M, R, R]
     inside: Tensor  # bool [M, R, R], pixels of the image
 
@@ -209,7 +215,8 @@ class Interactive(nn.Module):
         embeddings = self.model.embed(images, keep, targets.sizes)
         raster = targets.masks.shape[-1]
         inside = inside_image(targets.sizes, images.shape[-1], raster)[targets.image]
-        return _Scene(embeddings, targets.image, targets.masks.bool() & inside, inside)
+        masks = targets.masks.bool() & inside
+        return _Scene(embeddings, targets.image, targets.counts, masks, inside)
 
     def _iteration(
         self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
@@ -243,10 +250,15 @@ class Interactive(nn.Module):
         )
 
     def _answer(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Answer:
-        known = None if feedback is None else torch.ones_like(labels[:, 0], dtype=torch.bool)
-        logits, predicted = self.model.decode(scene.embeddings, scene.image, points, labels, feedback, known)
-        candidates = slice(1, 4) if feedback is None else slice(0, 1)
-        logits, predicted = logits[:, candidates], predicted[:, candidates]
+        logits, predicted = self.model.decode(
+            scene.embeddings,
+            scene.image,
+            points,
+            labels,
+            feedback,
+            counts=scene.counts,
+            candidates=AMBIGUOUS if feedback is None else SINGLE,
+        )
         large, raster = logits.float(), scene.masks.shape[-1]
         if raster > logits.shape[-1]:
             large = functional.interpolate(large, (raster, raster), mode="bilinear", align_corners=False)

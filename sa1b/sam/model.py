@@ -10,6 +10,7 @@ y down, the centre of a pixel at integer coordinates. `load_state_dict` takes th
 vit_b, vit_l and vit_h as they are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sa1b.sam.image_encoder import ImageEncoder
-from sa1b.sam.mask_decoder import MaskDecoder
+from sa1b.sam.mask_decoder import ALL, MaskDecoder
 from sa1b.sam.prompt_encoder import PromptEncoder
+from sa1b.sam.transformer import SharedImage
 
 CHANNELS_MULTIPLE = 32  # the decoder halves its width, then has heads of 16 numbers
 PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 0..255, RGB
@@ -176,6 +178,9 @@ class Sam(nn.Module):
         labels: Tensor,
         low_res: Tensor | None = None,
         has_low_res: Tensor | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        candidates: slice = ALL,
     ) -> tuple[Tensor, Tensor]:
         """The masks that prompts ask for, M at once, of any of the images.
 
@@ -188,33 +193,37 @@ class Sam(nn.Module):
                 does.
             low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier iteration. None: no mask has one.
             has_low_res: bool [M], which masks have one. None: all, if low_res is given.
+            counts: masks of each image, B numbers with the sum M; `image` is ascending then. The masks of an
+                image share its embedding. None: `image` in any order; the embedding is copied for each mask.
+            candidates: which of the four masks: ALL, SINGLE or AMBIGUOUS of sa1b.sam.mask_decoder.
 
         Returns:
-            Logits float [M, 4, 4 * side, 4 * side] (mask 0 is the single one for prompts that leave no doubt,
-            1 to 3 the three for those that do) and their predicted IoU, float [M, 4]. All prompt parameters
-            take part, whatever the prompts are: none is ever without a gradient.
+            Logits float [M, K, 4 * side, 4 * side] of the K candidates (mask 0 is the single one for prompts
+            that are unambiguous, 1 to 3 the three for those that are not) and their predicted IoU, float
+            [M, K]. All parameters of prompt encoder and mask decoder take part, whatever the prompts and
+            candidates are: none is ever without a gradient.
 
-        Memory until the backward pass, with 256 channels at 1024 pixels: 85 MiB a mask in float32, 51 under
-        autocast to bfloat16, and 2 more where low_res is given; "tiny" 1.5. A training loop of several
-        iterations of prompts gives each iteration to torch.utils.checkpoint, or takes few masks at a time.
+        Raises:
+            ValueError: counts do not add up.
         """
-        source = embeddings.index_select(0, image)
-        if len(image) == 0:  # As in `embed`: one mask without prompts, cut away again.
-            points, labels = F.pad(points, (0, 0, 0, 0, 0, 1)), F.pad(labels, (0, 0, 0, 1), value=-1)
-            logits, iou = self.decode_each(
-                F.pad(source, (0, 0, 0, 0, 0, 0, 0, 1)), points, labels, None, None
+        if counts is not None and (len(counts), sum(counts)) != (len(embeddings), len(image)):
+            raise ValueError(
+                f"counts {counts} are not those of {len(image)} masks of {len(embeddings)} images"
             )
+        if len(image) == 0:  # As in `embed`: one mask without prompts, cut away again.
+            blank = F.pad(embeddings[:0], (0, 0, 0, 0, 0, 0, 0, 1))
+            points, labels = F.pad(points, (0, 0, 0, 0, 0, 1)), F.pad(labels, (0, 0, 0, 1), value=-1)
+            logits, iou = self.decode(blank, image.new_zeros(1), points, labels, candidates=candidates)
             return logits[:0], iou[:0]
-        return self.decode_each(source, points, labels, low_res, has_low_res)
-
-    def decode_each(
-        self,
-        source: Tensor,
-        points: Tensor,
-        labels: Tensor,
-        low_res: Tensor | None,
-        has_low_res: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        if counts is None:
+            embeddings, counts = embeddings.index_select(0, image), [1] * len(image)
         sparse, dense = self.prompt_encoder(points, labels, low_res, has_low_res)
-        logits, iou = self.mask_decoder(source, self.prompt_encoder.image_position(), sparse, dense)
+        dtype = self.mask_decoder.mask_tokens.weight.dtype
+        if torch.is_autocast_enabled(image.device.type):
+            dtype = torch.get_autocast_dtype(image.device.type)
+        tokens = embeddings.flatten(2).transpose(1, 2).to(dtype) + dense.constant.to(dtype)
+        position = self.prompt_encoder.image_position()[0].flatten(1).T.to(dtype)
+        features = None if dense.features is None else dense.features.to(dtype)
+        shared = SharedImage(tokens, tokens + position, counts, features, dense.basis.to(dtype))
+        logits, iou = self.mask_decoder(shared, position, sparse, candidates)
         return logits, iou

@@ -12,6 +12,7 @@ Labels of points, which are prompts of any kind:
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,21 @@ from sa1b.sam.image_encoder import ChannelNorm
 
 LABELS = 4  # background, foreground, two corners
 MASK_CHANNELS = 16  # inside the embedding of a mask, whatever its width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseEmbedding:
+    """The embedding of the earlier masks, constant + features' @ basis for each token, which has rank r.
+
+    Attributes:
+        constant: float32 [channels].
+        features: float32 [M, r, side * side], None where no mask is given.
+        basis: float32 [r, channels].
+    """
+
+    constant: Tensor
+    features: Tensor | None
+    basis: Tensor
 
 
 class PromptEncoder(nn.Module):
@@ -52,7 +68,7 @@ class PromptEncoder(nn.Module):
 
     def forward(
         self, points: Tensor, labels: Tensor, low_res: Tensor | None = None, has_low_res: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, DenseEmbedding]:
         """
         Args:
             points: float32 [M, P, 2], x right and y down, pixels of the padded square; the centre of a pixel
@@ -63,11 +79,11 @@ class PromptEncoder(nn.Module):
                 None: all.
 
         Returns:
-            Sparse float32 [M, P, channels] and dense float32 [M, channels, side, side]. Both depend on every
-            parameter in every call, if only with weight zero, so that none is ever without a gradient.
+            Sparse float32 [M, P, channels], and the dense embedding. Both depend on every parameter in every
+            call, if only with weight zero, so that none is ever without a gradient.
         """
         with torch.autocast(points.device.type, enabled=False):
-            return self.embed_points(points, labels), self.embed_masks(len(points), low_res, has_low_res)
+            return self.embed_points(points, labels), self.embed_masks(low_res, has_low_res)
 
     def embed_points(self, points: Tensor, labels: Tensor) -> Tensor:
         position: Tensor = self.pe_layer((points.float() + 0.5) / self.image_size)
@@ -78,17 +94,28 @@ class PromptEncoder(nn.Module):
     def kinds(self) -> list[nn.Embedding]:
         return [kind for kind in self.point_embeddings if isinstance(kind, nn.Embedding)]
 
-    def embed_masks(self, count: int, low_res: Tensor | None, has_low_res: Tensor | None) -> Tensor:
-        nothing = self.no_mask_embed.weight.float()[:, :, None, None].expand(count, -1, self.side, self.side)
-        parameters = list(self.mask_downscaling.parameters())
+    def embed_masks(self, low_res: Tensor | None, has_low_res: Tensor | None) -> DenseEmbedding:
+        nothing = self.no_mask_embed.weight[0].float()
+        *layers, last = self.mask_downscaling
         if low_res is None:
-            return nothing + 0 * torch.stack([parameter.float().sum() for parameter in parameters]).sum()
-        if has_low_res is None:
-            has_low_res = torch.ones(count, dtype=torch.bool, device=low_res.device)
-        has_low_res = has_low_res[:, None, None, None]
-        # Zeros go in where there is no mask: a NaN there would reach the gradient through a weight of zero.
-        given = torch.where(has_low_res, low_res, 0).to(parameters[0].dtype)
-        return torch.where(has_low_res, self.mask_downscaling(given).float(), nothing)
+            unused = torch.stack(
+                [parameter.float().sum() for parameter in self.mask_downscaling.parameters()]
+            )
+            return DenseEmbedding(nothing + 0 * unused.sum(), None, nothing[None, :0])
+        has = None if has_low_res is None else has_low_res[:, None, None]
+        if has is not None:
+            # Zeros go in where there is no mask: a NaN would reach the gradient through a weight of zero.
+            low_res = torch.where(has[..., None], low_res, 0)
+        weight, bias = last.get_parameter("weight"), last.get_parameter("bias").float()
+        x = low_res.to(weight.dtype)
+        for layer in layers:
+            x = layer(x)
+        features, basis = x.flatten(2).float(), weight.flatten(1).T.float()
+        if has is None:
+            return DenseEmbedding(bias + 0 * nothing, features, basis)
+        given = has.to(features.dtype).expand(-1, -1, features.shape[2])
+        features = torch.cat([features * given, given, 1 - given], dim=1)
+        return DenseEmbedding(0 * nothing, features, torch.cat([basis, bias[None], nothing[None]]))
 
     def image_position(self) -> Tensor:
         """The position of each token of the image, encoded like points: float32 [1, channels, side, side]."""

@@ -81,6 +81,7 @@ class RaggedMasks(_Tensors):
         runs: int32 [R], column-major at source resolution, background first, mirrored where the image is.
         offsets: int64 [M + 1] into runs.
         image: int64 [M], the image in the batch that each mask belongs to, ascending.
+        counts: how many masks each image has, as numbers on the host; nothing waits for the device.
         sizes: int64 [M, 2], height and width of that image's source.
         image_size: pixels of the padded square.
     """
@@ -88,6 +89,7 @@ class RaggedMasks(_Tensors):
     runs: Tensor
     offsets: Tensor
     image: Tensor
+    counts: tuple[int, ...]
     sizes: Tensor
     image_size: int
 
@@ -262,6 +264,7 @@ def collate(
         runs=_joined([sample.runs.runs.view(np.int32) for sample in samples], np.int32),
         offsets=torch.cat((torch.zeros(1, dtype=torch.int64), _joined(lengths, np.int64).cumsum(0))),
         image=image,
+        counts=tuple(counts),
         sizes=source_sizes[image],
         image_size=images.shape[1],
     )

@@ -11,9 +11,10 @@ from types import ModuleType
 from unittest.mock import MagicMock, patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sa1b.sam.model import ModelConfig
+from sa1b.sam.prompt_encoder import DenseEmbedding
 
 STAND_INS = ("torchvision", "torchvision.ops", "torchvision.ops.boxes", "torchvision.transforms")
 
@@ -71,3 +72,11 @@ def build(config: ModelConfig, seed: int = 0) -> nn.Module:
             elif parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))  # biases and norms
     return model.eval()
+
+
+def dense(embedding: DenseEmbedding, masks: int, side: int) -> Tensor:
+    """Our dense embedding in the published form, [M, channels, side, side]."""
+    found = embedding.constant[None, :, None].expand(masks, -1, side * side)
+    if embedding.features is not None:
+        found = found + embedding.basis.T @ embedding.features
+    return found.unflatten(2, (side, side))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sa1b.sam.interactive import Interactive, Targets
+from sa1b.sam.mask_decoder import ALL
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.random_values import random_words
 from sa1b.sam.recipe import Recipe
@@ -38,7 +39,7 @@ class Sketch(nn.Module):
         embeddings = images[:, :1, ::16, ::16].float() / 255 * self.gain
         return embeddings if keep is None else embeddings * keep[:, 1, None, None, None]
 
-    def decode(self, embeddings, image, points, labels, low_res=None, has_low_res=None):
+    def decode(self, embeddings, image, points, labels, low_res=None, *, counts=None, candidates=ALL):
         place = torch.arange(SIZE // 4) * 4 + 1.5
         logits = embeddings[image].repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
         for slot in range(points.shape[1]):
@@ -50,13 +51,15 @@ class Sketch(nn.Module):
         if low_res is not None:
             logits = logits + 0.25 * low_res
         iou = 0.5 + 0.01 * logits[:, :, 3, 3] - 0.003 * logits[:, :, 5, 9]
-        call = SimpleNamespace(points=points, labels=labels, low_res=low_res, has_low_res=has_low_res)
+        call = SimpleNamespace(
+            points=points, labels=labels, low_res=low_res, counts=counts, candidates=candidates
+        )
         if logits.requires_grad:
             logits.retain_grad()
             iou.retain_grad()
         call.logits, call.iou = logits, iou
         self.decodes.append(call)
-        return logits, iou
+        return logits[:, candidates], iou[:, candidates]
 
 
 def case(masks: int = 12, images: int = 3, raster: int = 16) -> tuple[Tensor, Targets, Tensor]:
@@ -77,18 +80,17 @@ def case(masks: int = 12, images: int = 3, raster: int = 16) -> tuple[Tensor, Ta
         weights=torch.ones(masks),
         keys=random_words(torch.tensor(7), torch.arange(masks)),
         sizes=sizes,
+        counts=tuple(torch.bincount(image, minlength=images).tolist()),
     )
     pictures = torch.randint(0, 256, (images, 3, SIZE, SIZE), dtype=torch.uint8)
     return pictures, targets, random_words(torch.tensor(8), torch.arange(images))
 
 
 def part(targets: Targets, masks: Tensor, **changed: Tensor) -> Targets:
-    chosen = {field.name: getattr(targets, field.name) for field in fields(targets)}
-    return Targets(
-        **{name: chosen[name][masks] for name in chosen if name != "sizes"}
-        | {"sizes": targets.sizes}
-        | changed
-    )
+    """Some of the masks, in any order of images: without `counts`."""
+    of_masks = [field.name for field in fields(targets) if field.name not in ("sizes", "counts")]
+    chosen = {name: getattr(targets, name)[masks] for name in of_masks}
+    return Targets(**chosen | {"sizes": targets.sizes} | changed)
 
 
 def trained(recipe: Recipe, inputs=None, **options) -> tuple[Sketch, dict[str, Tensor]]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sa1b.sam.attention import (
-    ProjectedAttention,
     RelativeAttention,
     distances,
     join_windows,
@@ -136,17 +135,3 @@ def test_windows_cut_the_grid_row_by_row_and_join_again(
     assert torch.equal(last[:rows, :columns], x[-1, (down - 1) * window :, (across - 1) * window :])
     assert not last[rows:].any()
     assert not last[:, columns:].any()
-
-
-@torch.no_grad()
-def test_attention_between_sequences_is_softmax_of_scaled_products() -> None:
-    torch.manual_seed(0)
-    attention = ProjectedAttention(16, 2, reduction=2).double()
-    q, k, v = (torch.randn(3, length, 16, dtype=torch.float64) for length in (4, 6, 6))
-    q_heads, k_heads, v_heads = (
-        projection(x).view(3, -1, 2, 4)
-        for projection, x in ((attention.q_proj, q), (attention.k_proj, k), (attention.v_proj, v))
-    )
-    weights = (torch.einsum("mthd,mnhd->mhtn", q_heads, k_heads) / 2).softmax(-1)
-    expected = attention.out_proj(torch.einsum("mhtn,mnhd->mthd", weights, v_heads).flatten(2))
-    torch.testing.assert_close(attention(q, k, v), expected)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from tests.sam import published
 
@@ -82,7 +83,7 @@ def assert_decodes_alike(reference: nn.Module, model: Sam, prompts: str) -> None
     sparse, dense = reference.prompt_encoder(points=theirs, boxes=given_boxes, masks=given_low_res)
     our_sparse, our_dense = model.prompt_encoder(ours, labels, given_low_res)
     torch.testing.assert_close(our_sparse, sparse, **CLOSE)
-    torch.testing.assert_close(our_dense, dense, **CLOSE)
+    torch.testing.assert_close(published.dense(our_dense, masks, config.side), dense, **CLOSE)
 
     logits, iou = reference.mask_decoder.predict_masks(
         embedding, reference.prompt_encoder.get_dense_pe(), sparse, dense
@@ -229,6 +230,35 @@ def test_masks_of_differing_images_decode_as_if_one_by_one() -> None:
         alone = model.decode(embeddings, image[one], points[one], labels[one], mask)
         torch.testing.assert_close(logits[one], alone[0], **CLOSE)
         torch.testing.assert_close(iou[one], alone[1], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counts", [(2, 1, 2), (5,), (1, 1, 1, 1, 1), (0, 4, 0, 1)])
+def test_masks_that_share_an_image_decode_as_with_copies_of_its_embedding(counts: tuple[int, ...]) -> None:
+    model = build(0)
+    torch.manual_seed(8)
+    embeddings = torch.randn(len(counts), SMALL.channels, SMALL.side, SMALL.side)
+    image = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    points, _, low_res = draw_prompts(5, SMALL.image_size)
+    labels = torch.tensor([[1, 0], [1, -1], [2, 3], [-1, -1], [0, 1]])
+    for before in (None, low_res):
+        expected = model.decode(embeddings, image, points, labels, before)
+        found = model.decode(embeddings, image, points, labels, before, counts=counts)
+        torch.testing.assert_close(found, expected, **CLOSE)
+        for candidates in (SINGLE, AMBIGUOUS):
+            few = model.decode(
+                embeddings, image, points, labels, before, counts=counts, candidates=candidates
+            )
+            torch.testing.assert_close(few, tuple(one[:, candidates] for one in expected), **CLOSE)
+
+
+def test_counts_that_do_not_add_up_are_refused() -> None:
+    model, image = build(0), torch.tensor([0, 0, 1])
+    embeddings = torch.zeros(2, SMALL.channels, SMALL.side, SMALL.side)
+    points, labels = torch.zeros(3, 1, 2), torch.ones(3, 1, dtype=torch.int64)
+    for counts in ((2, 2), (3,), (1, 1, 1)):
+        with pytest.raises(ValueError, match="counts .* are not those of 3 masks of 2 images"):
+            model.decode(embeddings, image, points, labels, counts=counts)
 
 
 def grouped_gradients(model: Sam) -> dict[str, Tensor | None]:
