@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import cv2
 import numpy as np
 import torch
 
@@ -28,9 +27,8 @@ def stages(root: Path, task: Task) -> dict[str, float]:
     The raster clears where masks were, as `Loader(dense=..., read_only=True)`; beside it, what it takes when
     all is cleared, and in memory fresh from the system.
     """
-    threads, cv_threads = torch.get_num_threads(), cv2.getNumThreads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    cv2.setNumThreads(1)
     stream = sa1b.Stream(root, global_batch=task.batch, image_size=task.image_size, masks=task.masks)
     size = task.size or task.image_size
     buffer = torch.zeros((task.batch * task.masks, size, size), dtype=torch.uint8)
@@ -58,9 +56,9 @@ def stages(root: Path, task: Task) -> dict[str, float]:
     scale = 1e3 * (time.process_time() - busy) / whole / (steps * task.batch)
     batches.close()
     torch.set_num_threads(threads)
-    cv2.setNumThreads(cv_threads)
     after = stream.stats.snapshot()
-    seconds = {name: after[name]["seconds"] - before[name]["seconds"] for name in ("read", "image", "masks")}
+    stages = {"read": "read", "image": "decode", "masks": "pick"}
+    seconds = {name: after[stage]["seconds"] - before[stage]["seconds"] for name, stage in stages.items()}
     seconds["raster"] = raster
     seconds["rest"] = max(0.0, whole - again - fresh - sum(seconds.values()))
     seconds |= {"raster, all cleared": again, "raster, fresh memory": fresh}

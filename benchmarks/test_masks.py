@@ -52,7 +52,7 @@ def image_masks(seed: int) -> Runs:
 
 @pytest.fixture(scope="module")
 def images():
-    cv2.setNumThreads(1)
+    cv2.setNumThreads(1)  # the reference has one core too
     torch.set_num_threads(1)
     return [image_masks(seed) for seed in range(12)]
 

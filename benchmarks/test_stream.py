@@ -48,13 +48,11 @@ def cores(request: pytest.FixtureRequest) -> Iterator[None]:
     """One core, or as many as the test's parameter `threads`; no library makes threads of its own."""
     callspec = getattr(request.node, "callspec", None)
     threads = callspec.params.get("threads", 1) if callspec else 1
-    before, cv_threads, torch_threads = os.sched_getaffinity(0), cv2.getNumThreads(), torch.get_num_threads()
+    before, torch_threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, sorted(before)[:threads])
-    cv2.setNumThreads(1)
     torch.set_num_threads(1)
     yield
     os.sched_setaffinity(0, before)
-    cv2.setNumThreads(cv_threads)
     torch.set_num_threads(torch_threads)
 
 
@@ -69,6 +67,7 @@ def report(benchmark: BenchmarkFixture, name: str, beside: str | None) -> None:
 def test_decoder_alone(benchmark: BenchmarkFixture, roots: dict[str, Path], kind: str) -> None:
     samples = [(s.jpeg, s.annotations.height, s.annotations.width) for s in sa1b.open(roots[kind])]
     slot = np.zeros((SIZE, SIZE, 3), np.uint8)
+    cv2.setNumThreads(1)  # as sa1b.stream.decode does
 
     def run() -> None:
         for jpeg, height, width in samples:

@@ -20,6 +20,7 @@ from torch.utils.data import get_worker_info
 from benchmarks.peers.task import Delivered, Place, Task, choices
 from sa1b.masks.grid import framed, framed_size
 
+cv2.setNumThreads(1)  # a worker has a core, as in sa1b.stream.decode
 Pixels = npt.NDArray[np.uint8]
 Sample = tuple[bytes, bytes]  # JPEG and annotation file
 _BUFFERS: dict[str, Tensor] = {}

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cv2
 import torch
 
 from benchmarks import process_tree
@@ -90,7 +89,6 @@ def _close(batches: Iterator[Delivered]) -> None:
 
 
 def main(name: str, root: str, folder: str, task_json: str, workers_text: str, began: str) -> None:
-    cv2.setNumThreads(1)
     torch.set_num_threads(1)
     contender, place = CONTENDERS[name], Place(Path(root), Path(folder))
     task, workers = Task(**json.loads(task_json)), int(workers_text)

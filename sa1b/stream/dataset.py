@@ -13,13 +13,12 @@ i mod n, which is the order in which a DataLoader collects them.
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -30,9 +29,10 @@ from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate, send_errors
 from sa1b.stream.buffers import fresh
 from sa1b.stream.damage_log import DamageLog
+from sa1b.stream.decode import EncodedImage, decoder
 from sa1b.stream.order import Order, Sequential, rank_slice
 from sa1b.stream.plan import MicroBatch, Plan, process_rank
-from sa1b.stream.sample import SampleMasks, SampleOptions, decode_image, no_masks, pick_masks
+from sa1b.stream.sample import SampleMasks, SampleOptions, is_flipped, no_masks, pick_masks
 from sa1b.stream.stats import PipelineStats
 from sa1b.views.view import open_view
 
@@ -65,7 +65,8 @@ class Stream(IterableDataset[Batch]):
         deadline: seconds that one read may take over all its attempts. Damage is replaced, unavailability
             never is: after the deadline the stream stops, and says which URL failed and how.
         storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
-        options: fields of sa1b.stream.sample.SampleOptions: image_size, masks, strategy, flip.
+        options: fields of sa1b.stream.sample.SampleOptions: image_size, masks, strategy, flip,
+            decoder.
 
     Raises:
         ValueError: sizes that do not fit; the message names the argument.
@@ -116,6 +117,7 @@ class Stream(IterableDataset[Batch]):
         }
         self.seed = seed
         self.options = SampleOptions(**options)
+        self.decoder = decoder(self.options.decoder)
         if isinstance(root, Dataset):
             self.dataset = root
         else:
@@ -179,10 +181,14 @@ class Stream(IterableDataset[Batch]):
         return PendingBatch(self, piece, rows, valid, self.dataset.submit(rows))
 
     def _finish(self, pending: "PendingBatch") -> Batch:
-        size = self.options.image_size
-        images = fresh((len(pending), size, size, 3))
-        buffers = images.numpy()
-        samples = [pending.load(i, buffers[i]) for i in range(len(pending))]
+        size, count = self.options.image_size, len(pending)
+        shape = (count, size, size, 3)
+        on_cpu = self.decoder.device.type == "cpu"
+        images = fresh(shape) if on_cpu else torch.empty(shape, dtype=torch.uint8, device=self.decoder.device)
+        if self.decoder.batched:
+            samples = pending.decode([pending.pick(i) for i in range(count)], images) if count else []
+        else:
+            samples = [pending.decode([pending.pick(i)], images[i, None])[0] for i in range(count)]
         return pending.collate(images, samples)
 
     def close(self) -> None:
@@ -261,13 +267,36 @@ class Stream(IterableDataset[Batch]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PickedSample:
+    """A sample of a pending batch that is read and whose masks are chosen; its image is still a JPEG.
+
+    Attributes:
+        index: in the micro-batch.
+        attempt: substitutes that were tried before it.
+        row: of the sample table.
+        image: to decode; None for the black image in place of a damaged sample of a sequential stream.
+        masks: the chosen ones.
+    """
+
+    index: int
+    attempt: int
+    row: int
+    image: EncodedImage | None
+    masks: SampleMasks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingBatch:
-    """A micro-batch of a stream whose samples are being read; `load` each of them, then `collate`.
+    """A micro-batch of a stream whose samples are being read: `pick` and `decode` each, then `collate`.
+
+    A damaged sample goes to the damage log. A shuffled stream then takes its substitute. A sequential one
+    gives a black image without masks and sets its `valid` to False: an evaluation with another image would be
+    another evaluation.
 
     Attributes:
         stream: that it belongs to.
         piece: its positions.
-        rows: of the sample table; valid: whether each counts, False for a fill-up and, once loaded, for a
+        rows: of the sample table; valid: whether each counts, False for a fill-up and, once decoded, for a
             damaged sample of a sequential stream.
         reads: one for each sample.
     """
@@ -281,50 +310,89 @@ class PendingBatch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def load(self, i: int, buffer: npt.NDArray[np.uint8]) -> SampleMasks:
-        """Wait for sample i, decode its image into `buffer` and choose its masks.
-
-        A damaged sample goes to the damage log. A shuffled stream then loads its substitute. A sequential one
-        gives a black image without masks and sets `valid[i]` to False: an evaluation with another image would
-        be another evaluation. Safe to call from several threads, once for each sample.
-
-        Args:
-            buffer: uint8 [S, S, 3].
+    def pick(self, i: int) -> PickedSample:
+        """Wait for sample i and choose its masks. Safe to call from several threads, once for each sample.
 
         Raises:
             DamageLimitError: too many damaged samples.
             sa1b.storage.errors.StorageError: the storage is not available.
         """
+        return self._pick(i, 0, self.rows[i], self.reads[i])
+
+    def decode(self, picked: Sequence[PickedSample], out: torch.Tensor) -> list[SampleMasks]:
+        """Decode the images of picked samples, or those of their substitutes, and return the masks.
+
+        Args:
+            picked: one sample, or all of them where the decoder takes a micro-batch at a time.
+            out: uint8 [n, S, S, 3] on the decoder's device.
+
+        Raises:
+            As `pick`.
+        """
+        samples = list(picked)
+        if all(sample.image is not None for sample in samples):
+            errors = self._decode(samples, out)
+        else:
+            errors = [self._decode([sample], out[n, None])[0] for n, sample in enumerate(samples)]
+        for n in range(len(samples)):
+            while (error := errors[n]) is not None:
+                samples[n] = self._substitute(samples[n].index, samples[n].attempt, samples[n].row, error)
+                (errors[n],) = self._decode([samples[n]], out[n, None])
+        return [sample.masks for sample in samples]
+
+    def _decode(self, samples: list[PickedSample], out: torch.Tensor) -> list[BadSample | None]:
+        images = [sample.image for sample in samples if sample.image is not None]
+        if not images:
+            out.zero_()
+            return [None] * len(samples)
         stream = self.stream
-        order, position = stream.plan.order, self.piece.start + i
-        epoch = position // order.count
-        row, read = self.rows[i], self.reads[i]
-        for attempt in range(MAX_SUBSTITUTES):
-            try:
-                with stream.stats.busy("read", int(stream.dataset.table.jpg_bytes[row])):
-                    jpeg, annotations = read.result()
-                with stream.stats.busy("image", len(jpeg)):
-                    flip = decode_image(jpeg, annotations, stream.options, buffer, stream.seed, epoch)
-                with stream.stats.busy("masks"):
-                    condition = stream.view.masks_where
-                    usable = None if condition is None else condition.masks(annotations)
-                    return pick_masks(
-                        annotations, stream.options, stream.seed, epoch, flip=flip, usable=usable
-                    )
-            except (ShardError, BadSample) as error:
-                stream.record_damage(row, position, error)
-                if isinstance(order, Sequential):
-                    self.valid[i] = False
-                    buffer[:] = 0
-                    return no_masks(int(stream.dataset.table.image_id[row]), len(buffer))
-                row = int(stream.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
-                (read,) = stream.dataset.submit([row])
-            except Exception as error:
-                error.add_note(f"at position {position}: {stream.where(row)}")
-                if isinstance(error, MissingError):
-                    error.add_note(_REPLACED)
-                raise
-        raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
+        try:
+            with stream.stats.busy("decode", sum(len(image.jpeg) for image in images), items=len(images)):
+                return stream.decoder.decode(images, out)
+        except Exception as error:
+            self._note(error, samples[0].index, samples[0].row)
+            raise
+
+    def _pick(self, i: int, attempt: int, row: int, read: PendingRead) -> PickedSample:
+        stream = self.stream
+        options, seed, epoch = stream.options, stream.seed, (self.piece.start + i) // stream.plan.order.count
+        try:
+            with stream.stats.busy("read", int(stream.dataset.table.jpg_bytes[row])):
+                jpeg, annotations = read.result()
+            with stream.stats.busy("pick"):
+                condition = stream.view.masks_where
+                usable = None if condition is None else condition.masks(annotations)
+                flip = is_flipped(annotations.image_id, options, seed, epoch)
+                masks = pick_masks(annotations, options, seed, epoch, flip=flip, usable=usable)
+            image = EncodedImage(jpeg, annotations.height, annotations.width, flip)
+            return PickedSample(i, attempt, row, image, masks)
+        except ShardError as error:
+            damage = error
+        except Exception as error:
+            self._note(error, i, row)
+            raise
+        return self._substitute(i, attempt, row, damage)
+
+    def _substitute(self, i: int, attempt: int, row: int, damage: ShardError | BadSample) -> PickedSample:
+        """Log a damaged sample and pick what takes its place."""
+        stream, position = self.stream, self.piece.start + i
+        order = stream.plan.order
+        stream.record_damage(row, position, damage)
+        if isinstance(order, Sequential):
+            self.valid[i] = False
+            masks = no_masks(int(stream.dataset.table.image_id[row]), stream.options.image_size)
+            return PickedSample(i, attempt, row, None, masks)
+        if attempt + 1 == MAX_SUBSTITUTES:
+            raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
+        row = int(stream.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
+        (read,) = stream.dataset.submit([row])
+        return self._pick(i, attempt + 1, row, read)
+
+    def _note(self, error: Exception, i: int, row: int) -> None:
+        """Say in an error which sample it is about."""
+        error.add_note(f"at position {self.piece.start + i}: {self.stream.where(row)}")
+        if isinstance(error, MissingError):
+            error.add_note(_REPLACED)
 
     def collate(self, images: torch.Tensor, samples: list[SampleMasks]) -> Batch:
         """The batch of its samples, decoded into `images`, uint8 [B, S, S, 3]."""

@@ -198,8 +198,7 @@ class Loader:
 
     def _submit(self, pool: Pool, piece: MicroBatch, buffer: _Buffer) -> _Pending:
         pending = self.stream.submit(piece)
-        arrays = buffer.images.numpy()
-        samples = [pool.submit(partial(pending.load, i, arrays[i])) for i in range(len(pending))]
+        samples = [pool.submit(partial(_load, pending, i, buffer.images)) for i in range(len(pending))]
         return _Pending(pending, buffer, samples)
 
     def _finish(self, one: _Pending, side: Any, pool: Pool) -> Batch:
@@ -259,3 +258,8 @@ class Loader:
                 stalled = next(i for i, future in enumerate(one.samples) if future in left)
                 where = self.stream.where(one.batch.rows[stalled])
                 print(f"sa1b.Loader: waiting for {where} for over {self.stall_seconds:g} s", file=sys.stderr)
+
+
+def _load(pending: PendingBatch, i: int, images: Tensor) -> SampleMasks:
+    (sample,) = pending.decode([pending.pick(i)], images[i, None])
+    return sample

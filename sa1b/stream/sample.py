@@ -1,4 +1,4 @@
-"""One training sample: an image decoded into its buffer, and at most K of its masks.
+"""One training sample: what is chosen for an image: whether it is mirrored, and at most K of its masks.
 
 Which masks a visit of an image takes is a function of (seed, image id, epoch, mask index): the same on any
 rank, worker or thread.
@@ -21,7 +21,6 @@ from sa1b.masks import geometry, points
 from sa1b.masks.grid import framed_size
 from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
-from sa1b.stream.decode import decode
 
 Strategy = Literal["uniform", "area", "quality", "coverage"]
 STRATEGIES = get_args(Strategy)
@@ -38,12 +37,15 @@ class SampleOptions:
         masks: at most so many masks an image.
         strategy: which ones, see sa1b.stream.sample.
         flip: probability of mirroring left and right.
+        decoder: name of the JPEG decoder, see sa1b.stream.decode. Decoders may differ in the last bits of a
+            pixel.
     """
 
     image_size: int = 1024
     masks: int = 64
     strategy: Strategy = "uniform"
     flip: float = 0.0
+    decoder: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -83,22 +85,9 @@ class SampleMasks:
     mask_index: npt.NDArray[np.int64]
 
 
-def decode_image(
-    jpeg: bytes | memoryview,
-    annotations: Annotations,
-    options: SampleOptions,
-    buffer: npt.NDArray[np.uint8],
-    seed: int,
-    epoch: int,
-) -> bool:
-    """Decode the image into `buffer`, uint8 [S, S, 3]; returns whether (seed, id, epoch) mirror it.
-
-    Raises:
-        BadSample: the JPEG does not decode.
-    """
-    flip = random_word(seed, Purpose.FLIP, annotations.image_id, epoch) < options.flip * 2**64
-    decode(jpeg, annotations.height, annotations.width, buffer, flip=flip)
-    return flip
+def is_flipped(image_id: int, options: SampleOptions, seed: int, epoch: int) -> bool:
+    """Whether (seed, id, epoch) mirror an image."""
+    return random_word(seed, Purpose.FLIP, image_id, epoch) < options.flip * 2**64
 
 
 def pick_masks(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-STAGES = ("read", "image", "masks", "collate", "device")
+STAGES = ("read", "pick", "decode", "collate", "device")
 
 
 @dataclass(slots=True)
@@ -36,14 +36,14 @@ class PipelineStats:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
-    def busy(self, name: str, size: int = 0) -> Iterator[None]:
-        """Count an item of `size` bytes and the time it takes."""
+    def busy(self, name: str, size: int = 0, *, items: int = 1) -> Iterator[None]:
+        """Count so many items of `size` bytes together, and the time they take."""
         began = time.perf_counter()
         yield
         seconds = time.perf_counter() - began
         with self._lock:
             stage = self.stages[name]
-            stage.items += 1
+            stage.items += items
             stage.bytes += size
             stage.seconds += seconds
 
@@ -66,7 +66,7 @@ class PipelineStats:
         """Stage -> items, bytes, busy seconds, queue depth; and which stage limits.
 
         `limiting`: the stage of the samples' work that takes most. `limiting_share`: its part of all busy
-        seconds of reading, drawing images and picking masks, from 0 to 1: without it, the rest would take
+        seconds of reading, picking masks and decoding, from 0 to 1: without it, the rest would take
         1 - share of the time. `waited_seconds`: how long the caller of a Loader waited: next to nothing where
         the caller, and not the loading, limits.
         """
@@ -74,7 +74,7 @@ class PipelineStats:
             found: dict[str, Any] = {name: asdict(stage) for name, stage in self.stages.items()}
             for stage in found.values():
                 del stage["looked"]
-        seconds = {name: found[name]["seconds"] for name in ("read", "image", "masks")}
+        seconds = {name: found[name]["seconds"] for name in ("read", "pick", "decode")}
         total = sum(seconds.values())
         limiting = max(seconds, key=lambda name: seconds[name])
         found["waited_seconds"] = self.waited_seconds

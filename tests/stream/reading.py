@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import sa1b
-from sa1b.stream.sample import decode_image
+from sa1b.stream.decode import decode
 from tests.stream.leftovers import held
 from tests.stream.recorded import RECIPE, digest
 
@@ -103,12 +103,12 @@ def endings(kind: str, root: Path) -> None:
                 if i == 4:
                     raise CallerError
 
-    def slowly(*arguments: Any) -> bool:
+    def slowly(*arguments: Any, **named: Any) -> None:
         time.sleep(0.03)
-        return decode_image(*arguments)
+        decode(*arguments, **named)
 
     ways: dict[str, Callable[[Any], None]] = {"whole": whole, "early": early, "broken": broken}
-    with mock.patch("sa1b.stream.dataset.decode_image", slowly):
+    with mock.patch("sa1b.stream.decode.decode", slowly):
         for name, way in ways.items():
             empty = held()
             stream = stream_of(root, order="sequential" if name == "whole" else "shuffle")

@@ -14,8 +14,9 @@ import sa1b
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream.batch import Batch, RaggedMasks, collate
+from sa1b.stream.decode import decode
 from sa1b.stream.order import Order
-from sa1b.stream.sample import SampleOptions, decode_image, pick_masks
+from sa1b.stream.sample import SampleOptions, is_flipped, pick_masks
 from tests.shards import tiny
 
 RECIPE: dict[str, Any] = {"image_size": 32, "masks": 4, "flip": 0.5}
@@ -61,8 +62,10 @@ def batch_of(dataset: sa1b.Dataset, positions: Sequence[int], position: int, see
     for slot, at in zip(images.numpy(), positions, strict=True):
         sample = dataset[int(order.rows(np.array([at]))[0])]
         epoch = at // len(dataset)
-        flip = decode_image(sample.jpeg, sample.annotations, recipe, slot, seed, epoch)
-        made.append(pick_masks(sample.annotations, recipe, seed, epoch, flip=flip))
+        annotations = sample.annotations
+        flip = is_flipped(annotations.image_id, recipe, seed, epoch)
+        decode(sample.jpeg, annotations.height, annotations.width, slot, flip=flip)
+        made.append(pick_masks(annotations, recipe, seed, epoch, flip=flip))
     return collate(images, made, positions, [True] * len(positions), position)
 
 

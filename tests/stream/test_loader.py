@@ -12,7 +12,7 @@ import torch
 import sa1b
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.stream.dataset import PendingBatch, ResumeError
+from sa1b.stream.dataset import PendingBatch, PickedSample, ResumeError
 from sa1b.stream.sample import SampleMasks
 from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
@@ -122,13 +122,13 @@ def test_an_error_in_a_thread_reaches_the_caller_with_its_sample(
 def test_a_stalled_sample_is_named(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = PendingBatch.load
+    whole = PendingBatch.pick
 
-    def slow(self: PendingBatch, i: int, buffer: Any) -> SampleMasks:
+    def slow(self: PendingBatch, i: int) -> PickedSample:
         time.sleep(0.5 if self.piece.start + i == 1 else 0)
-        return whole(self, i, buffer)
+        return whole(self, i)
 
-    monkeypatch.setattr(PendingBatch, "load", slow)
+    monkeypatch.setattr(PendingBatch, "pick", slow)
     streamed = stream(root)
     first(sa1b.Loader(streamed, stall_seconds=0.1, quiet=True), 1)
     rows, _ = streamed.rows(next(streamed.plan.micro_batches(0)))
@@ -140,9 +140,9 @@ def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:
     first(loader, 4)
     stats = loader.stats()
     assert stats["read"]["items"] >= 12
-    assert stats["image"]["items"] >= stats["masks"]["items"] >= 12
+    assert stats["pick"]["items"] >= stats["decode"]["items"] >= 12
     assert stats["read"]["bytes"] > 0
-    assert stats["limiting"] in ("read", "image", "masks")
+    assert stats["limiting"] in ("read", "pick", "decode")
     assert 1 / 3 <= stats["limiting_share"] <= 1
     assert 0 <= stats["collate"]["depth"] <= 1  # batches that were ready when one was asked for
     assert 0 <= stats["read"]["depth"] <= 6  # samples that waited for a thread

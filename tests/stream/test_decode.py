@@ -1,0 +1,197 @@
+"""Decoders: one interface for those that take an image in each thread and those that take a micro-batch."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from torch import Tensor
+
+import sa1b
+from sa1b.errors import BadSample
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.stream import decode
+from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage, decoder
+from sa1b.synthetic import source_tars as synthetic
+from tests.shards import tiny
+from tests.stream.test_stream import SMALL, assert_equal, take
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def jpeg(height: int = 30, width: int = 40) -> bytes:
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (height, width, 3), np.uint8)
+    return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), 90, "RGB", "420", False))
+
+
+class WholeBatch:
+    """A decoder that takes a micro-batch at a time, as one for a GPU does; records the sizes."""
+
+    device = torch.device("cpu")
+    batched = True
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
+        assert out.shape[0] == len(images)
+        assert out.is_contiguous()
+        self.counts.append(len(images))
+        return CpuDecoder().decode(images, out)
+
+
+class Failing(CpuDecoder):
+    """Fails for some images, by the length of their files, with what it is given."""
+
+    def __init__(self, failing: set[int], error: Callable[[], BadSample | Exception]) -> None:
+        self.failing, self.error = failing, error
+
+    def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
+        found: list[BadSample | None] = []
+        for number, (image, error) in enumerate(zip(images, super().decode(images, out), strict=True)):
+            failed = self.error() if len(image.jpeg) in self.failing else error
+            if failed is not None and not isinstance(failed, BadSample):
+                raise failed
+            if failed is not None:
+                out[number] = 77  # a damaged image may leave anything
+            found.append(failed)
+        return found
+
+
+class FailingBatch(Failing):
+    batched = True
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("decode")
+    synthetic.write_tar(folder / "sa_000001.tar", images=9, first_id=100, long_side=160)
+    tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=4)
+    write_dataset(folder / "root", read_tasks(folder / "root"))
+    return folder / "root"
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Decoder], Decoder]:
+    def add(name: str, made: Decoder) -> Decoder:
+        monkeypatch.setitem(decode.DECODERS, name, lambda: made)
+        return made
+
+    return add
+
+
+def stream(root: Path, **options: Any) -> sa1b.Stream:
+    named = {"global_batch": 6, "micro_batch": 3, **SMALL, **options}
+    return sa1b.Stream(root, damage_log=root / "log.jsonl", **named)
+
+
+def test_a_decoder_that_is_not_there_is_refused_by_name(root: Path) -> None:
+    with pytest.raises(ValueError, match="decoder is 'nvjpeg'; known are 'cpu'"):
+        decoder("nvjpeg")
+    with pytest.raises(ValueError, match="decoder is 'nvjpeg'"):
+        stream(root, decoder="nvjpeg")
+
+
+def test_damage_is_returned_for_its_own_image_only() -> None:
+    good = jpeg()
+    files = [good, good[: len(good) // 2], b"no JPEG", good]
+    out = torch.full((4, 24, 24, 3), 9, dtype=torch.uint8)
+    errors = CpuDecoder().decode([EncodedImage(data, 30, 40) for data in files], out)
+    assert [type(error) for error in errors] == [type(None), BadSample, BadSample, type(None)]
+    assert torch.equal(out[0], out[3])
+    assert out[0, :18, :24].any()
+    assert not out[0, 18:].any()  # 30 x 40 takes 18 x 24 of the square
+
+
+def test_flip_mirrors_within_the_image() -> None:
+    out = torch.zeros((2, 24, 24, 3), dtype=torch.uint8)
+    CpuDecoder().decode([EncodedImage(jpeg(40, 30), 40, 30, flip) for flip in (False, True)], out)
+    assert torch.equal(out[1, :, :18], out[0, :, :18].flip(1))
+    assert not out[1, :, 18:].any()
+
+
+def test_opencv_keeps_to_one_thread_where_a_stream_decodes(root: Path) -> None:
+    program = (
+        "import cv2, sa1b; cv2.setNumThreads(3); "
+        f"next(iter(sa1b.Stream({str(root)!r}, global_batch=2, image_size=64, masks=4))); print(cv2.getNumThreads())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert int(found.stdout) == 1
+
+
+@pytest.mark.parametrize("loaded", [False])
+def test_a_decoder_of_micro_batches_gives_the_same_batches(
+    root: Path, loaded: bool, register: Callable[[str, Decoder], Decoder]
+) -> None:
+    made = WholeBatch()
+    register("whole", made)
+    own = stream(root, decoder="whole", flip=0.5)
+    batches = iter(sa1b.Loader(own, threads=3, quiet=True)) if loaded else iter(own)
+    for one, other in zip(take(stream(root, flip=0.5), 6), batches, strict=False):
+        assert_equal(one, other)
+    batches.close()
+    assert set(made.counts) == {3}
+
+
+@pytest.mark.parametrize("kind", [Failing, FailingBatch])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_an_image_that_a_decoder_refuses_is_replaced_in_training(
+    root: Path, kind: type[Failing], loaded: bool, register: Callable[[str, Decoder], Decoder], tmp_path: Path
+) -> None:
+    damaged = len(sa1b.open(root)[2].jpeg)
+    register("failing", kind({damaged}, lambda: BadSample("jpeg_broken", "no luck")))
+    own = sa1b.Stream(
+        root,
+        global_batch=6,
+        micro_batch=3,
+        decoder="failing",
+        damage_log=tmp_path / "log.jsonl",
+        **SMALL,
+    )
+    batches = iter(sa1b.Loader(own, threads=3, quiet=True)) if loaded else iter(own)
+    found = [next(batches) for _ in range(6)]
+    batches.close()
+    assert 102 not in torch.cat([batch.ids for batch in found])
+    assert all(bool(batch.valid.all()) for batch in found)
+    assert {line["image_id"] for line in own.damage_log.entries()} == {102}
+
+
+@pytest.mark.parametrize("kind", [Failing, FailingBatch])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_an_image_that_a_decoder_refuses_is_black_and_not_valid_in_an_evaluation(
+    root: Path, kind: type[Failing], loaded: bool, register: Callable[[str, Decoder], Decoder], tmp_path: Path
+) -> None:
+    damaged = len(sa1b.open(root)[2].jpeg)
+    register("failing", kind({damaged}, lambda: BadSample("jpeg_broken", "no luck")))
+    own = sa1b.Stream(
+        root,
+        global_batch=3,
+        order="sequential",
+        decoder="failing",
+        damage_log=tmp_path / "log.jsonl",
+        **SMALL,
+    )
+    batches = list(sa1b.Loader(own, threads=3, quiet=True) if loaded else own)
+    ids, valid = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("ids", "valid"))
+    assert ids[~valid].tolist() == [102]
+    assert not batches[0].images[2].any()
+
+
+@pytest.mark.parametrize("kind", [Failing, FailingBatch])
+def test_what_is_no_fault_of_a_file_ends_the_stream_and_names_the_sample(
+    root: Path, kind: type[Failing], register: Callable[[str, Decoder], Decoder]
+) -> None:
+    lengths = {len(sample.jpeg) for sample in sa1b.open(root)}
+    register("failing", kind(lengths, lambda: MemoryError("no memory")))
+    with pytest.raises(MemoryError) as error:
+        next(iter(stream(root, decoder="failing")))
+    assert "at position 0: image 1" in error.value.__notes__[0]
