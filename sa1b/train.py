@@ -1,4 +1,4 @@
-"""Train SAM on SA-1B: one loop, from one CPU process to many nodes, that resumes exactly.
+"""Train a model on SA-1B: one loop, from one CPU process to many nodes, that resumes exactly.
 
     python sa1b/train.py --preset tiny --data.root shards --out run
     torchrun --nproc_per_node=8 sa1b/train.py --preset vit_b --data.root s3://bucket/shards
@@ -8,13 +8,12 @@ The same command goes on where a run ended or was killed, with any number of ran
 0: done, or stopped with a checkpoint; 1: failed; 2: a setting does not fit.
 """
 
-import json
 import logging
 import os
 import signal
 import sys
 import time
-import warnings
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -30,22 +29,21 @@ from torch import Tensor, nn
 
 from sa1b.engine import config as settings
 from sa1b.engine import estimate, metrics
-from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.checkpoint.weights import find_weights
-from sa1b.engine.config import Config
-from sa1b.engine.evaluation import evaluate, held_out_feed
-from sa1b.engine.feed import Feed, Micro, blank
+from sa1b.engine.config import Config, build, initial_weights
+from sa1b.engine.evaluation import evaluate, held_out_feed, score
+from sa1b.engine.feed import Feed
 from sa1b.engine.gradients import autocast, finish, grad_scaler, micro_batch, warm_up
 from sa1b.engine.health import Health
 from sa1b.engine.metrics import ChromeTrace
+from sa1b.engine.model import declared
 from sa1b.engine.optim import freeze, lr_at, lr_line, make_optimizer, set_lr
-from sa1b.engine.parallel import set_timeout, start, stop, unwrap, wrap
+from sa1b.engine.parallel import set_timeout, start, stop, wrap
+from sa1b.engine.presets import PRESETS
 from sa1b.engine.ranks import RankInfo, agree
 from sa1b.errors import Sa1bError, UsageError
-from sa1b.sam.interactive import Interactive
-from sa1b.sam.model import Sam
 from sa1b.storage.atomic import json_bytes, write_whole
+from sa1b.stream.batch import Batch
 from sa1b.stream.dataset import ResumeError
 
 
@@ -58,18 +56,21 @@ class Run:
         self.stop_asked = False  # of this rank, at any moment
         self.stopping = False  # of all ranks, behind the same step
         config.out.mkdir(parents=True, exist_ok=True)
-        data = config.data
-        self.feed, self.held_out = feeds(config, rank_info)
-        interactive = build(config, first_weights(config))
-        freeze(interactive, config.optim)
-        self.module: nn.Module = wrap(interactive, config.parallel, rank_info)
-        self.model = unwrap(self.module)
-        self.optimizer = make_optimizer(self.model, config.optim, data.global_batch)
+        data, size = config.data, config.image_size
+        self.feed = Feed(data, size, rank_info, config.out, config.seed)
+        self.held_out = held_out_feed(config.evaluation, data, size, rank_info, config.out, self.feed.stream)
+        module = build(config, initial_weights(config))
+        freeze(module, config.optim)
+        self.module: nn.Module = wrap(module, config.parallel, rank_info)
+        self.model = declared(self.module)
+        self.optimizer = make_optimizer(self.module, config.optim, data.global_batch)
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.checkpoints = Checkpoints(config.out, config.checkpoint)
         self._resume()
         self.health = Health(config.health, config.out, rank_info)
-        self.metrics = metrics.Metrics(config.logging, config.out, rank_info, self.step, config.optim.steps)
+        self.metrics = metrics.Metrics(
+            config.logging, config.out, rank_info, self.step, config.optim.steps, self.model.shown
+        )
 
     def _resume(self) -> None:
         """Go on from the newest good checkpoint, if there is one."""
@@ -77,7 +78,7 @@ class Run:
             raise UsageError(
                 f"--resume no, but {self.config.out} has checkpoints: choose another --out, or move it away"
             )
-        state = self.checkpoints.resume(self.model, self.optimizer)
+        state = self.checkpoints.resume(self.module, self.optimizer)
         if state is not None:
             self.step = int(state["step"])
             try:
@@ -100,7 +101,7 @@ class Run:
             "scaler": self.scaler.state_dict(),
             "config": self.config.document(),
         }
-        self.checkpoints.save(self.step, self.model, self.optimizer, state)
+        self.checkpoints.save(self.step, self.module, self.optimizer, state)
 
     def evaluate(self) -> None:
         """Score the held-out images and write the scores down."""
@@ -117,80 +118,38 @@ class Run:
         self.checkpoints.close()
 
 
-def build(config: Config, weights: Path | None) -> Interactive:
-    """The model with the user that trains it, from the seed or from weights."""
-    torch.manual_seed(config.seed)  # the same on every rank
-    model = Sam(config.model)
-    if weights is not None:
-        fill(model, weights)
-    return Interactive(model, config.recipe)
-
-
-def first_weights(config: Config) -> Path | None:
-    """What a run begins with; nothing if it goes on, when the file may be gone."""
-    return None if files.steps(config.out / "checkpoints") else config.init
-
-
-def fill(model: Sam, weights: Path) -> None:
-    """Load weights, which must fit."""
-    where, found = find_weights(weights)
-    try:
-        model.load_state_dict(found)
-    except RuntimeError as error:
-        first = str(error).splitlines()[1].strip()
-        raise UsageError(f"{where} holds another model than --model and --preset say: {first}") from None
-
-
-def feeds(config: Config, rank_info: RankInfo) -> tuple[Feed, Feed | None]:
-    """What is trained on, and what is held out."""
-    size = config.model.image_size
-    feed = Feed(config.data, size, rank_info, config.out, config.seed)
-    if config.evaluation.view is None:
-        return feed, None
-    return feed, held_out_feed(config.evaluation, config.data, size, rank_info, config.out, feed.stream)
-
-
-def score(config: Config, rank_info: RankInfo) -> None:
-    """Evaluate weights that are there, without training: --evaluate-only."""
-    size = config.model.image_size
-    held_out = held_out_feed(config.evaluation, config.data, size, rank_info, config.out, None)
-    module = wrap(build(config, config.init or config.out), config.parallel, rank_info)
-    scores = evaluate(module, held_out, config.parallel, rank_info, config.evaluation.show, config.out)
-    if rank_info.rank == 0:
-        print(json.dumps(scores) if config.json_output else metrics.score_line(scores))
-
-
 def train(run: Run) -> None:
     """The loop: until the last step, or until a rank was asked to stop."""
-    config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
+    config, rank_info, module, model, feed = run.config, run.rank_info, run.module, run.model, run.feed
     precision, scaler, optimizer = config.parallel.precision, run.scaler, run.optimizer
-    batch, target_size = config.data.global_batch, config.data.target_size or config.model.image_size // 4
     trace = ChromeTrace(config.logging.profile, config.out, rank_info)
     module.train()
 
-    def forward_backward(micro: Micro) -> dict[str, Tensor]:
+    def forward_backward(batch: Batch) -> dict[str, Tensor]:
+        inputs = model.inputs(batch, config.seed)
         with autocast(precision, rank_info.device):
-            sums: dict[str, Tensor] = module(micro.images, micro.targets, micro.image_keys)
+            sums: dict[str, Tensor] = module(*inputs)
         torch.autograd.backward(scaler.scale(sums["loss"]))
-        return {name: value.detach() for name, value in sums.items()}
+        return {name: sums[name].detach() for name in (*model.figures, "count")}
 
     if run.step == 0 and config.evaluation.every:
         run.evaluate()  # what there is to gain
-    warm_up(module, lambda: forward_backward(blank(config.model.image_size, target_size, rank_info.device)))
+    if run.step < config.optim.steps:
+        warm_up(module, partial(forward_backward, feed.peek()))
     first = run.step
     while run.step < config.optim.steps and not run.stopping:
         trace.before(run.step)
         began, waited, seconds = time.perf_counter(), feed.waited, metrics.StepTime()
-        rate = lr_at(config.optim, batch, run.step)
+        rate = lr_at(config.optim, config.data.global_batch, run.step)
         set_lr(optimizer, rate)
         totals: dict[str, Tensor] = {}
         ids: list[Tensor] = []
         with seconds.part("compute"):
-            for micro in feed.step():
-                with micro_batch(module, last=micro.last):
-                    sums = forward_backward(micro)
+            for number, batch in enumerate(feed.step(), 1):
+                with micro_batch(module, last=number == feed.micro_batches):
+                    sums = forward_backward(batch)
                 totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
-                ids.append(micro.ids)
+                ids.append(batch.ids)
         seconds.data = feed.waited - waited
         seconds.compute -= seconds.data
         with seconds.part("update"):
@@ -211,7 +170,7 @@ def train(run: Run) -> None:
             set_timeout(rank_info, config.parallel.timeout)
         run.step += 1
         run.stopping = means["stop"] > 0
-        ideal = estimate.peak_seconds(config.model, config.recipe, means["images"], means["masks"], rank_info)
+        ideal = estimate.peak_seconds(model, means["images"], means["masks"], rank_info)
         run.metrics.step(run.step, metrics.figures_of(means, rate, gradient, rank_info, ideal))
         run.checkpoints.poll()
         ends = run.stopping or run.step == config.optim.steps
@@ -230,10 +189,10 @@ def run(config: Config) -> None:
     try:
         config = settings.agree(config, rank_info)
         if config.dry_run:
-            plan(config, rank_info)
+            estimate.plan(config, rank_info)
             return
         if config.evaluate_only:
-            score(config, rank_info)
+            score(config, build(config, config.init or config.out), rank_info)
             return
         current = Run(config, rank_info)
         if rank_info.rank == 0:
@@ -261,28 +220,12 @@ def run(config: Config) -> None:
         stop()
 
 
-def plan(config: Config, rank_info: RankInfo) -> None:
-    """Print what a run would be."""
-    feed, _ = feeds(config, rank_info)
-    with torch.device("meta"):
-        model = Sam(config.model)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if rank_info.rank == 0:
-        if (weights := first_weights(config)) is not None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
-                fill(model, weights)
-        images = len(feed.stream.view)
-        print(estimate.describe(config, rank_info, parameters, feed.micro_batches, images))
-        print(lr_line(config.optim, config.data.global_batch))
-
-
 def main() -> int:
     """The command line."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rank = int(os.environ.get("RANK", "0"))
     try:
-        run(settings.parse(sys.argv[1:], __doc__))
+        run(settings.parse(sys.argv[1:], __doc__, PRESETS))
     except SystemExit as error:  # of help, or of a flag that cannot be read
         return _refused(rank, int(error.code or 0))
     except UsageError as error:

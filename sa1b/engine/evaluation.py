@@ -1,17 +1,21 @@
 """How good the model is: mean IoU after 1, 3 and 5 clicks and with a box, on images it never trains on."""
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sa1b.engine.feed import DataConfig, Feed, Micro
+from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.gradients import autocast
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.metrics import score_line
+from sa1b.engine.model import declared
+from sa1b.engine.parallel import ParallelConfig, wrap
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.gallery.predictions import Predicted
@@ -20,7 +24,11 @@ from sa1b.masks.dense import runs_of
 from sa1b.masks.grid import framed, framed_size
 from sa1b.sam.score import Score
 from sa1b.storage.atomic import write_whole
+from sa1b.stream.batch import Batch
 from sa1b.stream.dataset import Stream
+
+if TYPE_CHECKING:
+    from sa1b.engine.config import Config
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,8 +65,8 @@ def held_out_feed(
     rank_info: RankInfo,
     run: Path,
     training: Stream | None,
-) -> Feed:
-    """The feed of an evaluation: every image of the view once over all ranks.
+) -> Feed | None:
+    """The feed of an evaluation: every image of the view once over all ranks; None without a view.
 
     Args:
         training: must share no image with the view; None: nothing is trained.
@@ -66,6 +74,8 @@ def held_out_feed(
     Raises:
         UsageError: it does; the message says how many.
     """
+    if config.view is None:
+        return None
     batch = max(
         rank_info.world_size,
         min(data.global_batch, rank_info.world_size * (data.micro_batch or data.global_batch)),
@@ -101,18 +111,20 @@ def evaluate(
     """
     training = module.training
     module.eval()
+    model = declared(module)
     score = Score.empty(rank_info.device)
     shown: list[tuple[int, str]] = []
     beginning = {**feed.state_dict(), "position": 0}
     feed.load_state_dict(beginning)
-    for micros in feed.steps():
-        for micro in micros:
-            targets = micro.targets
+    for batches in feed.steps():
+        for batch in batches:
+            inputs = model.inputs(batch, seed=0)
             with autocast(parallel.precision, rank_info.device):
-                found = module(micro.images, targets, micro.image_keys, evaluate=True)
-            score.add(found["intersections"], found["unions"], micro.areas, targets.weights)
-            if bool((micro.positions < show).any()):
-                shown += [line for line in prediction_lines(micro, found) if line[0] < show]
+                found = module(*inputs, evaluate=True)
+            weights = inputs[1].weights
+            score.add(found["intersections"], found["unions"], batch.areas, weights)
+            if bool((batch.positions < show).any()):
+                shown += [line for line in prediction_lines(batch, weights, found) if line[0] < show]
     feed.close()
     if rank_info.world_size > 1:
         score.all_reduce()
@@ -128,25 +140,26 @@ def evaluate(
     return score.result()
 
 
-def prediction_lines(micro: Micro, found: dict[str, Tensor]) -> list[tuple[int, str]]:
+def prediction_lines(batch: Batch, weights: Tensor, found: dict[str, Tensor]) -> list[tuple[int, str]]:
     """Position of an image and its line of the file, for each image of a micro-batch that has masks.
 
     Args:
+        weights: [M], 0 for masks that do not count.
         found: of `Interactive` in an evaluation.
     """
-    image = micro.targets.image.cpu()
-    drawn, image_size = found["masks"].cpu().numpy(), micro.images.shape[-1]
+    image = batch.masks.image.cpu()
+    drawn, image_size = found["masks"].cpu().numpy(), batch.images.shape[-1]
     unions = found["unions"][:, 0].clamp(min=1)
     iou = (found["intersections"][:, 0] / unions).double().cpu().numpy()
     predicted = found["predicted_iou"].double().cpu().numpy()
-    points, mask_ids = micro.targets.points.double().cpu().numpy(), micro.mask_ids.cpu().numpy()
-    counts = (micro.targets.weights > 0).cpu()
+    points, mask_ids = batch.points.double().cpu().numpy(), batch.mask_ids.cpu().numpy()
+    counts = (weights > 0).cpu()
     made = []
-    for i, (image_id, position) in enumerate(zip(micro.ids.tolist(), micro.positions.tolist(), strict=True)):
+    for i, (image_id, position) in enumerate(zip(batch.ids.tolist(), batch.positions.tolist(), strict=True)):
         own = torch.nonzero((image == i) & counts).flatten().numpy()
         if not len(own):
             continue
-        size = (int(micro.source_sizes[i, 0]), int(micro.source_sizes[i, 1]))
+        size = (int(batch.source_sizes[i, 0]), int(batch.source_sizes[i, 1]))
         # The part of the raster that the image takes, stretched to its source.
         rows, columns = (
             max(1, int((axis.sources() >= 0).sum())) for axis in framed(size, image_size, drawn.shape[-1])
@@ -156,3 +169,13 @@ def prediction_lines(micro: Micro, found: dict[str, Tensor]) -> list[tuple[int, 
         some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
         made.append((position, some.line(image_id)))
     return made
+
+
+def score(config: "Config", module: nn.Module, rank_info: RankInfo) -> None:
+    """Evaluate a model without training and print the scores: --evaluate-only."""
+    held_out = held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.out, None)
+    assert held_out is not None  # refused by Config.check
+    module = wrap(module, config.parallel, rank_info)
+    scores = evaluate(module, held_out, config.parallel, rank_info, config.evaluation.show, config.out)
+    if rank_info.rank == 0:
+        print(json.dumps(scores) if config.json_output else score_line(scores))

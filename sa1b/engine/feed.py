@@ -1,8 +1,8 @@
-"""What a training step is fed with: micro-batches of the stream on the device, masks as pixels, keys.
+"""The micro-batches of a training step: batches of the stream on the device, with dense masks.
 
-feed = Feed(config.data, config.model.image_size, rank_info, view=config.data.view)
-for micro in feed.step():
-    module(micro.images, micro.targets, micro.image_keys)
+feed = Feed(config.data, config.image_size, rank_info, config.out, config.seed)
+for batch in feed.step():
+    module(*model.inputs(batch, config.seed))
 state = feed.state_dict()
 """
 
@@ -12,15 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
-from sa1b.hashing import Purpose
-from sa1b.masks.raster_torch import framed_sizes
-from sa1b.sam.interactive import Targets
-from sa1b.sam.random_values import random_words
 from sa1b.stream.batch import Batch
 from sa1b.stream.dataset import Stream
 from sa1b.stream.loader import Loader
@@ -82,31 +75,6 @@ class DataConfig:
             raise UsageError(f"--data.deadline {self.deadline} must be more than 0 seconds")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Micro:
-    """A micro-batch of B images and M masks on the device.
-
-    Attributes:
-        images: uint8 [B, 3, S, S].
-        targets: of the masks.
-        image_keys: int64 [B], a hash for each visit of an image.
-        areas: int64 [M], source pixels.
-        ids: int64 [B], image ids; positions: int64 [B], in the order; source_sizes: int64 [B, 2].
-        mask_ids: int64 [M].
-        last: whether the step ends behind it.
-    """
-
-    images: Tensor
-    targets: Targets
-    image_keys: Tensor
-    areas: Tensor
-    ids: Tensor
-    positions: Tensor
-    source_sizes: Tensor
-    mask_ids: Tensor
-    last: bool
-
-
 class Feed:
     """The micro-batches of one rank.
 
@@ -114,8 +82,8 @@ class Feed:
         config: what to read.
         image_size: of the model, pixels.
         rank_info: of this rank.
-        run: folder of the run; the damage_log of damaged samples lies there.
-        seed: of the order and of every draw.
+        run: folder of the run; the damage log lies there.
+        seed: of the order and of every random value.
         view: to read instead of `config.view`.
         order: "sequential" for an evaluation.
 
@@ -166,55 +134,49 @@ class Feed:
         )
         self.micro_batches = self.stream.plan.count
         self.waited = 0.0
-        self._key = torch.tensor(seed, device=rank_info.device)
         self._batches: Generator[Batch, None, None] | None = None
+        self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before it
 
-    def step(self) -> Iterator[Micro]:
-        """The micro-batches of the next step; a sequential feed that has ended gives none."""
-        self._batches = self._batches or iter(self.loader)
-        for number in range(self.micro_batches):
+    def step(self) -> Iterator[Batch]:
+        """The next step's `micro_batches` batches; none where a sequential feed has ended.
+
+        Every rank has equally many. Some may be empty.
+        """
+        for _ in range(self.micro_batches):
             began = time.perf_counter()
-            batch = next(self._batches, None)
+            batch = self._next()
             self.waited += time.perf_counter() - began
             if batch is None:
                 return
-            yield self._prepare(batch, last=number + 1 == self.micro_batches)
+            yield batch
 
-    def steps(self) -> Iterator[list[Micro]]:
+    def peek(self) -> Batch:
+        """The first batch of the next step, which `step` returns too.
+
+        Raises:
+            EOFError: a sequential feed has ended.
+        """
+        if self._peeked is None:
+            state, batch = self.loader.state_dict(), self._next()
+            if batch is None:
+                raise EOFError("there is no next step")
+            self._peeked = (state, batch)
+        return self._peeked[1]
+
+    def _next(self) -> Batch | None:
+        if self._peeked is not None:
+            (_, batch), self._peeked = self._peeked, None
+            return batch
+        self._batches = self._batches or iter(self.loader)
+        return next(self._batches, None)
+
+    def steps(self) -> Iterator[list[Batch]]:
         """Steps until a sequential feed ends."""
         return iter(lambda: list(self.step()), [])
 
-    def _prepare(self, batch: Batch, *, last: bool) -> Micro:
-        image, dense = batch.masks.image, batch.dense
-        assert dense is not None  # the loader was asked for it
-        # What counts: masks of images that are no fill-up, with a pixel at this size.
-        weights = (batch.valid[image] & dense.flatten(1).any(dim=1)).float()
-        positions = batch.positions
-        return Micro(
-            images=batch.images,
-            targets=Targets(
-                masks=dense,
-                boxes=batch.boxes,
-                points=batch.points,
-                image=image,
-                weights=weights,
-                # By the index, not the id: masks without an id all have -1.
-                keys=random_words(self._key, int(Purpose.PROMPT), positions[image], batch.mask_index),
-                sizes=framed_sizes(batch.source_sizes, batch.masks.image_size).to(image.device),
-                counts=batch.masks.counts,
-            ),
-            image_keys=random_words(self._key, int(Purpose.VISIT), positions),
-            areas=batch.areas,
-            ids=batch.ids,
-            positions=positions,
-            source_sizes=batch.source_sizes,
-            mask_ids=batch.mask_ids,
-            last=last,
-        )
-
     def state_dict(self) -> dict[str, Any]:
-        """Where to go on: behind the last step whose micro-batches were all taken."""
-        return self.loader.state_dict()
+        """Where to go on: after the last step whose micro-batches were all taken."""
+        return self.loader.state_dict() if self._peeked is None else self._peeked[0]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken. Raises sa1b.stream.dataset.ResumeError."""
@@ -223,30 +185,6 @@ class Feed:
 
     def close(self) -> None:
         """End the loader's threads."""
-        batches, self._batches = self._batches, None
+        batches, self._batches, self._peeked = self._batches, None, None
         if batches is not None:
             batches.close()
-
-
-def blank(image_size: int, target_size: int, device: torch.device) -> Micro:
-    """One black image with one mask that does not count: something to run forward and backward on."""
-    one = torch.zeros(1, dtype=torch.int64, device=device)
-    return Micro(
-        images=torch.zeros((1, 3, image_size, image_size), dtype=torch.uint8, device=device),
-        targets=Targets(
-            masks=torch.zeros((1, target_size, target_size), dtype=torch.uint8, device=device),
-            boxes=torch.zeros((1, 4), device=device),
-            points=torch.zeros((1, 2), device=device),
-            image=one,
-            weights=torch.zeros(1, device=device),
-            keys=one,
-            sizes=torch.full((1, 2), image_size, device=device),
-        ),
-        image_keys=one,
-        areas=one,
-        ids=one,
-        positions=one,
-        source_sizes=torch.full((1, 2), image_size, device=device),
-        mask_ids=one,
-        last=True,
-    )

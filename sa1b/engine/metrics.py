@@ -5,7 +5,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,7 +21,6 @@ from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import write_whole
 
-SUMS = ("loss", "focal", "dice", "iou_loss", "iou_first", "iou_last")  # over masks; see sa1b.sam.interactive
 PARTS = ("data", "compute", "update")  # of a step's time, which are measured
 
 
@@ -74,24 +73,25 @@ def step_means(
     """The figures of a step over all ranks, in one collective; waits for the device.
 
     Args:
-        totals: this rank's sums over its masks, SUMS and "count".
+        totals: this rank's sums over its masks, of the model's figures, and "count".
         images: of this rank.
         stop: whether this rank was asked to end.
         seconds: of this rank.
 
     Returns:
-        SUMS divided by the masks of all ranks; "masks", "images" in all; "stop": ranks asked to end; "data",
-        "compute", "update", "total": seconds, means over ranks.
+        The figures divided by the masks of all ranks; "masks", "images" in all; "stop": ranks asked to end;
+        "data", "compute", "update", "total": seconds, means over ranks.
     """
     times = [seconds.data, seconds.compute, seconds.update, seconds.total]
-    own = torch.stack([totals[name].double() for name in (*SUMS, "count")]).cpu()
+    names = [name for name in totals if name != "count"]
+    own = torch.stack([totals[name].double() for name in (*names, "count")]).cpu()
     own = torch.cat((own, torch.tensor([images, stop, *times], dtype=torch.float64)))
     if rank_info.world_size > 1:
         if dist.get_backend() == "nccl":
             own = own.to(rank_info.device)
         dist.all_reduce(own)
     *sums, masks, all_images, stops, data, compute, update, total = own.tolist()
-    found = {name: value / masks if masks else 0.0 for name, value in zip(SUMS, sums, strict=True)}
+    found = {name: value / masks if masks else 0.0 for name, value in zip(names, sums, strict=True)}
     found |= {"masks": masks, "images": all_images, "stop": stops}
     parts = {"data": data, "compute": compute, "update": update, "total": total}
     return found | {name: value / rank_info.world_size for name, value in parts.items()}
@@ -104,10 +104,20 @@ class Metrics:
         run: folder of the run.
         done: steps that are done already: lines of later ones, of a run that was killed, are taken out.
         steps: of the whole run.
+        shown: figures of the progress line beside the loss: label to name.
     """
 
-    def __init__(self, config: LoggingConfig, run: Path, rank_info: RankInfo, done: int, steps: int) -> None:
+    def __init__(
+        self,
+        config: LoggingConfig,
+        run: Path,
+        rank_info: RankInfo,
+        done: int,
+        steps: int,
+        shown: Mapping[str, str] | None = None,
+    ) -> None:
         self._config = config
+        self._shown = shown or {}
         self._first = rank_info.rank == 0
         self._bar: tqdm[Any] | None = None
         self._board: Any = None
@@ -137,7 +147,8 @@ class Metrics:
         if step % self._config.every == 0:
             self._write({"step": step, **figures})
         if self._bar is not None:
-            shown = {"loss": f"{figures['loss']:.4f}", "IoU": f"{figures['iou_last']:.3f}"}
+            shown = {"loss": f"{figures['loss']:.4f}"}
+            shown |= {label: f"{figures[name]:.3f}" for label, name in self._shown.items()}
             shown |= {"images/s": f"{figures['images_per_s']:.1f}", "wait": f"{figures['data_wait']:.0%}"}
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update()
@@ -215,7 +226,7 @@ def figures_of(
     """
     total = means["total"]
     other = total - means["data"] - means["compute"] - means["update"]
-    found = {name: means[name] for name in (*SUMS, "masks", "images")}
+    found = {name: value for name, value in means.items() if name not in (*PARTS, "total", "stop")}
     found |= {"lr": rate, "grad_norm": norm}
     found |= {"images_per_s": means["images"] / total, "masks_per_s": means["masks"] / total}
     found |= {"data_wait": means["data"] / total, "seconds": total}

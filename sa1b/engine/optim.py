@@ -7,21 +7,16 @@ gradient's norm, here 1; SAM 2's is 0.1.
 """
 
 import math
-import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from sa1b.engine.model import declared
 from sa1b.errors import UsageError
-
-_BLOCK = re.compile(r"\bimage_encoder\.blocks\.(\d+)\.")
-_EMBEDDING = re.compile(r"\bimage_encoder\.(patch_embed|pos_embed)\b")
-_POSITIONS = {"pos_embed", "rel_pos_h", "rel_pos_w"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +32,14 @@ class OptimConfig:
         warmup: Steps in which the rate rises linearly.
         milestones: step: where the rate falls to a tenth.
         min_lr_ratio: cosine: part of the rate that is left at the end.
-        layer_decay: Factor on the rate from each encoder block to the one before it; 1: the same everywhere.
+        layer_decay: Factor on the rate from each layer to the one before it; 1: the same everywhere. The
+            model numbers its layers.
         weight_decay: On weights; biases, norms and position embeddings have none.
         beta1: Decay of the running mean of gradients.
         beta2: Decay of the running mean of their squares.
         epsilon: Added to the root of the latter.
         grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
-        freeze_encoder: Train prompt encoder and mask decoder only.
+        freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
     """
 
     lr: float = 8e-4
@@ -60,7 +56,7 @@ class OptimConfig:
     beta2: float = 0.999
     epsilon: float = 1e-8
     grad_clip: float = 1.0
-    freeze_encoder: bool = False
+    freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense.
@@ -90,19 +86,26 @@ class OptimConfig:
         marks = pairwise([self.warmup, *self.milestones])
         if self.schedule == "step" and any(one >= other for one, other in marks):
             raise UsageError(
-                f"--optim.milestones {self.milestones} must lie in ascending order behind "
+                f"--optim.milestones {self.milestones} must be in ascending order and after "
                 f"--optim.warmup {self.warmup}"
             )
 
 
 def freeze(module: nn.Module, config: OptimConfig) -> None:
-    """With freeze_encoder: its parameters need no gradient, so no backward pass through it is recorded.
+    """The parameters of frozen parts need no gradient, so no backward pass through them is recorded.
 
     Call it before `wrap` and `make_optimizer`, on all ranks alike.
+
+    Raises:
+        UsageError: the model has no such part; the message names those it has.
     """
-    for name, parameter in module.named_parameters():
-        if config.freeze_encoder and "image_encoder." in name:
-            parameter.requires_grad_(False)
+    weights = declared(module).weights()
+    for part in config.freeze:
+        try:
+            weights.get_submodule(part).requires_grad_(False)
+        except AttributeError:
+            parts = ", ".join(name for name, _ in weights.named_children())
+            raise UsageError(f"--optim.freeze {part}: the model's parts are {parts}") from None
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
@@ -118,14 +121,15 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
     Raises:
         UsageError: no parameter is trained.
     """
-    layers = {name: layer_of(name) for name, _ in module.named_parameters()}
-    blocks = [layer for layer in layers.values() if layer is not None]
-    last = max(blocks, default=0) + 1
+    model = declared(module)
+    weights = model.weights()
+    layers = {name: model.layer_of(name) for name, _ in weights.named_parameters()}
+    last = max((layer for layer in layers.values() if layer is not None), default=0) + 1
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in weights.named_parameters():
         if parameter.requires_grad:
             layer = layers[name]
-            key = (last if layer is None else layer, decays(name, parameter))
+            key = (last if layer is None else layer, model.decays(name, parameter))
             groups.setdefault(key, []).append(parameter)
     if not groups:
         raise UsageError("no parameter is trained")
@@ -144,18 +148,6 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
         eps=config.epsilon,
         fused=True,  # one kernel for all weights, on GPUs and CPUs; leaves fp16's overflow flag on the device
     )
-
-
-def layer_of(name: str) -> int | None:
-    """Layer of a parameter: 0 for the encoder's embeddings, i + 1 for its block i, None behind them."""
-    if block := _BLOCK.search(name):
-        return int(block[1]) + 1
-    return 0 if _EMBEDDING.search(name) else None
-
-
-def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: not to biases and norms, which have one dimension, nor to positions."""
-    return parameter.ndim > 1 and name.rpartition(".")[2] not in _POSITIONS
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:
@@ -182,8 +174,8 @@ def lr_line(config: OptimConfig, batch: int) -> str:
 def lr_at(config: OptimConfig, batch: int, step: int) -> float:
     """Learning rate of the last layer in a step, counted from 0; a function of its arguments only.
 
-    Step 0 has 1 / warmup of the peak, step warmup - 1 is the first that has all of it. Behind the schedule's
-    end the rate stays what it was there.
+    Step 0 has 1 / warmup of the peak, step warmup - 1 is the first that has all of it. After the schedule's
+    end the rate stays the same.
 
     Raises:
         UsageError: step is negative, or batch is not positive.

@@ -1,19 +1,19 @@
 """How the ranks of a run share the work: a single process, DDP, or FSDP2, by one switch.
 
     rank_info = start(config)                                  # device first, then the process group
-    freeze(interactive, optim)                             # sa1b.engine.optim: before wrapping
-    module = wrap(interactive, config, rank_info)              # checks that all ranks built the same model
-    optimizer = make_optimizer(unwrap(module), optim, batch)
+    freeze(module, optim)                                  # sa1b.engine.optim: before wrapping
+    module = wrap(module, config, rank_info)                   # checks that all ranks built the same model
+    optimizer = make_optimizer(module, optim, batch)
     scaler = grad_scaler(config.precision, rank_info.device)   # sa1b.engine.gradients
     ...load a checkpoint...; agree(module, rank_info)          # sa1b.engine.ranks
     warm_up(module, one_forward_and_backward)                # sa1b.engine.gradients: fresh and resumed alike
     set_timeout(rank_info, config.timeout)                     # from here on a silent rank is found quickly
     for step in ...:
         set_lr(optimizer, lr_at(optim, batch, step))
-        for number, (images, targets, keys) in enumerate(micro_batches):
+        for number, inputs in enumerate(micro_batches):
             with micro_batch(module, last=number + 1 == len(micro_batches)):
                 with autocast(config.precision, rank_info.device):
-                    sums = module(images, targets, keys)
+                    sums = module(*inputs)
                 scaler.scale(sums["loss"]).backward()
             count += sums["count"]
         norm = finish(module, optimizer, scaler, count, rank_info, grad_clip=optim.grad_clip)
@@ -42,6 +42,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.gradients import Precision, compute_dtype, set_float32
+from sa1b.engine.model import declared
 from sa1b.engine.ranks import RankInfo, agree
 from sa1b.errors import UsageError
 from sa1b.stream.plan import process_rank
@@ -142,14 +143,11 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     """The module on its device, made to work with the other ranks; train and evaluate through the result.
 
     Args:
-        module: `Interactive`: its child `model.image_encoder.blocks` is a list whose members have children
-            `attn` and `mlp`. What shall not be trained has requires_grad False already.
+        module: a model (`sa1b.engine.model`). Frozen parameters have requires_grad False already.
 
-    FSDP: one group per block, of its attention and MLP, in the number format of the products, so that half
-    the bytes travel; one root group in float32 for the rest: prompt encoder, decoder, neck, embeddings and
-    the blocks' norms. In a block's own group norms would lose 16 of their 24 bits for no gain, and torch's
-    CPU norm refuses a gain of another format than its float32 input. Inputs are never cast: prompts are
-    coordinates. Gradients are averaged in float32.
+    FSDP: one group for each of the model's units, in the number format of the products, so that half the
+    bytes are sent; one root group in float32 for the rest. Inputs are never cast: they may be coordinates.
+    Gradients are averaged in float32.
 
     DDP: gradients are views of the buckets, which saves their second copy. Buffers are constants and are not
     sent again in each step.
@@ -176,23 +174,17 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     return wrapped
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """What `wrap` was given; under FSDP, where sharding happens in place, the same object."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
-
-
 def _fully_shard(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
     offload = OffloadPolicy()
     if config.offload != "none":
         offload = CPUOffloadPolicy(pin_memory=config.offload == "pinned")
-    # Attention and MLP end in a view of a matrix product. Torch warns of changing such a result in place,
-    # which would cut off the hook that gathers weights for backward; the blocks add it to the residual.
+    # A unit may end in a view of a matrix product. Torch warns of changing such a result in place, which
+    # would remove the hook that gathers weights for backward; models add it to a residual.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     low = MixedPrecisionPolicy(compute_dtype(config.precision), torch.float32, cast_forward_inputs=False)
-    for block in module.get_submodule("model.image_encoder.blocks").children():
-        parts = [block.get_submodule("attn"), block.get_submodule("mlp")]
+    for unit in declared(module).fsdp_units():
         fully_shard(
-            parts,
+            unit,
             mesh=rank_info.mesh,
             reshard_after_forward=config.shard == "full",
             mp_policy=low,

@@ -9,21 +9,25 @@ those of the recipe and of the micro-batch: no rank decides anything that anothe
 waits for the device. What happens to a mask depends on its key, its targets and its image alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from sa1b.masks.raster_torch import inside_image
-from sa1b.sam import clicks
+from sa1b.errors import UsageError
+from sa1b.hashing import Purpose
+from sa1b.masks.raster_torch import framed_sizes, inside_image
+from sa1b.sam import clicks, published
+from sa1b.sam.flops import step_flops
 from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
-from sa1b.sam.random_values import kept_branches
+from sa1b.sam.random_values import kept_branches, random_words
 from sa1b.sam.recipe import Recipe
 
 SCORED_CLICKS = (1, 3, 5)  # after which an evaluation looks at the masks; a box comes last
@@ -54,6 +58,40 @@ class Targets:
     keys: Tensor
     sizes: Tensor
     counts: Sequence[int] | None = None
+
+
+class MaskIndex(Protocol):
+    """Which image each mask of a batch belongs to; see `Samples`."""
+
+    @property
+    def image(self) -> Tensor: ...
+    @property
+    def image_size(self) -> int: ...
+    @property
+    def counts(self) -> Sequence[int] | None: ...
+
+
+class Samples(Protocol):
+    """A micro-batch of B images and M masks as `Interactive.inputs` reads it: `sa1b.stream.batch.Batch`."""
+
+    @property
+    def images(self) -> Tensor: ...
+    @property
+    def masks(self) -> MaskIndex: ...
+    @property
+    def dense(self) -> Tensor | None: ...
+    @property
+    def boxes(self) -> Tensor: ...
+    @property
+    def points(self) -> Tensor: ...
+    @property
+    def mask_index(self) -> Tensor: ...
+    @property
+    def source_sizes(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def valid(self) -> Tensor: ...
 
 
 class _Scene(NamedTuple):
@@ -109,6 +147,81 @@ class Interactive(nn.Module):
         super().__init__()
         self.model = model
         self.recipe = recipe
+
+    # The model contract: see sa1b.engine.model.
+
+    figures = ("loss", "focal", "dice", "iou_loss", "iou_first", "iou_last")
+    shown: Mapping[str, str] = {"IoU": "iou_last"}
+
+    def inputs(self, batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
+        """Images, targets and image keys of a micro-batch: the arguments of `forward`.
+
+        A mask counts if its image is valid and it has a pixel at the size of the dense masks.
+        """
+        assert batch.dense is not None, "the loader was not asked for dense masks"
+        image, positions = batch.masks.image, batch.positions
+        key = torch.full((), seed, dtype=torch.int64, device=positions.device)
+        targets = Targets(
+            masks=batch.dense,
+            boxes=batch.boxes,
+            points=batch.points,
+            image=image,
+            weights=(batch.valid[image] & batch.dense.flatten(1).any(dim=1)).float(),
+            # By the index, not the id: masks without an id all have -1.
+            keys=random_words(key, int(Purpose.PROMPT), positions[image], batch.mask_index),
+            sizes=framed_sizes(batch.source_sizes, batch.masks.image_size).to(image.device),
+            counts=batch.masks.counts,
+        )
+        return batch.images, targets, random_words(key, int(Purpose.VISIT), positions)
+
+    def weights(self) -> Sam:
+        """What a checkpoint holds, by the published names."""
+        return self.model
+
+    def read_weights(self, path: Path) -> dict[str, Tensor]:
+        """See `sa1b.sam.published.read_weights`."""
+        return published.read_weights(path)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> str:
+        """Load weights by their published names; returns a line that says what was loaded.
+
+        Raises:
+            UsageError: they are of a model of other sizes.
+        """
+        try:
+            self.model.load_state_dict(weights)
+        except RuntimeError as error:
+            first = str(error).splitlines()[1].strip()
+            raise UsageError(f"another model than --model and --preset say: {first}") from None
+        return f"all {len(weights)} tensors"
+
+    def fsdp_units(self) -> list[list[nn.Module]]:
+        """Attention and MLP of each encoder block, without its norms, which stay in float32.
+
+        In a block's own group norms would lose 16 of their 24 bits for no gain, and torch's CPU norm refuses
+        a gain of another format than its float32 input.
+        """
+        return [[block.get_submodule("attn"), block.get_submodule("mlp")] for block in self._blocks()]
+
+    def layer_of(self, name: str) -> int | None:
+        """0 for the image encoder's embeddings, i + 1 for its block i, None after them."""
+        parts = name.split(".")
+        if parts[0] != "image_encoder":
+            return None
+        if parts[1] == "blocks":
+            return int(parts[2]) + 1
+        return 0 if parts[1] in ("patch_embed", "pos_embed") else None
+
+    def decays(self, name: str, parameter: Tensor) -> bool:
+        """Not biases and norms, which have one dimension, nor position embeddings."""
+        return parameter.ndim > 1 and name.rpartition(".")[2] not in ("pos_embed", "rel_pos_h", "rel_pos_w")
+
+    def flops(self, images: float, masks: float) -> float:
+        """See `sa1b.sam.flops.step_flops`."""
+        return step_flops(self.model.config, self.recipe, images, masks)
+
+    def _blocks(self) -> list[nn.Module]:
+        return list(self.model.image_encoder.blocks)
 
     def forward(
         self, images: Tensor, targets: Targets, image_keys: Tensor, *, evaluate: bool = False

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sa1b.engine.gradients import autocast
-from sa1b.engine.parallel import ParallelConfig, set_timeout, unwrap, wrap
+from sa1b.engine.model import unwrap
+from sa1b.engine.parallel import ParallelConfig, set_timeout, wrap
 from sa1b.engine.ranks import DisagreementError, RankInfo, agree
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.recipe import Recipe
 from tests.engine import training
 from tests.engine.launch import group
 from tests.engine.training import begin, build, samples, whole
@@ -137,16 +140,15 @@ def points_alone() -> Tensor:
     return seen[0]
 
 
-class Embedding(nn.Module):
+class Embedding(Interactive):
     """Trains the encoder alone: no choice between masks, which rounding could tip."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.model = build().model
+        super().__init__(build().model, Recipe())
         for name, parameter in self.named_parameters():
             parameter.requires_grad_("image_encoder" in name)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         embedding = self.model.embed(images).float()
         return (embedding * torch.linspace(-1, 1, embedding.numel()).view_as(embedding)).sum()
 
@@ -165,7 +167,7 @@ def encoder_gradient(config: ParallelConfig) -> Tensor:
 
 
 def frozen(config: ParallelConfig) -> dict[str, Any]:
-    optim = replace(training.OPTIM, freeze_encoder=True)
+    optim = replace(training.OPTIM, freeze=("image_encoder",))
     with group(config) as rank_info:
         run = begin(rank_info, config, accumulation=2, optim=optim)
         before = run.weights()

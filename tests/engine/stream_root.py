@@ -1,16 +1,34 @@
 """A root of small synthetic images, its feed, and places of ranks that need no process group."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.ranks import RankInfo
+from sa1b.sam.interactive import Interactive, Targets
+from sa1b.stream.batch import Batch
 from tests.train.command import make_root
 
 IMAGE_SIZE = 64
-__all__ = ["IMAGE_SIZE", "feed_of", "make_root", "place_of"]
+__all__ = ["IMAGE_SIZE", "Micro", "feed_of", "make_root", "place_of", "prepared"]
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A batch and what SAM makes of it."""
+
+    batch: Batch
+    images: Tensor
+    targets: Targets
+    image_keys: Tensor
+
+
+def prepared(batch: Batch, seed: int = 3) -> Micro:
+    return Micro(batch, *Interactive.inputs(None, batch, seed))
 
 
 def place_of(rank: int = 0, world_size: int = 1) -> RankInfo:

@@ -8,11 +8,16 @@ import pytest
 from docstring_parser import parse as parse_docstring
 
 from sa1b.engine import config as settings
-from sa1b.engine.config import PRESETS, Config, parse
+from sa1b.engine.config import Config
+from sa1b.engine.presets import PRESETS, SamConfig
 from sa1b.errors import UsageError
 from sa1b.sam.model import PRESETS as MODELS
 
 ROOT = ("--data.root", "shards")
+
+
+def parse(flags: list[str], description: str | None) -> Config:
+    return settings.parse(flags, description, PRESETS)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -34,8 +39,8 @@ def test_presets_have_the_published_models_and_batches() -> None:
 
 
 def _parts() -> list[tuple[str, type[Any]]]:
-    nested = [("", Config)]
-    for field in dataclasses.fields(Config):
+    nested: list[tuple[str, type[Any]]] = [("", SamConfig)]
+    for field in dataclasses.fields(SamConfig):
         kind = field.default_factory
         if dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
@@ -53,7 +58,10 @@ def test_help_shows_every_field_with_its_text(
     assert ended.value.code == 0
     shown = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     texts = {}
-    for parameter in parse_docstring(part.__doc__ or "").params:
+    documented = [
+        one for kind in reversed(part.__mro__) for one in parse_docstring(kind.__doc__ or "").params
+    ]
+    for parameter in documented:
         texts |= dict.fromkeys(re.split(r", ", parameter.arg_name), parameter.description or "")
     names = [field.name for field in dataclasses.fields(part)]
     assert set(names) <= set(texts), f"no text: {set(names) - set(texts)}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sa1b
 from sa1b.engine.evaluation import EvaluationConfig, evaluate, held_out_feed
-from sa1b.engine.feed import DataConfig, Feed, Micro
+from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.parallel import ParallelConfig, wrap
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
@@ -21,7 +21,7 @@ from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
 from sa1b.views.view import write_view
 from tests.engine.launch import group, launch
-from tests.engine.stream_root import IMAGE_SIZE, make_root, place_of
+from tests.engine.stream_root import IMAGE_SIZE, Micro, make_root, place_of, prepared
 
 MODEL = ModelConfig(
     image_size=IMAGE_SIZE, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32
@@ -97,14 +97,14 @@ def numpy_scores(root: Path, out: Path) -> dict[str, float]:
     ious: list[list[float]] = []
     areas: list[int] = []
     feed = feed_for(root, out, place_of())
-    for micro in (micro for micros in feed.steps() for micro in micros):
+    for micro in (prepared(batch, 0) for batches in feed.steps() for batch in batches):
         truth, answers = drawn(sam, micro)
-        valid = micro.positions < HELD_OUT
+        valid = micro.batch.positions < HELD_OUT
         for i, image in enumerate(micro.targets.image.tolist()):
             if truth[i].any() and valid[image]:
                 pairs = [(one[i] & truth[i], one[i] | truth[i]) for one in answers]
                 ious.append([both.sum() / either.sum() for both, either in pairs])
-                areas.append(int(micro.areas[i]))
+                areas.append(int(micro.batch.areas[i]))
     feed.close()
     found: dict[str, float] = {}
     sizes = np.digitize(areas, [32**2, 96**2])

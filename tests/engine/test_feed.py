@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sa1b
-from sa1b.engine.feed import DataConfig, Micro
+from sa1b.engine.feed import DataConfig
 from sa1b.errors import UsageError
 from sa1b.masks.grid import framed, framed_size
 from sa1b.masks.raster_torch import framed_sizes
@@ -19,7 +19,7 @@ from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from tests.engine.stream_root import IMAGE_SIZE, feed_of, make_root
+from tests.engine.stream_root import IMAGE_SIZE, Micro, feed_of, make_root, prepared
 from tests.shards import tiny
 
 
@@ -32,7 +32,8 @@ def steps_of(
     root: Path, out: Path, steps: int, rank: int = 0, world_size: int = 1, **data: int
 ) -> list[list[Micro]]:
     feed = feed_of(root, out, rank, world_size, **data)
-    found = [list(feed.step()) for _ in range(steps)]
+    seed = data.get("seed", 3)
+    found = [[prepared(batch, seed) for batch in feed.step()] for _ in range(steps)]
     feed.close()
     return found
 
@@ -43,7 +44,7 @@ def masks_of(micros: list[Micro]) -> dict[tuple[int, int], tuple[int, bytes, lis
     for micro in micros:
         targets = micro.targets
         for number, image in enumerate(targets.image.tolist()):
-            name = (int(micro.ids[image]), int(micro.mask_ids[number]))
+            name = (int(micro.batch.ids[image]), int(micro.batch.mask_ids[number]))
             assert name not in found
             numbers = [*targets.boxes[number].tolist(), *targets.points[number].tolist()]
             pixels = targets.masks[number].numpy().tobytes()
@@ -56,11 +57,11 @@ def test_targets_are_the_raster_of_the_masks_in_the_annotation(root: Path, tmp_p
     rows = {int(image_id): row for row, image_id in enumerate(dataset.table.image_id)}
     feed = feed_of(root, tmp_path, flip=0.0)
     compared = 0
-    for micro in itertools.chain(feed.step(), feed.step()):
+    for micro in map(prepared, itertools.chain(feed.step(), feed.step())):
         size = micro.targets.masks.shape[-1]
         for number, image in enumerate(micro.targets.image.tolist()):
-            annotations = dataset[rows[int(micro.ids[image])]].annotations
-            which = annotations.mask_id.tolist().index(int(micro.mask_ids[number]))
+            annotations = dataset[rows[int(micro.batch.ids[image])]].annotations
+            which = annotations.mask_id.tolist().index(int(micro.batch.mask_ids[number]))
             height, width = annotations.height, annotations.width
             lengths = annotations.runs([which]).runs
             pixels = np.repeat(np.arange(len(lengths)) % 2, lengths).reshape(width, height).T
@@ -82,7 +83,7 @@ def test_masks_and_keys_are_the_same_at_any_world_size_and_micro_batch(
     ]
     for step, micros in enumerate(whole):
         pieces = [micro for rank in ranks for micro in rank[step]]
-        assert torch.equal(torch.cat([micro.ids for micro in pieces]), micros[0].ids)
+        assert torch.equal(torch.cat([micro.batch.ids for micro in pieces]), micros[0].batch.ids)
         assert masks_of(pieces) == masks_of(micros)
         assert torch.equal(torch.cat([micro.targets.weights for micro in pieces]), micros[0].targets.weights)
 
@@ -96,18 +97,15 @@ def test_ranks_have_equally_many_micro_batches_even_where_some_are_empty(
     ]
     for step in range(2):
         assert len({len(rank[step]) for rank in ranks}) == 1
-    sizes = {len(micro.ids) for rank in ranks for micros in rank for micro in micros}
+    sizes = {len(micro.batch.ids) for rank in ranks for micros in rank for micro in micros}
     assert 0 in sizes
-    for rank in ranks:
-        for micros in rank:
-            assert [micro.last for micro in micros] == [False] * (len(micros) - 1) + [True]
 
 
 def test_keys_differ_by_mask_by_visit_and_by_seed(root: Path, tmp_path: Path) -> None:
     found = steps_of(root, tmp_path, 10)  # two epochs
     keys = [int(key) for micros in found for micro in micros for key in micro.targets.keys]
     visits = [int(key) for micros in found for micro in micros for key in micro.image_keys]
-    ids = [int(key) for micros in found for micro in micros for key in micro.ids]
+    ids = [int(key) for micros in found for micro in micros for key in micro.batch.ids]
     assert len(set(ids)) < len(ids)
     assert len(set(keys)) == len(keys)
     assert len(set(visits)) == len(visits)
@@ -125,7 +123,7 @@ def test_masks_without_an_id_have_keys_of_their_own(tmp_path: Path) -> None:
     tiny.ingest_tar(tiny.write_tar(tmp_path / "sa_000001.tar", members), tmp_path / "root")
     write_dataset(tmp_path / "root", read_tasks(tmp_path / "root"))
     (micro,) = steps_of(tmp_path / "root", tmp_path, 1, global_batch=2)[0]
-    assert micro.mask_ids.tolist() == [-1] * 8
+    assert micro.batch.mask_ids.tolist() == [-1] * 8
     assert len(micro.targets.keys.unique()) == 8
 
 
@@ -138,12 +136,35 @@ def test_a_mask_without_a_pixel_does_not_count(root: Path, tmp_path: Path) -> No
 
 def test_a_feed_goes_on_behind_the_last_whole_step(root: Path, tmp_path: Path) -> None:
     feed = feed_of(root, tmp_path, micro_batch=2)
-    first, second = list(feed.step()), list(feed.step())
+    first, second = (list(map(prepared, feed.step())) for _ in range(2))
     state = feed.state_dict()
     next(feed.step())  # of a step that a crash interrupts
     assert feed.state_dict()["position"] == state["position"]
     feed.load_state_dict({**state, "position": 5})
-    assert masks_of(list(feed.step())) == masks_of(second) != masks_of(first)
+    assert masks_of(list(map(prepared, feed.step()))) == masks_of(second) != masks_of(first)
+    feed.close()
+
+
+@pytest.mark.parametrize("micro_batch", [2, 5])
+def test_the_batch_that_is_peeked_at_is_the_first_of_its_step_and_counts_once(
+    root: Path, tmp_path: Path, micro_batch: int
+) -> None:
+    whole = steps_of(root, tmp_path, 3, micro_batch=micro_batch)
+    feed = feed_of(root, tmp_path, micro_batch=micro_batch)
+    list(feed.step())
+    state = feed.state_dict()
+    peeked = feed.peek()
+    assert feed.peek() is peeked
+    assert feed.state_dict() == state
+    second, third = list(feed.step()), list(feed.step())
+    assert second[0] is peeked
+    assert [batch.ids.tolist() for batch in second] == [micro.batch.ids.tolist() for micro in whole[1]]
+    assert [batch.ids.tolist() for batch in third] == [micro.batch.ids.tolist() for micro in whole[2]]
+    assert feed.state_dict()["position"] == 15
+    feed.load_state_dict(state)
+    feed.peek()
+    feed.load_state_dict(state)  # what was peeked at is of the state before
+    assert [batch.ids.tolist() for batch in feed.step()] == [batch.ids.tolist() for batch in second]
     feed.close()
 
 
@@ -151,10 +172,10 @@ def test_a_sequential_feed_has_every_image_once_and_ends(root: Path, tmp_path: P
     seen = []
     for rank in range(3):
         feed = feed_of(root, tmp_path, rank, 3, order="sequential", micro_batch=1, global_batch=4)
-        for micros in feed.steps():
-            for micro in micros:
+        for batches in feed.steps():
+            for micro in map(prepared, batches):
                 counted = set(micro.targets.image[micro.targets.weights > 0].tolist())
-                seen += [int(micro.ids[image]) for image in counted]
+                seen += [int(micro.batch.ids[image]) for image in counted]
         feed.close()
     assert sorted(seen) == sorted(set(seen))
     assert set(seen) <= set(range(100, 123))
@@ -163,7 +184,7 @@ def test_a_sequential_feed_has_every_image_once_and_ends(root: Path, tmp_path: P
 
 def test_runs_of_the_training_order_do_not_shorten_a_sequential_feed(root: Path, tmp_path: Path) -> None:
     feed = feed_of(root, tmp_path, order="sequential", block_size=8, global_batch=4, micro_batch=4)
-    assert sum(len(micro.ids) for micros in feed.steps() for micro in micros) == 24  # of 23, the last twice
+    assert sum(len(batch.ids) for batches in feed.steps() for batch in batches) == 24  # of 23, the last twice
     feed.close()
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.engine.metrics import SUMS, LoggingConfig, Metrics, StepTime, figures_of, score_line, step_means
+from sa1b.engine.metrics import LoggingConfig, Metrics, StepTime, figures_of, score_line, step_means
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.errors import UsageError
+from sa1b.sam.interactive import Interactive
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 
+SUMS = Interactive.figures
 PARTS = [  # of six parts of a step: the sums over their masks, the masks, the images
     ([2.0, 1.0, 0.5, 0.25, 3.0, 1.5], 4, 2),
     ([0.0] * 6, 0, 0),

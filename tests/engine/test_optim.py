@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from sa1b.engine.optim import (
     OptimConfig,
-    decays,
     freeze,
-    layer_of,
     lr_at,
     lr_line,
     make_optimizer,
@@ -24,7 +22,7 @@ from tests.engine.training import MODEL, build
 
 PUBLISHED = OptimConfig()
 COSINE = OptimConfig(schedule="cosine", lr=1e-3, warmup=10, steps=110, min_lr_ratio=0.1)
-ENCODER = "model.image_encoder"
+ENCODER = "image_encoder"
 
 
 @pytest.mark.parametrize(
@@ -34,28 +32,28 @@ ENCODER = "model.image_encoder"
         (f"{ENCODER}.patch_embed.proj.weight", 0),
         (f"{ENCODER}.blocks.0.norm1.weight", 1),
         (f"{ENCODER}.blocks.11.attn.rel_pos_h", 12),
-        ("module.model.image_encoder.blocks.2.mlp.lin1.bias", 3),
-        ("image_encoder.blocks.2.mlp.lin1.bias", 3),
         (f"{ENCODER}.neck.0.weight", None),
-        ("model.mask_decoder.iou_token.weight", None),
-        ("model.prompt_encoder.point_embeddings.0.weight", None),
+        ("mask_decoder.iou_token.weight", None),
+        ("prompt_encoder.point_embeddings.0.weight", None),
     ],
 )
 def test_layers_are_counted_from_the_embeddings_through_the_blocks(name: str, layer: int | None) -> None:
-    assert layer_of(name) == layer
+    assert build().layer_of(name) == layer
 
 
 def test_biases_norms_and_positions_do_not_decay() -> None:
-    kept = {name for name, parameter in build().named_parameters() if not decays(name, parameter)}
+    model = build()
+    named = dict(model.weights().named_parameters())
+    kept = {name for name, parameter in named.items() if not model.decays(name, parameter)}
     assert {f"{ENCODER}.pos_embed", f"{ENCODER}.blocks.0.attn.rel_pos_h", f"{ENCODER}.neck.1.weight"} <= kept
-    assert {name for name, _ in build().named_parameters() if name.endswith(".bias")} <= kept
+    assert {name for name in named if name.endswith(".bias")} <= kept
     assert f"{ENCODER}.blocks.0.attn.qkv.weight" not in kept
-    assert "model.mask_decoder.mask_tokens.weight" not in kept
+    assert "mask_decoder.mask_tokens.weight" not in kept
 
 
 def test_each_trained_parameter_is_in_one_group_with_the_decays_of_its_layer() -> None:
     interactive = build()
-    names = {id(parameter): name for name, parameter in interactive.named_parameters()}
+    names = {id(parameter): name for name, parameter in interactive.weights().named_parameters()}
     found = {}
     for group in make_optimizer(interactive, PUBLISHED, 256).param_groups:
         for parameter in group["params"]:
@@ -64,11 +62,11 @@ def test_each_trained_parameter_is_in_one_group_with_the_decays_of_its_layer() -
             found[names[id(parameter)]] = group
     assert found.keys() == set(names.values())
     last = MODEL.depth + 1
-    for name, parameter in interactive.named_parameters():
-        layer = layer_of(name)
+    for name, parameter in interactive.weights().named_parameters():
+        layer = interactive.layer_of(name)
         exponent = 0 if layer is None else last - layer
         assert found[name]["lr_scale"] == pytest.approx(0.8**exponent)
-        assert found[name]["weight_decay"] == (0.1 if decays(name, parameter) else 0.0)
+        assert found[name]["weight_decay"] == (0.1 if interactive.decays(name, parameter) else 0.0)
         assert found[name]["betas"] == (0.9, 0.999)
 
 
@@ -82,7 +80,7 @@ def test_the_groups_of_two_builds_are_the_same_and_in_the_order_of_layers() -> N
 
 def test_a_frozen_encoder_is_in_no_group_and_its_forward_leaves_no_gradient() -> None:
     interactive = build()
-    config = OptimConfig(freeze_encoder=True)
+    config = OptimConfig(freeze=("image_encoder",))
     freeze(interactive, config)
     trained = {id(parameter) for parameter in interactive.parameters() if parameter.requires_grad}
     groups = make_optimizer(interactive, config, 256).param_groups
@@ -90,6 +88,11 @@ def test_a_frozen_encoder_is_in_no_group_and_its_forward_leaves_no_gradient() ->
     assert not any(parameter.requires_grad for parameter in interactive.model.image_encoder.parameters())
     images = torch.zeros(1, 3, MODEL.image_size, MODEL.image_size, dtype=torch.uint8)
     assert not interactive.model.embed(images).requires_grad
+
+
+def test_a_part_that_the_model_does_not_have_cannot_be_frozen() -> None:
+    with pytest.raises(UsageError, match=r"--optim.freeze encoder: .* image_encoder, prompt_encoder, mask_d"):
+        freeze(build(), OptimConfig(freeze=("encoder",)))
 
 
 def test_without_freezing_every_parameter_is_trained() -> None:

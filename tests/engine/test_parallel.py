@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.engine.parallel import ParallelConfig, start, stop, unwrap, wrap
+from sa1b.engine.model import unwrap
+from sa1b.engine.parallel import ParallelConfig, start, stop, wrap
 from sa1b.errors import UsageError
 from tests.engine import checks
 from tests.engine.launch import launch

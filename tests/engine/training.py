@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from sa1b.engine.gradients import autocast, finish, grad_scaler, micro_batch, warm_up
+from sa1b.engine.model import unwrap
 from sa1b.engine.optim import OptimConfig, freeze, lr_at, make_optimizer, set_lr
-from sa1b.engine.parallel import ParallelConfig, unwrap, wrap
+from sa1b.engine.parallel import ParallelConfig, wrap
 from sa1b.engine.ranks import RankInfo, agree
 from sa1b.sam.interactive import Interactive, Targets
 from sa1b.sam.model import ModelConfig, Sam

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sa1b.engine.config import parse
+from sa1b.engine.presets import PRESETS
 from tests.train.command import FLAGS, STEPS, lines, losses, newest, start, train_to_end
 
 Whole = Callable[[str, int], Path]
@@ -20,7 +21,8 @@ def test_the_settings_beside_the_metrics_are_those_of_the_checkpoint_and_of_the_
     out = whole("ddp", 2)
     written = json.loads((out / "config.json").read_text())
     assert written == json.loads((newest(out) / "state.json").read_text())["state"]["config"]
-    given = parse(["--data.root", str(root), "--out", str(out), *FLAGS, "--parallel.mode", "ddp"], None)
+    flags = ["--data.root", str(root), "--out", str(out), *FLAGS, "--parallel.mode", "ddp"]
+    given = parse(flags, None, PRESETS)
     assert written == given.document()
 
 

@@ -1,7 +1,7 @@
 """The tensors of a model and its optimizer under names that do not depend on how ranks share them.
 
 `model.` and the published name of a parameter; `optimizer.`, that name, and the optimizer's own name for its
-state: `optimizer.mask_decoder.iou_token.weight.exp_avg`. DDP and FSDP leave no trace in the names, so a
+state: `optimizer.decoder.weight.exp_avg`. DDP and FSDP leave no trace in the names, so a
 checkpoint of one fits the other, at any world size.
 """
 
@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from sa1b.engine.model import stored
 from sa1b.engine.ranks import Ranks
 from sa1b.errors import CheckpointError
-from sa1b.sam.interactive import Interactive
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -64,7 +63,7 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
     """The tensors themselves, not copies; under FSDP each rank's shards, as DTensors.
 
     Args:
-        model: `Sam`, or what holds it: `Interactive`, with or without DDP or FSDP around it.
+        model: a model that declares its `weights()`, or a plain module; with or without DDP or FSDP.
 
     Raises:
         TypeError: the optimizer's state is more than tensors.
@@ -164,19 +163,13 @@ def _read(folder: Path, metadata: Metadata, targets: dict[str, Tensor], ranks: R
     )
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    return model.model if isinstance(model, Interactive) else model
-
-
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    # Under FSDP this call also lets go of gathered parameters: what follows sees the shards.
-    return {f"{MODEL}{name}": tensor for name, tensor in _inner(model).state_dict().items()}
+    # Under FSDP this call also releases gathered parameters: what follows sees the shards.
+    return {f"{MODEL}{name}": tensor for name, tensor in stored(model).state_dict().items()}
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in _inner(model).named_parameters()}
+    return {parameter: name for name, parameter in stored(model).named_parameters()}
 
 
 def _entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:

@@ -1,5 +1,6 @@
 """Weights out of checkpoints and published files, for training to start from and for others to use."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from sa1b.engine.checkpoint import files, tensors
+from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.sam.published import FORMATS, config_of, preset_of, read_weights, write_weights
 
@@ -48,11 +50,14 @@ class Converted:
         )
 
 
-def find_weights(source: Path) -> tuple[Path, dict[str, Tensor]]:
+def find_weights(
+    source: Path, read_file: Callable[[Path], dict[str, Tensor]] = read_weights
+) -> tuple[Path, dict[str, Tensor]]:
     """The weights that a run may start from, by published names, float32, on the CPU, and where they lie.
 
     Args:
         source: a checkpoint, the folder of a run (its newest good one is taken), or a published file.
+        read_file: reads the latter.
 
     Raises:
         CheckpointError: a damaged checkpoint, or a folder without any.
@@ -62,7 +67,7 @@ def find_weights(source: Path) -> tuple[Path, dict[str, Tensor]]:
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder; {_KINDS}")
     if not source.is_dir():
-        return source, read_weights(source)
+        return source, read_file(source)
     if (source / "checkpoints").is_dir():
         found = files.newest(source / "checkpoints")
         if found is None:
@@ -73,6 +78,20 @@ def find_weights(source: Path) -> tuple[Path, dict[str, Tensor]]:
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_KINDS}") from None
     return found.folder, tensors.read_weights(found.folder, found.metadata)
+
+
+def load_weights(model: Model, source: Path) -> str:
+    """Load what `find_weights` takes into a model; returns a line that says what was loaded.
+
+    Raises:
+        UsageError: they do not fit the model.
+        CheckpointError, Sa1bError, OSError: see `find_weights`.
+    """
+    where, found = find_weights(source, model.read_weights)
+    try:
+        return f"{where}: {model.load_weights(found)}"
+    except UsageError as error:
+        raise UsageError(f"{where} holds {error}") from None
 
 
 def convert(source: Path, target: Path, *, overwrite: bool = False) -> Converted:

@@ -1,0 +1,99 @@
+"""The models that the command trains, and their presets: the settings of SAM."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
+from sa1b.engine.config import Config
+from sa1b.engine.feed import DataConfig
+from sa1b.engine.optim import OptimConfig
+from sa1b.errors import UsageError
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.model import PRESETS as MODELS
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.recipe import Recipe
+
+Preset = Literal["vit_b", "vit_l", "vit_h", "tiny"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamConfig(Config):
+    """A run that trains SAM.
+
+    Attributes:
+        preset: Where all other defaults come from. tiny: learns something in minutes on two CPU cores. vit_b,
+            vit_l, vit_h: the published models with the recipe of their paper.
+        model: Sizes of the model.
+        recipe: Prompts and losses.
+    """
+
+    preset: Preset = "vit_b"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    recipe: Recipe = field(default_factory=Recipe)
+
+    @property
+    def image_size(self) -> int:
+        """Pixels of the padded square that the model takes."""
+        return self.model.image_size
+
+    def build(self) -> Interactive:
+        """The model with the simulated user that trains it."""
+        return Interactive(Sam(self.model), self.recipe)
+
+    def check(self) -> None:
+        """See `Config.check`."""
+        Config.check(self)
+        low = self.image_size // 4
+        if self.data.target_size is not None and self.data.target_size < low:
+            raise UsageError(
+                f"--data.target-size {self.data.target_size} is below the {low} pixels of the decoder's "
+                f"masks (--model.image-size {self.image_size} / 4)"
+            )
+
+
+def _published(model: Preset, **recipe: Any) -> SamConfig:
+    """A model of the paper with its batch, learning rate, schedule, layer decay and drop path."""
+    drop_path, batch = recipe.pop("drop_path"), recipe["reference_batch"]
+    return SamConfig(
+        preset=model,
+        data=DataConfig(global_batch=batch),
+        model=replace(MODELS[model], drop_path=drop_path),
+        optim=OptimConfig(**recipe),
+    )
+
+
+# "Segment Anything" (Kirillov et al. 2023), appendix A, "Training recipe": ViT-H at batch 256 for 90,000
+# steps; ViT-B and ViT-L at batch 128 for 180,000, with milestones at the same parts of the run.
+PRESETS: dict[str, SamConfig] = {
+    "vit_b": _published(
+        "vit_b", lr=8e-4, reference_batch=128, layer_decay=0.6, drop_path=0.6, steps=180_000,
+        milestones=(120_000, 173_332),
+    ),
+    "vit_l": _published(
+        "vit_l", lr=4e-4, reference_batch=128, layer_decay=0.8, drop_path=0.4, steps=180_000,
+        milestones=(120_000, 173_332),
+    ),
+    "vit_h": _published("vit_h", lr=8e-4, reference_batch=256, layer_decay=0.8, drop_path=0.4),
+    "tiny": SamConfig(
+        preset="tiny",
+        data=DataConfig(global_batch=8, masks=16),
+        model=MODELS["tiny"],
+        # A weighted cross entropy in place of the focal loss: from random weights the latter answers "all
+        # background" for some hundred steps, on images of which most is background.
+        recipe=Recipe(
+            clicks=1, unprompted=0, focal_weight=1, focal_alpha=0.75, focal_gamma=0,
+            checkpoint_iterations=False
+        ),
+        optim=OptimConfig(
+            lr=1e-3,
+            reference_batch=8,
+            schedule="cosine",
+            steps=300,
+            warmup=10,
+            layer_decay=1.0,
+            weight_decay=0.05,
+            min_lr_ratio=0.1,
+        ),
+        checkpoint=CheckpointConfig(every=100),
+    ),
+}  # fmt: skip
