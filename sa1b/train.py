@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -220,12 +221,16 @@ def run(config: Config) -> None:
         stop()
 
 
-def main() -> int:
-    """The command line."""
+def main(presets: Mapping[str, Config] = PRESETS) -> int:
+    """The command line.
+
+    Args:
+        presets: settings by the name that `--preset` takes; those of another model train that model.
+    """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rank = int(os.environ.get("RANK", "0"))
     try:
-        run(settings.parse(sys.argv[1:], __doc__, PRESETS))
+        run(settings.parse(sys.argv[1:], __doc__, presets))
     except SystemExit as error:  # of help, or of a flag that cannot be read
         return _refused(rank, int(error.code or 0))
     except UsageError as error:

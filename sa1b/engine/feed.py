@@ -29,7 +29,7 @@ class DataConfig:
         view: Name, digest or path of the view to train on (tools/view.py makes them); by default all images.
         global_batch: Images of a step over all ranks.
         micro_batch: Images of a rank at a time; by default its whole share of a step. Less memory, same step.
-        masks: At most so many masks an image.
+        masks: At most so many masks an image; 0: images only, for models that read no mask.
         strategy: Which masks of an image: uniform; area: one of each class of sizes; quality: rather those
             with high scores; coverage: all of them within as few epochs as can be.
         flip: Probability of mirroring an image left and right.
@@ -60,7 +60,6 @@ class DataConfig:
         for flag in (
             "global_batch",
             "micro_batch",
-            "masks",
             "block_size",
             "target_size",
             "threads",
@@ -69,6 +68,8 @@ class DataConfig:
             value = getattr(self, flag)
             if value is not None and value < 1:
                 raise UsageError(f"--data.{flag.replace('_', '-')} {value} must be at least 1")
+        if self.masks < 0:
+            raise UsageError(f"--data.masks {self.masks} must be at least 0")
         if not 0 <= self.flip <= 1:
             raise UsageError(f"--data.flip {self.flip} must be from 0 to 1")
         if not self.deadline > 0:

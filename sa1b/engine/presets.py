@@ -43,6 +43,8 @@ class SamConfig(Config):
     def check(self) -> None:
         """See `Config.check`."""
         Config.check(self)
+        if self.data.masks == 0:
+            raise UsageError("--data.masks 0 leaves SAM nothing to learn: pass at least 1")
         low = self.image_size // 4
         if self.data.target_size is not None and self.data.target_size < low:
             raise UsageError(

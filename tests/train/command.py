@@ -29,6 +29,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream.order import Order
 from sa1b.synthetic import source_tars as synthetic
+from tests.engine import reconstruction
 from tests.shards import tiny
 from tests.train import mishap as mishaps
 
@@ -43,6 +44,10 @@ FLAGS = (
     *("--model.drop-path", "0.3", "--data.global-batch", str(BATCH), "--data.micro-batch", "2"),
     *("--data.masks", "4", "--data.flip", "0.5", "--data.threads", "1", "--optim.steps", str(STEPS)),
     *("--optim.warmup", "2", "--checkpoint.every", "2", "--logging.tensorboard", "False"),
+)
+SECOND_FLAGS = (
+    *("--preset", "small", "--data.threads", "1", "--optim.steps", str(STEPS), "--checkpoint.every", "2"),
+    *("--logging.tensorboard", "False"),
 )
 PATIENCE = 150  # seconds until a command counts as hanging
 
@@ -76,9 +81,11 @@ def start(
     mode: str = "none",
     mishap: dict[str, Any] | None = None,
     of_rank: Sequence[Sequence[str]] = (),
+    model: str = "sam",
 ) -> Ended:
     """Run the command on so many ranks and wait; `of_rank`: further flags of single ranks."""
-    common = ["--data.root", str(root), "--out", str(out), *FLAGS, "--parallel.mode", mode, *flags]
+    flags_of_model = FLAGS if model == "sam" else SECOND_FLAGS
+    common = ["--data.root", str(root), "--out", str(out), *flags_of_model, "--parallel.mode", mode, *flags]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.train.command", "torch._dynamo"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -86,7 +93,7 @@ def start(
         processes = []
         for rank in range(ranks):
             arguments = [*common, *(of_rank[rank] if of_rank else ())]
-            given = (rank, ranks, store.port, arguments, mishap, f"{folder}/{rank}")
+            given = (rank, ranks, store.port, arguments, mishap, model, f"{folder}/{rank}")
             processes.append(context.Process(target=_rank, args=given))
             processes[-1].start()
         end = time.monotonic() + PATIENCE
@@ -109,7 +116,13 @@ def train_to_end(root: Path, out: Path, *flags: str, ranks: int = 1, mode: str =
 
 
 def _rank(
-    rank: int, world_size: int, port: int, arguments: list[str], mishap: dict[str, Any] | None, log: str
+    rank: int,
+    world_size: int,
+    port: int,
+    arguments: list[str],
+    mishap: dict[str, Any] | None,
+    model: str,
+    log: str,
 ) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
@@ -124,7 +137,7 @@ def _rank(
     sys.argv = ["train.py", *arguments]
     if mishap is not None:
         mishaps.arrange(mishap)
-    sys.exit(train.main())
+    sys.exit(train.main(train.PRESETS if model == "sam" else reconstruction.PRESETS))
 
 
 def torchrun(

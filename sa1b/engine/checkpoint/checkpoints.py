@@ -113,7 +113,7 @@ class Checkpoints:
         run goes on with the older checkpoint.
 
         Args:
-            model: `Sam` or what holds it, wrapped or not.
+            model: see `sa1b.engine.checkpoint.tensors.gather`.
             state: JSON; the same on all ranks, rank 0's is written.
 
         Raises:

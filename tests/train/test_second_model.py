@@ -1,0 +1,107 @@
+"""The engine trains a model that it has never seen: same loop, same modes, no line of engine/ changed."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import sa1b.engine
+from tests.train.command import (
+    STEPS,
+    assert_same_state,
+    figures,
+    ids_of_steps,
+    losses,
+    recorded,
+    start,
+    train_to_end,
+)
+
+Run = Callable[[str, int], Path]
+MODES = [("none", 1), ("ddp", 2), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def second(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The folder of an uninterrupted run of the second model."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def run(mode: str, ranks: int) -> Path:
+        if (mode, ranks) not in made:
+            out = tmp_path_factory.mktemp("second") / "run"
+            made[mode, ranks] = train_to_end(root, out, ranks=ranks, mode=mode, model="reconstruction")
+        return made[mode, ranks]
+
+    return run
+
+
+def test_it_learns_and_its_own_figures_are_recorded(second: Run) -> None:
+    found = losses(second("none", 1))
+    assert len(found) == STEPS
+    assert found[-1] < 0.9 * found[0]
+    assert [error for _, error in figures(second("none", 1), "error")] != found
+
+
+@pytest.mark.parametrize(("mode", "ranks"), MODES[1:])
+def test_losses_are_those_of_a_single_process(second: Run, mode: str, ranks: int) -> None:
+    assert losses(second(mode, ranks)) == pytest.approx(losses(second("none", 1)), rel=1e-5, abs=0)
+
+
+@pytest.mark.parametrize(("mode", "ranks"), MODES)
+def test_a_stopped_run_goes_on_bit_for_bit(
+    root: Path, second: Run, tmp_path: Path, mode: str, ranks: int
+) -> None:
+    out = tmp_path / "run"
+    given = {"ranks": ranks, "mode": mode, "model": "reconstruction"}
+    train_to_end(root, out, mishap={"what": "stop", "rank": ranks - 1, "step": 2}, **given)
+    assert len(losses(out)) == 3
+    train_to_end(root, out, **given)
+    assert losses(out) == losses(second(mode, ranks))
+    assert_same_state(out, second(mode, ranks))
+
+
+def test_world_size_and_mode_may_change_where_it_goes_on(root: Path, second: Run, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    seen: dict[int, list[list[int]]] = {}
+    for mode, ranks, stop in (("ddp", 2, 1), ("none", 1, 3), ("fsdp", 3, None)):
+        into = tmp_path / f"seen by {ranks}"
+        into.mkdir()
+        what = {"what": "record"} if stop is None else {"what": "stop", "step": stop}
+        mishap = {**what, "into": str(into)}
+        train_to_end(root, out, ranks=ranks, mode=mode, mishap=mishap, model="reconstruction")
+        seen |= recorded(into, ranks)
+    assert [[image_id for part in seen[step] for image_id in part] for step in range(STEPS)] == ids_of_steps(
+        root, STEPS
+    )
+    assert losses(out) == pytest.approx(losses(second("none", 1)), rel=1e-5, abs=0)
+
+
+def test_it_begins_with_weights_and_a_part_of_it_can_be_frozen(
+    root: Path, second: Run, tmp_path: Path
+) -> None:
+    flags = ("--init", str(second("none", 1)), "--optim.freeze", "blocks", "--optim.layer-decay", "0.5")
+    out = train_to_end(root, tmp_path / "run", *flags, model="reconstruction")
+    assert losses(out)[0] < losses(second("none", 1))[0]
+    ended = start(root, tmp_path / "plan", "--dry-run", model="reconstruction")
+    assert ended.codes == [0]
+    assert "M parameters at 64 x 64" in ended.outputs[0]
+
+
+NEUTRAL = (
+    *("model.py", "parallel.py", "ranks.py", "gradients.py", "optim.py", "estimate.py", "feed.py"),
+    *(
+        "config.py",
+        "checkpoint/tensors.py",
+        "checkpoint/checkpoints.py",
+        "checkpoint/files.py",
+        "../train.py",
+    ),
+)
+NAMES = r"sa1b\.sam|\bSam\b|Interactive|image_encoder\.|mask_decoder|prompt_encoder|focal|dice|iou"
+
+
+@pytest.mark.parametrize("module", NEUTRAL)
+def test_the_engine_names_no_model(module: str) -> None:
+    text = (Path(sa1b.engine.__file__).parent / module).read_text()
+    assert re.findall(NAMES, text) == []
