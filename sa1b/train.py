@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     # Until there is something to save, Ctrl-C ends at once and without a traceback.
@@ -32,6 +33,7 @@ from sa1b.engine import config as settings
 from sa1b.engine import estimate, metrics
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.config import Config, build, initial_weights
+from sa1b.engine.control import Control, StepTime
 from sa1b.engine.evaluation import evaluate, held_out_feed, score
 from sa1b.engine.feed import Feed
 from sa1b.engine.gradients import autocast, finish, grad_scaler, micro_batch, warm_up
@@ -54,8 +56,7 @@ class Run:
     def __init__(self, config: Config, rank_info: RankInfo) -> None:
         self.config, self.rank_info = config, rank_info
         self.step = 0
-        self.stop_asked = False  # of this rank, at any moment
-        self.stopping = False  # of all ranks, behind the same step
+        self.control = Control(rank_info)
         config.out.mkdir(parents=True, exist_ok=True)
         data, size = config.data, config.image_size
         self.feed = Feed(data, size, rank_info, config.out, config.seed)
@@ -67,14 +68,22 @@ class Run:
         self.optimizer = make_optimizer(self.module, config.optim, data.global_batch)
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.checkpoints = Checkpoints(config.out, config.checkpoint)
-        self._resume()
-        self.health = Health(config.health, config.out, rank_info)
+        last = self._resume()
+        self.health = Health(config.health, config.out, rank_info, self.control)
         self.metrics = metrics.Metrics(
-            config.logging, config.out, rank_info, self.step, config.optim.steps, self.model.shown
+            config.logging,
+            config.out,
+            rank_info,
+            self.control,
+            self.step,
+            config.optim.steps,
+            about=metrics.about(rank_info, config.parallel.mode, config.parallel.precision),
+            last=last,
+            shown=self.model.shown,
         )
 
-    def _resume(self) -> None:
-        """Go on from the newest good checkpoint, if there is one."""
+    def _resume(self) -> dict[str, Any] | None:
+        """Go on from the newest good checkpoint, if there is one; the metrics of its step."""
         if self.config.resume == "no" and self.checkpoints.newest() is not None:
             raise UsageError(
                 f"--resume no, but {self.config.out} has checkpoints: choose another --out, or move it away"
@@ -91,13 +100,19 @@ class Run:
                 ) from None
             self.scaler.load_state_dict(state["scaler"])
             if self.rank_info.rank == 0:
-                print(f"going on behind step {self.step:,} at position {state['stream']['position']:,}")
+                print(f"going on after step {self.step:,} at position {state['stream']['position']:,}")
         agree(self.module, self.rank_info)
+        return None if state is None else state.get("metrics")
 
-    def save(self) -> None:
-        """A checkpoint of what was trained so far."""
+    def save(self, line: dict[str, Any] | None) -> None:
+        """A checkpoint of what was trained so far.
+
+        Args:
+            line: metrics of the last step, as far as they are known.
+        """
         state = {
             "step": self.step,
+            "metrics": line,
             "stream": self.feed.state_dict(),
             "scaler": self.scaler.state_dict(),
             "config": self.config.document(),
@@ -105,25 +120,31 @@ class Run:
         self.checkpoints.save(self.step, self.module, self.optimizer, state)
 
     def evaluate(self) -> None:
-        """Score the held-out images and write the scores down."""
+        """Score the held-out images and write the scores down, unless the run is asked to stop meanwhile."""
         if self.held_out is not None:
-            config = self.config
+            config, began = self.config, time.perf_counter()
             show = config.evaluation.show
-            scores = evaluate(self.module, self.held_out, config.parallel, self.rank_info, show, config.out)
-            self.metrics.evaluation(self.step, scores)
+            scores = evaluate(
+                self.module, self.held_out, config.parallel, self.rank_info, show, config.out, self.control
+            )
+            if scores is not None:
+                self.metrics.evaluation(self.step, scores, time.perf_counter() - began)
 
     def close(self) -> None:
         """End threads and files; waits for the checkpoint that is being written."""
-        self.feed.close()
-        self.metrics.close()
-        self.checkpoints.close()
+        try:
+            self.feed.close()
+            self.metrics.close()
+        finally:
+            self.checkpoints.close()
 
 
 def train(run: Run) -> None:
     """The loop: until the last step, or until a rank was asked to stop."""
     config, rank_info, module, model, feed = run.config, run.rank_info, run.module, run.model, run.feed
     precision, scaler, optimizer = config.parallel.precision, run.scaler, run.optimizer
-    trace = ChromeTrace(config.logging.profile, config.out, rank_info)
+    control = run.control
+    trace = ChromeTrace(config.logging.profile, config.out, rank_info, control)
     module.train()
 
     def forward_backward(batch: Batch) -> dict[str, Tensor]:
@@ -133,14 +154,22 @@ def train(run: Run) -> None:
         torch.autograd.backward(scaler.scale(sums["loss"]))
         return {name: sums[name].detach() for name in (*model.figures, "count")}
 
-    if run.step == 0 and config.evaluation.every:
-        run.evaluate()  # what there is to gain
-    if run.step < config.optim.steps:
+    def evaluate_if_due(saved: bool) -> None:
+        every, ends = config.evaluation.every, run.step == config.optim.steps
+        if not every or control.stopping or not (ends or run.step % every == 0):
+            return
+        run.evaluate()
+        if control.stopping and not saved:
+            run.save(None)
+
+    if control.any_rank(run.metrics.lacks_evaluation(run.step)):
+        evaluate_if_due(saved=run.step > 0)  # of step 0: what there is to gain; else one that was interrupted
+    if run.step < config.optim.steps and not control.stopping:
         warm_up(module, partial(forward_backward, feed.peek()))
     first = run.step
-    while run.step < config.optim.steps and not run.stopping:
+    while run.step < config.optim.steps and not control.stopping:
         trace.before(run.step)
-        began, waited, seconds = time.perf_counter(), feed.waited, metrics.StepTime()
+        waited, seconds = feed.waited, StepTime()
         rate = lr_at(config.optim, config.data.global_batch, run.step)
         set_lr(optimizer, rate)
         totals: dict[str, Tensor] = {}
@@ -157,29 +186,29 @@ def train(run: Run) -> None:
             norm = finish(
                 module, optimizer, scaler, totals["count"], rank_info, grad_clip=config.optim.grad_clip
             )
-            own_loss, gradient = float(totals["loss"]), float(norm)
-        seconds.total = time.perf_counter() - began
-        means = metrics.step_means(totals, sum(map(len, ids)), run.stop_asked, seconds, rank_info)
-        if run.health.is_good(run.step, means["loss"], gradient, own_loss, ids):
-            scaler.step(optimizer)
-        elif run.health.skipped == 1:
-            run.metrics.say(f"step {run.step + 1} is skipped: loss {means['loss']}, gradient norm {gradient}")
-        scaler.update()
-        optimizer.zero_grad()
+            figures = control.exchange(totals, norm, sum(map(len, ids)), seconds)
+            loss = figures.means["loss"]
+            if run.health.is_good(run.step, loss, figures.norm, figures.own_loss, ids):
+                scaler.step(optimizer)
+            elif run.health.skipped == 1:
+                run.metrics.say(f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}")
+            scaler.update()
+            optimizer.zero_grad()
         trace.after(run.step)
         if run.step == first:
             set_timeout(rank_info, config.parallel.timeout)
         run.step += 1
-        run.stopping = means["stop"] > 0
-        ideal = estimate.peak_seconds(model, means["images"], means["masks"], rank_info)
-        run.metrics.step(run.step, metrics.figures_of(means, rate, gradient, rank_info, ideal))
         run.checkpoints.poll()
-        ends = run.stopping or run.step == config.optim.steps
-        if (ends or run.step % config.checkpoint.every == 0) and not run.health.lost:
-            run.save()
-        every = config.evaluation.every
-        if every and not run.stopping and (ends or run.step % every == 0):
-            run.evaluate()
+        ideal = estimate.peak_seconds(model, figures.images, figures.count, rank_info)
+        ends = control.stopping or run.step == config.optim.steps
+        saves = (ends or run.step % config.checkpoint.every == 0) and not run.health.lost
+        if saves:
+            # A kill may come after the checkpoint and before the step's line.
+            line = metrics.figures_of(figures, seconds, rate, rank_info, ideal)
+            with seconds.part("checkpoint"):
+                run.save(metrics.json_figures({"step": run.step, **line}))
+        run.metrics.step(run.step, metrics.figures_of(figures, seconds, rate, rank_info, ideal))
+        evaluate_if_due(saved=saves or bool(run.health.lost))
     trace.close()
     run.health.end(run.step)
 
@@ -196,26 +225,20 @@ def run(config: Config) -> None:
             score(config, build(config, config.init or config.out), rank_info)
             return
         current = Run(config, rank_info)
+        control = current.control
         if rank_info.rank == 0:
-            write_whole(config.out / "config.json", json_bytes(config.document()))
+            with control.writing():
+                write_whole(config.out / "config.json", json_bytes(config.document()))
             print(lr_line(config.optim, config.data.global_batch), flush=True)
-
-        def ask_to_stop(number: int, frame: object) -> None:
-            current.stop_asked = True
-            if "TORCHELASTIC_RUN_ID" not in os.environ:
-                # The second time means at once. torchrun sends a second one itself, when the first one went
-                # to the whole group as Ctrl-C does, and kills after 30 s.
-                signal.signal(number, signal.SIG_DFL)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, ask_to_stop)
+        control.install()
         try:
             train(current)
         finally:
             current.close()
-        if current.stopping and rank_info.rank == 0:
+        control.check()
+        if control.stopping and rank_info.rank == 0:
             print(
-                f"stopped behind step {current.step:,} with a checkpoint; the same command goes on from there"
+                f"stopped after step {current.step:,} with a checkpoint; the same command goes on from there"
             )
     finally:
         stop()

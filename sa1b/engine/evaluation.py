@@ -1,7 +1,6 @@
 """How good the model is: mean IoU after 1, 3 and 5 clicks and with a box, on images it never trains on."""
 
 import json
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sa1b.engine.control import Control
 from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.gradients import autocast
 from sa1b.engine.metrics import score_line
@@ -29,8 +29,6 @@ from sa1b.stream.dataset import Stream
 
 if TYPE_CHECKING:
     from sa1b.engine.config import Config
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +95,14 @@ def held_out_feed(
 
 @torch.no_grad()
 def evaluate(
-    module: nn.Module, feed: Feed, parallel: ParallelConfig, rank_info: RankInfo, show: int, out: Path
-) -> dict[str, float]:
+    module: nn.Module,
+    feed: Feed,
+    parallel: ParallelConfig,
+    rank_info: RankInfo,
+    show: int,
+    out: Path,
+    control: Control,
+) -> dict[str, float] | None:
     """Mean IoU by prompt and mask size, the same figure at any world size; see sa1b.sam.score.
 
     Collective. The module is left as it was.
@@ -108,36 +112,49 @@ def evaluate(
         feed: of held-out images; goes from its beginning.
         show: images whose predicted masks are written down.
         out: folder of the run, for predictions.jsonl.
+        control: of the run, asked for each micro-batch.
+
+    Returns:
+        The scores of `Score.result`; "damaged", the number of images that cannot be read and are left out,
+        see OUT/damaged.jsonl; "empty", the number of masks without a pixel at the evaluated resolution, which
+        are left out too. None: the run was asked to stop meanwhile.
     """
     training = module.training
     module.eval()
     model = declared(module)
     score = Score.empty(rank_info.device)
+    counts = torch.zeros(2, dtype=torch.int64, device=rank_info.device)
+    images = len(feed.stream.view)
     shown: list[tuple[int, str]] = []
-    beginning = {**feed.state_dict(), "position": 0}
-    feed.load_state_dict(beginning)
-    for batches in feed.steps():
-        for batch in batches:
+    feed.load_state_dict({**feed.state_dict(), "position": 0})
+    try:
+        # As many micro-batches on all ranks, so that each of them asks as often.
+        for batch in (batch for batches in feed.steps() for batch in batches):
+            if control.poll():
+                return None
             inputs = model.inputs(batch, seed=0)
             with autocast(parallel.precision, rank_info.device):
                 found = module(*inputs, evaluate=True)
             weights = inputs[1].weights
             score.add(found["intersections"], found["unions"], batch.areas, weights)
+            damaged = ~batch.valid & (batch.positions < images)
+            empty = batch.valid[batch.masks.image] & (weights == 0)
+            counts += torch.stack((damaged.sum(), empty.sum()))
             if bool((batch.positions < show).any()):
                 shown += [line for line in prediction_lines(batch, weights, found) if line[0] < show]
-    feed.close()
+    finally:
+        feed.close()
+        module.train(training)
     if rank_info.world_size > 1:
         score.all_reduce()
+        dist.all_reduce(counts)
         of_all: list[list[tuple[int, str]]] = [[] for _ in range(rank_info.world_size)]
         dist.all_gather_object(of_all, shown)
         shown = [line for some in of_all for line in some]
     if show and rank_info.rank == 0:
-        try:
+        with control.writing():
             write_whole(out / "predictions.jsonl", "".join(line for _, line in sorted(shown)).encode())
-        except OSError as error:  # the scores do not depend on it
-            _LOG.warning("the predicted masks are not written: %s", error)
-    module.train(training)
-    return score.result()
+    return score.result() | dict(zip(("damaged", "empty"), counts.tolist(), strict=True))
 
 
 def prediction_lines(batch: Batch, weights: Tensor, found: dict[str, Tensor]) -> list[tuple[int, str]]:
@@ -176,6 +193,8 @@ def score(config: "Config", module: nn.Module, rank_info: RankInfo) -> None:
     held_out = held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.out, None)
     assert held_out is not None  # refused by Config.check
     module = wrap(module, config.parallel, rank_info)
-    scores = evaluate(module, held_out, config.parallel, rank_info, config.evaluation.show, config.out)
-    if rank_info.rank == 0:
+    show, control = config.evaluation.show, Control(rank_info)
+    scores = evaluate(module, held_out, config.parallel, rank_info, show, config.out, control)
+    control.check()
+    if rank_info.rank == 0 and scores is not None:
         print(json.dumps(scores) if config.json_output else score_line(scores))

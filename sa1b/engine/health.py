@@ -7,8 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from sa1b.engine.control import Control
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import Sa1bError, UsageError
+from sa1b.storage.atomic import append_line
 
 
 class HealthError(Sa1bError):
@@ -36,14 +38,16 @@ class Health:
 
     Args:
         run: folder of the run; `not-finite.jsonl` lies there.
+        control: of the run; a failed write of that file is reported to it.
     """
 
-    def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo) -> None:
+    def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo, control: Control) -> None:
         self.path = run / "not-finite.jsonl"
         self.skipped = 0
         self.lost = 0  # steps in a row until now whose loss was not finite: what was trained is in doubt
         self._config = config
         self._rank_info = rank_info
+        self._control = control
         self._in_row = 0
 
     def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:
@@ -71,8 +75,8 @@ class Health:
                 "loss": str(own_loss),
                 "image_ids": [image_id for micro in ids for image_id in micro.tolist()],
             }
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            with self._control.writing():
+                append_line(self.path, json.dumps(line))
         if self._in_row > self._config.patience:
             raise self._error(self._in_row, step, f"loss {loss}, gradient norm {norm}")
         return False

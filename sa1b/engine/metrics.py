@@ -1,27 +1,28 @@
 """What a run records: JSON lines, TensorBoard, a progress bar and a Chrome trace."""
 
+import errno
 import json
 import math
+import os
 import resource
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
+import sa1b
+from sa1b.engine.control import Control, StepFigures, StepTime
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
-from sa1b.storage.atomic import write_whole
+from sa1b.storage.atomic import append_line, naming_path, write_whole
 
-PARTS = ("data", "compute", "update")  # of a step's time, which are measured
+PARTS = ("data", "compute", "update", "checkpoint")  # of a step's time, which are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,64 +48,21 @@ class LoggingConfig:
             raise UsageError("--logging.tensorboard needs TensorBoard: pip install 'sa1b[tensorboard]'")
 
 
-@dataclass(slots=True)
-class StepTime:
-    """Where the seconds of a step went, on this process's clock.
-
-    On a GPU the kernels of `compute` may end in `update`, where the loss is read and the device waited for.
-    """
-
-    data: float = 0.0
-    compute: float = 0.0
-    update: float = 0.0
-    total: float = 0.0
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time of a block to a part."""
-        began = time.perf_counter()
-        yield
-        setattr(self, name, getattr(self, name) + time.perf_counter() - began)
-
-
-def step_means(
-    totals: dict[str, torch.Tensor], images: int, stop: bool, seconds: StepTime, rank_info: RankInfo
-) -> dict[str, float]:
-    """The figures of a step over all ranks, in one collective; waits for the device.
-
-    Args:
-        totals: this rank's sums over its masks, of the model's figures, and "count".
-        images: of this rank.
-        stop: whether this rank was asked to end.
-        seconds: of this rank.
-
-    Returns:
-        The figures divided by the masks of all ranks; "masks", "images" in all; "stop": ranks asked to end;
-        "data", "compute", "update", "total": seconds, means over ranks.
-    """
-    times = [seconds.data, seconds.compute, seconds.update, seconds.total]
-    names = [name for name in totals if name != "count"]
-    own = torch.stack([totals[name].double() for name in (*names, "count")]).cpu()
-    own = torch.cat((own, torch.tensor([images, stop, *times], dtype=torch.float64)))
-    if rank_info.world_size > 1:
-        if dist.get_backend() == "nccl":
-            own = own.to(rank_info.device)
-        dist.all_reduce(own)
-    *sums, masks, all_images, stops, data, compute, update, total = own.tolist()
-    found = {name: value / masks if masks else 0.0 for name, value in zip(names, sums, strict=True)}
-    found |= {"masks": masks, "images": all_images, "stop": stops}
-    parts = {"data": data, "compute": compute, "update": update, "total": total}
-    return found | {name: value / rank_info.world_size for name, value in parts.items()}
-
-
 class Metrics:
     """Writes the figures of a run; does nothing on ranks other than 0.
 
+    RUN/metrics.jsonl has a line of JSON for each start of the run, {"run": {...}}, the first of which is its
+    first line; for each step that is logged, {"step": 7, "loss": ...}; and for each evaluation, {"step": 7,
+    "evaluation": {...}, "seconds": ...}. A failed write is reported to `control` and stops the run in order.
+
     Args:
         run: folder of the run.
+        control: of the run.
         done: steps that are done already: lines of later ones, of a run that was killed, are taken out.
         steps: of the whole run.
-        shown: figures of the progress line beside the loss: label to name.
+        about: what describes this start of the run: world size, precision, versions.
+        last: the line of step `done` from its checkpoint, written if a kill came before it.
+        shown: what the progress line shows beside the loss: label -> figure.
     """
 
     def __init__(
@@ -112,25 +70,35 @@ class Metrics:
         config: LoggingConfig,
         run: Path,
         rank_info: RankInfo,
+        control: Control,
         done: int,
         steps: int,
+        *,
+        about: Mapping[str, Any] | None = None,
+        last: Mapping[str, Any] | None = None,
         shown: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config
-        self._shown = shown or {}
         self._first = rank_info.rank == 0
+        self._control = control
+        self._shown = dict(shown or {})
         self._bar: tqdm[Any] | None = None
         self._board: Any = None
+        self._board_path = run / "tensorboard"
+        self._evaluated: set[int] = set()
         self.path = run / "metrics.jsonl"
         if not self._first:
             return
-        self._drop_after(done)
-        self._file = self.path.open("a", encoding="utf-8")
+        steps_there = self._drop_after(done)
         if config.tensorboard or (config.tensorboard is None and find_spec("tensorboard") is not None):
             from torch.utils import tensorboard
 
             writer: Any = tensorboard.SummaryWriter
-            self._board = writer(run / "tensorboard", purge_step=done + 1)
+            with self._control.writing(), naming_path(self._board_path):
+                self._board = writer(run / "tensorboard", purge_step=done + 1)
+        if done and last is not None and done not in steps_there and done % config.every == 0:
+            self._write(last)
+        self._write({"run": {"step": done, **(about or {})}})
         self._bar = tqdm(
             total=steps,
             initial=done,
@@ -140,7 +108,7 @@ class Metrics:
             mininterval=0.5 if sys.stderr.isatty() else 10,
         )
 
-    def step(self, step: int, figures: dict[str, float]) -> None:
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
         """Write down a step that is done, counted from 1."""
         if not self._first:
             return
@@ -153,12 +121,17 @@ class Metrics:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update()
 
-    def evaluation(self, step: int, scores: dict[str, float]) -> None:
-        """Write down an evaluation after so many steps, and say it."""
+    def evaluation(self, step: int, scores: Mapping[str, float], seconds: float) -> None:
+        """Write down an evaluation after so many steps, and print it."""
         if not self._first:
             return
-        self._write({"step": step, "evaluation": scores})
+        self._write({"step": step, "evaluation": dict(scores), "seconds": seconds})
+        self._evaluated.add(step)
         self.say(f"step {step}: {score_line(scores)}")
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether no evaluation after this step is written down; False on ranks other than 0."""
+        return self._first and step not in self._evaluated
 
     def say(self, line: str) -> None:
         """A line on stdout beside the progress line; rank 0 only."""
@@ -166,72 +139,113 @@ class Metrics:
             tqdm.write(line)
 
     def close(self) -> None:
-        """End the progress line and the files."""
+        """End the progress line and the curves."""
         if self._bar is not None:
             self._bar.close()
         if self._board is not None:
-            self._board.close()
-        if self._first:
-            self._file.close()
+            with self._control.writing(), naming_path(self._board_path):
+                self._board.close()
 
-    def _write(self, figures: dict[str, Any]) -> None:
-        flat = {**figures, **figures.get("evaluation", {})}
-        # JSON has no word for what is not finite.
-        plain = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in figures.items()
-        }
-        self._file.write(json.dumps(plain) + "\n")
-        self._file.flush()
-        if self._board is not None:
+    def _write(self, figures: Mapping[str, Any]) -> None:
+        with self._control.writing():
+            append_line(self.path, json.dumps(json_figures(figures)))
+        if self._board is None or "step" not in figures:
+            return
+        flat = {**figures, **figures["evaluation"]} if "evaluation" in figures else figures
+        with self._control.writing(), naming_path(self._board_path):
             for name, value in flat.items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(name, value, figures["step"])
 
-    def _drop_after(self, done: int) -> None:
+    def _drop_after(self, done: int) -> set[int]:
+        """Take out the lines of steps after `done`; returns the steps that still have one."""
         if not self.path.exists():
-            return
-        kept = []
+            return set()
+        kept, found = [], set()
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
+                document = json.loads(line)
+                step = document["run"]["step"] if "run" in document else document["step"]
                 # A run that begins again from nothing evaluates step 0 again.
-                keep = done > 0 and line.endswith("\n") and json.loads(line)["step"] <= done
-            except ValueError:
+                keep = done > 0 and line.endswith("\n") and step <= done
+            except (ValueError, KeyError, TypeError):
                 keep = False  # cut off by a kill
             if keep:
                 kept.append(line)
+                if "evaluation" in document:
+                    self._evaluated.add(step)
+                elif "run" not in document:
+                    found.add(step)
         write_whole(self.path, "".join(kept).encode())
+        return found
 
 
-def score_line(scores: dict[str, float]) -> str:
+def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures as JSON takes them, which has no word for what is not finite: None stands there."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }
+
+
+def about(rank_info: RankInfo, mode: str, precision: str) -> dict[str, Any]:
+    """What a start of a run writes down of itself, with the versions that figures depend on."""
+    device = rank_info.device
+    return {
+        "world_size": rank_info.world_size,
+        "mode": mode,
+        "precision": precision,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+        "sa1b": sa1b.__version__,
+    }
+
+
+def score_line(scores: Mapping[str, float]) -> str:
     """An evaluation in one line."""
     prompts = {"1_click": "1 click", "3_clicks": "3 clicks", "5_clicks": "5 clicks", "box": "box"}
+    left_out = [
+        label.format(f"{scores[name]:,.0f}")
+        for name, label in (
+            ("empty", "masks without a pixel {}"),
+            ("damaged", "damaged images {} (see damaged.jsonl)"),
+        )
+        if scores.get(name)
+    ]
+    without = f"; left out: {', '.join(left_out)}" if left_out else ""
     if not scores["masks"]:
-        return "mIoU: the held-out images have no mask"
+        return f"mIoU: the held-out images have no mask{without}"
     words = [f"{scores[f'miou_{prompt}']:.3f} ({label})" for prompt, label in prompts.items()]
-    return f"mIoU {', '.join(words)} on {scores['masks']:,.0f} masks"
+    return f"mIoU {', '.join(words)} on {scores['masks']:,.0f} masks{without}"
 
 
 def figures_of(
-    means: dict[str, float], rate: float, norm: float, rank_info: RankInfo, utilisation: float | None
+    figures: StepFigures, seconds: StepTime, lr: float, rank_info: RankInfo, utilisation: float | None
 ) -> dict[str, float]:
     """What is written down of a step.
 
+    "seconds" is the whole step on rank 0's clock, from its beginning to this call: optimizer, exchange and
+    checkpoint included. "seconds_data", "seconds_compute", "seconds_update", "seconds_checkpoint" and
+    "seconds_other" are its parts. "data_wait" is the part of the step that ranks wait for data, a mean over
+    ranks; "slowest_rank" is the one whose data and computation took longest, "seconds_slowest" its time.
+
     Args:
-        means: of `step_means`.
-        rate: learning rate.
-        norm: of the gradient before clipping.
+        lr: learning rate.
         utilisation: part of the devices' peak operations that the step would need in one second, MFU times
             seconds; None where the peak is not known.
     """
-    total = means["total"]
-    other = total - means["data"] - means["compute"] - means["update"]
-    found = {name: value for name, value in means.items() if name not in (*PARTS, "total", "stop")}
-    found |= {"lr": rate, "grad_norm": norm}
-    found |= {"images_per_s": means["images"] / total, "masks_per_s": means["masks"] / total}
-    found |= {"data_wait": means["data"] / total, "seconds": total}
-    found |= {f"seconds_{name}": means[name] for name in PARTS}
-    found |= {"seconds_other": other, "peak_memory_gb": peak_memory(rank_info.device) / 1e9}
+    total = seconds.total()
+    parts = {name: getattr(seconds, name) for name in PARTS}
+    waits = sum(figures.data) / len(figures.data)
+    slowest = figures.slowest
+    found = {**figures.means, "masks": figures.count, "images": figures.images}
+    found |= {"lr": lr, "grad_norm": figures.norm}
+    found |= {"images_per_s": figures.images / total, "masks_per_s": figures.count / total}
+    found |= {"data_wait": min(waits / total, 1.0), "seconds": total}
+    found |= {f"seconds_{name}": value for name, value in parts.items()}
+    found |= {"seconds_other": total - sum(parts.values())}
+    found |= {"slowest_rank": slowest, "seconds_slowest": figures.data[slowest] + figures.compute[slowest]}
+    found |= {"peak_memory_gb": peak_memory(rank_info.device) / 1e9}
     if utilisation is not None:
         found["mfu"] = utilisation / total
     return found
@@ -245,15 +259,18 @@ def peak_memory(device: torch.device) -> int:
 
 
 class ChromeTrace:
-    """Records the steps `first` to `last` and writes RUN/trace-<rank>.json behind the last one.
+    """Records the steps `first` to `last` and writes RUN/trace-<rank>.json after the last one.
 
     Args:
         steps: first and last step, counted from 0; None: nothing is recorded.
     """
 
-    def __init__(self, steps: tuple[int, int] | None, run: Path, rank_info: RankInfo) -> None:
+    def __init__(
+        self, steps: tuple[int, int] | None, run: Path, rank_info: RankInfo, control: Control
+    ) -> None:
         self.path = run / f"trace-{rank_info.rank}.json"
         self._steps = steps
+        self._control = control
         self._on_gpu = rank_info.device.type == "cuda"
         self._profile: profile | None = None
 
@@ -265,13 +282,28 @@ class ChromeTrace:
             self._profile.start()
 
     def after(self, step: int) -> None:
-        """To be called behind each step."""
+        """To be called after each step."""
         if self._profile is not None and self._steps is not None and step >= self._steps[1]:
             self.close()
 
     def close(self) -> None:
         """Write what was recorded so far."""
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile.export_chrome_trace(str(self.path))
-            self._profile, self._steps = None, None
+        if self._profile is None:
+            return
+        self._profile.stop()
+        with self._control.writing():
+            try:
+                self._profile.export_chrome_trace(str(self.path))
+            except RuntimeError as error:
+                raise OSError(errno.EIO, str(error), str(self.path)) from error
+            if not _ends_as_json(self.path):  # torch's writer reports no failed write
+                raise OSError(errno.EIO, "the trace was not written to its end", str(self.path))
+        self._profile, self._steps = None, None
+
+
+def _ends_as_json(path: Path) -> bool:
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        file.seek(-min(64, path.stat().st_size), os.SEEK_END)
+        return file.read().rstrip().endswith(b"}")

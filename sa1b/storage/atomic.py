@@ -1,6 +1,7 @@
 """Files that appear whole or not at all: written to a temporary path, flushed to the disk, then renamed."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -66,6 +67,22 @@ def write_whole(path: Path, data: bytes, temporary: Path | None = None) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file in one write, which does not mix with those of other processes.
+
+    Raises:
+        OSError: it was not written, or only a part of it; the error names the path.
+    """
+    data = line.encode() + b"\n"
+    with naming_path(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            if os.write(descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sa1b
+from sa1b.engine.control import Control
 from sa1b.engine.evaluation import EvaluationConfig, evaluate, held_out_feed
 from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.parallel import ParallelConfig, wrap
@@ -58,7 +59,15 @@ def scored(
     root: Path, out: Path, rank_info: RankInfo, config: ParallelConfig, **data: Any
 ) -> dict[str, float]:
     feed = feed_for(root, out, rank_info, **data)
-    return evaluate(wrap(model(), config, rank_info), feed, config, rank_info, 0, out)
+    return scores_of(wrap(model(), config, rank_info), feed, config, rank_info, out)
+
+
+def scores_of(
+    module: nn.Module, feed: Feed, config: ParallelConfig, rank_info: RankInfo, out: Path
+) -> dict[str, float]:
+    found = evaluate(module, feed, config, rank_info, 0, out, Control(rank_info))
+    assert found is not None
+    return found
 
 
 @torch.no_grad()
@@ -96,6 +105,7 @@ def numpy_scores(root: Path, out: Path) -> dict[str, float]:
     sam = model().model.eval()
     ious: list[list[float]] = []
     areas: list[int] = []
+    empty = 0
     feed = feed_for(root, out, place_of())
     for micro in (prepared(batch, 0) for batches in feed.steps() for batch in batches):
         truth, answers = drawn(sam, micro)
@@ -105,6 +115,8 @@ def numpy_scores(root: Path, out: Path) -> dict[str, float]:
                 pairs = [(one[i] & truth[i], one[i] | truth[i]) for one in answers]
                 ious.append([both.sum() / either.sum() for both, either in pairs])
                 areas.append(int(micro.batch.areas[i]))
+            elif valid[image]:
+                empty += 1
     feed.close()
     found: dict[str, float] = {}
     sizes = np.digitize(areas, [32**2, 96**2])
@@ -121,7 +133,7 @@ def numpy_scores(root: Path, out: Path) -> dict[str, float]:
                 f"miou_{prompt}{suffix}": float(mean)
                 for prompt, mean in zip(("1_click", "3_clicks", "5_clicks", "box"), means, strict=True)
             }
-    return found
+    return found | {"damaged": 0, "empty": empty}
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +183,9 @@ def test_ranks_do_not_change_a_digit(
 
 def test_the_module_is_left_in_its_mode_and_the_same_comes_again(root: Path, tmp_path: Path) -> None:
     module, feed = model().train(), feed_for(root, tmp_path, place_of())
-    first = evaluate(module, feed, ParallelConfig(), place_of(), 0, tmp_path)
+    first = scores_of(module, feed, ParallelConfig(), place_of(), tmp_path)
     assert module.training
-    assert evaluate(module, feed, ParallelConfig(), place_of(), 0, tmp_path) == first
+    assert scores_of(module, feed, ParallelConfig(), place_of(), tmp_path) == first
     assert all(parameter.grad is None for parameter in module.parameters())
 
 

@@ -2,82 +2,67 @@
 
 import json
 import math
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from sa1b.engine.metrics import LoggingConfig, Metrics, StepTime, figures_of, score_line, step_means
-from sa1b.engine.parallel import ParallelConfig
+import sa1b
+from sa1b.engine.control import Control, StepTime, WriteError
+from sa1b.engine.metrics import ChromeTrace, LoggingConfig, Metrics, about, figures_of, score_line
 from sa1b.errors import UsageError
-from sa1b.sam.interactive import Interactive
-from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 
-SUMS = Interactive.figures
-PARTS = [  # of six parts of a step: the sums over their masks, the masks, the images
-    ([2.0, 1.0, 0.5, 0.25, 3.0, 1.5], 4, 2),
-    ([0.0] * 6, 0, 0),
-    ([9.0, 8.0, 7.0, 6.0, 5.0, 4.0], 7, 3),
-    ([1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 1, 1),
-    ([0.5, 0.0, 0.0, 0.0, 0.25, 0.25], 2, 1),
-    ([4.0, 3.0, 2.0, 1.0, 0.5, 0.5], 6, 2),
-]
 FIGURES = {"loss": 0.5, "iou_last": 0.1, "images_per_s": 3.0, "data_wait": 0.2}
 
 
-def means_of(rank: int, world_size: int, rank_info: object) -> dict[str, float]:
-    mine = PARTS[rank * 6 // world_size : (rank + 1) * 6 // world_size]
-    totals = {name: torch.tensor(sum(part[0][i] for part in mine)) for i, name in enumerate(SUMS)}
-    totals["count"] = torch.tensor(float(sum(part[1] for part in mine)))
-    seconds = StepTime(data=1.0 + rank, compute=2.0, update=0.5, total=4.0 + rank)
-    images = sum(part[2] for part in mine)
-    return step_means(totals, images, rank == world_size - 1 > 0, seconds, rank_info)
+def test_the_clock_of_a_step_stops_when_its_figures_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    seconds = StepTime(began=100.0)
 
+    def spend(part: str, amount: float) -> None:
+        with seconds.part(part):
+            now[0] += amount
 
-def rank_means(world_size: int) -> dict[str, float]:
-    with group(ParallelConfig(mode="ddp")) as rank_info:
-        return means_of(rank_info.rank, world_size, rank_info)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_means_over_ranks_are_those_of_a_single_process(world_size: int) -> None:
-    single = means_of(0, 1, place_of())
-    assert single["loss"] == sum(part[0][0] for part in PARTS) / 20
-    assert (single["masks"], single["images"], single["stop"]) == (20, 9, 0)
-    ranks = launch(rank_means, world_size, world_size)
-    for means in ranks:
-        assert {name: means[name] for name in (*SUMS, "masks", "images")} == pytest.approx(
-            {name: single[name] for name in (*SUMS, "masks", "images")}
-        )
-        assert means["stop"] == 1
-        assert means["data"] == 1.0 + (world_size - 1) / 2  # the mean over ranks
-    assert all(means == ranks[0] for means in ranks)
-
-
-def test_a_step_without_a_mask_has_means_of_zero() -> None:
-    totals = {name: torch.zeros(()) for name in (*SUMS, "count")}
-    means = step_means(totals, 1, False, StepTime(total=1.0), place_of())
-    assert [means[name] for name in SUMS] == [0.0] * len(SUMS)
-
-
-def test_parts_of_a_step_are_shares_of_its_time() -> None:
-    means = means_of(0, 1, place_of())
-    found = figures_of(means, 0.1, 2.0, place_of(), None)
-    assert found["seconds"] == 4.0
-    assert found["seconds_other"] == 0.5
-    assert found["data_wait"] == 0.25
-    assert found["images_per_s"] == 9 / 4
-    assert "mfu" not in found
-    assert figures_of(means, 0.1, 2.0, place_of(), 1.0)["mfu"] == 0.25
+    seconds.data = 1.0
+    now[0] += 1.0
+    spend("compute", 2.0)
+    spend("update", 0.5)  # the exchange is in it, the optimizer comes after it
+    totals = {"loss": torch.tensor(8.0), "iou_last": torch.tensor(1.0), "count": torch.tensor(4.0)}
+    figures = Control(place_of()).exchange(totals, torch.tensor(2.5), 9, seconds)
+    spend("update", 0.25)
+    spend("checkpoint", 4.0)
+    now[0] += 0.25
+    found = figures_of(figures, seconds, 0.1, place_of(), 1.0)
+    parts = ("data", "compute", "update", "checkpoint", "other")
+    assert [found[f"seconds_{name}"] for name in parts] == [1.0, 2.0, 0.75, 4.0, 0.25]
+    assert found["seconds"] == 8.0
+    assert (found["images_per_s"], found["masks_per_s"]) == (9 / 8, 4 / 8)
+    assert (found["mfu"], found["data_wait"]) == (1 / 8, 1 / 8)
+    assert (found["loss"], found["iou_last"], found["grad_norm"], found["lr"]) == (2.0, 0.25, 2.5, 0.1)
+    assert "mfu" not in figures_of(figures, seconds, 0.1, place_of(), None)
 
 
 def written(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def steps_written(run: Path) -> list[object]:
+    return [line["step"] for line in written(run) if "run" not in line]
+
+
+def metrics_of(run: Path, done: int = 0, *, last: dict[str, object] | None = None, **config: Any) -> Metrics:
+    place = place_of()
+    settings = {"tensorboard": False, **config}
+    shown = {"IoU": "iou_last"}
+    return Metrics(LoggingConfig(**settings), run, place, Control(place), done, 9, last=last, shown=shown)
+
+
 def write(run: Path, done: int, until: int, **config: object) -> None:
-    metrics = Metrics(LoggingConfig(tensorboard=False, **config), run, place_of(), done, 9)
+    metrics = metrics_of(run, done, tensorboard=False, **config)
     for step in range(done + 1, until + 1):
         metrics.step(step, {**FIGURES, "loss": float(step)})
     metrics.close()
@@ -88,35 +73,97 @@ def test_no_step_is_there_twice_after_a_kill_that_cut_a_line(tmp_path: Path) -> 
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text()[:-20])
     write(tmp_path, 3, 7)
-    assert [line["step"] for line in written(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert steps_written(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_run_without_a_checkpoint_begins_its_file_anew(tmp_path: Path) -> None:
-    metrics = Metrics(LoggingConfig(tensorboard=False), tmp_path, place_of(), 0, 9)
-    metrics.evaluation(0, {"masks": 0})
+    metrics = metrics_of(tmp_path)
+    metrics.evaluation(0, {"masks": 0}, 1.0)
     metrics.close()
     write(tmp_path, 0, 2)
-    assert [line["step"] for line in written(tmp_path)] == [1, 2]
+    assert steps_written(tmp_path) == [1, 2]
 
 
 def test_lines_are_json_where_figures_are_not_finite(tmp_path: Path) -> None:
-    metrics = Metrics(LoggingConfig(tensorboard=False), tmp_path, place_of(), 0, 9)
+    metrics = metrics_of(tmp_path)
     metrics.step(1, {**FIGURES, "loss": math.nan, "grad_norm": math.inf})
     metrics.close()
-    line = (tmp_path / "metrics.jsonl").read_text()
+    line = (tmp_path / "metrics.jsonl").read_text().splitlines()[1]
     assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
     assert json.loads(line)["grad_norm"] is None
 
 
+def test_every_start_of_a_run_writes_what_its_figures_depend_on(tmp_path: Path) -> None:
+    place = place_of()
+    described = about(place, "ddp", "bf16")
+    for done in (0, 2):
+        metrics = Metrics(
+            LoggingConfig(tensorboard=False), tmp_path, place, Control(place), done, 9, about=described
+        )
+        for step in range(done + 1, done + 4):
+            metrics.step(step, FIGURES)
+        metrics.close()
+    found = written(tmp_path)
+    assert [line.get("step") for line in found] == [None, 1, 2, None, 3, 4, 5]
+    assert found[0]["run"] == {
+        "step": 0, "world_size": 1, "mode": "ddp", "precision": "bf16", "device": "cpu",
+        "torch": torch.__version__, "sa1b": sa1b.__version__,
+    }  # fmt: skip
+    assert found[3]["run"] == {**found[0]["run"], "step": 2}
+
+
+def test_the_line_of_a_step_whose_process_was_killed_after_its_checkpoint_comes_from_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, 0, 3)
+    last = {"step": 4, "loss": 9.0}
+    metrics_of(tmp_path, 4, last=last).close()
+    metrics_of(tmp_path, 4, last=last).close()
+    assert steps_written(tmp_path) == [1, 2, 3, 4]
+    assert [line for line in written(tmp_path) if line.get("step") == 4] == [last]
+
+
+def test_an_evaluation_that_is_written_down_is_not_missing(tmp_path: Path) -> None:
+    metrics = metrics_of(tmp_path)
+    metrics.step(1, FIGURES)
+    assert metrics.lacks_evaluation(1)
+    metrics.evaluation(1, {"masks": 0}, 1.0)
+    assert not metrics.lacks_evaluation(1)
+    metrics.close()
+    again = metrics_of(tmp_path, 1)
+    assert not again.lacks_evaluation(1)
+    assert again.lacks_evaluation(2)
+    again.close()
+    assert not Metrics(
+        LoggingConfig(), tmp_path, place_of(1, 2), Control(place_of(1, 2)), 0, 9
+    ).lacks_evaluation(2)
+
+
+def test_a_trace_that_was_cut_off_is_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(self: object, path: str) -> None:
+        Path(path).write_text('{"traceEvents": [{"ph": "X"')
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", cut)
+    control = Control(place_of())
+    trace = ChromeTrace((0, 0), tmp_path, place_of(), control)
+    trace.before(0)
+    trace.after(0)
+    with pytest.raises(
+        WriteError, match=r"trace-0\.json cannot be written: the trace was not written to its"
+    ):
+        control.check()
+
+
 def test_one_line_in_so_many_steps(tmp_path: Path) -> None:
     write(tmp_path, 0, 9, every=3)
-    assert [line["step"] for line in written(tmp_path)] == [3, 6, 9]
+    assert steps_written(tmp_path) == [3, 6, 9]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    metrics = Metrics(LoggingConfig(), tmp_path, place_of(1, 2), 0, 9)
+    place = place_of(1, 2)
+    metrics = Metrics(LoggingConfig(), tmp_path, place, Control(place), 0, 9)
     metrics.step(1, FIGURES)
-    metrics.evaluation(1, {"masks": 0})
+    metrics.evaluation(1, {"masks": 0}, 1.0)
     metrics.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -125,22 +172,26 @@ def test_an_evaluation_is_a_line_of_its_own_and_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores = {f"miou_{name}": 0.5 for name in ("1_click", "3_clicks", "5_clicks", "box")} | {"masks": 1234}
-    metrics = Metrics(LoggingConfig(tensorboard=False), tmp_path, place_of(), 0, 9)
-    metrics.evaluation(4, scores)
+    metrics = metrics_of(tmp_path)
+    metrics.evaluation(4, scores, 2.5)
     metrics.close()
-    assert written(tmp_path) == [{"step": 4, "evaluation": scores}]
+    assert written(tmp_path)[1:] == [{"step": 4, "evaluation": scores, "seconds": 2.5}]
     assert "step 4: mIoU 0.500 (1 click), 0.500 (3 clicks), 0.500 (5 clicks), 0.500 (box) on 1,234 masks" in (
         capsys.readouterr().out
+    )
+    left_out = score_line(scores | {"damaged": 2, "empty": 3})
+    assert left_out.endswith(
+        "on 1,234 masks; left out: masks without a pixel 3, damaged images 2 (see damaged.jsonl)"
     )
     assert score_line({"masks": 0}) == "mIoU: the held-out images have no mask"
 
 
 def test_curves_have_the_figures_and_the_scores(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = Metrics(LoggingConfig(), tmp_path, place_of(), 0, 9)
+    metrics = metrics_of(tmp_path, tensorboard=None)
     metrics.step(1, FIGURES)
     metrics.evaluation(
-        1, {"miou_box": 0.25, "miou_1_click": 0.5, "miou_3_clicks": 0, "miou_5_clicks": 0, "masks": 3}
+        1, {"miou_box": 0.25, "miou_1_click": 0.5, "miou_3_clicks": 0, "miou_5_clicks": 0, "masks": 3}, 1.0
     )
     metrics.close()
     curves = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()

@@ -183,8 +183,16 @@ def _log(out: Path) -> Path:
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Steps and evaluations in metrics.jsonl, without the lines of the run's starts."""
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert "run" in found[0]
+    return [line for line in found if "run" not in line]
+
+
+def starts(out: Path) -> list[dict[str, Any]]:
+    """What each start of the run wrote of itself."""
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["run"] for line in found if "run" in line]
 
 
 def figures(out: Path, *names: str) -> list[list[Any]]:

@@ -2,11 +2,14 @@
 
 The JSON says what, on which rank, at which step (counted from 0) and at which moment of it:
 
-    stop    the rank is sent SIGTERM, "times" times
+    stop    the rank is sent SIGTERM, "times" times; with "agent" torchrun is, which sends it to all ranks
     kill    the rank is killed, if the file "once" is not there yet
     nan     its loss is not finite, from the step on for "times" steps
     inf     its loss is, but not its gradient, from the step on for "times" steps
+    fill    the rank fills the disk that the folder "disk" is on, before the step
     record  nothing happens
+
+The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
 
 With "into", a folder, each rank notes there which images each step had, and how long it waits for others.
 """
@@ -16,14 +19,17 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sa1b import train
+from sa1b.engine.control import Control
 from sa1b.engine.health import Health
 from sa1b.sam.interactive import Interactive
+from sa1b.sam.score import Score
 
 MOMENTS = ("begun", "judged", "agreed", "saved")
 
@@ -37,8 +43,52 @@ def arrange(mishap: dict[str, Any]) -> None:
         return
     if mishap["what"] in ("nan", "inf"):
         _spoil(mishap["what"], range(mishap["step"], mishap["step"] + mishap["times"]))
+    elif mishap["what"] == "fill":
+        _fill(mishap["step"], Path(mishap["disk"]))
+    elif mishap.get("moment") == "evaluating":
+        _interrupt_evaluation(mishap)
     elif mishap["what"] in ("stop", "kill"):
         _signal(mishap)
+
+
+def _fill(at: int, disk: Path) -> None:
+    at_rate = train.lr_at
+
+    def lr_at(config: Any, batch: int, step: int) -> float:
+        if step == at:
+            with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        return at_rate(config, batch, step)
+
+    train.lr_at = lr_at
+
+
+def _interrupt_evaluation(mishap: dict[str, Any]) -> None:
+    """SIGTERM once so many micro-batches were scored; waits there until this rank has it."""
+    asked: list[int] = []
+    add, evaluate, on_signal = Score.add, train.Run.evaluate, Control._on_signal
+    scored = [0]
+
+    def run_evaluate(self: Any) -> None:
+        scored[0] = 0 if self.step == mishap["step"] else -(10**9)
+        evaluate(self)
+
+    def score_add(self: Score, *arguments: Any) -> None:
+        add(self, *arguments)
+        scored[0] += 1
+        if scored[0] == mishap["batch"]:
+            os.kill(os.getppid() if mishap.get("agent") else os.getpid(), signal.SIGTERM)
+            while not asked:
+                time.sleep(0.01)
+        if "scored" in mishap:
+            Path(mishap["scored"]).write_text(str(scored[0]))
+
+    def noted(self: Control, number: int, frame: object) -> None:
+        asked.append(number)
+        on_signal(self, number, frame)
+
+    Score.add, train.Run.evaluate, Control._on_signal = score_add, run_evaluate, noted
 
 
 def _signal(mishap: dict[str, Any]) -> None:
@@ -66,7 +116,7 @@ def _signal(mishap: dict[str, Any]) -> None:
         return at_rate(config, batch, step)
 
     def is_good(self: Health, step: int, *arguments: Any) -> bool:
-        if moment == "judged":  # behind the collective that asked all ranks whether to stop
+        if moment == "judged":  # after the collective that asked all ranks whether to stop
             strike(step)
         return judge(self, step, *arguments)
 
@@ -75,8 +125,8 @@ def _signal(mishap: dict[str, Any]) -> None:
         if moment == "agreed":
             strike(current[0])
 
-    def save(self: Any) -> None:
-        at_save(self)
+    def save(self: Any, *arguments: Any) -> None:
+        at_save(self, *arguments)
         if moment == "saved":  # the write has begun, beside training
             strike(current[0])
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from sa1b.engine.config import parse
 from sa1b.engine.presets import PRESETS
-from tests.train.command import FLAGS, STEPS, lines, losses, newest, start, train_to_end
+from tests.train.command import FLAGS, STEPS, lines, losses, newest, start, starts, train_to_end
 
 Whole = Callable[[str, int], Path]
 
@@ -138,10 +139,18 @@ def test_one_line_a_step_with_finite_figures_and_shares_of_its_time(whole: Whole
     for line in found:
         assert line["images"] == 5
         assert 0 < line["masks"] <= 20
-        parts = (line["seconds_data"], line["seconds_compute"], line["seconds_update"], line["seconds_other"])
-        assert sum(parts) == pytest.approx(line["seconds"])
+        parts = ("data", "compute", "update", "checkpoint", "other")
+        assert sum(line[f"seconds_{part}"] for part in parts) == pytest.approx(line["seconds"])
+        assert (line["seconds_checkpoint"] > 0) == (line["step"] % 2 == 0)
         assert 0 <= line["data_wait"] <= 1
         assert line["images_per_s"] == pytest.approx(line["images"] / line["seconds"])
+
+
+def test_the_first_line_says_what_the_figures_depend_on(whole: Whole) -> None:
+    (run,) = starts(whole("ddp", 2))
+    assert (run["step"], run["world_size"], run["mode"], run["precision"]) == (0, 2, "ddp", "fp32")
+    assert run["torch"] == torch.__version__
+    assert run["device"]
 
 
 def test_a_chrome_trace_has_the_operators_of_the_chosen_steps(root: Path, tmp_path: Path) -> None:

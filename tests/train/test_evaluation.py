@@ -6,9 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.train.command import REPOSITORY, STEPS, lines, make_root, start, train_to_end
+import sa1b
+from sa1b.views.view import open_view
+from tests.train.command import (
+    REPOSITORY,
+    STEPS,
+    checkpoint_steps,
+    lines,
+    losses,
+    make_root,
+    output_of,
+    start,
+    torchrun,
+    train_to_end,
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +106,71 @@ def test_no_evaluation_is_noted_twice_when_a_run_begins_again(
     train_to_end(parted, out, *EVALUATED, "--evaluation.every", "3", ranks=2, mode="ddp")
     steps = [line["step"] for line in lines(out) if "evaluation" in line]
     assert steps == [line["step"] for line in lines(trained) if "evaluation" in line]
+
+
+def test_a_run_that_is_asked_to_stop_while_it_evaluates_ends_there_with_a_checkpoint_and_exit_code_0(
+    parted: Path, trained: Path, tmp_path: Path
+) -> None:
+    out, scored = tmp_path / "run", tmp_path / "scored"
+    mishap = {"what": "stop", "moment": "evaluating", "rank": 1, "step": 3, "batch": 1, "scored": str(scored)}
+    flags = (*EVALUATED, "--evaluation.every", "3")
+    process = torchrun(parted, out, *flags, ranks=2, mode="ddp", mishap=mishap)
+    output = output_of(process, out)
+    assert process.returncode == 0, output
+    assert "stopped after step 3 with a checkpoint; the same command goes on from there" in output
+    assert scored.read_text() == "1"  # no micro-batch was scored after the signal
+    assert [line["step"] for line in lines(out) if "evaluation" in line] == [0]
+    assert len(losses(out)) == 3
+    assert checkpoint_steps(out)[-1] == 3
+    # The same command makes up for the evaluation, then goes on.
+    train_to_end(parted, out, *EVALUATED, "--evaluation.every", "3", ranks=2, mode="ddp")
+    assert losses(out) == losses(trained)
+    found = [[line for line in lines(run) if "evaluation" in line] for run in (out, trained)]
+    assert [[line["step"], line["evaluation"]] for line in found[0]] == [
+        [line["step"], line["evaluation"]] for line in found[1]
+    ]
+
+
+@pytest.mark.parametrize("step", [0, STEPS])
+def test_torchrun_that_is_told_to_end_during_the_first_or_last_evaluation_leaves_a_checkpoint(
+    parted: Path, trained: Path, tmp_path: Path, step: int
+) -> None:
+    out, scored = tmp_path / "run", tmp_path / "scored"
+    mishap = {"what": "stop", "moment": "evaluating", "rank": 0, "step": step, "batch": 1, "agent": True}
+    flags = (*EVALUATED, "--evaluation.every", "3")
+    mishap["scored"] = str(scored)
+    process = torchrun(parted, out, *flags, ranks=2, mode="ddp", mishap=mishap)
+    output = output_of(process, out)
+    assert f"stopped after step {step} with a checkpoint" in output
+    assert scored.read_text() == "1"
+    assert checkpoint_steps(out)[-1] == step
+    assert step not in [line["step"] for line in lines(out) if "evaluation" in line]
+    train_to_end(parted, out, *flags, ranks=2, mode="ddp")
+    assert losses(out) == losses(trained)
+    assert [line["step"] for line in lines(out) if "evaluation" in line] == [0, 3, STEPS]
+
+
+def test_a_damaged_held_out_image_is_left_out_and_counted_and_training_goes_on(
+    parted: Path, trained: Path, tmp_path: Path
+) -> None:
+    root, out = tmp_path / "root", tmp_path / "run"
+    shutil.copytree(parted, root)
+    dataset = sa1b.open(root)
+    row = int(open_view(dataset.reader, dataset.table, "held-out").table_rows(np.array([1]))[0])
+    shard = root / dataset.shards[int(dataset.table.shard[row])]
+    with shard.open("r+b") as file:
+        file.seek(int(dataset.table.offset[row]) + 200)
+        file.write(bytes(50))
+    flags = (*EVALUATED, "--evaluation.every", "1")
+    ended = start(root, out, *flags, "--optim.steps", "3", ranks=2, mode="ddp")
+    assert ended.codes == [0, 0], ended.outputs
+    found = [line["evaluation"] for line in lines(out) if "evaluation" in line]
+    assert [scores["damaged"] for scores in found] == [1] * 4
+    whole = next(line["evaluation"] for line in lines(trained) if "evaluation" in line)
+    assert 0 < found[0]["masks"] < whole["masks"]
+    assert whole["damaged"] == 0
+    assert "damaged images 1 (see damaged.jsonl)" in ended.outputs[0]
+    (line,) = [json.loads(text) for text in (out / "damaged.jsonl").read_text().splitlines()]
+    assert line["image_id"] == int(dataset.table.image_id[row])
+    alone = scores_of(root, out)
+    assert alone == found[-1]

@@ -1,0 +1,165 @@
+"""What ranks exchange once a step: figures, timings, stop requests and failed writes."""
+
+import errno
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from sa1b.engine.control import SIGNALS, Control, StepFigures, StepTime, WriteError
+from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.ranks import RankInfo
+from tests.engine.launch import group, launch
+from tests.engine.stream_root import place_of
+
+NAMES = ("loss", "focal", "iou_last")
+PARTS = [  # of six parts of a step: the sums over their masks, the masks, the images
+    ([2.0, 1.0, 0.5], 4, 2),
+    ([0.0] * 3, 0, 0),
+    ([9.0, 8.0, 7.0], 7, 3),
+    ([1.0, 1.0, 1.0], 1, 1),
+    ([0.5, 0.0, 0.25], 2, 1),
+    ([4.0, 3.0, 2.0], 6, 2),
+]
+
+
+def exchanged(control: Control, rank: int, world_size: int) -> StepFigures:
+    mine = PARTS[rank * 6 // world_size : (rank + 1) * 6 // world_size]
+    totals = {name: torch.tensor(sum(part[0][i] for part in mine)) for i, name in enumerate(NAMES)}
+    totals["count"] = torch.tensor(float(sum(part[1] for part in mine)))
+    seconds = StepTime(data=1.0 + rank, compute=2.0 - rank / 2)
+    return control.exchange(totals, torch.tensor(3.5), sum(part[2] for part in mine), seconds)
+
+
+def on_rank(world_size: int) -> tuple[StepFigures, list[bool]]:
+    with group(ParallelConfig(mode="ddp")) as rank_info:
+        control = Control(rank_info)
+        seen = []
+        first = exchanged(control, rank_info.rank, world_size)
+        seen += [control.stopping, control.poll()]
+        control.stop_asked = rank_info.rank == world_size - 1
+        seen += [control.stopping, control.poll(), control.failed]
+        if rank_info.rank == 0:
+            with control.writing():
+                raise OSError(errno.ENOSPC, "No space left on device", "here/metrics.jsonl")
+        seen += [control.failed, control.poll(), control.failed]
+        seen += [control.any_rank(rank_info.rank == 0), control.any_rank(False)]
+        with pytest.raises(WriteError, match="metrics.jsonl" if rank_info.rank == 0 else "another rank"):
+            control.check()
+        return first, seen
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_figures_of_ranks_are_those_of_a_single_process_and_requests_reach_all_at_once(
+    world_size: int,
+) -> None:
+    single = exchanged(Control(place_of()), 0, 1)
+    assert single.means == {"loss": 16.5 / 20, "focal": 13 / 20, "iou_last": 10.75 / 20}
+    assert (single.count, single.images, single.norm, single.own_loss) == (20, 9, 3.5, 16.5)
+    ranks = launch(on_rank, world_size, world_size)
+    for figures, seen in ranks:
+        assert figures.means == pytest.approx(single.means)
+        assert (figures.count, figures.images, figures.norm) == (20, 9, 3.5)
+        assert figures.data == [1.0 + rank for rank in range(world_size)]
+        assert figures.compute == [2.0 - rank / 2 for rank in range(world_size)]
+        assert figures.slowest == world_size - 1
+        assert seen == [False, False, False, True, False, False, True, True, True, False]
+    assert sum(figures.own_loss for figures, _ in ranks) == single.own_loss
+
+
+def test_one_collective_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def reduce(rows: torch.Tensor) -> None:
+        calls.append(rows.shape)
+        rows.copy_(rows[1].expand_as(rows))
+
+    monkeypatch.setattr("torch.distributed.all_reduce", reduce)
+    control = Control(place_of(1, 2))
+    assert exchanged(control, 1, 2).count == 18  # twice its own nine
+    control.poll()
+    assert len(calls) == 2
+
+
+def test_a_step_without_anything_that_counts_has_means_of_zero_and_others_keep_what_is_not_finite() -> None:
+    totals = {name: torch.zeros(()) for name in (*NAMES, "count")}
+    means = Control(place_of()).exchange(totals, torch.zeros(()), 1, StepTime()).means
+    assert means == dict.fromkeys(NAMES, 0.0)
+    totals |= {"loss": torch.tensor(math.nan), "focal": torch.tensor(math.inf), "count": torch.tensor(2.0)}
+    figures = Control(place_of()).exchange(totals, torch.tensor(math.inf), 1, StepTime())
+    assert math.isnan(figures.means["loss"])
+    assert math.isnan(figures.own_loss)
+    assert figures.means["focal"] == figures.norm == math.inf
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_asks_and_nothing_stops_before_the_ranks_have_met(number: signal.Signals) -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        control = Control(place_of())
+        control.install()
+        assert not control.poll()
+        os.kill(os.getpid(), number)
+        assert control.stop_asked
+        assert not control.stopping
+        assert control.poll()
+        control.check()  # being asked to stop is no failure
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def test_the_first_failed_write_is_named_with_the_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    control = Control(place_of())
+    control.check()
+    for name in ("first", "second"):
+        with control.writing():
+            (tmp_path / name / "file").write_text("")
+    with control.writing():
+        pass
+    assert not control.stopping
+    assert control.poll()
+    with pytest.raises(WriteError) as raised:
+        control.check()
+    assert str(raised.value) == (
+        f"{tmp_path}/first/file cannot be written: No such file or directory. Free space or repair the disk, "
+        "then start the same command again: it goes on from the newest checkpoint"
+    )
+    assert [record.getMessage() for record in caplog.records] == [f"rank 0: {raised.value}"]
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    control = Control(place_of())
+    with pytest.raises(KeyError), control.writing():
+        raise KeyError("a mistake")
+    control.check()
+
+
+def nccl_exchange() -> StepFigures:
+    with group(ParallelConfig(mode="ddp", device="cuda")) as rank_info:
+        return on_device(rank_info)
+
+
+def on_device(rank_info: RankInfo) -> StepFigures:
+    totals = {
+        name: torch.tensor(i + 1.0, device=rank_info.device) for i, name in enumerate((*NAMES, "count"))
+    }
+    return Control(rank_info).exchange(totals, torch.tensor(3.5), 7, StepTime())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_host_waits_once() -> None:
+    device = torch.device("cuda", 0)
+    rank_info = RankInfo(0, 1, 0, device)
+    assert on_device(rank_info).images == 7
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        on_device(rank_info)
+    copies = [event.name for event in profiled.events() if "Memcpy DtoH" in event.name]
+    assert len(copies) == 1, copies
+    (figures,) = launch(nccl_exchange, 1)
+    assert figures.means == {"loss": 1 / 4, "focal": 2 / 4, "iou_last": 3 / 4}

@@ -1,0 +1,58 @@
+"""A disk that is full: the run stops in order, names a file, and goes on once there is space."""
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.train.command import checkpoint_steps, losses, newest, start, train_to_end
+
+SIZE = 24 << 20  # bytes of the disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
+    done = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("tolerate", [0, 9])
+def test_all_ranks_stop_and_name_a_file_and_the_remedy_and_the_same_command_goes_on(
+    root: Path, whole: Callable[[str, int], Path], disk: Path, tolerate: int
+) -> None:
+    out = disk / "run"
+    flags = ("--checkpoint.tolerate", str(tolerate), "--checkpoint.no-asynchronous")
+    ended = start(
+        root, out, *flags, "--optim.steps", "1000", ranks=2, mode="ddp",
+        mishap={"what": "fill", "step": 3, "disk": str(disk)},
+    )  # fmt: skip
+    assert ended.codes == [1, 1], ended.outputs
+    assert "Traceback" not in "".join(ended.outputs)
+    last = ended.outputs[0].strip().splitlines()[-1]
+    assert last.startswith(f"error on rank 0: {out}/")
+    assert "No space left on device" in last
+    assert "ree space or repair the disk" in last
+    assert 2 in checkpoint_steps(out)
+    assert newest(out).name == "step-00000002"
+    (disk / "filler").unlink()
+    train_to_end(root, out, *flags, ranks=2, mode="ddp")
+    assert losses(out) == losses(whole("ddp", 2))
+
+
+def test_lines_of_images_that_are_not_finite_stop_the_run_too(root: Path, disk: Path) -> None:
+    out = disk / "run"
+    out.mkdir()
+    (out / "not-finite.jsonl").mkdir()  # cannot be written, as on a full disk
+    ended = start(root, out, ranks=2, mode="ddp", mishap={"what": "nan", "rank": 1, "step": 1, "times": 1})
+    assert ended.codes == [1, 1], ended.outputs
+    assert f"error on rank 1: {out}/not-finite.jsonl cannot be written: Is a directory" in ended.outputs[1]
+    assert "error on rank 0: the run stopped because another rank cannot write its files" in ended.outputs[0]
+    assert checkpoint_steps(out) == [3]
