@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 if __name__ == "__main__":
     # Until there is something to save, Ctrl-C ends at once and without a traceback.
@@ -37,17 +37,19 @@ from sa1b.engine.control import Control, StepTime
 from sa1b.engine.evaluation import evaluate, held_out_feed, score
 from sa1b.engine.feed import Feed
 from sa1b.engine.gradients import autocast, finish, grad_scaler, micro_batch, warm_up
-from sa1b.engine.health import Health
+from sa1b.engine.health import Health, HealthError
 from sa1b.engine.metrics import ChromeTrace
 from sa1b.engine.model import declared
 from sa1b.engine.optim import freeze, lr_at, lr_line, make_optimizer, set_lr
 from sa1b.engine.parallel import set_timeout, start, stop, wrap
 from sa1b.engine.presets import PRESETS
-from sa1b.engine.ranks import RankInfo, agree
-from sa1b.errors import Sa1bError, UsageError
+from sa1b.engine.ranks import RankInfo, agree, explain
+from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.stream.batch import Batch
 from sa1b.stream.dataset import ResumeError
+
+RAISED_TOGETHER = (HealthError, CheckpointError)  # by all ranks after the same step: none waits for another
 
 
 class Run:
@@ -216,32 +218,35 @@ def train(run: Run) -> None:
 def run(config: Config) -> None:
     """Do what the settings ask for, on this rank."""
     rank_info = start(config.parallel)
+    config = settings.agree(config, rank_info)
+    if config.dry_run:
+        estimate.plan(config, rank_info)
+    elif config.evaluate_only:
+        score(config, build(config, config.init or config.out), rank_info)
+    else:
+        train_and_close(Run(config, rank_info))
+    stop()  # only here: a rank that raises would wait for the others
+
+
+def train_and_close(run: Run) -> None:
+    """Train until the end, or until the run is asked to stop, and write what is in flight."""
+    config, rank_info, control = run.config, run.rank_info, run.control
+    if rank_info.rank == 0:
+        with control.writing():
+            write_whole(config.out / "config.json", json_bytes(config.document()))
+        print(lr_line(config.optim, config.data.global_batch), flush=True)
+    control.install()
     try:
-        config = settings.agree(config, rank_info)
-        if config.dry_run:
-            estimate.plan(config, rank_info)
-            return
-        if config.evaluate_only:
-            score(config, build(config, config.init or config.out), rank_info)
-            return
-        current = Run(config, rank_info)
-        control = current.control
-        if rank_info.rank == 0:
-            with control.writing():
-                write_whole(config.out / "config.json", json_bytes(config.document()))
-            print(lr_line(config.optim, config.data.global_batch), flush=True)
-        control.install()
-        try:
-            train(current)
-        finally:
-            current.close()
-        control.check()
-        if control.stopping and rank_info.rank == 0:
-            print(
-                f"stopped after step {current.step:,} with a checkpoint; the same command goes on from there"
-            )
-    finally:
-        stop()
+        train(run)
+    except BaseException as error:
+        # Closing waits for the checkpoint in flight, which all ranks write together.
+        if rank_info.world_size == 1 or isinstance(error, RAISED_TOGETHER):
+            run.close()
+        raise
+    run.close()
+    control.check()
+    if control.stopping and rank_info.rank == 0:
+        print(f"stopped after step {run.step:,} with a checkpoint; the same command goes on from there")
 
 
 def main(presets: Mapping[str, Config] = PRESETS) -> int:
@@ -260,10 +265,9 @@ def main(presets: Mapping[str, Config] = PRESETS) -> int:
         if rank == 0:  # the same on all ranks
             sys.stderr.write(f"error: {error}\n")
         return _refused(rank, 2)
-    except (Sa1bError, OSError) as error:
-        lines = [f"rank {rank}: {note}" for note in getattr(error, "__notes__", [])]
-        # At once: the lines of several ranks would run into each other.
-        sys.stderr.write("\n".join([*lines, f"error on rank {rank}: {error}\n"]))
+    except Exception as error:
+        # In one write: the lines of several ranks would mix.
+        sys.stderr.write(explain(error, rank))
         return 1
     return 0
 
@@ -275,10 +279,17 @@ def _refused(rank: int, code: int) -> int:
     return code
 
 
-if __name__ == "__main__":
-    code = main()
+def exit_at_once(code: int) -> NoReturn:
+    """End this process without waiting for other ranks or for threads.
+
+    A rank that has failed must not leave its process group in order, which needs the other ranks. One that
+    has succeeded has written and closed everything; threads of torch's process groups that outlive the
+    interpreter can abort it, and torchrun would then call a run failed that has ended well.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is written and closed. Threads of torch's process groups that outlive the interpreter can abort it,
-    # and torchrun would then call a run failed that has ended well.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_at_once(main())

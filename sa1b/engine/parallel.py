@@ -115,15 +115,15 @@ def start(config: ParallelConfig) -> RankInfo:
 
 
 def stop() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one; all ranks together, so not after an error on one of them."""
     if dist.is_initialized():
         _left.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 
-# A DDP module that dies as the last holder of its group ends gloo's threads while it holds the interpreter's
-# lock, for which such a thread may wait to let go of its last tensor: both wait for ever, in about one of
-# forty short runs. Groups held here are let go with the lock released.
+# A DDP module that is freed as the last owner of its group ends gloo's threads while it holds the
+# interpreter's lock, for which such a thread may wait to release its last tensor: a deadlock, in about one of
+# forty short runs. Groups kept here are freed with the lock released.
 _left: list[object] = []
 
 
@@ -204,31 +204,31 @@ def _fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
     """The ranks' store under a prefix that no earlier attempt has used.
 
     torchrun keeps one store over its restarts (torch 2.13, torch/distributed/elastic/rendezvous/
-    dynamic_rendezvous.py): ranks would find the addresses of dead ones there. So each rank greets with a word
-    of its own, and rank 0 answers that word with its own one, until all have heard it.
+    dynamic_rendezvous.py): ranks would find the addresses of dead ones there. So each rank writes a random
+    token, and rank 0 answers each token with its own, which is the prefix, until all ranks have confirmed it.
 
     Raises:
-        DistStoreError: a rank did not come in time.
+        DistStoreError: a rank did not answer in time.
     """
     store: Store = next(rendezvous("env://", rank, world_size, timeout=wait))[0]
     store.set_timeout(wait)
-    word = secrets.token_hex(8)
+    token = secrets.token_hex(8)
     if rank > 0:
-        store.set(f"greeting/{rank}", word)
-        word, own = store.get(f"answer/{word}").decode(), word
-        store.set(f"heard/{word}/{rank}", own)
-        return PrefixStore(word, store)
+        store.set(f"token/{rank}", token)
+        prefix = store.get(f"prefix/{token}").decode()
+        store.set(f"confirmed/{prefix}/{rank}", token)
+        return PrefixStore(prefix, store)
     missing = set(range(1, world_size))
     end = time.monotonic() + wait.total_seconds()
     while missing:
         for other in sorted(missing):
-            if store.check([f"greeting/{other}"]):  # it may be that of a dead rank
-                store.set(f"answer/{store.get(f'greeting/{other}').decode()}", word)
-        missing -= {other for other in missing if store.check([f"heard/{word}/{other}"])}
+            if store.check([f"token/{other}"]):  # it may be that of a dead rank
+                store.set(f"prefix/{store.get(f'token/{other}').decode()}", token)
+        missing -= {other for other in missing if store.check([f"confirmed/{token}/{other}"])}
         if time.monotonic() > end:
-            raise dist.DistStoreError(f"ranks {sorted(missing)} did not come in {wait}")
+            raise dist.DistStoreError(f"ranks {sorted(missing)} did not answer in {wait}")
         time.sleep(0.01)
-    return PrefixStore(word, store)
+    return PrefixStore(token, store)
 
 
 def _refuse(config: ParallelConfig, world_size: int) -> None:

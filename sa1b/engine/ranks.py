@@ -10,6 +10,7 @@ FSDP would assemble a model from shards of several. `agree` compares them.
 
 import datetime
 import hashlib
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
@@ -50,7 +51,25 @@ class RankInfo:
 
 
 T = TypeVar("T")
-_PATIENCE = datetime.timedelta(hours=1)  # a slow disk is no reason to end a run; a lost rank is seen at once
+# Of collectives beside training: a slow disk is no reason to end a run; a lost rank is detected at once.
+_TIMEOUT = datetime.timedelta(hours=1)
+_PEER_LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def explain(error: Exception, rank: int) -> str:
+    """What a failing rank prints: its reason, or in one line that it lost a rank that has failed.
+
+    Errors of this package and of the operating system explain themselves; all others come with a traceback.
+    """
+    lines = [f"rank {rank}: {note}" for note in getattr(error, "__notes__", [])]
+    if isinstance(error, Sa1bError | OSError):
+        return "\n".join([*lines, f"error on rank {rank}: {error}\n"])
+    text = str(error)
+    if isinstance(error, dist.DistError) or any(sign in text for sign in _PEER_LOST):
+        reason = (text.splitlines() or [type(error).__name__])[0]
+        return f"rank {rank} ends because another rank ended or does not answer ({reason})\n"
+    trace = "".join(traceback.format_exception(error))
+    return f"{trace}error on rank {rank}: {type(error).__name__}: {text}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +118,7 @@ def ranks() -> Ranks:
     """This process among the ranks of the default process group; collective, where there is one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(0, 1, None)
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_PATIENCE))
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_TIMEOUT))
 
 
 def _attempt(work: Callable[[], T]) -> _Outcome[T]:
@@ -132,11 +151,11 @@ def agree(module: nn.Module, rank_info: RankInfo) -> None:
 
     Names, shapes, dtypes and placements must be the same on all ranks, and so must the bytes of tensors that
     each rank holds whole. Of sharded parameters a rank reads its own shard only, which must be that of the
-    other replicas. A shard that exists once has nothing to be held against: therefore `wrap` compares before
-    it shards. Under FSDP what an evaluation left gathered is let go.
+    other replicas. A shard that exists once cannot be compared: therefore `wrap` compares before it shards.
+    Under FSDP what an evaluation left gathered is released.
 
-    One crc32 of each tensor travels, made at 8.6 GB/s by one thread after a copy from the device; ViT-H has
-    2.5 GB of weights.
+    One crc32 of each tensor is exchanged, computed at 8.6 GB/s by one thread after a copy from the device;
+    ViT-H has 2.5 GB of weights.
 
     Raises:
         DisagreementError

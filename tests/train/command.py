@@ -137,7 +137,7 @@ def _rank(
     sys.argv = ["train.py", *arguments]
     if mishap is not None:
         mishaps.arrange(mishap)
-    sys.exit(train.main(train.PRESETS if model == "sam" else reconstruction.PRESETS))
+    train.exit_at_once(train.main(train.PRESETS if model == "sam" else reconstruction.PRESETS))
 
 
 def torchrun(

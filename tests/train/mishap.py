@@ -4,6 +4,7 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
 
     stop    the rank is sent SIGTERM, "times" times; with "agent" torchrun is, which sends it to all ranks
     kill    the rank is killed, if the file "once" is not there yet
+    raise   the rank raises RuntimeError("no more"), or OSError with "error": "OSError"
     nan     its loss is not finite, from the step on for "times" steps
     inf     its loss is, but not its gradient, from the step on for "times" steps
     fill    the rank fills the disk that the folder "disk" is on, before the step
@@ -47,7 +48,7 @@ def arrange(mishap: dict[str, Any]) -> None:
         _fill(mishap["step"], Path(mishap["disk"]))
     elif mishap.get("moment") == "evaluating":
         _interrupt_evaluation(mishap)
-    elif mishap["what"] in ("stop", "kill"):
+    elif mishap["what"] in ("stop", "kill", "raise"):
         _signal(mishap)
 
 
@@ -97,6 +98,8 @@ def _signal(mishap: dict[str, Any]) -> None:
     def strike(step: int) -> None:
         if step != mishap["step"]:
             return
+        if what == "raise":
+            raise {"OSError": OSError, "RuntimeError": RuntimeError}[mishap["error"]]("no more")
         if what == "stop":
             for _ in range(mishap.get("times", 1)):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -172,4 +175,4 @@ def _record(folder: Path, rank: int) -> None:
 
 if __name__ == "__main__":
     arrange(json.loads(sys.argv.pop(1)))
-    sys.exit(train.main())
+    train.exit_at_once(train.main())
