@@ -40,7 +40,7 @@ class Purpose(IntEnum):
     MASKS = 2  # which masks of an image
     COVERAGE = 3  # the permutation of an image's masks that a cycle of visits goes through
     FLIP = 4  # whether an image is flipped
-    CROP = 5
+    TRANSFORM = 5  # the window and the scale of an image, and whatever a transform needs
     POINT = 6  # a foreground pixel of a mask
     PROMPT = 7  # kinds of prompts and their noise
     SUBSET = 8  # which images are in a subset: the image id's only further number

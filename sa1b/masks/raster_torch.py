@@ -114,6 +114,8 @@ def empty_frames(
     source_width: Tensor,
     image_size: int,
     size: int,
+    *,
+    taken: Tensor | None = None,
 ) -> Tensor:
     """Masks of which `rasterize_frame` sets no pixel, bool [N], from their runs alone. Nothing waits.
 
@@ -128,7 +130,7 @@ def empty_frames(
     if len(runs) == 0:
         return torch.ones(offsets.numel() - 1, dtype=torch.bool, device=runs.device)
     source = torch.stack((source_height, source_width))
-    taken = framed_sizes(source.T, image_size).T
+    taken = framed_sizes(source.T, image_size).T if taken is None else taken.T
     rows, columns = (Axis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2))
     lengths = runs.to(torch.int64)
     ends = lengths.cumsum(0)

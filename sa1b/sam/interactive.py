@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose
-from sa1b.masks.raster_torch import framed_sizes, inside_image
+from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks, published
 from sa1b.sam.flops import step_flops
 from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
@@ -87,7 +87,7 @@ class Samples(Protocol):
     @property
     def mask_index(self) -> Tensor: ...
     @property
-    def source_sizes(self) -> Tensor: ...
+    def framed_sizes(self) -> Tensor: ...
     @property
     def positions(self) -> Tensor: ...
     @property
@@ -169,7 +169,7 @@ class Interactive(nn.Module):
             weights=(batch.valid[image] & batch.dense.flatten(1).any(dim=1)).float(),
             # By the index, not the id: masks without an id all have -1.
             keys=random_words(key, int(Purpose.PROMPT), positions[image], batch.mask_index),
-            sizes=framed_sizes(batch.source_sizes, batch.masks.image_size).to(image.device),
+            sizes=batch.framed_sizes,
             counts=batch.masks.counts,
         )
         return batch.images, targets, random_words(key, int(Purpose.VISIT), positions)

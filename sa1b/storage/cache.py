@@ -33,6 +33,20 @@ def default_folder() -> Path:
     return Path(home) / "sa1b" if home else Path(tempfile.gettempdir()) / f"sa1b-{os.getuid()}"
 
 
+def cache_folder() -> Path:
+    """The default cache, made if it is not there.
+
+    Raises:
+        StorageError: it belongs to another user.
+        OSError: it cannot be made.
+    """
+    cache = default_folder()
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if cache.stat().st_uid != os.getuid():  # the temporary folder is open to everyone
+        raise StorageError(f"{cache} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
+    return cache
+
+
 def fetch_once(reader: Reader, name: str, digest: str, cache: Path | None = None) -> Path:
     """A local file with the bytes of an object; of a local root, the file itself, unverified.
 
@@ -54,10 +68,7 @@ def fetch_once(reader: Reader, name: str, digest: str, cache: Path | None = None
     if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
         raise ValueError(f"{digest!r} is not a sha256 in hexadecimal")
     if cache is None:
-        cache = default_folder()
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if cache.stat().st_uid != os.getuid():  # the temporary folder is open to everyone
-            raise StorageError(f"{cache} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
+        cache = cache_folder()
     folder = cache / digest
     final = folder / Path(name).name
     if _digest(final) == digest:

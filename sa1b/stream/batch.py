@@ -82,7 +82,8 @@ class RaggedMasks(_Tensors):
         offsets: int64 [M + 1] into runs.
         image: int64 [M], the image in the batch that each mask belongs to, ascending.
         counts: how many masks each image has, as numbers on the host; nothing waits for the device.
-        sizes: int64 [M, 2], height and width of that image's source.
+        sizes: int64 [M, 2], height and width of that image: of its source, or of the window of it.
+        taken: int64 [M, 2], rows and columns that it takes of the padded square.
         image_size: pixels of the padded square.
     """
 
@@ -91,6 +92,7 @@ class RaggedMasks(_Tensors):
     image: Tensor
     counts: tuple[int, ...]
     sizes: Tensor
+    taken: Tensor
     image_size: int
 
     def __len__(self) -> int:
@@ -105,9 +107,8 @@ class RaggedMasks(_Tensors):
         size = size or self.image_size
         if self.runs.device.type != "cpu":
             rasterize = _back_end(self.runs.device.type).rasterize_frame
-            pixels: Tensor = rasterize(
-                self.runs, self.offsets, self.sizes[:, 0], self.sizes[:, 1], self.image_size, size, out=out
-            )
+            masks = (self.runs, self.offsets, *self.sizes.unbind(1))
+            pixels: Tensor = rasterize(*masks, self.image_size, size, taken=self.taken, out=out)
             return pixels
         if out is None:
             out = fresh((len(self), size, size))
@@ -124,8 +125,9 @@ class RaggedMasks(_Tensors):
         `~(self.dense(size) != 0).flatten(1).any(1)`.
         """
         heights, widths = self.sizes.unbind(1)
+        size = size or self.image_size
         return raster_torch.empty_frames(
-            self.runs, self.offsets, heights, widths, self.image_size, size or self.image_size
+            self.runs, self.offsets, heights, widths, self.image_size, size, taken=self.taken
         )
 
     def drawings(
@@ -146,7 +148,8 @@ class RaggedMasks(_Tensors):
                 offsets = self.offsets[start : stop + 1].numpy()
                 runs = self.runs[offsets[0] : offsets[-1]].numpy().view(np.uint32)
                 own = Runs(runs, offsets - offsets[0], height, width)
-                draw = partial(raster.rasterize_frame, own, self.image_size, size)
+                rows, columns = self.taken[start].tolist()
+                draw = partial(raster.rasterize_frame, own, self.image_size, size, taken=(rows, columns))
                 known = None if boxes is None else boxes[start:stop]
                 found.append(partial(draw, out=out[start:stop].numpy(), boxes=known))
         return found
@@ -167,7 +170,10 @@ class Batch(_Tensors):
         mask_ids: int64 [M], -1 where the annotation has none; mask_index: int64 [M], the mask's index in its
             record, unique in an image.
         ids: int64 [B], the image ids.
-        source_sizes: int64 [B, 2], height and width.
+        source_sizes: int64 [B, 2], height and width of the source, or of the window that is seen of it.
+        framed_sizes: int64 [B, 2], rows and columns that the image takes of the padded square.
+        windows: int64 [B, 4], x, y, width, height of what is seen of the source, in its pixels; see
+            sa1b.stream.transform. flipped: bool [B], whether that is mirrored left to right.
         positions: int64 [B], of each image in the order.
         valid: bool [B]; False for the fill-up of the last evaluation step.
         position: where the stream goes on if this batch was the last one used: behind its step if it is the
@@ -187,6 +193,9 @@ class Batch(_Tensors):
     mask_index: Tensor
     ids: Tensor
     source_sizes: Tensor
+    framed_sizes: Tensor
+    windows: Tensor
+    flipped: Tensor
     positions: Tensor
     valid: Tensor
     position: int
@@ -258,7 +267,10 @@ def collate(
     """A batch of drawn images, uint8 [B, S, S, 3], and what belongs to them."""
     counts = [len(sample.runs) for sample in samples]
     lengths = [np.diff(sample.runs.offsets) for sample in samples]
-    source_sizes = torch.tensor([[s.height, s.width] for s in samples], dtype=torch.int64).reshape(-1, 2)
+    frames = [sample.frame for sample in samples]
+    windows = torch.tensor([frame.window for frame in frames], dtype=torch.int64).reshape(-1, 4)
+    source_sizes = windows[:, [3, 2]]
+    framed_sizes = torch.tensor([frame.taken for frame in frames], dtype=torch.int64).reshape(-1, 2)
     image = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(counts, dtype=torch.int64))
     masks = RaggedMasks(
         runs=_joined([sample.runs.runs.view(np.int32) for sample in samples], np.int32),
@@ -266,6 +278,7 @@ def collate(
         image=image,
         counts=tuple(counts),
         sizes=source_sizes[image],
+        taken=framed_sizes[image],
         image_size=images.shape[1],
     )
     return Batch(
@@ -280,6 +293,9 @@ def collate(
         mask_index=_joined([sample.mask_index for sample in samples], np.int64),
         ids=torch.tensor([sample.image_id for sample in samples], dtype=torch.int64),
         source_sizes=source_sizes,
+        framed_sizes=framed_sizes,
+        windows=windows,
+        flipped=torch.tensor([frame.flip for frame in frames], dtype=torch.bool),
         positions=torch.tensor(positions, dtype=torch.int64),
         valid=torch.tensor(valid, dtype=torch.bool),
         position=position,

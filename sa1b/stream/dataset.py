@@ -32,8 +32,9 @@ from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decode import EncodedImage, decoder
 from sa1b.stream.order import Order, Sequential, rank_slice
 from sa1b.stream.plan import MicroBatch, Plan, process_rank
-from sa1b.stream.sample import SampleMasks, SampleOptions, is_flipped, no_masks, pick_masks
+from sa1b.stream.sample import SampleMasks, SampleOptions, no_masks, pick_masks
 from sa1b.stream.stats import PipelineStats
+from sa1b.stream.transform import Frame
 from sa1b.views.view import open_view
 
 MAX_SUBSTITUTES = 100
@@ -65,8 +66,8 @@ class Stream(IterableDataset[Batch]):
         deadline: seconds that one read may take over all its attempts. Damage is replaced, unavailability
             never is: after the deadline the stream stops, and says which URL failed and how.
         storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
-        options: fields of sa1b.stream.sample.SampleOptions: image_size, masks, strategy, flip,
-            decoder.
+        options: fields of sa1b.stream.sample.SampleOptions: image_size, masks, strategy, flip, resize,
+            transform, min_pixels, min_pixels_size, decoder.
 
     Raises:
         ValueError: sizes that do not fit; the message names the argument.
@@ -362,10 +363,8 @@ class PendingBatch:
             with stream.stats.busy("pick"):
                 condition = stream.view.masks_where
                 usable = None if condition is None else condition.masks(annotations)
-                flip = is_flipped(annotations.image_id, options, seed, epoch)
-                masks = pick_masks(annotations, options, seed, epoch, flip=flip, usable=usable)
-            image = EncodedImage(jpeg, annotations.height, annotations.width, flip)
-            return PickedSample(i, attempt, row, image, masks)
+                masks = pick_masks(annotations, options, seed, epoch, usable=usable)
+            return PickedSample(i, attempt, row, EncodedImage(jpeg, masks.frame), masks)
         except ShardError as error:
             damage = error
         except Exception as error:
@@ -380,7 +379,8 @@ class PendingBatch:
         stream.record_damage(row, position, damage)
         if isinstance(order, Sequential):
             self.valid[i] = False
-            masks = no_masks(int(stream.dataset.table.image_id[row]), stream.options.image_size)
+            size = stream.options.image_size
+            masks = no_masks(int(stream.dataset.table.image_id[row]), Frame.whole_image(size, size, size))
             return PickedSample(i, attempt, row, None, masks)
         if attempt + 1 == MAX_SUBSTITUTES:
             raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")

@@ -1,4 +1,4 @@
-"""One training sample: what is chosen for an image: whether it is mirrored, and at most K of its masks.
+"""One training sample: how its image lies in the padded square, and which of its masks it takes, at most K.
 
 Which masks a visit of an image takes is a function of (seed, image id, epoch, mask index): the same on any
 rank, worker or thread.
@@ -7,10 +7,15 @@ rank, worker or thread.
     area        one mask of each of K equally large classes of area: small and large ones alike
     quality     in proportion to predicted_iou * stability_score
     coverage    a permutation for each cycle of ceil(M / K) epochs, cut into visits: after a cycle every mask
-                was taken, and no visit takes one twice
+                was taken, and no visit takes one twice; not with a transform that crops, where the masks that
+                can be chosen change from visit to visit
+
+Masks without foreground, and those without a pixel in a transform's window, are never chosen.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,10 +23,12 @@ import numpy.typing as npt
 
 from sa1b.hashing import Purpose, below, permutation, random_word, random_words, uniforms
 from sa1b.masks import geometry, points
-from sa1b.masks.grid import framed_size
 from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
+from sa1b.stream.transform import Frame, Transform, apply, apply_pixels
 
+Resize = Literal["pad", "crop", "stretch"]
+RESIZES = get_args(Resize)
 Strategy = Literal["uniform", "area", "quality", "coverage"]
 STRATEGIES = get_args(Strategy)
 
@@ -34,9 +41,16 @@ class SampleOptions:
 
     Attributes:
         image_size: pixels of the padded square S x S.
-        masks: at most so many masks an image.
+        masks: at most so many masks an image; 0 for images only, whose masks are then not even decoded.
         strategy: which ones, see sa1b.stream.sample.
         flip: probability of mirroring left and right.
+        resize: "pad" scales the longer side to S and pads the shorter one; "stretch" scales both sides to S;
+            "crop" cuts the square of the shorter side from the middle and scales it to S.
+        transform: changes how the image lies in the square, one or several; see sa1b.stream.transform.
+        min_pixels: masks with fewer pixels in the dense mask at `min_pixels_size` are not chosen. Otherwise a
+            mask may be chosen that has no pixel at the size that is asked for: it is a target without
+            foreground, with a point and scores; `batch.masks.empty(size)` finds these.
+        min_pixels_size: pixels of the square at which they are counted; None: image_size.
         decoder: name of the JPEG decoder, see sa1b.stream.decode. Decoders may differ in the last bits of a
             pixel.
     """
@@ -45,6 +59,10 @@ class SampleOptions:
     masks: int = 64
     strategy: Strategy = "uniform"
     flip: float = 0.0
+    resize: Resize = "pad"
+    transform: Transform | Sequence[Transform] | None = None
+    min_pixels: int = 0
+    min_pixels_size: int | None = None
     decoder: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -55,6 +73,23 @@ class SampleOptions:
                 f"image_size={self.image_size} must be at least 1, masks={self.masks} at least 0, "
                 f"flip={self.flip} a probability"
             )
+        if self.resize not in RESIZES:
+            raise ValueError(f"resize is {self.resize!r}; known are {', '.join(RESIZES)}")
+        if self.min_pixels < 0 or (self.min_pixels_size is not None and self.min_pixels_size < 1):
+            raise ValueError(
+                f"min_pixels={self.min_pixels} must be at least 0, min_pixels_size={self.min_pixels_size} at "
+                "least 1"
+            )
+        for transform in self.transforms:
+            if not callable(transform):
+                raise ValueError(f"transform {transform!r} is not callable; see sa1b.stream.transform")
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """All transforms, in the order in which they run."""
+        if self.transform is None:
+            return ()
+        return tuple(self.transform) if isinstance(self.transform, Sequence) else (self.transform,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,19 +97,18 @@ class SampleMasks:
     """The chosen masks of one image, m of them; coordinates in the padded square S x S, see sa1b.masks.grid.
 
     Attributes:
-        image_id: of the image; height, width: pixels of its source.
-        runs: of the chosen masks at source resolution, mirrored if the image is.
+        image_id: of the image; frame: how it lies in the square.
+        runs: of the chosen masks in the frame's window, at source resolution, mirrored if the image is.
         boxes: float32 [m, 4], x0, y0, x1, y1: the centres of the mask's first and last column and row.
         points: float32 [m, 2], x, y: the centre of a uniform foreground pixel.
-        areas: int64 [m], source pixels.
+        areas: int64 [m], source pixels in the window.
         predicted_iou, stability_score: float32 [m].
         mask_ids: int64 [m], -1 where the annotation has none; mask_index: int64 [m], the mask's index in its
             record, ascending and unique in an image.
     """
 
     image_id: int
-    height: int
-    width: int
+    frame: Frame
     runs: Runs
     boxes: npt.NDArray[np.float32]
     points: npt.NDArray[np.float32]
@@ -85,9 +119,22 @@ class SampleMasks:
     mask_index: npt.NDArray[np.int64]
 
 
-def is_flipped(image_id: int, options: SampleOptions, seed: int, epoch: int) -> bool:
-    """Whether (seed, id, epoch) mirror an image."""
-    return random_word(seed, Purpose.FLIP, image_id, epoch) < options.flip * 2**64
+def frame_of(annotations: Annotations, options: SampleOptions, seed: int, epoch: int) -> Frame:
+    """How an image lies in the square, as (seed, image id, epoch) decide.
+
+    Raises:
+        TransformError: a transform failed.
+    """
+    image_id = annotations.image_id
+    frame = Frame.whole_image(
+        annotations.height, annotations.width, options.image_size, stretch=options.resize == "stretch"
+    )
+    if random_word(seed, Purpose.FLIP, image_id, epoch) < options.flip * 2**64:
+        frame = replace(frame, flip=True)
+    frame = apply(options.transforms, frame, annotations, seed, epoch)
+    if frame.pixels is not None:
+        frame = replace(frame, pixels=partial(apply_pixels, frame.pixels, image_id))
+    return frame.center_square() if options.resize == "crop" else frame
 
 
 def pick_masks(
@@ -96,35 +143,44 @@ def pick_masks(
     seed: int,
     epoch: int,
     *,
-    flip: bool,
     usable: npt.NDArray[np.bool_] | None = None,
 ) -> SampleMasks:
-    """Choose masks and a point in each, as (seed, image id, epoch) decide; mirrored with the image.
+    """Choose masks and a point in each, as (seed, image id, epoch) decide, in the frame of the image.
 
     usable: bool [N], which masks may be chosen; None: all. Empty masks never are.
+
+    Raises:
+        TransformError: a transform failed.
     """
-    image_id, height, width = annotations.image_id, annotations.height, annotations.width
+    image_id = annotations.image_id
+    frame = frame_of(annotations, options, seed, epoch)
+    if options.masks == 0:
+        return no_masks(image_id, frame)
     filled = annotations.runs_count > 1  # a mask of one run is all background
-    chosen = choose(
-        annotations,
-        filled if usable is None else filled & usable,
-        options.masks,
-        options.strategy,
-        seed,
-        epoch,
-    )
-    runs = annotations.runs(chosen)
-    if flip:
-        runs = geometry.flip_horizontal(runs)
-    rows, columns = framed_size(height, width, options.image_size)
-    scale = np.array([columns / width, rows / height])
+    if usable is not None:
+        filled &= usable
+    if frame.is_whole and options.min_pixels == 0:
+        # The numbers of the record suffice: only the chosen masks are decoded.
+        chosen = choose(annotations, filled, options.masks, options.strategy, seed, epoch)
+        runs = _in_frame(annotations.runs(chosen), frame)
+    else:
+        candidates = np.flatnonzero(filled)
+        all_runs = _in_frame(annotations.runs(candidates), frame)
+        areas = annotations.area.copy()
+        areas[candidates] = geometry.area(all_runs)
+        filled[candidates] = (areas[candidates] > 0) & _large_enough(all_runs, frame, options)
+        chosen = choose(
+            replace(annotations, area=areas), filled, options.masks, options.strategy, seed, epoch
+        )
+        runs = all_runs.select(np.searchsorted(candidates, chosen))
+    rows, columns = frame.taken
+    scale = np.array([columns / runs.width, rows / runs.height])
     corners = geometry.bbox_sa1b(runs)
     corners[:, 2:] += corners[:, :2]
     inside = points.uniform_point(runs, random_words(seed, Purpose.POINT, image_id, epoch, chosen))
     return SampleMasks(
         image_id=image_id,
-        height=height,
-        width=width,
+        frame=frame,
         runs=runs,
         boxes=((corners + 0.5) * np.tile(scale, 2)).astype(np.float32),
         points=((inside + 0.5) * scale).astype(np.float32),
@@ -136,15 +192,29 @@ def pick_masks(
     )
 
 
-def no_masks(image_id: int, image_size: int) -> SampleMasks:
-    """What a black image of the whole padded square has in place of a damaged sample: no masks."""
-    empty = Runs(np.zeros(0, np.uint32), np.zeros(1, np.int64), image_size, image_size)
+def _in_frame(runs: Runs, frame: Frame) -> Runs:
+    """The masks of the source image in the frame's window, mirrored if it is."""
+    if not frame.is_whole:
+        runs = geometry.crop(runs, *frame.window)
+    return geometry.flip_horizontal(runs) if frame.flip else runs
+
+
+def _large_enough(runs: Runs, frame: Frame, options: SampleOptions) -> npt.NDArray[np.bool_]:
+    """Which masks have `min_pixels` in the square."""
+    if options.min_pixels == 0:
+        return np.ones(len(runs), np.bool_)
+    size = options.min_pixels_size or options.image_size
+    return geometry.area(geometry.frame(runs, options.image_size, size, frame.taken)) >= options.min_pixels
+
+
+def no_masks(image_id: int, frame: Frame) -> SampleMasks:
+    """The sample of an image without masks."""
+    _, _, width, height = frame.window
     scores, numbers = np.zeros(0, np.float32), np.zeros(0, np.int64)
     return SampleMasks(
         image_id=image_id,
-        height=image_size,
-        width=image_size,
-        runs=empty,
+        frame=frame,
+        runs=Runs(np.zeros(0, np.uint32), np.zeros(1, np.int64), height, width),
         boxes=np.zeros((0, 4), np.float32),
         points=np.zeros((0, 2), np.float32),
         areas=numbers,

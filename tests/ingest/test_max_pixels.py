@@ -12,6 +12,7 @@ from sa1b.ingest.source_pass import Policy
 from sa1b.shards import jpeg
 from sa1b.shards.annotation import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.stream.decode import decode
+from sa1b.stream.transform import Frame
 from tests.shards import tiny
 from tests.shards.tiny import counts_from, document, encode, pair_members, pairs
 
@@ -96,7 +97,7 @@ def test_it_is_scaled_down_like_any_other(source, tmp_path):
 def test_the_stream_decodes_it(root):
     stored, _ = tiny.read_back(root)[PANORAMA]
     square = np.empty((64, 64, 3), np.uint8)
-    decode(stored, HEIGHT, WIDTH, square)
+    decode(stored, Frame.whole_image(HEIGHT, WIDTH, 64), square)
     assert square[10, 10].max() < 20
     assert square[10, 60].min() > 180
 

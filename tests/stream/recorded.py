@@ -16,7 +16,7 @@ from sa1b.shards.manifest import read_tasks
 from sa1b.stream.batch import Batch, RaggedMasks, collate
 from sa1b.stream.decode import decode
 from sa1b.stream.order import Order
-from sa1b.stream.sample import SampleOptions, is_flipped, pick_masks
+from sa1b.stream.sample import SampleOptions, pick_masks
 from tests.shards import tiny
 
 RECIPE: dict[str, Any] = {"image_size": 32, "masks": 4, "flip": 0.5}
@@ -62,10 +62,8 @@ def batch_of(dataset: sa1b.Dataset, positions: Sequence[int], position: int, see
     for slot, at in zip(images.numpy(), positions, strict=True):
         sample = dataset[int(order.rows(np.array([at]))[0])]
         epoch = at // len(dataset)
-        annotations = sample.annotations
-        flip = is_flipped(annotations.image_id, recipe, seed, epoch)
-        decode(sample.jpeg, annotations.height, annotations.width, slot, flip=flip)
-        made.append(pick_masks(annotations, recipe, seed, epoch, flip=flip))
+        made.append(pick_masks(sample.annotations, recipe, seed, epoch))
+        decode(sample.jpeg, made[-1].frame, slot)
     return collate(images, made, positions, [True] * len(positions), position)
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream import decode
 from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage, decoder
+from sa1b.stream.transform import Frame
 from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
 from tests.stream.test_stream import SMALL, assert_equal, take
@@ -103,7 +105,7 @@ def test_damage_is_returned_for_its_own_image_only() -> None:
     good = jpeg()
     files = [good, good[: len(good) // 2], b"no JPEG", good]
     out = torch.full((4, 24, 24, 3), 9, dtype=torch.uint8)
-    errors = CpuDecoder().decode([EncodedImage(data, 30, 40) for data in files], out)
+    errors = CpuDecoder().decode([EncodedImage(data, Frame.whole_image(30, 40, 24)) for data in files], out)
     assert [type(error) for error in errors] == [type(None), BadSample, BadSample, type(None)]
     assert torch.equal(out[0], out[3])
     assert out[0, :18, :24].any()
@@ -112,7 +114,9 @@ def test_damage_is_returned_for_its_own_image_only() -> None:
 
 def test_flip_mirrors_within_the_image() -> None:
     out = torch.zeros((2, 24, 24, 3), dtype=torch.uint8)
-    CpuDecoder().decode([EncodedImage(jpeg(40, 30), 40, 30, flip) for flip in (False, True)], out)
+    frame = Frame.whole_image(40, 30, 24)
+    frames = [frame, replace(frame, flip=True)]
+    CpuDecoder().decode([EncodedImage(jpeg(40, 30), frame) for frame in frames], out)
     assert torch.equal(out[1, :, :18], out[0, :, :18].flip(1))
     assert not out[1, :, 18:].any()
 

@@ -14,17 +14,17 @@ from torch import Tensor
 from sa1b.masks.runs import Runs
 from sa1b.stream.batch import Batch, RaggedMasks, collate
 from sa1b.stream.sample import SampleMasks
+from sa1b.stream.transform import Frame
 from tests.masks.samples import examples, pixel_masks, to_runs
 
 LARGE = ("images", "dense")
 
 
-def sample(number: int, runs: Runs) -> SampleMasks:
+def sample(number: int, runs: Runs, image_size: int) -> SampleMasks:
     random, count = np.random.default_rng(number), len(runs)
     return SampleMasks(
         image_id=number,
-        height=runs.height,
-        width=runs.width,
+        frame=Frame.whole_image(runs.height, runs.width, image_size, stretch=number % 2 == 1),
         runs=runs,
         boxes=random.random((count, 4), np.float32),
         points=random.random((count, 2), np.float32),
@@ -38,7 +38,7 @@ def sample(number: int, runs: Runs) -> SampleMasks:
 
 def batch_of(drawn: list[np.ndarray], image_size: int = 16) -> Batch:
     images = torch.arange(len(drawn) * image_size**2 * 3, dtype=torch.int64).to(torch.uint8)
-    samples = [sample(number, to_runs(masks)) for number, masks in enumerate(drawn)]
+    samples = [sample(number, to_runs(masks), image_size) for number, masks in enumerate(drawn)]
     images = images.view(-1, image_size, image_size, 3)
     return collate(images, samples, range(len(drawn)), [True] * len(drawn), 7)
 
@@ -175,6 +175,8 @@ def test_runs_of_no_length_are_no_pixels() -> None:
         offsets=torch.tensor([0, 6]),
         image=torch.tensor([0]),
         sizes=torch.tensor([[4, 4]]),
+        counts=(1,),
+        taken=torch.tensor([[4, 4]]),
         image_size=4,
     )
     for size in (1, 2, 3, 4, 9):

@@ -1,0 +1,290 @@
+"""Columns of other tables, such as captions, joined to the images or masks of a batch by id.
+
+    stream = sa1b.Stream("shards", global_batch=256, join={"caption": "captions.parquet"})
+    for batch in sa1b.Loader(stream, device="cuda"):
+        batch.extra["caption"]  # list [B] of str, None for an image without a caption
+
+The source of a column is a Parquet file (.parquet), a file of JSON lines (.jsonl, .ndjson, also .gz), as path
+or URL, or a pyarrow table. It has a column `mask_id` or else `image_id` of unique integers, and a column of
+the joined name. `batch.extra[name]` is a list on the host, whatever the column's type, aligned with the masks
+or the images of the batch: Python values, None where the source has no row or a null.
+
+`stream.columns[name].missing` counts the None of this process. The worker processes of a DataLoader count
+their own; `batch.extra[name].count(None)` counts those of a batch.
+
+A source is converted once, to an Arrow file sorted by id in the cache of sa1b.storage.cache; a pyarrow table
+in a temporary file that ends with the stream. Every process maps that file into memory: the pages are shared,
+and a lookup is a binary search. A source of another size or modification time is converted again. Converting
+takes about three times the column's size in memory, in one process.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.errors import Sa1bError
+from sa1b.storage.atomic import commit, flush, lock, naming_path
+from sa1b.storage.cache import cache_folder
+from sa1b.storage.reader import Reader, pieces_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+KEYS = ("mask_id", "image_id")
+_VERSION = 1  # of the converted files
+_PARQUET, _LINES = (".parquet", ".pq"), (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+
+
+class ColumnError(Sa1bError):
+    """A source that cannot be joined; the message names the column, the source and the reason."""
+
+
+class Column:
+    """A joined column in a converted file.
+
+    Args:
+        name: of the column.
+        path: of the converted file.
+
+    Attributes:
+        key: "image_id" or "mask_id".
+        missing: ids without a value that this process has looked up.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        import pyarrow as pa
+
+        self.name = name
+        self.path = path
+        self.missing = 0
+        with pa.memory_map(str(path)) as file:
+            batch = pa.ipc.open_file(file).get_batch(0)
+        self.key: str = batch.schema.names[0]
+        self._ids: npt.NDArray[np.int64] = batch.column(0).to_numpy()  # a view of the mapped file
+        self._values = batch.column(1)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __reduce__(self) -> tuple[type["Column"], tuple[str, Path]]:
+        return Column, (self.name, self.path)
+
+    def lookup(self, ids: npt.NDArray[np.int64]) -> list[Any]:
+        """The values of ids, None where there is none."""
+        import pyarrow as pa
+
+        rows, found = self._rows(ids)
+        values: list[Any] = self._values.take(pa.array(rows, mask=~found)).to_pylist()
+        self.missing += values.count(None)
+        return values
+
+    def has(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which ids have a row, bool of their shape."""
+        return self._rows(ids)[1]
+
+    def _rows(self, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        rows = np.searchsorted(self._ids, ids)
+        found = (rows < len(self)) & (ids >= 0)  # -1 is a mask without an id
+        found[found] = self._ids[rows[found]] == ids[found]
+        return rows, found
+
+
+def open_columns(
+    join: "Mapping[str, str | Path | pa.Table | Column]", storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Column]:
+    """Open the columns of a stream, converting what is not converted yet.
+
+    Args:
+        join: source by name of the column; an open column is taken as it is.
+        storage_options: of a URL, for fsspec's file system.
+
+    Raises:
+        ColumnError: a source of another form: no such column, no key, duplicate ids, ids of another type.
+        sa1b.storage.errors.StorageError: the source cannot be read.
+        OSError: the cache cannot be written.
+    """
+    return {name: _open(name, source, storage_options) for name, source in join.items()}
+
+
+def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None) -> Column:
+    import pyarrow as pa
+
+    if isinstance(source, Column):
+        return source
+    if not isinstance(name, str) or name in ("", *KEYS):
+        raise ColumnError(f"join[{name!r}]: give the name of a column other than {' and '.join(KEYS)}")
+    if isinstance(source, pa.Table):
+        return _open_table(name, source)
+    if not isinstance(source, str | os.PathLike):
+        raise ColumnError(
+            f"join[{name!r}]: {type(source).__name__} is no source; give a path, a URL or a pyarrow table"
+        )
+    return _open_file(name, os.fspath(source), storage_options)
+
+
+def _open_table(name: str, table: "pa.Table") -> Column:
+    """A table in memory: in a file of this process, so that its workers map it and do not copy it."""
+    where = f"join[{name!r}]: the pyarrow table"
+    batch = _sorted(table, name, where)
+    descriptor, path = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")
+    os.close(descriptor)
+    with naming_path(Path(path)):
+        _write(batch, Path(path))
+    column = Column(name, Path(path))
+    weakref.finalize(column, _remove, path, os.getpid())
+    return column
+
+
+def _remove(path: str, process: int) -> None:
+    if os.getpid() == process:  # not in a forked worker
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+
+
+def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None) -> Column:
+    if not source.endswith((*_PARQUET, *_LINES)):
+        raise ColumnError(
+            f"join[{name!r}]: {source} is by its name neither a Parquet file ({', '.join(_PARQUET)}) nor a "
+            f"file of JSON lines ({', '.join(_LINES)})"
+        )
+    source = source.removeprefix("file://")
+    if "://" not in source:
+        source = str(Path(source).absolute())
+    parent, _, file = source.rpartition("/")
+    with Reader(parent or "/", options=storage_options) as reader:
+        size = reader.size(file)
+        state = [
+            size,
+            Path(source).stat().st_mtime_ns if reader.is_local else _state(source, storage_options),
+        ]
+        folder = cache_folder() / "columns" / _digest([source, name])
+        final = folder / f"{_digest([_VERSION, *state])}.arrow"
+        if not final.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with lock(folder, wait=True):
+                if not final.exists():  # no other process has converted it meanwhile
+                    for stale in folder.glob("*.partial"):
+                        stale.unlink()
+                    _convert(name, source, reader, file, size, final)
+    return Column(name, final)
+
+
+def _state(url: str, storage_options: Mapping[str, Any] | None) -> str:
+    """What changes when an object does: its ETag or modification time, whatever its store has."""
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url, **(storage_options or {}))
+        return repr(sorted((key, str(value)) for key, value in system.info(path).items()))
+    except Exception as error:
+        raise ColumnError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def _convert(name: str, source: str, reader: Reader, file: str, size: int, final: Path) -> None:
+    temporary = final.with_suffix(".partial")
+    with naming_path(temporary), _local(source, reader, file, size, final.parent) as path:
+        batch = _sorted(_read(path, name, source), name, source)
+        _write(batch, temporary)
+        flush(temporary)
+        commit(temporary, final)
+
+
+@contextlib.contextmanager
+def _local(source: str, reader: Reader, file: str, size: int, folder: Path) -> Iterator[str]:
+    """A local file with the bytes of the source."""
+    if reader.is_local:
+        yield source
+        return
+    copy = folder / file.rpartition("/")[2]
+    try:
+        with copy.open("wb") as output:
+            for data in reader.read_ranges(pieces_of(file, size)):
+                output.write(data)
+        yield str(copy)
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _read(path: str, name: str, source: str) -> "pa.Table":
+    """The key and the column of a local file."""
+    import pyarrow as pa
+    import pyarrow.json
+    import pyarrow.parquet as pq
+
+    try:
+        if not path.endswith(_PARQUET):
+            return pyarrow.json.read_json(path)
+        with pq.ParquetFile(path) as parquet:
+            names = parquet.schema_arrow.names
+            return parquet.read([one for one in (*KEYS, name) if names.count(one)])
+    except (pa.ArrowException, ValueError) as error:
+        raise ColumnError(f"{source} cannot be read: {error}") from error
+
+
+def _sorted(table: "pa.Table", name: str, source: str) -> "pa.RecordBatch":
+    """Ids, int64, ascending, and values of a table."""
+    import pyarrow as pa
+
+    for column in (*KEYS, name):
+        if table.schema.names.count(column) > 1:
+            raise ColumnError(f"{source} has {table.schema.names.count(column)} columns {column!r}")
+    if name not in table.schema.names:
+        raise ColumnError(f"{source} has no column {name!r}; it has {', '.join(table.schema.names)}")
+    key = next((key for key in KEYS if key in table.schema.names), None)
+    if key is None:
+        raise ColumnError(
+            f"{source} has neither a column 'mask_id' nor 'image_id' to join {name!r} by; "
+            f"it has {', '.join(table.schema.names)}"
+        )
+    kind = table.schema.field(key).type
+    if not pa.types.is_integer(kind):
+        raise ColumnError(f"{source}: column {key!r} is {kind}; ids are integers")
+    if table[key].null_count:
+        raise ColumnError(f"{source}: column {key!r} has no id in {table[key].null_count:,} rows")
+    try:
+        ids = table[key].cast(pa.int64()).to_numpy()
+        values = table[name].cast(_large(table.schema.field(name).type)).combine_chunks()
+    except pa.ArrowException as error:
+        raise ColumnError(f"{source}: {error}") from error
+    order = np.argsort(ids, kind="stable")
+    ids = ids[order]
+    repeated = np.flatnonzero(ids[1:] == ids[:-1])
+    if len(repeated):
+        raise ColumnError(
+            f"{source}: column {key!r} has {ids[repeated[0]]} more than once, and {len(repeated):,} rows too "
+            "many in all; keep one row for each id"
+        )
+    return pa.record_batch([pa.array(ids), values.take(pa.array(order))], names=[key, name])
+
+
+def _large(kind: "pa.DataType") -> "pa.DataType":
+    """The type with 64-bit offsets: captions of all of SA-1B may take more than 2 GB."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        return _large(kind.value_type)
+    if pa.types.is_string(kind):
+        return pa.large_string()
+    if pa.types.is_binary(kind):
+        return pa.large_binary()
+    return pa.large_list(_large(kind.value_type)) if pa.types.is_list(kind) else kind
+
+
+def _write(batch: "pa.RecordBatch", path: Path) -> None:
+    import pyarrow as pa
+
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def _digest(key: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]

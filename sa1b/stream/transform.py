@@ -1,0 +1,253 @@
+"""How an image lies in the padded square, and transforms that change it.
+
+    stream = sa1b.Stream("shards", global_batch=256, transform=[RandomCrop((0.5, 1)), ScaleJitter(0.5, 2)])
+
+A `Frame` is a window of the source image, mirrored or not, and the pixels that it takes of the square. Image,
+masks, boxes and points all follow it. Masks are cropped as runs: their pixels equal pycocotools' decode, a
+numpy slice and the index of sa1b.masks.grid. Masks without a pixel in the window are never chosen.
+
+A transform is a callable that takes a frame and a `Visit` and returns a changed frame. It runs before the
+image is decoded; `Frame.pixels` runs after. With worker processes that are spawned it must be picklable: a
+function of a module, or an object of a class like those below.
+
+    def largest_mask(frame: Frame, visit: Visit) -> Frame:
+        x, y, width, height = visit.annotations.bbox[visit.annotations.area.argmax()].astype(int)
+        return frame.crop(x, y, width + 1, height + 1)
+
+    def contrast(frame: Frame, visit: Visit) -> Frame:
+        gain = 0.8 + 0.4 * visit.uniforms(1)[0]
+        return replace(frame, pixels=partial(cv2.convertScaleAbs, alpha=gain))
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+from operator import index
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.errors import Sa1bError
+from sa1b.hashing import Purpose, uniforms
+from sa1b.masks.grid import framed_size
+from sa1b.shards.annotation import Annotations
+
+Pixels = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]
+
+
+class TransformError(Sa1bError):
+    """A transform raised an error or returned something else; the message names it and the image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """How one image lies in the padded square S x S: top left, the rest is 0.
+
+    Attributes:
+        height, width: pixels of the source image.
+        image_size: pixels of the square, S.
+        window: x, y, width, height of the part that is seen, in source pixels, before mirroring.
+        side: pixels of the square that the window's longer side takes, 1 to S.
+        stretch: whether the shorter side takes as many, or in proportion.
+        flip: whether the window is mirrored left to right.
+        pixels: called with the decoded image, uint8 [rows, columns, 3], RGB, mirrored if `flip`; returns an
+            image of the same shape and type.
+
+    Raises:
+        ValueError: a window that does not lie inside the image, or a side that does not fit into the square.
+    """
+
+    height: int
+    width: int
+    image_size: int
+    window: tuple[int, int, int, int]
+    side: int
+    stretch: bool = False
+    flip: bool = False
+    pixels: Pixels | None = None
+
+    def __post_init__(self) -> None:
+        x, y, width, height = self.window
+        if min(x, y) < 0 or min(width, height) < 1 or x + width > self.width or y + height > self.height:
+            raise ValueError(
+                f"window x {x}, y {y}, {width} wide, {height} high lies outside the image of {self.height} x "
+                f"{self.width} pixels (height x width)"
+            )
+        if not 1 <= self.side <= self.image_size:
+            raise ValueError(f"side {self.side} must be from 1 to the image size, {self.image_size}")
+
+    @classmethod
+    def whole_image(cls, height: int, width: int, image_size: int, *, stretch: bool = False) -> "Frame":
+        """The whole image, as large as it fits into the square."""
+        return cls(height, width, image_size, (0, 0, width, height), image_size, stretch)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the window is the whole image."""
+        return self.window == (0, 0, self.width, self.height)
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """Rows and columns that the window takes of the square; see sa1b.masks.grid."""
+        _, _, width, height = self.window
+        return (self.side, self.side) if self.stretch else framed_size(height, width, self.side)
+
+    def crop(self, x: int, y: int, width: int, height: int) -> "Frame":
+        """The same with another window, in pixels of the source image."""
+        return replace(self, window=(index(x), index(y), index(width), index(height)))
+
+    def center_square(self) -> "Frame":
+        """The same with the largest square in the middle of the window."""
+        x, y, width, height = self.window
+        side = min(width, height)
+        return self.crop(x + (width - side) // 2, y + (height - side) // 2, side, side)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a transform may look at: one image in one epoch.
+
+    Attributes:
+        image_id: of the image.
+        epoch: number of the epoch, from 0.
+        seed: of the stream.
+        number: of the transform among those of the stream, from 0.
+        annotations: all masks of the image with their numbers; `annotations.runs()` gives them as runs.
+    """
+
+    image_id: int
+    epoch: int
+    seed: int
+    number: int
+    annotations: Annotations
+
+    def uniforms(self, count: int) -> npt.NDArray[np.float64]:
+        """Uniform random values between 0 and 1, float64 [count]: the same for the same visit and transform,
+        on any rank and in any process.
+        """
+        key = (Purpose.TRANSFORM, self.image_id, self.epoch, self.number, np.arange(count))
+        return uniforms(self.seed, *key)
+
+
+Transform = Callable[[Frame, Visit], Frame]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomCrop:
+    """A window of random size, shape and position; Szegedy et al., "Going deeper with convolutions", 2015.
+
+    RandomCrop((1, 1), (1, 1)) is the square of the shorter side at a random position.
+
+    Args:
+        area: least and largest part of the image's area, uniform between them.
+        aspect: least and largest width / height, uniform in the logarithm; None keeps that of the image. A
+            window that would be larger than the image is made smaller in the same shape.
+    """
+
+    area: tuple[float, float] = (0.25, 1.0)
+    aspect: tuple[float, float] | None = (3 / 4, 4 / 3)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.area[0] <= self.area[1] <= 1:
+            raise ValueError(f"area={self.area} must be two ascending numbers above 0, up to 1")
+        if self.aspect is not None and not 0 < self.aspect[0] <= self.aspect[1]:
+            raise ValueError(f"aspect={self.aspect} must be two ascending numbers above 0")
+
+    def __call__(self, frame: Frame, visit: Visit) -> Frame:
+        _, _, width, height = frame.window
+        size, shape, right, down = visit.uniforms(4).tolist()
+        ratio = width / height
+        if self.aspect is not None:
+            ratio = exp(_between(log(self.aspect[0]), log(self.aspect[1]), shape))
+        across = sqrt(_between(*self.area, size) * width * height * ratio)
+        fit = min(1.0, width / across, height * ratio / across)
+        return _cut(frame, across * fit, across * fit / ratio, right, down)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleJitter:
+    """Large-scale jitter; Ghiasi et al., "Simple Copy-Paste", 2021.
+
+    The image is resized so that its longer side has scale * S pixels. Above S, a window that fits is seen, at
+    a random position; below, the square is padded.
+
+    Args:
+        low, high: least and largest scale, uniform between them.
+    """
+
+    low: float = 0.1
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high:
+            raise ValueError(f"low={self.low} and high={self.high} must be above 0 and ascend")
+
+    def __call__(self, frame: Frame, visit: Visit) -> Frame:
+        draw, right, down = visit.uniforms(3).tolist()
+        scale = _between(self.low, self.high, draw)
+        if scale <= 1:
+            return replace(frame, side=max(1, round(scale * frame.side)))
+        longest = max(frame.window[2:]) / scale
+        return _cut(frame, longest, longest, right, down)
+
+
+def apply(
+    transforms: Sequence[Transform], frame: Frame, annotations: Annotations, seed: int, epoch: int
+) -> Frame:
+    """The frame after all transforms, one after the other.
+
+    Raises:
+        TransformError: one of them raised, or returned something else than a frame of this image.
+    """
+    image_id = annotations.image_id
+    for number, transform in enumerate(transforms):
+        before = frame
+        try:
+            frame = transform(frame, Visit(image_id, epoch, seed, number, annotations))
+        except Exception as error:
+            raise TransformError(_message(transform, image_id, f"{type(error).__name__}: {error}")) from error
+        if not isinstance(frame, Frame):
+            raise TransformError(
+                _message(transform, image_id, f"it returned {type(frame).__name__}, no Frame")
+            )
+        source = (frame.height, frame.width, frame.image_size)
+        if source != (before.height, before.width, before.image_size):
+            raise TransformError(_message(transform, image_id, "it returned a frame of another image"))
+    return frame
+
+
+def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """What `Frame.pixels` makes of a decoded image, of the same shape and type.
+
+    Raises:
+        TransformError: the function raised, or returned something else.
+    """
+    try:
+        changed = function(image)
+    except Exception as error:
+        raise TransformError(_message(function, image_id, f"{type(error).__name__}: {error}")) from error
+    if not isinstance(changed, np.ndarray) or changed.dtype != np.uint8 or changed.shape != image.shape:
+        found = f"{changed.dtype} {list(changed.shape)}" if isinstance(changed, np.ndarray) else type(changed)
+        raise TransformError(
+            _message(function, image_id, f"it returned {found} for an image uint8 {list(image.shape)}")
+        )
+    return changed
+
+
+def _message(function: object, image_id: int, what: str) -> str:
+    name = getattr(function, "__qualname__", None) or repr(function)
+    return f"transform {name} failed for image {image_id}: {what}"
+
+
+def _between(low: float, high: float, part: float) -> float:
+    return low + (high - low) * part
+
+
+def _cut(frame: Frame, width: float, height: float, right: float, down: float) -> Frame:
+    """A window of about this size inside the frame's, `right` and `down` from 0 to 1 as far as it goes."""
+    x, y, most_wide, most_high = frame.window
+    wide = min(most_wide, max(1, round(width)))
+    high = min(most_high, max(1, round(height)))
+    return frame.crop(
+        x + int(right * (most_wide - wide + 1)), y + int(down * (most_high - high + 1)), wide, high
+    )
