@@ -43,7 +43,7 @@ from sa1b.engine.model import declared
 from sa1b.engine.optim import freeze, lr_at, lr_line, make_optimizer, set_lr
 from sa1b.engine.parallel import set_timeout, start, stop, wrap
 from sa1b.engine.presets import PRESETS
-from sa1b.engine.ranks import RankInfo, agree, explain
+from sa1b.engine.ranks import RankInfo, agree, check_shared_folder, explain
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.stream.batch import Batch
@@ -59,7 +59,7 @@ class Run:
         self.config, self.rank_info = config, rank_info
         self.step = 0
         self.control = Control(rank_info)
-        config.out.mkdir(parents=True, exist_ok=True)
+        check_shared_folder(config.out, rank_info)
         data, size = config.data, config.image_size
         self.feed = Feed(data, size, rank_info, config.out, config.seed)
         self.held_out = held_out_feed(config.evaluation, data, size, rank_info, config.out, self.feed.stream)

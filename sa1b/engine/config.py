@@ -159,6 +159,13 @@ def _check(config: Config) -> None:
             raise UsageError(f"--{flag} is {value}")
     if not 0 <= config.seed < 1 << 63:
         raise UsageError(f"--seed is {config.seed}; it must be at least 0 and below 2**63")
+    for flag in ("timeout", "timeout_first"):
+        if config.parallel.mode != "none" and getattr(config.parallel, flag) <= config.data.deadline:
+            raise UsageError(
+                f"--parallel.{flag.replace('_', '-')} {getattr(config.parallel, flag):g} is not longer than "
+                f"--data.deadline {config.data.deadline:g}: while a rank waits for its storage the others "
+                "would end the run; raise the first or lower the second"
+            )
     if config.out.exists() and not config.out.is_dir():
         raise UsageError(f"--out {config.out} is a file: name a folder, new or of a run to go on with")
     if config.evaluation.every and config.evaluation.view is None:

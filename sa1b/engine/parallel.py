@@ -25,8 +25,10 @@ The gradient is the same in all modes, whatever the number of ranks and micro-ba
 
 import os
 import secrets
+import socket
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -65,7 +67,9 @@ class ParallelConfig:
         static_graph: ddp: promise that every step runs the same graph; lets torch plan from the first step.
         timeout_first: Seconds that a rank waits for the others until the first step is done: reading,
             compiling and connecting happen here.
-        timeout: Seconds that a rank waits for the others from then on.
+        timeout: Seconds that a rank waits for the others from then on. Longer than --data.deadline: a rank
+            whose storage is down for a while reads on, and the others wait for it.
+        sync_batchnorm: Compute the statistics of BatchNorm layers over all ranks; GPUs only.
     """
 
     mode: Literal["none", "ddp", "fsdp"] = "none"
@@ -77,7 +81,8 @@ class ParallelConfig:
     bucket: int = 25
     static_graph: bool = False
     timeout_first: float = 1800.0
-    timeout: float = 300.0
+    timeout: float = 600.0
+    sync_batchnorm: bool = False
 
 
 def start(config: ParallelConfig) -> RankInfo:
@@ -104,10 +109,21 @@ def start(config: ParallelConfig) -> RankInfo:
         wait = timedelta(seconds=config.timeout_first)
         if world_size == 1:
             alone = HashStore()  # needs no address and no port
-            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=wait)
+            dist.init_process_group(
+                backend, store=alone, rank=0, world_size=1, timeout=wait, device_id=_bound(device)
+            )
         else:
             store = _fresh_store(rank, world_size, wait)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=wait,
+                device_id=_bound(device),
+            )
+            if device.type == "cuda":
+                _refuse_shared_gpus(store, rank, world_size, device)
     mesh = _mesh(device, world_size, config.replicas) if config.mode == "fsdp" else None
     rank_info = RankInfo(rank, world_size, local_rank, device, mesh)
     set_timeout(rank_info, config.timeout_first)
@@ -149,15 +165,17 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     bytes are sent; one root group in float32 for the rest. Inputs are never cast: they may be coordinates.
     Gradients are averaged in float32.
 
-    DDP: gradients are views of the buckets, which saves their second copy. Buffers are constants and are not
-    sent again in each step.
+    DDP: gradients are views of the buckets, which saves their second copy. Buffers are not sent in each step:
+    they are constants, or equal on all ranks as the statistics of `shared_statistics`.
 
     Raises:
+        UsageError: see `shared_statistics`.
         DisagreementError: ranks have built different models, so FSDP would mix them and DDP hide it.
     """
     agree(module, rank_info)
     if config.mode == "none":
         return module.to(rank_info.device)
+    module = shared_statistics(module, config, rank_info)
     if config.mode == "fsdp":
         return _fully_shard(module, config, rank_info)
     # The gradient of a 1 x 1 convolution of channels-last pixels: other strides, the same bytes.
@@ -172,6 +190,33 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     # The constructor's argument of this name is deprecated, its successor missing before torch 2.13.
     wrapped.broadcast_buffers = False
     return wrapped
+
+
+def shared_statistics(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
+    """The module with BatchNorm layers, if it has any, that compute their statistics over all ranks.
+
+    Each rank would otherwise normalise by, and save, the statistics of its own samples: buffers are not sent.
+
+    Raises:
+        UsageError: it has BatchNorm layers and this is not asked for, or the device is no GPU.
+    """
+    norms = nn.modules.batchnorm._BatchNorm
+    found = [name for name, part in module.named_modules() if isinstance(part, norms)]
+    if not found or rank_info.world_size == 1:
+        return module
+    named = f"{found[0]} and {len(found) - 1} more layers" if len(found) > 1 else found[0]
+    if not config.sync_batchnorm:
+        raise UsageError(
+            f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "
+            "ranks; pass --parallel.sync-batchnorm True on GPUs, or build the model with another norm"
+        )
+    if rank_info.device.type != "cuda":
+        raise UsageError(
+            f"{named}: torch synchronises BatchNorm on GPUs only; drop --parallel.sync-batchnorm and train "
+            "with --parallel.mode none, or build the model with another norm"
+        )
+    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
+    return convert(module)
 
 
 def _fully_shard(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
@@ -263,14 +308,34 @@ def _device(config: ParallelConfig, local_rank: int) -> torch.device:
         raise UsageError("--parallel.device cuda, but torch finds no GPU: pass --parallel.device cpu")
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    visible = torch.cuda.device_count()
+    # A launcher may show each task its own GPU only, as number 0 (srun --gpus-per-task=1).
+    index = 0 if visible == 1 else local_rank
+    if index >= visible:
         raise UsageError(
-            f"local rank {local_rank} has no GPU of its own, this machine has {torch.cuda.device_count()}: "
-            "start fewer processes on it, or pass --parallel.device cpu"
+            f"local rank {local_rank} has no GPU of its own, this process sees {visible}: "
+            "start fewer processes on this machine, or pass --parallel.device cpu"
         )
     # Before anything else: whatever allocates on "the current device" must not do so on the first GPU.
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _bound(device: torch.device) -> torch.device | None:
+    """The device that NCCL connects at once and uses for collectives without a device of their own."""
+    return device if device.type == "cuda" else None
+
+
+def _refuse_shared_gpus(store: Store, rank: int, world_size: int, device: torch.device) -> None:
+    """Raise UsageError if two ranks have the same GPU: NCCL would hang or fail without naming them."""
+    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    store.set(f"gpu/{rank}", own)
+    for other in range(world_size):
+        if other != rank and store.get(f"gpu/{other}").decode() == own:
+            raise UsageError(
+                f"ranks {min(rank, other)} and {max(rank, other)} have the same GPU ({own}): start one "
+                "process for each GPU, or let each task see its own (srun --gpus-per-task=1)"
+            )
 
 
 def _mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:

@@ -10,9 +10,13 @@ FSDP would assemble a model from shards of several. `agree` compares them.
 
 import datetime
 import hashlib
+import secrets
+import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -24,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sa1b.errors import CheckpointError, Sa1bError
+from sa1b.errors import CheckpointError, Sa1bError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class RankInfo:
 T = TypeVar("T")
 # Of collectives beside training: a slow disk is no reason to end a run; a lost rank is detected at once.
 _TIMEOUT = datetime.timedelta(hours=1)
+_SHOWN_AFTER = 5.0  # seconds until each host must see a file that another one has made
 _PEER_LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -139,6 +144,41 @@ def _text(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_text(part[0])}" for rank, part in error.failures.items())
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
+    """Make a folder and check that it is the same one on all ranks; collective.
+
+    Rank 0 writes a file with a random name. The others look for it for some seconds: a network file system
+    may show new files late.
+
+    Raises:
+        UsageError: on all ranks; the message names those with another folder, and their hosts.
+        OSError: it cannot be made or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank_info.world_size == 1:
+        return
+    names: list[str] = [f".shared-{secrets.token_hex(8)}"]
+    dist.broadcast_object_list(names, src=0)
+    token = folder / names[0]
+    if rank_info.rank == 0:
+        token.touch()
+    dist.barrier()
+    end = time.monotonic() + _SHOWN_AFTER
+    while not token.exists() and time.monotonic() < end and rank_info.rank > 0:
+        list(folder.iterdir())  # makes NFS look at the folder again
+        time.sleep(0.05)
+    own = (token.exists(), f"{rank_info.rank} (host {socket.gethostname()}, {folder.resolve()})")
+    of_all = [own] * rank_info.world_size
+    dist.all_gather_object(of_all, own)
+    token.unlink(missing_ok=True)
+    if others := [where for seen, where in of_all if not seen]:
+        raise UsageError(
+            f"--out {folder} of rank {of_all[0][1]} is another folder on ranks {', '.join(others[:4])}"
+            f"{f' and {len(others) - 4} more' if len(others) > 4 else ''}: all ranks write their part of a "
+            "checkpoint into one folder; pass an absolute path on a file system that they share"
+        )
 
 
 class DisagreementError(Sa1bError):

@@ -93,6 +93,14 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--data.prefetch", "0"], "--data.prefetch 0 must be at least 1"),
         ([*ROOT, "--data.flip", "1.5"], "--data.flip 1.5 must be from 0 to 1"),
         ([*ROOT, "--data.deadline", "nan"], "--data.deadline nan must be more than 0 seconds"),
+        (
+            [*ROOT, "--parallel.mode", "ddp", "--parallel.timeout", "300"],
+            "--parallel.timeout 300 is not longer than --data.deadline 300",
+        ),
+        (
+            [*ROOT, "--parallel.mode", "fsdp", "--data.deadline", "2000"],
+            "--parallel.timeout 600 is not longer than --data.deadline 2000",
+        ),
         ([*ROOT, "--optim.warmup", "900000"], "--optim.warmup 900000 does not end before"),
         ([*ROOT, "--optim.min-lr-ratio", "0.1"], "--optim.min-lr-ratio is for --optim.schedule cosine"),
         ([*ROOT, "--checkpoint.every", "0"], "--checkpoint.every must be at least 1"),

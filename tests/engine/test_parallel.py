@@ -1,13 +1,16 @@
 """One process, DDP and FSDP train the same model; ranks agree; what does not fit is refused."""
 
+import socket
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sa1b.engine import parallel
 from sa1b.engine.model import unwrap
-from sa1b.engine.parallel import ParallelConfig, start, stop, wrap
+from sa1b.engine.parallel import ParallelConfig, shared_statistics, start, stop, wrap
+from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from tests.engine import checks
 from tests.engine.launch import launch
@@ -254,6 +257,69 @@ def test_what_does_not_fit_is_refused_and_the_flag_named(
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     with pytest.raises(UsageError, match=message):
         start(config)
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3)
+
+
+SYNCHRONISED = ParallelConfig(mode="ddp", sync_batchnorm=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "message"),
+    [
+        (DDP, "cuda", "first and 1 more layers: .*--parallel.sync-batchnorm True"),
+        (FSDP, "cpu", "first and 1 more layers: .*--parallel.sync-batchnorm True"),
+        (SYNCHRONISED, "cpu", "on GPUs only"),
+    ],
+)
+def test_batch_norms_of_several_ranks_are_refused(config: ParallelConfig, device: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        shared_statistics(Normed(), config, RankInfo(0, 2, 0, torch.device(device)))
+
+
+def test_batch_norms_are_converted_on_gpus_and_left_alone_in_one_process() -> None:
+    converted = shared_statistics(Normed(), SYNCHRONISED, RankInfo(0, 2, 0, torch.device("cuda")))
+    assert {type(norm) for norm in converted.children()} == {torch.nn.SyncBatchNorm}
+    assert converted.state_dict().keys() == Normed().state_dict().keys()
+    alone = shared_statistics(Normed(), DDP, RankInfo(0, 1, 0, torch.device("cpu")))
+    assert {type(norm) for norm in alone.children()} == {torch.nn.BatchNorm2d}
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "index"), [(1, 0, 0), (1, 5, 0), (8, 5, 5), (2, 1, 1)])
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, index: int
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert parallel._device(DDP, local_rank) == torch.device("cuda", index)
+    assert taken == [index]
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match="local rank 2 has no GPU of its own, this process sees 2"):
+        parallel._device(DDP, 2)
+
+
+def test_ranks_that_see_the_same_gpu_as_their_only_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        uuid = "GPU-1"
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    store = torch.distributed.HashStore()
+    store.set("gpu/0", "another host GPU-1")
+    store.set("gpu/2", f"{socket.gethostname()} GPU-1")
+    with pytest.raises(UsageError, match=r"ranks 1 and 2 have the same GPU \(\S+ GPU-1\)"):
+        parallel._refuse_shared_gpus(store, 1, 3, torch.device("cuda", 0))
+    store.set("gpu/2", f"{socket.gethostname()} GPU-2")
+    parallel._refuse_shared_gpus(store, 1, 3, torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -55,12 +55,12 @@ def samples(positions: range) -> MicroBatch:
             image.append(index)
             keys.append(1000 * position + number)
             weights.append(float(number != 1 or position % 2))  # one of them does not count
-            boxes.append([4.0 * x, 4.0 * y, 4.0 * (x + 2 + number), 4.0 * (y + 3)])
+            boxes.append([4 * x + 0.5, 4 * y + 0.5, 4 * (x + 2 + number) - 0.5, 4 * (y + 3) - 0.5])
     corners = torch.tensor(boxes).reshape(-1, 4)
     targets = Targets(
         masks=torch.stack(masks) if masks else torch.empty(0, RASTER, RASTER, dtype=torch.uint8),
         boxes=corners,
-        points=corners[:, :2] + 4.5,
+        points=corners[:, :2] + 4.0,
         image=torch.tensor(image, dtype=torch.int64),
         weights=torch.tensor(weights),
         keys=torch.tensor(keys, dtype=torch.int64),

@@ -82,8 +82,12 @@ def start(
     mishap: dict[str, Any] | None = None,
     of_rank: Sequence[Sequence[str]] = (),
     model: str = "sam",
+    folders: Sequence[Path] = (),
 ) -> Ended:
-    """Run the command on so many ranks and wait; `of_rank`: further flags of single ranks."""
+    """Run the command on so many ranks and wait.
+
+    of_rank: further flags of single ranks; folders: in which they run.
+    """
     flags_of_model = FLAGS if model == "sam" else SECOND_FLAGS
     common = ["--data.root", str(root), "--out", str(out), *flags_of_model, "--parallel.mode", mode, *flags]
     context = multiprocessing.get_context("forkserver")
@@ -93,7 +97,16 @@ def start(
         processes = []
         for rank in range(ranks):
             arguments = [*common, *(of_rank[rank] if of_rank else ())]
-            given = (rank, ranks, store.port, arguments, mishap, model, f"{folder}/{rank}")
+            given = (
+                rank,
+                ranks,
+                store.port,
+                arguments,
+                mishap,
+                model,
+                f"{folder}/{rank}",
+                *folders[rank : rank + 1],
+            )
             processes.append(context.Process(target=_rank, args=given))
             processes[-1].start()
         end = time.monotonic() + PATIENCE
@@ -123,7 +136,9 @@ def _rank(
     mishap: dict[str, Any] | None,
     model: str,
     log: str,
+    folder: Path = REPOSITORY,
 ) -> None:
+    os.chdir(folder)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

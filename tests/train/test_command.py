@@ -83,6 +83,22 @@ def test_a_rank_with_another_flag_ends_all_ranks_with_its_name(root: Path, tmp_p
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_folders_that_ranks_do_not_share_are_refused_before_anything_is_written(
+    root: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    ended = start(root, Path("run"), ranks=2, mode="ddp", folders=folders)
+    assert ended.codes == [2, 2]
+    assert re.search(
+        rf"error: --out run of rank 0 \(host \S+, {folders[0]}/run\) is another folder on ranks "
+        rf"1 \(host \S+, {folders[1]}/run\): .* file system that they share",
+        ended.outputs[0],
+    )
+    assert [list((folder / "run").iterdir()) for folder in folders] == [[], []]
+
+
 def test_resume_no_is_refused_where_there_are_checkpoints(root: Path, whole: Whole, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole("none", 1), out)
