@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sa1b.engine.checkpoint.weights import load_model
+    from sa1b.sam.prediction import predict
     from sa1b.shards.dataset import Dataset, Sample
     from sa1b.shards.dataset import open_dataset as open
     from sa1b.stream.batch import Batch
@@ -22,9 +24,21 @@ _PUBLIC = {
     "Stream": ("sa1b.stream.dataset", "Stream"),
     "Loader": ("sa1b.stream.loader", "Loader"),
     "Batch": ("sa1b.stream.batch", "Batch"),
+    "load_model": ("sa1b.engine.checkpoint.weights", "load_model"),
+    "predict": ("sa1b.sam.prediction", "predict"),
 }
 
-__all__ = ["Batch", "Dataset", "Loader", "Sample", "Stream", "__version__", "open"]
+__all__ = [
+    "Batch",
+    "Dataset",
+    "Loader",
+    "Sample",
+    "Stream",
+    "__version__",
+    "load_model",
+    "open",
+    "predict",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,8 @@
 
 Example: python tools/convert.py run --out sam.safetensors
 
-The file has the published names: the original SAM code loads the .pth, and training starts from either with
---init. Exit code 0: written; 2: not; 130: interrupted.
+The file has the published names: the original SAM code loads it, and training starts from it with --init.
+The lines of Python that load it are printed. Exit code 0: written; 2: not; 130: interrupted.
 """
 
 import json
@@ -25,13 +25,13 @@ def main(
 ) -> int:
     """Turn a checkpoint into one file of weights, or check and convert a published one.
 
-    Only the model is taken, not the optimizer. Digests and checksums are checked, names and shapes are held
-    against the model's, and no code in the source is run. A damaged checkpoint is refused; of a run, the
-    newest good one is taken.
+    Only the model is taken, not the optimizer. Digests and checksums are verified, names and shapes are
+    compared with the model's, and no code in the source is run. A damaged checkpoint is refused; of a run,
+    the newest good one is taken.
 
     Args:
         source: A checkpoint (run/checkpoints/step-00001000), a run, or a .pth or .safetensors of a SAM.
-        out: File to write: its ending, .safetensors or .pth, says which format.
+        out: File to write: its ending, .safetensors or .pth, decides the format.
         overwrite: Replace the file if it exists.
         json_output: Print the summary as JSON.
     """

@@ -188,11 +188,9 @@ class Interactive(nn.Module):
         Raises:
             UsageError: they are of a model of other sizes.
         """
-        try:
-            self.model.load_state_dict(weights)
-        except RuntimeError as error:
-            first = str(error).splitlines()[1].strip()
-            raise UsageError(f"another model than --model and --preset say: {first}") from None
+        if (sentence := published.misfit(weights, self.model.config)) is not None:
+            raise UsageError(sentence)
+        self.model.load_state_dict(weights)
         return f"all {len(weights)} tensors"
 
     def fsdp_units(self) -> list[list[nn.Module]]:

@@ -120,6 +120,42 @@ def preset_of(config: ModelConfig) -> str | None:
     return next((name for name, preset in PRESETS.items() if preset == bare), None)
 
 
+def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
+    """Why weights do not fit a model, in one sentence that names the flag; None: they fit.
+
+    For example "vit_b weights, but the model is vit_l: pass --preset vit_b".
+    """
+    with torch.device("meta"):
+        needed = {name: tensor.shape for name, tensor in Sam(model).state_dict().items()}
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    if shapes == needed:
+        return None
+    wanted = preset_of(model) or "another one"
+    try:
+        found = config_of(weights)
+    except (KeyError, ValueError, IndexError, ZeroDivisionError):
+        return f"{len(weights)} tensors that are not those of a SAM, such as {min(weights, default='none')}"
+    if (preset := preset_of(found)) is not None:
+        return f"{preset} weights, but the model is {wanted}: pass --preset {preset}"
+    for name in (
+        "width",
+        "depth",
+        "heads",
+        "patch_size",
+        "channels",
+        "image_size",
+        "window",
+        "global_blocks",
+    ):
+        has, wants = getattr(found, name), getattr(model, name)
+        if has != wants:
+            value = " ".join(map(str, has)) if isinstance(has, tuple) else has
+            flag = f"--model.{name.replace('_', '-')}"
+            return f"weights of a model with {name} {has}, but the run has {wants}: pass {flag} {value}"
+    first = min(name for name in shapes.keys() | needed.keys() if shapes.get(name) != needed.get(name))
+    return f"weights of another model than --model says: {first} is {list(shapes.get(first, ()))}"
+
+
 def _config(path: Path, found: dict[str, Tensor]) -> ModelConfig:
     try:
         return config_of(found)

@@ -6,6 +6,7 @@ torchvision does not import beside a CPU build of torch: an empty stand-in takes
 
 import importlib
 import sys
+from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
 from unittest.mock import MagicMock, patch
@@ -25,10 +26,15 @@ def modeling() -> ModuleType:
 
 def module(name: str) -> ModuleType:
     """A module of the published package."""
-    functional = "torchvision.transforms.functional"
-    with patch.dict(sys.modules, {name: MagicMock() for name in (*STAND_INS, functional)}):
+    with stand_ins():
         importlib.import_module("segment_anything")
         return importlib.import_module(name)
+
+
+def stand_ins() -> AbstractContextManager[object]:
+    """Meanwhile torchvision is an empty module."""
+    functional = "torchvision.transforms.functional"
+    return patch.dict(sys.modules, {name: MagicMock() for name in (*STAND_INS, functional)})
 
 
 def build(config: ModelConfig, seed: int = 0) -> nn.Module:

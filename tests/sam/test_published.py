@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sa1b.errors import UsageError
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
-from sa1b.sam.published import WeightsError, config_of, preset_of, read_weights, write_weights
+from sa1b.sam.published import WeightsError, config_of, misfit, preset_of, read_weights, write_weights
 from tests.sam import published
 
 SMALL = ModelConfig(
@@ -180,3 +180,37 @@ def test_another_ending_is_refused(tmp_path: Path, model: Sam) -> None:
     with pytest.raises(UsageError, match="must end with .pth or .safetensors"):
         write_weights(tmp_path / "sam.bin", model.state_dict())
     assert list(tmp_path.iterdir()) == []
+
+
+def shapes(config: ModelConfig) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        return Sam(config).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("weights", "model", "sentence"),
+    [
+        (PRESETS["vit_b"], PRESETS["vit_l"], "vit_b weights, but the model is vit_l: pass --preset vit_b"),
+        (PRESETS["vit_h"], SMALL, "vit_h weights, but the model is another one: pass --preset vit_h"),
+        (
+            SMALL,
+            dataclasses.replace(SMALL, width=48),
+            "weights of a model with width 24, but the run has 48: pass --model.width 24",
+        ),
+        (
+            dataclasses.replace(SMALL, global_blocks=(0, 2)),
+            SMALL,
+            "weights of a model with global_blocks (0, 2), but the run has (1,): pass --model.global-blocks 0 2",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_in_one_sentence(
+    weights: ModelConfig, model: ModelConfig, sentence: str
+) -> None:
+    assert misfit(shapes(weights), model) == sentence
+    assert misfit(shapes(weights), weights) is None
+
+
+def test_tensors_of_something_else_do_not_fit() -> None:
+    found = misfit({"head.weight": torch.ones(2)}, SMALL)
+    assert found == "1 tensors that are not those of a SAM, such as head.weight"

@@ -1,19 +1,22 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch.optim import AdamW
 
+import sa1b
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
 from sa1b.engine.checkpoint.weights import convert, find_weights
-from sa1b.errors import Sa1bError
+from sa1b.errors import CheckpointError, Sa1bError
 from sa1b.sam.interactive import Interactive
-from sa1b.sam.model import ModelConfig, Sam
-from sa1b.sam.published import read_weights
+from sa1b.sam.model import PRESETS, ModelConfig, Sam
+from sa1b.sam.published import read_weights, write_weights
 from sa1b.sam.recipe import Recipe
+from tests.sam.published import stand_ins
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert.py"
 SMALL = ModelConfig(image_size=32, width=16, depth=1, heads=2, global_blocks=(0,), window=2, channels=32)
@@ -105,3 +108,40 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
             convert(source, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "empty.pth", "text.pth"]
     assert text.read_text() == "not weights"
+
+
+def snippets(printed):
+    """The indented lines of each part of what is printed."""
+    parts = printed.split("Load it with ")[1:]
+    return ["\n".join(line[4:] for line in part.splitlines() if line.startswith("    ")) for part in parts]
+
+
+def test_the_snippet_that_is_printed_loads_the_file(trained, tmp_path):
+    folder, weights = trained
+    done = run(folder, "--out", tmp_path / "sam.pth")
+    (own,) = snippets(done.stdout)
+    assert "The original package (segment_anything) has no model of these sizes." in done.stdout
+    found = {}
+    exec(own, found)
+    assert_equal(found["model"].state_dict(), weights[20])
+    assert_equal(sa1b.load_model(folder).state_dict(), weights[20])
+    assert_equal(sa1b.load_model(folder / "checkpoints" / "step-00000010").state_dict(), weights[10])
+    with pytest.raises(CheckpointError, match="no such file or folder; weights are"):
+        sa1b.load_model(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("name", ["sam.pth", "sam.safetensors"])
+@pytest.mark.skipif(find_spec("segment_anything") is None, reason="segment_anything is not installed")
+def test_the_snippet_for_the_original_package_loads_the_file_too(tmp_path, name):
+    torch.manual_seed(0)
+    model = Sam(PRESETS["vit_b"])
+    with torch.no_grad():
+        model.prompt_encoder.no_mask_embed.weight.fill_(7)
+    write_weights(tmp_path / "source.safetensors", model.state_dict())
+    done = convert(tmp_path / "source.safetensors", tmp_path / name)
+    own, original = snippets(done.table())
+    for snippet in (own, original):
+        found = {}
+        with stand_ins():  # the package imports torchvision for parts that are not used here
+            exec(snippet, found)
+        assert_equal(dict(found["model"].state_dict()), model.state_dict())

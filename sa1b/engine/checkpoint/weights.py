@@ -5,12 +5,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sa1b.engine.checkpoint import files, tensors
 from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, UsageError
-from sa1b.sam.published import FORMATS, config_of, preset_of, read_weights, write_weights
+from sa1b.sam.model import Sam
+from sa1b.sam.published import (
+    FORMATS,
+    WeightsError,
+    config_of,
+    preset_of,
+    read_weights,
+    write_weights,
+)
+
+PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package builds by name
 
 _KINDS = (
     "weights are the folder of a run (--out of sa1b/train.py), a checkpoint in it, a .safetensors or a .pth"
@@ -39,14 +50,39 @@ class Converted:
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {**asdict(self), "snippet": self.snippet()}
 
     def table(self) -> str:
         """For people."""
         model = self.model or "of no preset's sizes"
         return (
             f"{self.source}\n  model {model}, {self.image_size} pixels, {self.parameters:,} parameters\n"
-            f"Complete: {self.target} ({self.bytes:,} bytes)"
+            f"Complete: {self.target} ({self.bytes:,} bytes)\n\n{self.snippet()}"
+        )
+
+    def snippet(self) -> str:
+        """Python that loads the file: with this package and, for a preset of it, the original one."""
+        path = repr(self.target)
+        own = (
+            "Load it with this package:\n\n"
+            "    import sa1b\n\n"
+            f"    model = sa1b.load_model({path})\n"
+            "    # image: uint8 RGB [height, width, 3]; x, y: pixels of it\n"
+            "    # masks = sa1b.predict(model, image, points=[[x, y]]).masks\n"
+        )
+        if self.model not in PUBLISHED:
+            return f"{own}\nThe original package (segment_anything) has no model of these sizes."
+        if self.target.endswith(".pth"):
+            load = f"    model = sam_model_registry[{self.model!r}](checkpoint={path})"
+        else:
+            load = (
+                "    from safetensors.torch import load_file\n\n"
+                f"    model = sam_model_registry[{self.model!r}]()\n"
+                f"    model.load_state_dict(load_file({path}))"
+            )
+        return (
+            f"{own}\nLoad it with the original package:\n\n"
+            f"    from segment_anything import sam_model_registry\n{load}"
         )
 
 
@@ -94,6 +130,28 @@ def load_weights(model: Model, source: Path) -> str:
         raise UsageError(f"{where} holds {error}") from None
 
 
+def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
+    """The model in a run, a checkpoint or a file of weights, ready for `sa1b.predict`.
+
+    Args:
+        source: the folder of a run (--out of sa1b/train.py; its newest good checkpoint is taken), a
+            checkpoint in it, or a .pth or .safetensors with the published names.
+
+    Raises:
+        CheckpointError: no such file or folder, or a damaged checkpoint.
+        WeightsError: a damaged file, or one that holds no SAM.
+        OSError: it cannot be read.
+    """
+    where, found = find_weights(Path(source))
+    try:
+        model = Sam(config_of(found))
+        model.load_state_dict(found)
+    except (KeyError, ValueError, IndexError, RuntimeError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise WeightsError(f"{where} holds no SAM ({type(error).__name__}: {first})") from None
+    return model.to(device).eval()
+
+
 def convert(source: Path, target: Path, *, overwrite: bool = False) -> Converted:
     """Write the weights of a checkpoint or published file to one file.
 
@@ -107,11 +165,11 @@ def convert(source: Path, target: Path, *, overwrite: bool = False) -> Converted
         raise UsageError(f"--out {target} is a folder")
     if target.exists() and not overwrite:
         raise UsageError(f"--out {target} exists: pass --overwrite to replace it")
-    rank_info, weights = find_weights(source)
+    where, weights = find_weights(source)
     write_weights(target, weights)
     config = config_of(weights)
     return Converted(
-        source=str(rank_info),
+        source=str(where),
         target=str(target),
         bytes=target.stat().st_size,
         model=preset_of(config),

@@ -1,0 +1,229 @@
+"""`sa1b.predict`: masks of one image for points and boxes, at the image's own resolution.
+
+    model = sa1b.load_model("run")                                  # or a .pth or .safetensors of a SAM
+    found = sa1b.predict(model, image, points=[[120, 80], [500, 310]])
+    found.masks[0]                                                  # bool [height, width]
+
+Coordinates are pixels of the image as it is passed, x right and y down; the centre of a pixel has integer
+coordinates, so points and boxes can be read from pixel indices. The image is resized so that its longer side
+is the model's image_size, as the stream resizes it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sa1b.masks.grid import framed_size
+from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
+from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
+from sa1b.sam.model import Sam
+
+_AREA_FACTOR = 4 / 3  # beyond this much reduction, bilinear sampling would skip pixels
+_AT_ONCE = 32  # prompts that are decoded together, and masks that are enlarged together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """The masks that a model predicts for N prompts.
+
+    Attributes:
+        masks: bool [N, height, width], at the resolution of the image that was passed.
+        predicted_iou: float32 [N], the IoU with the intended mask that the model expects.
+        logits: float32 [N, 4 * side, 4 * side], of the padded square, side = image_size / patch_size; a mask
+            is where they are above 0 once enlarged.
+    """
+
+    masks: npt.NDArray[np.bool_]
+    predicted_iou: npt.NDArray[np.float32]
+    logits: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+
+@torch.no_grad()
+def predict(
+    model: Sam,
+    image: Any,
+    *,
+    points: npt.ArrayLike | None = None,
+    labels: npt.ArrayLike | None = None,
+    boxes: npt.ArrayLike | None = None,
+    multimask: bool | None = None,
+) -> Prediction:
+    """The masks of an image that prompts ask for; several prompts are answered at once.
+
+    A prompt is a point, several points, a box, or a box with points. Where it is a single point or a single
+    box, the model makes three candidates and the one with the highest predicted IoU is returned; else its
+    single mask.
+
+    Args:
+        model: of `sa1b.load_model`, on any device.
+        image: uint8 RGB [height, width, 3], or a PIL image of any mode; any size.
+        points: [N, 2], one point (x, y) for each prompt, or [N, P, 2], P points for each prompt; pixels of
+            the image.
+        labels: [N] or [N, P], 1 for foreground, 0 for background, -1 for a place holder, which fills up
+            prompts with fewer points and changes nothing. By default 1.
+        boxes: [N, 4], x0, y0, x1, y1, the first and the last pixel of the object; pixels of the image.
+        multimask: True: the best of three candidates for every prompt; False: the single mask; None: see
+            above.
+
+    Raises:
+        ValueError: an argument has another shape, type or range; the message names it.
+    """
+    pixels = _rgb(image)
+    height, width = pixels.shape[:2]
+    prompts, tags = _prompts(points, labels, boxes, height, width)
+    kinds = (tags != NOTHING).sum(axis=1)  # prompts of as many points and corners are decoded together
+    if boxes is None and not kinds.all():
+        raise ValueError(
+            f"labels of prompt {int(kinds.argmin())} have no point that counts, and no box is passed"
+        )
+    size = model.config.image_size
+    rows, columns = framed_size(height, width, size)
+    device = model.pixel_mean.device
+    embedding = model.embed(
+        torch.from_numpy(_framed(pixels, rows, columns, size)).to(device)[None].permute(0, 3, 1, 2),
+        sizes=torch.tensor([[rows, columns]]),
+    )
+    prompts = (prompts + 0.5) * (columns / width, rows / height) - 0.5
+    side = 4 * model.config.side
+    found = Prediction(
+        np.empty((len(tags), height, width), np.bool_),
+        np.empty(len(tags), np.float32),
+        np.empty((len(tags), side, side), np.float32),
+    )
+    for count in np.unique(kinds).tolist():
+        alike = np.flatnonzero(kinds == count)
+        ambiguous = count == (1 if boxes is None else 2) if multimask is None else multimask
+        for start in range(0, len(alike), _AT_ONCE):
+            own = alike[start : start + _AT_ONCE]
+            # Without a box one more that says so, as in the published code.
+            given = slice(count + 1 if boxes is None else count)
+            logits, predicted = model.decode(
+                embedding,
+                torch.zeros(len(own), dtype=torch.int64, device=device),
+                torch.from_numpy(prompts[own, given].astype(np.float32)).to(device),
+                torch.from_numpy(tags[own, given]).to(device),
+                counts=[len(own)],
+                candidates=AMBIGUOUS if ambiguous else SINGLE,
+            )
+            best = predicted.argmax(dim=1)
+            each = torch.arange(len(own), device=device)
+            chosen = logits[each, best].float()
+            found.masks[own] = at_source(chosen, (height, width), (rows, columns), size).cpu().numpy()
+            found.logits[own] = chosen.cpu().numpy()
+            found.predicted_iou[own] = predicted[each, best].float().cpu().numpy()
+    return found
+
+
+def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], image_size: int) -> Tensor:
+    """Masks at the resolution of their image: bool [N, height, width], from logits float [N, R, R].
+
+    As the published model does: enlarged to the padded square, cut to the image, resized to its source,
+    bilinear both times, and above 0.
+
+    Args:
+        source: height and width of the image.
+        taken: rows and columns that it takes of the square.
+        image_size: pixels of the square.
+    """
+    made = torch.empty((len(logits), *source), dtype=torch.bool, device=logits.device)
+    for start in range(0, len(logits), _AT_ONCE):
+        part = logits[start : start + _AT_ONCE, None]
+        large = functional.interpolate(part, (image_size, image_size), mode="bilinear", align_corners=False)
+        cut = large[..., : taken[0], : taken[1]]
+        made[start : start + _AT_ONCE] = (
+            functional.interpolate(cut, source, mode="bilinear", align_corners=False)[:, 0] > 0
+        )
+    return made
+
+
+def _rgb(image: Any) -> npt.NDArray[np.uint8]:
+    if hasattr(image, "convert"):  # PIL's, which is not imported for this
+        image = image.convert("RGB")
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
+        raise ValueError(
+            f"image is {pixels.dtype} {list(pixels.shape)}: pass uint8 RGB [height, width, 3] or a PIL image"
+        )
+    return pixels
+
+
+def _framed(pixels: npt.NDArray[np.uint8], rows: int, columns: int, size: int) -> npt.NDArray[np.uint8]:
+    """The image in the padded square, uint8 [size, size, 3]."""
+    square = np.zeros((size, size, 3), np.uint8)
+    small = pixels.shape[0] > _AREA_FACTOR * rows or pixels.shape[1] > _AREA_FACTOR * columns
+    how = cv2.INTER_AREA if small else cv2.INTER_LINEAR
+    square[:rows, :columns] = cv2.resize(np.ascontiguousarray(pixels), (columns, rows), interpolation=how)
+    return square
+
+
+def _prompts(
+    points: npt.ArrayLike | None,
+    labels: npt.ArrayLike | None,
+    boxes: npt.ArrayLike | None,
+    height: int,
+    width: int,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Points and box corners of N prompts, [N, P, 2], and their labels as `Sam.decode` takes them, [N, P].
+
+    Those that count come first; the last one never does.
+    """
+    if points is None and boxes is None:
+        raise ValueError("predict needs points or boxes")
+    if labels is not None and points is None:
+        raise ValueError("labels are those of points, and no points are passed")
+    where, tags = [], []
+    if points is not None:
+        at = _numbers("points", points)
+        if at.ndim not in (2, 3) or at.shape[-1] != 2 or 0 in at.shape[:-1]:
+            raise ValueError(f"points are {list(at.shape)}: pass [N, 2] or [N, P, 2], (x, y) in pixels")
+        of_points = np.full(at.shape[:-1], FOREGROUND) if labels is None else np.asarray(labels)
+        if of_points.shape != at.shape[:-1]:
+            raise ValueError(f"labels are {list(of_points.shape)}, but points are {list(at.shape)}")
+        if not np.isin(of_points, (FOREGROUND, BACKGROUND, NOTHING)).all():
+            raise ValueError(
+                "labels must be 1 (foreground), 0 (background) or -1 (a point that does not count)"
+            )
+        outside = ((at < -0.5) | (at > (width - 0.5, height - 0.5))).any(axis=-1) & (of_points != NOTHING)
+        if outside.any():
+            first = at[outside][0].tolist()
+            raise ValueError(
+                f"points has {tuple(first)}, which is outside of the image of {width} x {height} pixels: "
+                "points are (x, y)"
+            )
+        where.append(at.reshape(len(at), -1, 2))
+        tags.append(of_points.reshape(len(at), -1).astype(np.int64))
+    if boxes is not None:
+        corners = _numbers("boxes", boxes)
+        if corners.ndim != 2 or corners.shape[1] != 4 or not len(corners):
+            raise ValueError(f"boxes are {list(corners.shape)}: pass [N, 4], x0, y0, x1, y1 in pixels")
+        if (corners[:, :2] > corners[:, 2:]).any():
+            wrong = corners[(corners[:, :2] > corners[:, 2:]).any(axis=1)][0].tolist()
+            raise ValueError(f"boxes has {tuple(wrong)}, which ends before it begins: x0, y0, x1, y1")
+        if where and len(where[0]) != len(corners):
+            raise ValueError(f"points are of {len(where[0])} prompts, boxes of {len(corners)}")
+        where.append(corners.reshape(-1, 2, 2))
+        tags.append(np.tile([TOP_LEFT, BOTTOM_RIGHT], (len(corners), 1)))
+    where.append(np.zeros((len(where[0]), 1, 2)))
+    tags.append(np.full((len(where[0]), 1), NOTHING))
+    at, kinds = np.concatenate(where, axis=1), np.concatenate(tags, axis=1)
+    order = np.argsort(kinds == NOTHING, axis=1, kind="stable")  # those that count first
+    return np.take_along_axis(at, order[..., None], axis=1), np.take_along_axis(kinds, order, axis=1)
+
+
+def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    try:
+        found = np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} are no array of numbers") from None
+    if not np.isfinite(found).all():
+        raise ValueError(f"{name} have a number that is not finite")
+    return found
