@@ -247,7 +247,7 @@ class Batch(_Tensors):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "Batch":
         """A copy on another device: one copy for `images`, one for `dense`, one for all other tensors."""
-        if torch.device(device).type == self.images.device.type:
+        if torch.device(device).type == self.ids.device.type:
             return _Tensors.to(self, device, non_blocking=non_blocking)
         packed = self
         if self.buffer is None:

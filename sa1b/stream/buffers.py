@@ -1,61 +1,68 @@
-"""Memory for pixels that is used again as soon as nobody looks at it any more.
+"""Memory of batches: buffers that are reused, and the pinned ones on the way to a GPU.
 
 Fresh memory costs more than filling it: the system clears every page when it is first touched, 9 ms for the
 64 MB of an image's masks at 1024 x 1024, which take 2.5 when they are written again. So buffers are kept, and
-handed out anew when their last tensor, and every view of it, has gone: until then they are the caller's.
+handed out anew once their last tensor, and every view of it, is unreferenced. Until then they are the
+caller's.
 """
 
 import sys
+import threading
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from sa1b.stream.batch import Batch
+
+_CUDA: Any = torch.cuda  # parts of it have no types
 _BOX = np.dtype((np.int64, 4))  # top, bottom, left, right
-_OURS = 3  # references to a buffer that nobody uses: the list's, the loop's, that of asking
+_OURS = 3  # references to a buffer that is not in use: the list's, the loop's, that of asking
 
 
 class BufferPool:
-    """Buffers of one size.
+    """Buffers of one size. Safe to share between threads.
 
     Args:
         capacity: bytes of each.
-        keep: buffers at most; those that are handed out beyond are freed by their users.
+        keep: how many are reused; those that are handed out beyond are freed once unreferenced.
     """
 
     def __init__(self, capacity: int, keep: int) -> None:
         self.capacity = capacity
         self.keep = keep
         self._buffers: list[npt.NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
-        """A tensor uint8 of this shape, of at most `capacity` bytes, filled with anything. Not for several
-        threads at a time.
-        """
+        """A tensor uint8 of this shape, of at most `capacity` bytes, filled with anything."""
         size = int(np.prod(shape, dtype=np.int64))
         if size > self.capacity:
             raise ValueError(f"{size} bytes of a buffer of {self.capacity}")
         return torch.from_numpy(self._free()[:size]).view(shape)
 
     def _free(self) -> npt.NDArray[np.uint8]:
-        for buffer in self._buffers:
-            if sys.getrefcount(buffer) == _OURS:
-                return buffer
-        buffer = self._new()
-        if len(self._buffers) < self.keep:
-            self._buffers.append(buffer)
-        return buffer
+        with self._lock:
+            for buffer in self._buffers:
+                if sys.getrefcount(buffer) == _OURS:
+                    return buffer
+            buffer = self._new()
+            if len(self._buffers) < self.keep:
+                self._buffers.append(buffer)
+            return buffer
 
     def _new(self) -> npt.NDArray[np.uint8]:
         return _allocate(self.capacity)
 
 
 class MaskBufferPool(BufferPool):
-    """Buffers for masks as pixels that know where they are not 0, so that only this is cleared.
+    """Buffers for dense masks that know where they are not 0, so that only this is cleared.
 
-    The boxes that masks were drawn in lie in front of their pixels: memory fresh from the system says that
-    nothing was drawn, which is so.
+    The boxes of the masks lie before their pixels, all 0 in fresh memory: no mask was rasterised there.
 
     Args:
         masks: of a buffer at most; size: pixels of their sides.
@@ -81,8 +88,82 @@ class MaskBufferPool(BufferPool):
         return np.zeros(self.capacity, np.uint8)
 
 
+class SideStream:
+    """A CUDA stream for copies and rasters beside the caller's own.
+
+    Args:
+        device: of CUDA; without an index the current one of the calling thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._stream = _CUDA.Stream(self.device)
+
+    def begin_thread(self) -> None:
+        """In a new thread, whose device is the first one of the process otherwise."""
+        torch.cuda.set_device(self.device)
+
+    def current(self) -> AbstractContextManager[object]:
+        """A context in which the calling thread submits to this stream."""
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
+
+    def pinned(self, shape: tuple[int, ...]) -> Tensor:
+        """New pinned memory, uint8, from which copies need not wait."""
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, batch: "Batch") -> "Batch":
+        """Submit the copies of a batch to the device."""
+        return batch.to(self.device)
+
+    def event(self) -> Any:
+        """An event after all that was submitted so far."""
+        event = _CUDA.Event()
+        event.record(self._stream)
+        return event
+
+    def hand_over(self, batch: "Batch", ready: Any) -> None:
+        """Have the caller's current stream wait for an event, and the allocator for the caller's stream."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(ready)
+        batch.record_stream(current)
+
+
+class PinnedBuffer:
+    """Pinned memory of one batch on the way to a GPU: its images, and all other tensors packed.
+
+    A copy from it is asynchronous: before it is written again, `wait` waits for the end of the last one.
+
+    Args:
+        side: stream of the copies.
+        shape: of the images.
+    """
+
+    def __init__(self, side: SideStream, shape: tuple[int, ...]) -> None:
+        self._side = side
+        self.images = side.pinned(shape)
+        self._small = side.pinned((0,))
+        self._copied: Any = None
+
+    def small(self, size: int) -> Tensor:
+        """Memory for so many bytes; it grows, by half as much again."""
+        if size > len(self._small):
+            self._small = self._side.pinned((size * 3 // 2,))
+        return self._small[:size]
+
+    def copied(self) -> None:
+        """Note that the copies of this batch were submitted."""
+        self._copied = self._side.event()
+
+    def wait(self) -> None:
+        """Wait until the copies of the batch before have ended."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
 def fresh(shape: tuple[int, ...]) -> Tensor:
-    """Memory for pixels, uint8, that nobody has used: filled with anything."""
+    """New memory for pixels, uint8, filled with anything."""
     # Shaped by torch: numpy gives an array without elements other strides.
     return torch.from_numpy(_allocate(int(np.prod(shape, dtype=np.int64)))).view(shape)
 

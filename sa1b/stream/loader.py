@@ -1,88 +1,294 @@
-"""`sa1b.Loader`: the stream read by threads of one process, batches ready on the device ahead of time.
+"""`sa1b.Loader`: the stream read by threads of one process; batches are complete on the device in advance.
 
     loader = sa1b.Loader(stream, threads=8, device="cuda", dense=256)
     for batch in loader:
         ...
         save({"stream": loader.state_dict()})
 
-Reading, decoding JPEG and zstandard and walking runs release the GIL, so threads share one copy of the
-sample table and write images straight into the batch's memory: pinned buffers on their way to a GPU, guarded
-by events. Copies and rasters run on a stream of their own. The sequence is that of `sa1b.Stream` exactly.
+Three stages, each of which works on later batches than the next one:
+
+    pick        waits for a sample's bytes, which are read in the background, and chooses its masks
+    decode      the JPEG, straight into the batch's memory: pinned on the way to a GPU
+    to device   collates, packs, copies to the GPU on a stream of its own and rasterises; on a CPU rasterises
+
+One pool of threads does all of it, the oldest batch first: reading, decoding JPEG and zstandard and walking
+runs release the GIL, so threads share one copy of the sample table. The caller only waits for a batch to be
+complete, and makes its own CUDA stream wait for it. The sequence is that of `sa1b.Stream` exactly.
 """
 
 import sys
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from queue import PriorityQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sa1b.stream.batch import Batch
-from sa1b.stream.buffers import BufferPool, MaskBufferPool
-from sa1b.stream.dataset import PendingBatch, Stream
+from sa1b.stream.buffers import BufferPool, MaskBufferPool, PinnedBuffer, SideStream
+from sa1b.stream.dataset import PendingBatch, PickedSample, Stream
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.sample import SampleMasks
 from sa1b.workers import available_cpus
 
-T = TypeVar("T")
-_CUDA: Any = torch.cuda  # parts of it have no types
-
-
-@dataclass(slots=True)
-class _Buffer:
-    """BufferPool for the images of one batch; on its way to a GPU until `copied` has happened."""
-
-    images: Tensor
-    copied: Any = None  # torch.cuda.Event
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A batch that threads are working on."""
-
-    batch: PendingBatch
-    buffer: _Buffer
-    samples: list[Future[SampleMasks]]
+_PICK, _DECODE, _DEVICE, _RASTER = range(4)  # what a job does, and
+_STAGES = ("read", "decode", "collate", "device")  # the stage before which it waits, see sa1b.stream.stats
 
 
 class Pool:
-    """Like ThreadPoolExecutor, whose threads it uses, with two queues.
+    """Like ThreadPoolExecutor, whose threads it uses, with priorities.
 
-    Masks that were drawn behind the samples of later batches would be ready when nothing is prepared ahead
-    any more: in one queue a loader with `dense` makes a tenth fewer images a second.
+    Args:
+        threads: how many.
+        begin: called by each of them before its first job.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader")
-        self._jobs: PriorityQueue[tuple[bool, int, Future[Any], Callable[[], Any]]] = PriorityQueue()
+    def __init__(self, threads: int, begin: Callable[[], object] | None = None) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader", initializer=begin)
+        self._jobs: PriorityQueue[tuple[tuple[int, int], int, Callable[[], object]]] = PriorityQueue()
         self._numbers = count()
 
-    def submit(self, job: Callable[[], T], *, first: bool = False) -> "Future[T]":
-        """Have a thread do it, behind what was submitted before; `first`: only behind what is first too."""
-        future: Future[T] = Future()
-        self._jobs.put((not first, next(self._numbers), future, job))
+    def submit(self, job: Callable[[], object], priority: tuple[int, int]) -> None:
+        """Have a thread do the job: those of the smallest priority first, equal ones in order.
+
+        What a job returns or raises is lost.
+        """
+        self._jobs.put((priority, next(self._numbers), job))
         self._threads.submit(self._work)
-        return future
+
+    def waiting(self) -> list[tuple[int, int]]:
+        """The priorities of the jobs that no thread has begun."""
+        with self._jobs.mutex:
+            return [priority for priority, _, _ in self._jobs.queue]
 
     def shutdown(self) -> None:
-        """Wait for what is being done and drop the rest."""
+        """Wait for the jobs that threads have begun and drop the others."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._jobs = PriorityQueue()  # the jobs refer to their owner, which refers to the pool
 
     def _work(self) -> None:
-        *_, future, job = self._jobs.get_nowait()  # there is one for each call
-        if not future.set_running_or_notify_cancel():
+        *_, job = self._jobs.get_nowait()  # there is one for each call
+        job()
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A batch that threads are working on.
+
+    Attributes:
+        number: of the batch, counted from the first of the iteration.
+        pending: its samples as they are read.
+        images: uint8 [B, S, S, 3], where the decoder writes; None until it begins, for a decoder on a GPU.
+        pinned: the memory of `images` on the way to a GPU.
+        picked, samples: what pick and decode returned, None for what is not done.
+        left: jobs of the current stage that are not done, where the next stage needs all of them.
+        errors: by sample. The batch fails with the first one in the order of its samples.
+        result: the complete batch, and the event after which it is on its GPU.
+    """
+
+    number: int
+    pending: PendingBatch
+    images: Tensor | None
+    pinned: PinnedBuffer | None
+    picked: list[PickedSample | None]
+    samples: list[SampleMasks | None]
+    left: int
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    result: "Future[tuple[Batch, Any]]" = field(default_factory=Future)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_last(self) -> bool:
+        """Count a finished job; True for the last one."""
+        with self._lock:
+            self.left -= 1
+            return self.left == 0
+
+    def fail(self) -> None:
+        """End the batch with its first error, once the samples before that one are done."""
+        with self._lock:
+            for i, sample in enumerate(self.samples):
+                if i in self.errors and not self.result.done():
+                    self.result.set_exception(self.errors[i])
+                if i in self.errors or sample is None:
+                    return
+
+
+class _Pipeline:
+    """The three stages of one iteration. Only its pool's threads and one caller use it."""
+
+    def __init__(self, loader: "Loader") -> None:
+        self.loader = loader
+        self.stream, self.decoder = loader.stream, loader.stream.decoder
+        self.stats = loader.stream.stats
+        self.side = SideStream(loader.device) if loader.device.type == "cuda" else None
+        self.pool = Pool(loader.threads, self.side.begin_thread if self.side else None)
+        self.pending: deque[_Work] = deque()
+        self.free: deque[PinnedBuffer] = deque()
+        self.numbers = count()
+
+    def submit(self, piece: MicroBatch) -> None:
+        """Start to work on a micro-batch."""
+        pending = self.stream.submit(piece)
+        size, samples = self.stream.options.image_size, len(pending)
+        pinned = images = None
+        if self.decoder.device.type == "cpu":
+            shape = (self.stream.plan.micro_batch, size, size, 3)
+            if self.side is None:
+                # The batch itself is the buffer, and the caller's for as long as it is held.
+                images = self.loader._images.take(shape)[:samples]
+            else:
+                pinned = self.free.popleft() if self.free else PinnedBuffer(self.side, shape)
+                images = pinned.images[:samples]
+        work = _Work(
+            number=next(self.numbers),
+            pending=pending,
+            images=images,
+            pinned=pinned,
+            picked=[None] * samples,
+            samples=[None] * samples,
+            left=samples,
+        )
+        self.pending.append(work)
+        for i in range(samples):
+            self._start(work, _PICK, partial(self._pick, work, i), i)
+        if not samples:  # a rank's part of a short step
+            self._start(work, _DEVICE, partial(self._to_device, work))
+
+    def take(self) -> Batch:
+        """The oldest batch, once it is complete."""
+        work = self.pending[0]
+        began = time.perf_counter()
+        self._wait(work)
+        self.stats.waited(time.perf_counter() - began)
+        batch, ready = work.result.result()
+        self.pending.popleft()
+        if self.side is not None:
+            self.side.hand_over(batch, ready)
+            if work.pinned is not None:
+                self.free.append(work.pinned)
+        return batch
+
+    def look(self) -> None:
+        """Note what waits before each stage."""
+        waiting = Counter(_STAGES[-stage] for _, stage in self.pool.waiting())
+        self.stats.look(waiting, sum(work.result.done() for work in self.pending))
+
+    def close(self) -> None:
+        """End what is in flight."""
+        for work in self.pending:
+            work.pending.cancel()
+        self.pool.shutdown()
+
+    def _start(self, work: _Work, stage: int, job: Callable[[], object], i: int | None = None) -> None:
+        # The oldest batch first, and of a batch the latest stage.
+        self.pool.submit(partial(self._run, work, i, job), (work.number, -stage))
+
+    def _run(self, work: _Work, i: int | None, job: Callable[[], object]) -> None:
+        if work.result.done():  # with an error
             return
         try:
-            future.set_result(job())
+            job()
         except BaseException as error:
-            future.set_exception(error)
+            if i is None:
+                work.result.set_exception(error)
+            else:
+                work.errors[i] = error
+        if work.errors:
+            work.fail()
+
+    def _pick(self, work: _Work, i: int) -> None:
+        work.picked[i] = work.pending.pick(i)
+        if not self.decoder.batched:
+            self._start(work, _DECODE, partial(self._decode, work, i, i + 1), i)
+        elif work.is_last():
+            work.left = 1
+            self._start(work, _DECODE, partial(self._decode, work, 0, len(work.picked)))
+
+    def _decode(self, work: _Work, start: int, stop: int) -> None:
+        if work.pinned is not None:
+            work.pinned.wait()
+        picked = [one for one in work.picked[start:stop] if one is not None]
+        work.picked[start:stop] = [None] * (stop - start)  # the JPEG's bytes
+        with nullcontext() if self.side is None or not self.decoder.batched else self.side.current():
+            work.samples[start:stop] = work.pending.decode(picked, self._images(work)[start:stop])
+        if work.is_last():
+            self._start(work, _DEVICE, partial(self._to_device, work))
+
+    def _images(self, work: _Work) -> Tensor:
+        """The memory of the batch's images; on a GPU it is allocated when it is needed."""
+        if work.images is None:
+            size = self.stream.options.image_size
+            shape = (len(work.samples), size, size, 3)
+            work.images = torch.empty(shape, dtype=torch.uint8, device=self.decoder.device)
+        return work.images
+
+    def _to_device(self, work: _Work) -> None:
+        images, dense, device = self._images(work), self.loader.dense, self.loader.device
+        with self.stats.busy("collate"):
+            batch = work.pending.collate(images, [one for one in work.samples if one is not None])
+        if device.type == "cpu" and dense is not None:
+            self._rasterise(work, batch, dense)
+            return
+        ready = None
+        with self.stats.busy("device", images.nbytes), self.side.current() if self.side else nullcontext():
+            if work.pinned is not None:
+                batch = batch.pack(work.pinned.small)
+            batch = self.side.copy(batch) if self.side else batch.to(device)
+            if work.pinned is not None:
+                work.pinned.copied()
+            if dense is not None:
+                batch = replace(batch, dense=batch.masks.dense(dense))
+            if self.side is not None:
+                ready = self.side.event()
+        work.result.set_result((batch, ready))
+
+    def _rasterise(self, work: _Work, batch: Batch, size: int) -> None:
+        """Have the threads make the dense masks of a batch on the CPU, image by image."""
+        with self.stats.busy("device", batch.images.nbytes):
+            out, boxes = self.loader._canvas.take_drawn(len(batch.masks))
+            batch = replace(batch, dense=out)
+            drawings = batch.masks.drawings(size, out, boxes if self.loader.read_only else None)
+        if not drawings:
+            work.result.set_result((batch, None))
+        work.left = len(drawings)
+        for draw in drawings:
+            self._start(work, _RASTER, partial(self._draw, work, batch, draw))
+
+    def _draw(self, work: _Work, batch: Batch, draw: Callable[[], object]) -> None:
+        with self.stats.busy("device", items=0):
+            draw()
+        if work.is_last():
+            work.result.set_result((batch, None))
+
+    def _wait(self, work: _Work) -> None:
+        """Wait for a batch; name a sample if none of the batch is finished for suspiciously long."""
+        left = -1
+        while True:
+            done, _ = wait([work.result], timeout=self.loader.stall_seconds)
+            if done:
+                return
+            unfinished = [i for i, sample in enumerate(work.samples) if sample is None]
+            if len(unfinished) == left:
+                self._name(work, unfinished)
+            left = len(unfinished)
+
+    def _name(self, work: _Work, unfinished: list[int]) -> None:
+        """Say on stderr what a batch waits for."""
+        what = "a batch to reach the device"
+        if unfinished:
+            what = self.stream.where(work.pending.rows[unfinished[0]])
+        print(
+            f"sa1b.Loader: waiting for {what} for over {self.loader.stall_seconds:g} s",
+            file=sys.stderr,
+        )
 
 
 class Loader:
@@ -92,7 +298,7 @@ class Loader:
         stream: what to read, and from which position on.
         threads: that read and decode; by default one for each CPU that this rank may use, see
             sa1b.workers.available_cpus.
-        prefetch: batches worked on before they are asked for, at least 1.
+        prefetch: batches that are worked on or complete while the caller uses another one, at least 1.
         device: where batches go; "cuda" copies from pinned memory on a stream of its own.
         dense: also rasterise the masks on the device at this size: `batch.dense`, see `Batch`.
         read_only: you never write into `batch.dense`. On a CPU its memory is then cleared only where the
@@ -131,43 +337,29 @@ class Loader:
         self._state = stream.state_dict()
         size = stream.options.image_size
         images = stream.plan.micro_batch
-        # Those that are worked on, the caller's, and the one that it still holds while it asks for the next.
+        # Those in flight, the caller's, and the one that it still holds while it asks for the next.
         self._images = BufferPool(images * size * size * 3, prefetch + 3)
-        self._canvas = MaskBufferPool(images * stream.options.masks, dense or 0, 2)
+        self._canvas = MaskBufferPool(images * stream.options.masks, dense or 0, prefetch + 3)
         if not quiet:
-            # On the way to a GPU one batch more is still being copied.
-            kind, buffers = ("pinned", prefetch + 2) if self._cuda else ("ordinary", prefetch + 1)
-            print(
-                f"sa1b.Loader: {self.threads} threads, {buffers} batches of up to {images} images, "
-                f"{buffers * images * size * size * 3 / 1e6:,.0f} MB of {kind} memory for images"
-                + (f", {self._canvas.capacity / 1e6:,.0f} MB a batch for masks" if dense else "")
-            )
+            print(f"sa1b.Loader: {self.threads} threads, {self._memory()}")
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Batches from where the loader stands; iterating again goes on behind the last one taken."""
         self.stream.position = self._state["position"]
         pieces = self.stream.plan.micro_batches(self.stream.position)
-        free: deque[_Buffer] = deque()
-        pending: deque[_Pending] = deque()
-        side = _CUDA.Stream(self.device) if self._cuda else None
-        pool = Pool(self.threads)
+        pipeline = _Pipeline(self)
         try:
             while True:
-                while len(pending) < self.prefetch + 1 and (piece := next(pieces, None)) is not None:
-                    pending.append(self._submit(pool, piece, self._take_buffer(free)))
-                if not pending:
+                while len(pipeline.pending) < self.prefetch + 1 and (piece := next(pieces, None)) is not None:
+                    pipeline.submit(piece)
+                if not pipeline.pending:
                     return
-                self._look(pending)
-                one = pending.popleft()
-                batch = self._finish(one, side, pool)
-                if self._cuda:
-                    free.append(one.buffer)
+                pipeline.look()
+                batch = pipeline.take()
                 self._state = self.stream.state_dict(batch)
                 yield batch
         finally:
-            for one in pending:
-                one.batch.cancel()
-            pool.shutdown()
+            pipeline.close()
             self.stream.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,83 +375,16 @@ class Loader:
         """What each stage did since the stream was made, and which one limits; see sa1b.stream.stats."""
         return self.stream.stats.snapshot()
 
-    def _take_buffer(self, free: deque[_Buffer]) -> _Buffer:
-        # The oldest buffer's copy ended long ago, or ends first.
-        if len(free) > 1:
-            buffer = free.popleft()
-            buffer.copied.synchronize()
-            return buffer
-        size = self.stream.options.image_size
-        shape = (self.stream.plan.micro_batch, size, size, 3)
-        # In ordinary memory the batch itself is the buffer, and the caller's for as long as it is held.
-        return _Buffer(
-            torch.empty(shape, dtype=torch.uint8, pin_memory=True) if self._cuda else self._images.take(shape)
-        )
-
-    def _submit(self, pool: Pool, piece: MicroBatch, buffer: _Buffer) -> _Pending:
-        pending = self.stream.submit(piece)
-        samples = [pool.submit(partial(_load, pending, i, buffer.images)) for i in range(len(pending))]
-        return _Pending(pending, buffer, samples)
-
-    def _finish(self, one: _Pending, side: Any, pool: Pool) -> Batch:
-        began = time.perf_counter()
-        self._watch(one)
-        self.stream.stats.waited(time.perf_counter() - began)
-        samples = [future.result() for future in one.samples]
-        images = one.buffer.images[: len(samples)]
-        with self.stream.stats.busy("collate"):
-            batch = one.batch.collate(images, samples)
-        if side is None:
-            with self.stream.stats.busy("device"):
-                return self._dense(batch, pool) if self.device.type == "cpu" else self._on_device(batch)
-        with self.stream.stats.busy("device", images.numel()), torch.cuda.stream(side):
-            # The images lie in pinned memory already; the ragged rest is small.
-            batch = self._on_device(
-                batch.pack(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
-            )
-            one.buffer.copied = _CUDA.Event()
-            one.buffer.copied.record(side)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(side)
-        batch.record_stream(current)
-        return batch
-
-    def _dense(self, batch: Batch, pool: Pool) -> Batch:
-        """With the masks as pixels, drawn by the loader's threads."""
-        if self.dense is None:
-            return batch
-        out, boxes = self._canvas.take_drawn(len(batch.masks))
-        drawings = batch.masks.drawings(self.dense, out, boxes if self.read_only else None)
-        for drawing in [pool.submit(draw, first=True) for draw in drawings]:
-            drawing.result()
-        return replace(batch, dense=out)
-
-    def _on_device(self, batch: Batch) -> Batch:
-        if self.device.type != "cpu":
-            batch = batch.to(self.device)
-        return batch if self.dense is None else replace(batch, dense=batch.masks.dense(self.dense))
-
-    def _look(self, pending: deque[_Pending]) -> None:
-        """Count what waits where."""
-        futures = [future for one in pending for future in one.samples]
-        waiting = sum(not future.running() and not future.done() for future in futures)
-        ready = sum(all(future.done() for future in one.samples) for one in pending)
-        self.stream.stats.queued("read", waiting)
-        self.stream.stats.queued("collate", min(ready, self.prefetch))
-
-    def _watch(self, one: _Pending) -> None:
-        """Wait for the samples of a batch; name those that take suspiciously long."""
-        left = set(one.samples)
-        while left:
-            done, left = wait(left, timeout=self.stall_seconds, return_when="FIRST_EXCEPTION")
-            if any(future.exception() for future in done):
-                return
-            if not done:
-                stalled = next(i for i, future in enumerate(one.samples) if future in left)
-                where = self.stream.where(one.batch.rows[stalled])
-                print(f"sa1b.Loader: waiting for {where} for over {self.stall_seconds:g} s", file=sys.stderr)
-
-
-def _load(pending: PendingBatch, i: int, images: Tensor) -> SampleMasks:
-    (sample,) = pending.decode([pending.pick(i)], images[i, None])
-    return sample
+    def _memory(self) -> str:
+        """The memory that batches take."""
+        size, images = self.stream.options.image_size, self.stream.plan.micro_batch
+        image_bytes = images * size * size * 3
+        mask_bytes = images * self.stream.options.masks * (self.dense or 0) ** 2
+        # While the caller asks for the next batch it holds one, and prefetch + 1 are in flight.
+        whole = self.prefetch + 2
+        text = f"{whole} batches of up to {images} images, {whole * image_bytes / 1e6:,.0f} MB for images"
+        if self.dense:
+            text += f" and {whole * mask_bytes / 1e6:,.0f} MB for masks"
+        if self.device.type == "cpu":
+            return text + " of memory"
+        return f"{text} on the device, {(self.prefetch + 1) * image_bytes / 1e6:,.0f} MB of pinned memory"

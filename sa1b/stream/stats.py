@@ -1,8 +1,8 @@
-"""What each stage of the loader did: items, bytes, busy seconds; which one limits the whole."""
+"""Pipeline statistics: items, bytes, busy seconds and queue of each stage, and the stage that limits."""
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,27 +12,37 @@ STAGES = ("read", "pick", "decode", "collate", "device")
 
 @dataclass(slots=True)
 class Stage:
-    """Counts of one stage over all threads.
+    """Counters of one stage over all threads.
 
     Attributes:
-        items, bytes: that went through.
+        items: samples of read, pick and decode; batches of collate and device.
+        bytes: of files in read and decode, of images in device.
         seconds: busy.
-        depth: items that waited before it, mean over the moments at which a batch was asked for.
+        depth: jobs that waited for a thread, mean over the moments at which a batch was asked for. Those of
+            pick are counted for read, as one job does both.
     """
 
     items: int = 0
     bytes: int = 0
     seconds: float = 0.0
     depth: float = 0.0
-    looked: int = field(default=0, repr=False)
 
 
 @dataclass(slots=True)
 class PipelineStats:
-    """All stages of one stream or loader; safe to share between threads."""
+    """All stages of one stream or loader; safe to share between threads.
+
+    Attributes:
+        stages: by name.
+        waited_seconds: that the caller waited for batches.
+        ready: complete batches when one was asked for, mean.
+        looks: how often one was asked for.
+    """
 
     stages: dict[str, Stage] = field(default_factory=lambda: {name: Stage() for name in STAGES})
-    waited_seconds: float = 0.0  # that the caller waited for batches
+    waited_seconds: float = 0.0
+    ready: float = 0.0
+    looks: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
@@ -47,12 +57,13 @@ class PipelineStats:
             stage.bytes += size
             stage.seconds += seconds
 
-    def queued(self, name: str, depth: int) -> None:
-        """Note that so many items wait before a stage now."""
+    def look(self, depths: Mapping[str, int], ready: int) -> None:
+        """Note how many jobs wait before each stage, and how many batches are complete, at this moment."""
         with self._lock:
-            stage = self.stages[name]
-            stage.looked += 1
-            stage.depth += (depth - stage.depth) / stage.looked
+            self.looks += 1
+            self.ready += (ready - self.ready) / self.looks
+            for name, stage in self.stages.items():
+                stage.depth += (depths.get(name, 0) - stage.depth) / self.looks
 
     def waited(self, seconds: float) -> None:
         """Note that the caller waited for a batch."""
@@ -65,19 +76,17 @@ class PipelineStats:
     def snapshot(self) -> dict[str, Any]:
         """Stage -> items, bytes, busy seconds, queue depth; and which stage limits.
 
-        `limiting`: the stage of the samples' work that takes most. `limiting_share`: its part of all busy
-        seconds of reading, picking masks and decoding, from 0 to 1: without it, the rest would take
-        1 - share of the time. `waited_seconds`: how long the caller of a Loader waited: next to nothing where
-        the caller, and not the loading, limits.
+        `limiting`: the stage that keeps threads busy longest. `limiting_share`: its part of all busy seconds,
+        from 0 to 1: without it, the rest would take 1 - share of the time. `waited_seconds`: how long the
+        caller of a Loader waited: next to nothing where the caller, and not the loading, limits.
+        `ready_batches`: complete batches when one was asked for, mean: `prefetch` where the caller limits.
         """
         with self._lock:
             found: dict[str, Any] = {name: asdict(stage) for name, stage in self.stages.items()}
-            for stage in found.values():
-                del stage["looked"]
-        seconds = {name: found[name]["seconds"] for name in ("read", "pick", "decode")}
+            seconds = {name: stage.seconds for name, stage in self.stages.items()}
+            found["waited_seconds"], found["ready_batches"] = self.waited_seconds, self.ready
         total = sum(seconds.values())
         limiting = max(seconds, key=lambda name: seconds[name])
-        found["waited_seconds"] = self.waited_seconds
         found["limiting"] = limiting if total else None
         found["limiting_share"] = seconds[limiting] / total if total else 0.0
         return found

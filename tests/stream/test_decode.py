@@ -132,7 +132,7 @@ def test_opencv_keeps_to_one_thread_where_a_stream_decodes(root: Path) -> None:
     assert int(found.stdout) == 1
 
 
-@pytest.mark.parametrize("loaded", [False])
+@pytest.mark.parametrize("loaded", [False, True])
 def test_a_decoder_of_micro_batches_gives_the_same_batches(
     root: Path, loaded: bool, register: Callable[[str, Decoder], Decoder]
 ) -> None:

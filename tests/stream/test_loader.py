@@ -1,5 +1,6 @@
 """`sa1b.Loader`: the stream's own sequence by threads; nothing lost, nothing left behind."""
 
+import gc
 import threading
 import time
 from collections import deque
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 import sa1b
+from sa1b.masks import raster
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream.dataset import PendingBatch, PickedSample, ResumeError
 from sa1b.stream.sample import SampleMasks
+from sa1b.stream.stats import STAGES
 from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
 from tests.stream.test_stream import SMALL, assert_equal, take
@@ -142,16 +145,123 @@ def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:
     assert stats["read"]["items"] >= 12
     assert stats["pick"]["items"] >= stats["decode"]["items"] >= 12
     assert stats["read"]["bytes"] > 0
-    assert stats["limiting"] in ("read", "pick", "decode")
-    assert 1 / 3 <= stats["limiting_share"] <= 1
-    assert 0 <= stats["collate"]["depth"] <= 1  # batches that were ready when one was asked for
-    assert 0 <= stats["read"]["depth"] <= 6  # samples that waited for a thread
+    assert stats["collate"]["items"] >= stats["device"]["items"] >= 4
+    assert stats["limiting"] in STAGES
+    assert stats[stats["limiting"]]["seconds"] == max(stats[name]["seconds"] for name in STAGES)
+    assert 1 / len(STAGES) <= stats["limiting_share"] <= 1
+    assert 0 <= stats["read"]["depth"] + stats["decode"]["depth"] <= 6  # samples that waited for a thread
+    assert 0 <= stats["collate"]["depth"] <= 2
+    assert 0 <= stats["ready_batches"] <= 1
     assert stats["waited_seconds"] > 0
 
 
 def test_memory_is_said_at_the_start(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sa1b.Loader(stream(root), threads=3, prefetch=2)
-    assert "3 threads, 3 batches of up to 3 images" in capsys.readouterr().out
+    loader = sa1b.Loader(stream(root, image_size=64, masks=4), threads=3, prefetch=2, dense=32)
+    line = capsys.readouterr().out
+    images = 4 * 3 * 64 * 64 * 3 / 1e6
+    assert f"3 threads, 4 batches of up to 3 images, {images:,.0f} MB for images" in line
+    assert f"{4 * 3 * 4 * 32 * 32 / 1e6:,.0f} MB for masks of memory" in line
+    # And it is so: a caller that looks at one batch at a time needs no more buffers.
+    batches = iter(loader)
+    for _ in range(12):
+        next(batches)
+        settle(loader)
+    batches.close()
+    assert len(loader._images._buffers) <= 4
+    assert len(loader._canvas._buffers) <= 4
+
+
+def settle(loader: sa1b.Loader, seconds: float = 30) -> None:
+    """Wait until the loader's threads have nothing more to do: until nothing was counted for a moment."""
+    end, before = time.monotonic() + seconds, None
+    while (now := [loader.stats()[name] for name in STAGES]) != before and time.monotonic() < end:
+        before = now
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("dense", [None, 32])
+def test_threads_of_the_loader_complete_batches_before_they_are_asked_for(
+    root: Path, dense: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[tuple[str, str]] = []
+
+    def recorded(what: str, function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            names.append((what, threading.current_thread().name))
+            return function(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(PendingBatch, "collate", recorded("collate", PendingBatch.collate))
+    monkeypatch.setattr(raster, "rasterize_frame", recorded("raster", raster.rasterize_frame))
+    loader = sa1b.Loader(stream(root), threads=2, prefetch=3, dense=dense, quiet=True)
+    batches = iter(loader)
+    next(batches)
+    for _ in range(2):
+        settle(loader)
+        before = len([what for what, _ in names if what == "collate"])
+        next(batches)
+        assert before >= 4  # the batch was collated before it was asked for, and those after it
+    batches.close()
+    assert {what for what, _ in names} == ({"collate"} if dense is None else {"collate", "raster"})
+    assert all(name.startswith("sa1b-loader") for _, name in names)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_work_in_flight_is_bounded_by_prefetch(
+    root: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[int] = []
+    whole = sa1b.Stream.submit
+
+    def counted(self: sa1b.Stream, piece: Any) -> PendingBatch:
+        submitted.append(piece.start)
+        return whole(self, piece)
+
+    monkeypatch.setattr(sa1b.Stream, "submit", counted)
+    loader = sa1b.Loader(stream(root), threads=4, prefetch=prefetch, quiet=True)
+    batches = iter(loader)
+    assert submitted == []
+    for taken in range(1, 6):
+        next(batches)
+        settle(loader)
+        assert len(submitted) == taken + prefetch
+    batches.close()
+
+
+def test_an_error_is_raised_at_the_batch_that_it_belongs_to(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = PendingBatch.decode
+    failed = threading.Event()
+
+    def broken(self: PendingBatch, picked: Any, out: torch.Tensor) -> list[SampleMasks]:
+        if self.piece.start >= 6:
+            failed.set()
+            raise RuntimeError(f"position {self.piece.start}")
+        assert self.piece.start == 0 or failed.wait(30)  # a later batch fails earlier
+        return whole(self, picked, out)
+
+    expected = take(stream(root), 2)
+    monkeypatch.setattr(PendingBatch, "decode", broken)
+    loader = sa1b.Loader(stream(root), threads=16, prefetch=4, quiet=True)
+    batches = iter(loader)
+    for one in expected:
+        assert_equal(next(batches), one)
+    with pytest.raises(RuntimeError, match="position 6"):
+        next(batches)
+    assert loader.state_dict()["position"] == expected[-1].position == 6
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_an_iterator_that_is_dropped_ends_its_threads(root: Path) -> None:
+    before = threading.active_count()
+    batches = iter(sa1b.Loader(stream(root), threads=4, prefetch=4, dense=16, quiet=True))
+    next(batches)
+    del batches
+    gc.collect()
+    assert threading.active_count() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -174,8 +174,8 @@ def test_runs_of_no_length_are_no_pixels() -> None:
         runs=runs,
         offsets=torch.tensor([0, 6]),
         image=torch.tensor([0]),
-        sizes=torch.tensor([[4, 4]]),
         counts=(1,),
+        sizes=torch.tensor([[4, 4]]),
         taken=torch.tensor([[4, 4]]),
         image_size=4,
     )

@@ -1,0 +1,76 @@
+"""The threads of a loader: jobs of the smallest priority first, equal ones in order."""
+
+import threading
+from collections.abc import Callable
+
+from sa1b.stream.loader import Pool
+
+FIRST, SECOND = (0, 0), (0, 1)
+
+
+def finished(pool: Pool, priority: tuple[int, int] = (9, 9)) -> threading.Event:
+    """An event that is set when the pool has done all that it has to do by now."""
+    event = threading.Event()
+    pool.submit(event.set, priority)
+    return event
+
+
+def held(pool: Pool) -> threading.Event:
+    """Keep a thread of the pool busy until the event is set."""
+    started, busy = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        started.set()
+        busy.wait(30)
+
+    pool.submit(wait, FIRST)
+    assert started.wait(30)
+    return busy
+
+
+def test_small_priorities_go_before_what_was_submitted_earlier() -> None:
+    pool, done = Pool(1), list[int]()
+    busy = held(pool)
+    for i in range(3):
+        pool.submit(lambda i=i: done.append(i), SECOND)
+    for i in range(1, 4):
+        pool.submit(lambda i=i: done.append(-i), FIRST)
+    assert sorted(pool.waiting()) == [FIRST] * 3 + [SECOND] * 3
+    event = finished(pool)
+    busy.set()
+    assert event.wait(30)
+    pool.shutdown()
+    assert done == [-1, -2, -3, 0, 1, 2]
+    assert pool.waiting() == []
+
+
+def test_a_job_may_submit_another_one_and_an_error_ends_no_thread() -> None:
+    pool, done = Pool(1), list[str]()
+    pool.submit(lambda: 1 // 0, FIRST)
+    pool.submit(lambda: pool.submit(lambda: done.append("second"), SECOND), SECOND)
+    job: Callable[[], object] = lambda: done.append("first")  # noqa: E731
+    pool.submit(job, FIRST)
+    assert finished(pool).wait(30)
+    pool.shutdown()
+    assert done == ["first", "second"]
+
+
+def test_all_threads_work_at_a_time_and_begin_first() -> None:
+    begun: list[str] = []
+    pool, together = Pool(3, lambda: begun.append(threading.current_thread().name)), threading.Barrier(4)
+    for _ in range(3):
+        pool.submit(lambda: together.wait(30), FIRST)
+    together.wait(30)
+    pool.shutdown()
+    assert len(set(begun)) == 3
+
+
+def test_shutdown_waits_for_what_is_done_and_drops_the_rest() -> None:
+    before = threading.active_count()
+    pool, done = Pool(1), list[str]()
+    busy = held(pool)
+    pool.submit(lambda: done.append("waits"), FIRST)
+    threading.Timer(0.05, busy.set).start()
+    pool.shutdown()
+    assert done == []
+    assert threading.active_count() <= before + 1  # the timer may still end

@@ -1,0 +1,168 @@
+"""The way to a GPU, with a stream that copies as late as it may: memory is reused only after its copies."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import sa1b
+from sa1b.stream.buffers import PinnedBuffer
+from tests.stream.recorded import make_root
+from tests.stream.test_stream import SMALL, assert_equal, take
+
+
+class LateEvent:
+    def __init__(self, side: "LateStream", number: int) -> None:
+        self.side, self.number = side, number
+
+    def synchronize(self) -> None:
+        self.side.run(self.number)
+
+
+class LateStream:
+    """What a loader needs of a SideStream, on the CPU: copies are done when an event after them is waited for.
+
+    A GPU may be as late as that. Until then the copy's memory holds 0xEE.
+    """
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
+        self.device = torch.device("cpu")
+        self.lock = threading.Lock()
+        self.copies: list[Callable[[], object]] = []
+        self.finished = 0
+        self.threads: set[str] = set()
+        self.waited: list[int] = []
+        self.allocated: list[torch.Tensor] = []
+        LateStream.made.append(self)
+
+    def begin_thread(self) -> None:
+        self.threads.add(threading.current_thread().name)
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
+        self.allocated.append(torch.empty(shape, dtype=torch.uint8))
+        return self.allocated[-1]
+
+    def copy(self, batch: sa1b.Batch) -> sa1b.Batch:
+        assert batch.buffer is not None
+        assert threading.current_thread().name in self.threads
+        small, images = torch.full_like(batch.buffer, 0xEE), torch.full_like(batch.images, 0xEE)
+
+        def work() -> None:
+            assert batch.buffer is not None
+            small.copy_(batch.buffer)
+            images.copy_(batch.images)
+
+        with self.lock:
+            self.copies.append(work)
+        return replace(batch._repacked(small), images=images)
+
+    def event(self) -> LateEvent:
+        with self.lock:
+            return LateEvent(self, len(self.copies))
+
+    def run(self, number: int) -> None:
+        with self.lock:
+            while self.finished < number:
+                self.copies[self.finished]()
+                self.copies[self.finished] = lambda: None
+                self.finished += 1
+
+    def hand_over(self, batch: sa1b.Batch, ready: Any) -> None:
+        self.waited.append(ready.number)  # the caller's stream will wait; nothing has to happen yet
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("side"), 17)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[LateStream]:
+    LateStream.made.clear()
+    monkeypatch.setattr("sa1b.stream.loader.SideStream", LateStream)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return LateStream.made
+
+
+def stream(root: Path) -> sa1b.Stream:
+    return sa1b.Stream(root, global_batch=6, micro_batch=3, damage_log=root / "log.jsonl", **SMALL)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("hold", [1, 4])
+def test_memory_is_written_again_only_after_its_copies(
+    root: Path, prefetch: int, hold: int, late: list[LateStream]
+) -> None:
+    loader = sa1b.Loader(stream(root), threads=3, prefetch=prefetch, device="cuda", quiet=True)
+    batches = iter(loader)
+    held: list[sa1b.Batch] = []
+    for number, expected in enumerate(take(stream(root), 14)):
+        held.append(next(batches))
+        if number >= hold:  # the caller's GPU comes to a batch some batches later
+            (side,) = late
+            side.run(side.waited[number - hold])
+            assert_equal(
+                replace(held[number - hold], buffer=None), take(stream(root), number + 1)[number - hold]
+            )
+        del expected
+    batches.close()
+    assert len([one for one in side.allocated if one.ndim == 4]) == prefetch + 1
+
+
+def test_small_tensors_share_one_buffer_that_grows(root: Path, late: list[LateStream]) -> None:
+    batches = iter(sa1b.Loader(stream(root), threads=2, prefetch=1, device="cuda", quiet=True))
+    for _ in range(10):
+        batch = next(batches)
+        assert batch.buffer is not None
+        assert batch.areas.untyped_storage().data_ptr() == batch.masks.runs.untyped_storage().data_ptr()
+    batches.close()
+    (side,) = late
+    small = [len(one) for one in side.allocated if one.ndim == 1]
+    assert len(small) < 10  # not one for each batch
+
+
+def test_a_pinned_buffer_waits_for_its_own_copies_only() -> None:
+    side = LateStream(torch.device("cuda"))
+    buffer = PinnedBuffer(side, (1, 2, 2, 3))
+    buffer.wait()  # nothing was copied from it
+    assert len(buffer.small(10)) == 10
+    grown = buffer.small(100)
+    assert buffer.small(150).data_ptr() == grown.data_ptr()
+    side.copies.append(lambda: None)
+    buffer.copied()
+    side.copies.append(lambda: None)
+    buffer.wait()
+    assert side.finished == 1
+
+
+def test_the_memory_line_names_pinned_memory_and_the_device(
+    root: Path, late: list[LateStream], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sa1b.Loader(stream(root), threads=2, prefetch=2, device="cuda")
+    line = capsys.readouterr().out
+    assert "4 batches of up to 3 images" in line
+    assert "on the device" in line
+    assert "of pinned memory" in line
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dense", [None, 32])
+def test_a_gpu_gets_the_same_batches(root: Path, dense: int | None) -> None:
+    loader = sa1b.Loader(stream(root), threads=3, prefetch=2, device="cuda", dense=dense, quiet=True)
+    for expected, batch in zip(take(stream(root), 14), loader, strict=False):
+        assert batch.images.device.type == batch.masks.sizes.device.type == "cuda"
+        if dense is not None:
+            assert batch.dense is not None
+            assert torch.equal(batch.dense.cpu(), expected.masks.dense(dense))
+        assert_equal(replace(batch, dense=None).to("cpu"), expected)
