@@ -83,8 +83,7 @@ PRESETS: dict[str, SamConfig] = {
         # A weighted cross entropy in place of the focal loss: from random weights the latter answers "all
         # background" for some hundred steps, on images of which most is background.
         recipe=Recipe(
-            clicks=1, unprompted=0, focal_weight=1, focal_alpha=0.75, focal_gamma=0,
-            checkpoint_iterations=False
+            clicks=1, unprompted=0, focal_weight=1, focal_alpha=0.75, focal_gamma=0
         ),
         optim=OptimConfig(
             lr=1e-3,

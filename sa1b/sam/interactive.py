@@ -7,6 +7,9 @@
 The image encoder runs once, the mask decoder once an iteration. The number of iterations and all shapes are
 those of the recipe and of the micro-batch: no rank decides anything that another one must follow, and nothing
 waits for the device. What happens to a mask depends on its key, its targets and its image alone.
+
+The backward pass of an iteration follows its forward pass at once, inside of `forward`: only the activations
+of one iteration are ever in memory (see `sa1b.sam.early_gradients`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +26,7 @@ from sa1b.errors import UsageError
 from sa1b.hashing import Purpose
 from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks, published
+from sa1b.sam.early_gradients import EarlyGradients
 from sa1b.sam.flops import step_flops
 from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
@@ -111,18 +115,16 @@ class _Answer(NamedTuple):
     predicted: Tensor  # [M, K], IoU
     masks: Tensor  # bool [M, K, R, R], without what lies outside the image
     chosen: Tensor  # int64 [M], the candidate with the highest predicted IoU
-    feedback: Tensor  # [M, 1, 4h, 4w], its logits for the next iteration, without gradient
+    feedback: Tensor  # [M, 1, 4h, 4w], its logits for the next iteration
 
 
-class _Iteration(NamedTuple):
-    """What one iteration of training leaves: losses [M], and what the next one builds on."""
+class _Outcome(NamedTuple):
+    """What one iteration of training leaves, and what the next one builds on."""
 
-    focal: Tensor
-    dice: Tensor
-    iou_loss: Tensor
+    losses: Tensor  # [3, M], focal, dice, squared error of the IoU
     iou: Tensor  # [M], of the chosen mask
     mask: Tensor  # bool [M, R, R], the chosen mask
-    feedback: Tensor
+    feedback: Tensor  # [M, 1, 4h, 4w]
 
 
 class Interactive(nn.Module):
@@ -133,10 +135,10 @@ class Interactive(nn.Module):
       which the best one is trained: the lowest weighted sum of focal and dice loss. The paper has three masks
       for any single prompt, a box too. In every later iteration the answer is the single mask, number 0.
     - The answer with the highest predicted IoU goes on to the next iteration: its logits as they are, and its
-      errors for the next click. The logits are detached: each iteration is trained to be right by itself.
-      (The paper does not say; SAM 2's published code lets gradients through.)
-    - A iteration without a new prompt has an empty slot where the others have a click.
-    - What the model draws outside the image counts in focal and dice loss, not in IoU, clicks or scores.
+      errors for the next click. The logits are detached unless `recipe.feedback_gradient`. (The paper does
+      not say; SAM 2's published code lets gradients through.)
+    - An iteration without a new prompt has an empty token where the others have a click.
+    - What the model predicts outside the image counts in focal and dice loss, not in IoU, clicks or scores.
 
     Args:
         model: what is trained.
@@ -270,33 +272,51 @@ class Interactive(nn.Module):
         boxes = clicks.noised_boxes(targets.boxes, keys, sizes, recipe.box_noise, limit)
         points, labels = clicks.first_prompts(targets.points, boxes, keys, recipe.box_probability)
         rests = clicks.unprompted_iterations(keys, recipe.clicks, recipe.unprompted)
-        iterations = [self._iteration(scene, points, labels, None)]
-        for number in range(rests.shape[1]):
-            if recipe.unprompted == 0 or number < rests.shape[1] - 1:
+        share = 1.0 if recipe.iteration_loss == "sum" else 1 / (1 + rests.shape[1])
+        early = None
+        if self._iterations_are_independent(images.device):
+            early = EarlyGradients(scene.embeddings, self.model.parameters())
+            scene = scene._replace(embeddings=early.embeddings)
+        losses, parts, ious = [], [], []
+        outcome: _Outcome | None = None
+        for number in range(1 + rests.shape[1]):
+            if outcome is not None and (recipe.unprompted == 0 or number < rests.shape[1]):
                 click, label = clicks.corrective_clicks(
-                    iterations[-1].mask, scene.masks, keys, number, image_size
+                    outcome.mask, scene.masks, keys, number - 1, image_size
                 )
-                label = torch.where(rests[:, number], clicks.NOTHING, label)
+                label = torch.where(rests[:, number - 1], clicks.NOTHING, label)
                 points, labels = _with_click(points, labels, click, label)
-            iterations.append(self._iteration(scene, points, labels, iterations[-1].feedback))
-
-        def weighted(losses: list[Tensor]) -> Tensor:
-            stacked = torch.stack(losses)  # [iterations, M]
-            together = stacked.mean(dim=0) if recipe.iteration_loss == "mean" else stacked.sum(dim=0)
-            return (targets.weights * together).sum()
-
-        focal = weighted([one.focal for one in iterations])
-        dice = weighted([one.dice for one in iterations])
-        quality = weighted([one.iou_loss for one in iterations])
+            outcome = self._iteration(scene, points, labels, None if outcome is None else outcome.feedback)
+            sums = share * (outcome.losses * targets.weights).sum(dim=1)
+            focal, dice, quality = sums.unbind()
+            losses.append(
+                recipe.focal_weight * focal + recipe.dice_weight * dice + recipe.iou_weight * quality
+            )
+            if early is not None:
+                early.add(losses[-1])
+            parts.append(sums.detach())
+            ious.append((targets.weights * outcome.iou).sum())
+        focal, dice, quality = torch.stack(parts).sum(dim=0).unbind()
         return {
-            "loss": recipe.focal_weight * focal + recipe.dice_weight * dice + recipe.iou_weight * quality,
-            "focal": focal.detach(),
-            "dice": dice.detach(),
-            "iou_loss": quality.detach(),
-            "iou_first": (targets.weights * iterations[0].iou).sum(),
-            "iou_last": (targets.weights * iterations[-1].iou).sum(),
+            "loss": torch.stack(losses).sum() if early is None else early.total(),
+            "focal": focal,
+            "dice": dice,
+            "iou_loss": quality,
+            "iou_first": ious[0],
+            "iou_last": ious[-1],
             "count": targets.weights.sum(),
         }
+
+    def _iterations_are_independent(self, device: torch.device) -> bool:
+        """Whether the backward pass of an iteration can follow its forward pass at once.
+
+        Not if gradients pass from an iteration to the one before, and not in float16: gradients would
+        underflow without the loss scale, which is applied to the sum.
+        """
+        if not torch.is_grad_enabled() or self.recipe.feedback_gradient:
+            return False
+        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        return autocast is not torch.float16
 
     def _evaluate(self, images: Tensor, targets: Targets) -> dict[str, Tensor]:
         scene = self._look(images, targets, None)
@@ -329,20 +349,20 @@ class Interactive(nn.Module):
         masks = targets.masks.bool() & inside
         return _Scene(embeddings, targets.image, targets.counts, masks, inside)
 
-    def _iteration(
-        self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
-    ) -> _Iteration:
-        """One iteration, the first if there is no feedback; recomputed in backward if the recipe says so."""
-        if self.recipe.checkpoint_iterations and torch.is_grad_enabled():
-            arguments = (scene, points, labels, feedback)
-            # Nothing in a iteration is random, so there is no state of a generator to keep.
-            again: _Iteration = checkpoint(
-                self._judge, *arguments, use_reentrant=False, preserve_rng_state=False
-            )
-            return again
-        return self._judge(scene, points, labels, feedback)
+    def _iteration(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Outcome:
+        """One iteration, the first if there is no feedback.
 
-    def _judge(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Iteration:
+        Where its backward pass is late, its activations are computed a second time.
+        """
+        arguments = (scene, points, labels, feedback)
+        if not torch.is_grad_enabled() or self._iterations_are_independent(points.device):
+            return self._compare(*arguments)
+        # Nothing in an iteration is random, so there is no state of a generator to keep.
+        again: _Outcome = checkpoint(self._compare, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return again
+
+    def _compare(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Outcome:
+        """The masks of one iteration compared with the targets."""
         recipe = self.recipe
         answer = self._answer(scene, points, labels, feedback)
         targets = scene.masks[:, None]
@@ -351,13 +371,12 @@ class Interactive(nn.Module):
         actual = iou(*overlaps(answer.masks, targets))
         quality = iou_loss(answer.predicted, actual)
         best = (recipe.focal_weight * focal + recipe.dice_weight * dice).argmin(dim=1)
-        return _Iteration(
-            focal=_pick(focal, best),
-            dice=_pick(dice, best),
-            iou_loss=_pick(quality, best) if recipe.iou_masks == "best" else quality.mean(dim=1),
+        trained = _pick(quality, best) if recipe.iou_masks == "best" else quality.mean(dim=1)
+        return _Outcome(
+            losses=torch.stack((_pick(focal, best), _pick(dice, best), trained)),
             iou=_pick(actual, answer.chosen),
             mask=_pick(answer.masks, answer.chosen),
-            feedback=answer.feedback,
+            feedback=answer.feedback if recipe.feedback_gradient else answer.feedback.detach(),
         )
 
     def _answer(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Answer:
@@ -379,7 +398,7 @@ class Interactive(nn.Module):
             predicted=predicted,
             masks=(large.detach() > 0) & scene.inside[:, None],
             chosen=chosen,
-            feedback=_pick(logits.detach(), chosen)[:, None],
+            feedback=_pick(logits, chosen)[:, None],
         )
 
 
@@ -389,5 +408,5 @@ def _pick(values: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _with_click(points: Tensor, labels: Tensor, click: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompts with one slot more."""
+    """Prompts with one click more."""
     return torch.cat((points, click[:, None]), dim=1), torch.cat((labels, label[:, None]), dim=1)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sa1b.sam.image_encoder import EPSILON, ChannelNorm
-from sa1b.sam.transformer import SharedImage, TwoWayTransformer
+from sa1b.sam.image_tokens import SharedImage, product_with_transposed
+from sa1b.sam.transformer import TwoWayTransformer
 
 MASKS = 4  # one for prompts that leave no doubt, three for those that do
 ALL = slice(0, MASKS)
@@ -86,7 +87,7 @@ class MaskDecoder(nn.Module):
             x = F.gelu(F.layer_norm(x, gain.shape, gain, bias, EPSILON))
         x = F.gelu(upscaled(x, second))  # (M, N, 4, 4, C / 8)
         count, side = weights.shape[1], math.isqrt(image.shape[1])
-        logits = weights @ x.flatten(1, 3).transpose(1, 2)
+        logits = product_with_transposed(weights, x.flatten(1, 3))
         logits = logits.view(-1, count, side, side, 2, 2, 2, 2)  # rows, columns of tokens, halves, quarters
         return logits.permute(0, 1, 2, 4, 6, 3, 5, 7).reshape(-1, count, 4 * side, 4 * side)
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sa1b.sam.image_encoder import ImageEncoder
+from sa1b.sam.image_tokens import SharedImage
 from sa1b.sam.mask_decoder import ALL, MaskDecoder
 from sa1b.sam.prompt_encoder import PromptEncoder
-from sa1b.sam.transformer import SharedImage
 
 CHANNELS_MULTIPLE = 32  # the decoder halves its width, then has heads of 16 numbers
 PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 0..255, RGB

@@ -32,9 +32,9 @@ class Recipe:
         iteration_loss: Whether the losses of a mask's iterations are averaged or summed. The paper does not
             say; the mean has one scale for any number of iterations, the sum is what SAM 2's published code
             takes.
-        checkpoint_iterations: Compute each iteration a second time in the backward pass and keep only what
-            goes in. The published decoder keeps 97 MB a mask and iteration, 57 under bfloat16 autocast: 64
-            masks in 11 iterations are 68 or 40 GB, and an eleventh of that with this.
+        feedback_gradient: Whether the loss of an iteration also trains the answers before it, through the
+            logits that it was given. The paper does not say; SAM 2's published code does. It takes a third
+            more time for the decoder: activations are then computed a second time in the backward pass.
     """
 
     box_probability: float = 0.5
@@ -49,7 +49,7 @@ class Recipe:
     focal_gamma: float = 2.0
     iou_masks: Literal["best", "all"] = "best"
     iteration_loss: Literal["mean", "sum"] = "mean"
-    checkpoint_iterations: bool = True
+    feedback_gradient: bool = False
 
     def __post_init__(self) -> None:
         for name in ("box_probability", "focal_alpha"):

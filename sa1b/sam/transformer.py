@@ -1,26 +1,26 @@
 """The two-way transformer of the mask decoder: tokens attend to the image, and the image to the tokens.
 
 "Segment Anything", Kirillov et al., 2023, figure 14. Parameters have the published names and shapes. The
-results are the published ones; the order of the matrix products is not. A mask has T tokens, at most 20, and
-N image tokens, 4,096 at 1024 pixels. The published code projects all N image tokens of every mask to keys,
-values and queries, and the result back. Here the projections are applied to the tokens:
+results are the published ones; the order of the matrix products is not. A mask has T tokens, 7 to 16 in
+training, and N image tokens x, 4,096 at 1024 pixels. The published code projects the image tokens of every
+mask to keys, values and queries of C / 2 numbers, and projects what they attended to back to C. Here the
+projections are applied to the tokens:
 
-    logits = q (x W_k)' = (q W_k) x'        the products with x cost heads * T numbers per image token, not
-    seen = a (x W_v) = (a x) W_v            C / 2, and no projection of x is stored
-    added = a' (v W_out)
+    logits = q (x W_k)' = (q W_k) x'
+    seen   = a (x W_v)  = (a x) W_v
+    added  = (a' v) W_o = a' (v W_o)
 
-In the first layer x is the embedding of the image plus a term of the mask. All masks of an image share the
-products with the embedding, and the mask's term has rank 16 (see `SharedImage`): nothing of N x C numbers is
-stored for a mask before the first layer's result.
+This takes heads * T numbers for each image token in place of C / 2, and no projection of x is stored. In the
+first layer the masks of an image share its tokens: see `sa1b.sam.image_tokens.SharedImage`.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from sa1b.sam.image_tokens import OwnImage, SharedImage
 
 
 def feed_forward(width: int, hidden: int, activation: nn.Module) -> nn.Sequential:
@@ -28,88 +28,6 @@ def feed_forward(width: int, hidden: int, activation: nn.Module) -> nn.Sequentia
     return nn.Sequential(
         OrderedDict(lin1=nn.Linear(width, hidden), act=activation, lin2=nn.Linear(hidden, width))
     )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnImage:
-    """Image tokens that differ for every mask.
-
-    Attributes:
-        tokens: float [M, N, C].
-        placed: float [M, N, C], the tokens plus their positions: what queries and keys see.
-    """
-
-    tokens: Tensor
-    placed: Tensor
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """The products of rows [M, R, C] and placed tokens: [M, R, N]."""
-        return rows @ self.placed.transpose(1, 2)
-
-    def weighted(self, weights: Tensor) -> Tensor:
-        """The tokens summed with weights [M, R, N]: [M, R, C]."""
-        return weights @ self.tokens
-
-    def plus(self, weights: Tensor, values: Tensor) -> Tensor:
-        """The tokens plus values [M, R, C], summed with weights [M, R, N]: [M, N, C]."""
-        return torch.baddbmm(self.tokens, weights.transpose(1, 2), values)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedImage:
-    """Image tokens of which the masks of an image share the most.
-
-    The tokens of mask m, of image b, are tokens[b] + features[m]' @ basis. They are never stored.
-
-    Attributes:
-        tokens: float [B, N, C].
-        placed: float [B, N, C], the tokens plus their positions.
-        counts: masks of each image, B numbers with the sum M; the masks of an image are neighbours.
-        features: float [M, r, N], None for no term of the masks.
-        basis: float [r, C].
-    """
-
-    tokens: Tensor
-    placed: Tensor
-    counts: Sequence[int]
-    features: Tensor | None
-    basis: Tensor
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """As `OwnImage.logits`."""
-        found = self.product(rows, self.placed.transpose(1, 2))
-        if self.features is None:
-            return found
-        return torch.baddbmm(found, rows @ self.basis.T, self.features)
-
-    def weighted(self, weights: Tensor) -> Tensor:
-        """As `OwnImage.weighted`."""
-        found = self.product(weights, self.tokens)
-        if self.features is None:
-            return found
-        return found + (weights @ self.features.transpose(1, 2)) @ self.basis
-
-    def plus(self, weights: Tensor, values: Tensor) -> Tensor:
-        """As `OwnImage.plus`."""
-        if self.features is not None:
-            weights = torch.cat((weights, self.features), dim=1)
-            values = torch.cat((values, self.basis.expand(len(values), -1, -1)), dim=1)
-        weights = weights.transpose(1, 2)
-        if min(self.counts) == max(self.counts):
-            added = (weights @ values).view(len(self.counts), -1, *self.tokens.shape[1:])
-            return added.add_(self.tokens[:, None]).flatten(0, 1)
-        groups = zip(self.tokens, self.by_image(weights), self.by_image(values), strict=True)
-        return torch.cat([torch.baddbmm(token, weight, value) for token, weight, value in groups])
-
-    def product(self, rows: Tensor, image: Tensor) -> Tensor:
-        """Rows [M, R, K] times the matrix of their image, [B, K, L]: [M, R, L]."""
-        if min(self.counts) == max(self.counts):
-            grouped = rows.reshape(len(self.counts), -1, rows.shape[-1])
-            return (grouped @ image).view(*rows.shape[:-1], -1)
-        return torch.cat([group @ matrix for group, matrix in zip(self.by_image(rows), image, strict=True)])
-
-    def by_image(self, x: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(x, list(self.counts))
 
 
 class TwoWayTransformer(nn.Module):
@@ -270,7 +188,7 @@ class ImageToToken(ProjectedAttention):
         rows = k @ self.projection(self.q_proj.weight).to(k.dtype)  # (M, heads, T, C)
         bias = k @ self.projection(self.q_proj.bias)[..., None].to(k.dtype)  # (M, heads, T, 1)
         logits = self.by_head(image.logits(rows.flatten(1, 2)))
-        weights = softmax(logits.add_(bias), dim=2)
+        weights = softmax(logits + bias, dim=2)
         # A head's weights sum to 1, so each head adds its share of the bias.
         added = v @ self.projection(self.out_proj.weight.T).to(v.dtype)
         added = added + (self.out_proj.bias / self.heads).to(v.dtype)

@@ -125,8 +125,10 @@ def seen_in_forward(config: ParallelConfig) -> dict[str, Any]:
                 lambda module, *_, name=name: seen.update({name: next(module.parameters()).dtype})
             )
         block.attn.qkv.register_forward_hook(lambda *passed: seen.update(product=passed[2].dtype))
-        model.prompt_encoder.register_forward_pre_hook(lambda _, inputs: seen.update(points=inputs[0]))
+        prompts: list[Tensor] = []
+        model.prompt_encoder.register_forward_pre_hook(lambda _, inputs: prompts.append(inputs[0]))
         run.accumulate(samples(range(2)), last=True)
+        seen["points"] = prompts[0]
         seen["gradients"] = {parameter.grad.dtype for _, parameter in run.named()}
     return seen
 

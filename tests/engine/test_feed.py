@@ -205,7 +205,7 @@ def test_sums_of_losses_over_micro_batches_are_those_of_the_whole(
     config = ModelConfig(
         image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32, drop_path=0.5
     )
-    interactive = Interactive(Sam(config), Recipe(clicks=1, unprompted=0, checkpoint_iterations=False))
+    interactive = Interactive(Sam(config), Recipe(clicks=1, unprompted=0))
     totals = []
     for size in (5, micro_batch):
         micros = steps_of(root, tmp_path, 1, micro_batch=size)[0]

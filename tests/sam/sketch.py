@@ -20,7 +20,7 @@ SIZE = 64
 SMALL = ModelConfig(
     image_size=SIZE, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32, drop_path=0.3
 )
-PLAIN = Recipe(checkpoint_iterations=False)
+PLAIN = Recipe()
 
 
 class Sketch(nn.Module):

@@ -120,17 +120,76 @@ def test_targets_smaller_than_the_decoders_masks_are_refused():
         trained(PLAIN, case(raster=15))
 
 
-def test_computing_iterations_again_in_backward_changes_no_bit():
+def step(model: Sam, recipe: Recipe, independent: bool | None = None, autocast=None):
+    """The loss of a micro-batch and the gradients of all parameters."""
+    interactive = Interactive(model, recipe)
+    if independent is not None:
+        interactive._iterations_are_independent = lambda device: independent
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        found = interactive(*case())
+    (3 * found["loss"]).backward()
+    return [found["loss"].detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_an_early_backward_pass_leaves_the_gradients_of_a_late_one(autocast):
     torch.manual_seed(0)
     model = Sam(SMALL)
-    gradients = []
-    for again in (False, True):
-        model.zero_grad()
-        found = Interactive(model, Recipe(checkpoint_iterations=again))(*case())
+    early, late = (step(model, Recipe(), independent, autocast) for independent in (True, False))
+    largest = max(gradient.abs().max() for gradient in late[1:])
+    for one, other in zip(early, late, strict=True):
+        # Some gradients are zero but for rounding: those of the biases of keys.
+        scale = float(other.abs().max() + 0.02 * largest)
+        torch.testing.assert_close(one, other, rtol=0, atol=(0.02 if autocast else 2e-6) * scale)
+
+
+def test_an_early_backward_pass_keeps_the_activations_of_one_iteration():
+    torch.manual_seed(0)
+    model, peaks = Sam(SMALL), {}
+
+    class Saved:
+        numbers = peak = 0
+
+        def __init__(self, tensor):
+            self.tensor = tensor
+            Saved.numbers += tensor.numel()
+            Saved.peak = max(Saved.peak, Saved.numbers)
+
+        def __del__(self):
+            Saved.numbers -= self.tensor.numel()
+
+    for clicked in (0, 8):
+        Saved.numbers = Saved.peak = 0
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            found = Interactive(model, Recipe(clicks=clicked, unprompted=0))(*case())
+        peaks[clicked] = Saved.peak
         found["loss"].backward()
-        gradients.append([found["loss"].detach(), *(parameter.grad for parameter in model.parameters())])
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
+    assert peaks[8] < 1.5 * peaks[0]
+
+
+def test_float16_and_gradients_through_the_feedback_put_the_backward_pass_last():
+    model = Sam(SMALL)
+    device = torch.device("cpu")
+    assert Interactive(model, Recipe())._iterations_are_independent(device)
+    assert not Interactive(model, Recipe(feedback_gradient=True))._iterations_are_independent(device)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert not Interactive(model, Recipe())._iterations_are_independent(device)
+    with torch.no_grad():
+        assert not Interactive(model, Recipe())._iterations_are_independent(device)
+
+
+def test_gradients_go_through_the_feedback_where_the_recipe_says_so():
+    torch.manual_seed(0)
+    model = Sam(SMALL)
+    apart, through = (step(model, Recipe(feedback_gradient=switch)) for switch in (False, True))
+    assert torch.equal(apart[0], through[0])
+    assert not all(torch.allclose(*pair) for pair in zip(apart, through, strict=True))
+    # The mean over iterations, of which the last alone is trained by its own loss:
+    sketch, found = trained(replace(PLAIN, feedback_gradient=True))
+    assert all(call.low_res.requires_grad for call in sketch.decodes[1:])
+    found["loss"].backward()
+    assert all(call.logits.grad[:, 1:].any() for call in sketch.decodes[:1])
 
 
 def test_losses_are_float32_and_finite_under_autocast():
@@ -173,7 +232,7 @@ def test_all_parameters_are_trained_where_masks_count():
 
 def test_a_model_learns_the_masks_it_is_shown():
     torch.manual_seed(0)
-    recipe = Recipe(clicks=1, unprompted=1, checkpoint_iterations=False)
+    recipe = Recipe(clicks=1, unprompted=1)
     interactive = Interactive(Sam(replace(SMALL, drop_path=0.0)), recipe)
     optimizer = torch.optim.AdamW(interactive.parameters(), 4e-3)
     found = []

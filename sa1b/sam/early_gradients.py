@@ -1,0 +1,77 @@
+"""Gradients of a sum of losses, computed as soon as each loss is known.
+
+    early = EarlyGradients(embeddings, model.parameters())
+    for ...:
+        early.add(loss_of(early.embeddings))  # forward, then backward: its activations are freed
+    total = early.total()
+    total.backward()                          # hands the sums of the gradients on
+
+The iterations of interactive training depend on each other by values without a gradient. So the activations
+of one are all that is ever in memory, as with activation checkpointing, and nothing is computed twice.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class EarlyGradients:
+    """The gradients of losses with respect to image embeddings and parameters.
+
+    The losses are added as they are: a loss scale comes too late for number formats that underflow (float16).
+
+    Args:
+        embeddings: computed with a gradient or without one.
+        parameters: of which some are used by the losses; those that no loss uses get no gradient.
+
+    Attributes:
+        embeddings: what to compute the losses with; cut off from the encoder.
+    """
+
+    def __init__(self, embeddings: Tensor, parameters: Iterable[Tensor]) -> None:
+        self.embeddings = embeddings.detach().requires_grad_(embeddings.requires_grad)
+        pairs = [(embeddings, self.embeddings), *((parameter, parameter) for parameter in parameters)]
+        self._sources = [pair for pair in pairs if pair[0].requires_grad]
+        self._sums: list[Tensor] = []
+        self._loss: Tensor | None = None
+
+    def add(self, loss: Tensor) -> None:
+        """Compute and add the gradients of a scalar, and free what it was computed from."""
+        with torch.autocast(loss.device.type, enabled=False):
+            found = torch.autograd.grad(loss, [inner for _, inner in self._sources], allow_unused=True)
+        if self._loss is None:
+            used = zip(self._sources, found, strict=True)
+            self._sources = [source for source, gradient in used if gradient is not None]
+        gradients = [gradient for gradient in found if gradient is not None]
+        if self._loss is None:
+            self._loss, self._sums = loss.detach(), gradients
+        else:
+            self._loss = self._loss + loss.detach()
+            self._sums = list(torch._foreach_add(self._sums, gradients))
+
+    def total(self) -> Tensor:
+        """The sum of the losses; its backward pass gives each source its gradients, times the incoming one.
+
+        Raises:
+            ValueError: no loss was added.
+        """
+        if self._loss is None:
+            raise ValueError("no loss was added")
+        total: Tensor = _total(self._loss, self._sums, *(outer for outer, _ in self._sources))
+        return total
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *sources: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *torch._foreach_mul(ctx.gradients, incoming)
+
+
+_total: Any = _Total.apply

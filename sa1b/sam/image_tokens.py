@@ -1,0 +1,144 @@
+"""Image tokens in the mask decoder, and their products with what the tokens of the prompts give.
+
+All masks of an image begin with the same image tokens plus a term of rank 16, of the earlier mask.
+`SharedImage` does not add them up: nothing of N x C numbers is stored for a mask before the first layer's
+result.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnImage:
+    """Image tokens that differ for every mask.
+
+    Attributes:
+        tokens: float [M, N, C].
+        placed: float [M, N, C], the tokens plus their positions: what queries and keys see.
+    """
+
+    tokens: Tensor
+    placed: Tensor
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The products of rows [M, R, C] and placed tokens: [M, R, N]."""
+        return product_with_transposed(rows, self.placed)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """The tokens summed with weights [M, R, N]: [M, R, C]."""
+        return weights @ self.tokens
+
+    def plus(self, weights: Tensor, values: Tensor) -> Tensor:
+        """The tokens plus values [M, R, C], summed with weights [M, R, N]: [M, N, C]."""
+        return product_of_transposed(weights, values).add_(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedImage:
+    """Image tokens of which the masks of an image share the most.
+
+    The tokens of mask m, of image b, are tokens[b] + features[m]' @ basis. They are never stored.
+
+    Attributes:
+        tokens: float [B, N, C].
+        placed: float [B, N, C], the tokens plus their positions.
+        counts: masks of each image, B numbers with the sum M; the masks of an image are neighbours.
+        features: float [M, r, N], None for no term of the masks.
+        basis: float [r, C].
+    """
+
+    tokens: Tensor
+    placed: Tensor
+    counts: Sequence[int]
+    features: Tensor | None
+    basis: Tensor
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """As `OwnImage.logits`."""
+        found = self.by_image(product_with_transposed, rows, self.placed)
+        if self.features is None:
+            return found
+        return found + (rows @ self.basis.T) @ self.features
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """As `OwnImage.weighted`."""
+        found = self.by_image(torch.matmul, weights, self.tokens)
+        if self.features is None:
+            return found
+        return found + product_with_transposed(weights, self.features) @ self.basis
+
+    def plus(self, weights: Tensor, values: Tensor) -> Tensor:
+        """As `OwnImage.plus`."""
+        if self.features is not None:
+            weights = torch.cat((weights, self.features), dim=1)
+            values = torch.cat((values, self.basis.expand(len(values), -1, -1)), dim=1)
+        if min(self.counts) == max(self.counts):
+            # In place on the product itself: on a view of it, autograd would copy the gradient.
+            grouped = (x.view(len(self.counts), -1, *x.shape[1:]) for x in (weights, values))
+            return product_of_transposed(*grouped).add_(self.tokens[:, None]).flatten(0, 1)
+        parts = torch.split(product_of_transposed(weights, values), list(self.counts))
+        return torch.cat([part + tokens for part, tokens in zip(parts, self.tokens, strict=True)])
+
+    def by_image(self, product: Product, rows: Tensor, image: Tensor) -> Tensor:
+        """Rows [M, R, K] times the matrix of their image, of [B, ...]: [M, R, L]."""
+        if min(self.counts) == max(self.counts):
+            grouped = rows.reshape(len(self.counts), -1, rows.shape[-1])
+            return product(grouped, image).view(*rows.shape[:-1], -1)
+        parts = torch.split(rows, list(self.counts))
+        matrices = [matrix.expand(len(part), -1, -1) for part, matrix in zip(parts, image, strict=True)]
+        return torch.cat([product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
+
+
+class _WithTransposed(torch.autograd.Function):
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b.transpose(-2, -1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return gradient @ b, gradient.transpose(-2, -1) @ a
+
+
+class _OfTransposed(torch.autograd.Function):
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a.transpose(-2, -1) @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return b @ gradient.transpose(-2, -1), a @ gradient
+
+
+_with_transposed: Product = _WithTransposed.apply
+_of_transposed: Product = _OfTransposed.apply
+
+
+def product_with_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b' for a [..., R, K] and b [..., L, K] with equal leading dimensions.
+
+    The gradients have the memory layouts of a and b. Those of a plain product are transposed, and adding them
+    to other gradients takes as long as the product.
+    """
+    return _with_transposed(a, b)
+
+
+def product_of_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """a' @ b for a [..., R, K] and b [..., R, L]; the gradients as for `product_with_transposed`."""
+    return _of_transposed(a, b)
