@@ -11,7 +11,7 @@ process.
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,14 +42,14 @@ class _Tensors:
     def _map(self, function: Callable[[str, Tensor], Tensor]) -> Self:
         """A copy with function(name, tensor) in place of each tensor, at any depth."""
         changed: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             if isinstance(value, Tensor):
-                changed[field.name] = function(field.name, value)
+                changed[one.name] = function(one.name, value)
             elif isinstance(value, _Tensors):
-                changed[field.name] = value._map(function)
+                changed[one.name] = value._map(function)
             elif isinstance(value, dict):
-                changed[field.name] = {
+                changed[one.name] = {
                     name: function(name, item) if isinstance(item, Tensor) else item
                     for name, item in value.items()
                 }
@@ -179,6 +179,8 @@ class Batch(_Tensors):
         position: where the stream goes on if this batch was the last one used: behind its step if it is the
             last micro-batch of the step, else at the start of the step, which then is done again as a whole.
         dense: the masks' pixels, uint8 [M, size, size], where the loader was asked for them.
+        extra: joined columns (`Stream(join=...)`), on the host: by name a list of B or M Python values, None
+            where there is no row; see sa1b.stream.columns.
         buffer: uint8, the memory of all other tensors but `images` where they are packed (`pack`), else None.
     """
 
@@ -200,6 +202,7 @@ class Batch(_Tensors):
     valid: Tensor
     position: int
     dense: Tensor | None = None
+    extra: dict[str, list[Any]] = field(default_factory=dict)
     buffer: Tensor | None = None
 
     def __len__(self) -> int:
@@ -338,7 +341,7 @@ def send_errors() -> None:
 def _reduce(batch: Batch) -> tuple[Any, ...]:
     try:
         # A pickle within the pickle: the tensors are shared here, where an error can still be replaced.
-        columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        columns = {one.name: getattr(batch, one.name) for one in fields(batch)}
         return _batch, (bytes(ForkingPickler.dumps(columns)),)
     except Exception as error:
         message = (

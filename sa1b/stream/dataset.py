@@ -14,7 +14,7 @@ i mod n, which is the order in which a DataLoader collects them.
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from sa1b.shards.sample_read import PendingRead
 from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate, send_errors
 from sa1b.stream.buffers import fresh
+from sa1b.stream.columns import open_columns
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decode import EncodedImage, decoder
 from sa1b.stream.order import Order, Sequential, rank_slice
@@ -66,6 +67,8 @@ class Stream(IterableDataset[Batch]):
         deadline: seconds that one read may take over all its attempts. Damage is replaced, unavailability
             never is: after the deadline the stream stops, and says which URL failed and how.
         storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
+        join: columns of other tables by image or mask id, such as {"caption": "captions.parquet"}: they come
+            as `batch.extra["caption"]`; see sa1b.stream.columns.
         options: fields of sa1b.stream.sample.SampleOptions: image_size, masks, strategy, flip, resize,
             transform, min_pixels, min_pixels_size, decoder.
 
@@ -73,6 +76,7 @@ class Stream(IterableDataset[Batch]):
         ValueError: sizes that do not fit; the message names the argument.
         sa1b.shards.ManifestError: no dataset in root.
         sa1b.storage.errors.StorageError: the URL cannot be read.
+        ColumnError: a table that cannot be joined.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Stream(IterableDataset[Batch]):
         world_size: int | None = None,
         deadline: float = 300.0,
         storage_options: Mapping[str, Any] | None = None,
+        join: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if order not in ("shuffle", "sequential"):
@@ -114,6 +119,7 @@ class Stream(IterableDataset[Batch]):
             "world_size": self.world_size,
             "deadline": deadline,
             "storage_options": storage_options,
+            "join": join,
             **options,
         }
         self.seed = seed
@@ -130,6 +136,10 @@ class Stream(IterableDataset[Batch]):
         if block_size > 1:
             self.dataset.check_table()  # the order comes from places now, not from a digest alone
             self.view = self.view.by_place(self.dataset.table)
+        self.columns = open_columns(join or {}, storage_options)
+        for name, column in self.columns.items():
+            if column.key == "image_id" and column is not (join or {})[name]:  # not again in a worker process
+                column.warn_of_missing(self.view.image_ids(self.dataset.table).astype(np.int64))
         count = len(self.view)
         formula = (
             Order(count, self.view.ids_digest, seed, block_size) if order == "shuffle" else Sequential(count)
@@ -145,7 +155,8 @@ class Stream(IterableDataset[Batch]):
 
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], int]]:
         # A worker process maps table and view itself, those of the dataset as it was opened here.
-        return _reopen, ({**self._arguments, "root": self.dataset}, self.position)
+        opened = {"root": self.dataset, "join": self.columns}
+        return _reopen, ({**self._arguments, **opened}, self.position)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
@@ -397,7 +408,10 @@ class PendingBatch:
     def collate(self, images: torch.Tensor, samples: list[SampleMasks]) -> Batch:
         """The batch of its samples, decoded into `images`, uint8 [B, S, S, 3]."""
         piece = self.piece
-        return collate(images, samples, range(piece.start, piece.stop), self.valid, piece.position)
+        batch = collate(images, samples, range(piece.start, piece.stop), self.valid, piece.position)
+        by_key = {"image_id": batch.ids.numpy(), "mask_id": batch.mask_ids.numpy()}
+        columns = self.stream.columns
+        return replace(batch, extra={name: one.lookup(by_key[one.key]) for name, one in columns.items()})
 
     def cancel(self) -> None:
         """Drop what is not read yet."""
