@@ -42,8 +42,8 @@ def stages(root: Path, task: Task) -> dict[str, float]:
     for _ in range(steps):
         masks = next(batches).masks
         start = time.perf_counter()
-        for draw in masks.drawings(size, buffer, boxes[: len(masks)]):
-            draw()
+        for job in masks.raster_jobs(size, buffer, boxes[: len(masks)]):
+            job()
         known = time.perf_counter()
         masks.dense(size, out=buffer[: len(masks)])
         middle = time.perf_counter()

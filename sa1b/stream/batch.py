@@ -48,11 +48,6 @@ class _Tensors:
                 changed[one.name] = function(one.name, value)
             elif isinstance(value, _Tensors):
                 changed[one.name] = value._map(function)
-            elif isinstance(value, dict):
-                changed[one.name] = {
-                    name: function(name, item) if isinstance(item, Tensor) else item
-                    for name, item in value.items()
-                }
         return replace(self, **changed)
 
     def pin_memory(self) -> Self:
@@ -112,8 +107,8 @@ class RaggedMasks(_Tensors):
             return pixels
         if out is None:
             out = fresh((len(self), size, size))
-        for draw in self.drawings(size, out):
-            draw()
+        for job in self.raster_jobs(size, out):
+            job()
         return out
 
     def empty(self, size: int | None = None) -> Tensor:
@@ -130,7 +125,7 @@ class RaggedMasks(_Tensors):
             self.runs, self.offsets, heights, widths, self.image_size, size, taken=self.taken
         )
 
-    def drawings(
+    def raster_jobs(
         self, size: int, out: Tensor, boxes: npt.NDArray[np.int64] | None = None
     ) -> list[Callable[[], object]]:
         """What `dense` does on a CPU, image by image: calls that threads may share.
@@ -139,19 +134,18 @@ class RaggedMasks(_Tensors):
             out: uint8 [M, size, size] on the CPU; each call fills the masks of its image.
             boxes: int64 [M, 4], where `out` is not 0; see `sa1b.masks.raster.rasterize_frame`.
         """
-        # The compiled raster takes the masks of one image at a time; they lie together.
-        ends = torch.cumsum(torch.bincount(self.image), 0).tolist()
+        # The compiled function takes the masks of one image at a time; they lie together.
         found: list[Callable[[], object]] = []
-        for start, stop in pairwise([0, *ends]):
+        for start, stop in pairwise(accumulate(self.counts, initial=0)):
             if start < stop:
                 height, width = self.sizes[start].tolist()
                 offsets = self.offsets[start : stop + 1].numpy()
                 runs = self.runs[offsets[0] : offsets[-1]].numpy().view(np.uint32)
                 own = Runs(runs, offsets - offsets[0], height, width)
                 rows, columns = self.taken[start].tolist()
-                draw = partial(raster.rasterize_frame, own, self.image_size, size, taken=(rows, columns))
+                job = partial(raster.rasterize_frame, own, self.image_size, size, taken=(rows, columns))
                 known = None if boxes is None else boxes[start:stop]
-                found.append(partial(draw, out=out[start:stop].numpy(), boxes=known))
+                found.append(partial(job, out=out[start:stop].numpy(), boxes=known))
         return found
 
 
@@ -175,10 +169,11 @@ class Batch(_Tensors):
         windows: int64 [B, 4], x, y, width, height of what is seen of the source, in its pixels; see
             sa1b.stream.transform. flipped: bool [B], whether that is mirrored left to right.
         positions: int64 [B], of each image in the order.
-        valid: bool [B]; False for the fill-up of the last evaluation step.
-        position: where the stream goes on if this batch was the last one used: behind its step if it is the
-            last micro-batch of the step, else at the start of the step, which then is done again as a whole.
-        dense: the masks' pixels, uint8 [M, size, size], where the loader was asked for them.
+        valid: bool [B]; False for the fill-up of the last evaluation step, and for a damaged image in an
+            evaluation.
+        position: where to resume if this batch was the last one used: after its step if it is the last
+            micro-batch of the step, else at the start of the step, which is then repeated as a whole.
+        dense: the masks as pixels, uint8 [M, size, size], where the loader was asked for them.
         extra: joined columns (`Stream(join=...)`), on the host: by name a list of B or M Python values, None
             where there is no row; see sa1b.stream.columns.
         buffer: uint8, the memory of all other tensors but `images` where they are packed (`pack`), else None.
@@ -267,7 +262,7 @@ def collate(
     valid: Sequence[bool],
     position: int,
 ) -> Batch:
-    """A batch of drawn images, uint8 [B, S, S, 3], and what belongs to them."""
+    """A batch of decoded images, uint8 [B, S, S, 3], and what belongs to them."""
     counts = [len(sample.runs) for sample in samples]
     lengths = [np.diff(sample.runs.offsets) for sample in samples]
     frames = [sample.frame for sample in samples]

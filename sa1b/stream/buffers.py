@@ -73,10 +73,10 @@ class MaskBufferPool(BufferPool):
         self._masks, self._size = masks, size
         super().__init__(masks * (_BOX.itemsize + size * size), keep)
 
-    def take_drawn(self, masks: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
+    def take_known(self, masks: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Pixels uint8 [masks, size, size], and int64 [masks, 4] for `sa1b.masks.raster.rasterize_frame`.
 
-        Right only if nobody writes into the pixels but that raster, with these boxes.
+        Right only if nothing but that function writes into the pixels, with these boxes.
         """
         buffer = self._free()
         head = self._masks * _BOX.itemsize
@@ -108,6 +108,11 @@ class SideStream:
         """A context in which the calling thread submits to this stream."""
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
+
+    def empty(self, shape: tuple[int, ...]) -> Tensor:
+        """New memory on the device, uint8, filled with anything, for this stream."""
+        with self.current():
+            return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
     def pinned(self, shape: tuple[int, ...]) -> Tensor:
         """New pinned memory, uint8, from which copies need not wait."""

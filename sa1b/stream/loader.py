@@ -14,6 +14,9 @@ Three stages, each of which works on later batches than the next one:
 One pool of threads does all of it, the oldest batch first: reading, decoding JPEG and zstandard and walking
 runs release the GIL, so threads share one copy of the sample table. The caller only waits for a batch to be
 complete, and makes its own CUDA stream wait for it. The sequence is that of `sa1b.Stream` exactly.
+
+A caller that computes for 0.4 s a batch of 8 images of 1500 pixels with 32 masks at 256 waits 1.3 ms for each
+batch (median, 3 threads, on a CPU); where collating and rasterising began with its request it waited 16 ms.
 """
 
 import sys
@@ -22,7 +25,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -32,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sa1b.stream.batch import Batch
+from sa1b.stream.batch import Batch, RaggedMasks
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, PinnedBuffer, SideStream
 from sa1b.stream.dataset import PendingBatch, PickedSample, Stream
 from sa1b.stream.plan import MicroBatch
@@ -86,8 +89,8 @@ class _Work:
     Attributes:
         number: of the batch, counted from the first of the iteration.
         pending: its samples as they are read.
-        images: uint8 [B, S, S, 3], where the decoder writes; None until it begins, for a decoder on a GPU.
-        pinned: the memory of `images` on the way to a GPU.
+        images: uint8 [B, S, S, 3], where the decoder writes.
+        pinned: the memory of the batch on the way to a GPU.
         picked, samples: what pick and decode returned, None for what is not done.
         left: jobs of the current stage that are not done, where the next stage needs all of them.
         errors: by sample. The batch fails with the first one in the order of its samples.
@@ -96,7 +99,7 @@ class _Work:
 
     number: int
     pending: PendingBatch
-    images: Tensor | None
+    images: Tensor
     pinned: PinnedBuffer | None
     picked: list[PickedSample | None]
     samples: list[SampleMasks | None]
@@ -110,6 +113,10 @@ class _Work:
         with self._lock:
             self.left -= 1
             return self.left == 0
+
+    def unfinished(self) -> list[int]:
+        """The samples that are not decoded."""
+        return [i for i, sample in enumerate(self.samples) if sample is None]
 
     def fail(self) -> None:
         """End the batch with its first error, once the samples before that one are done."""
@@ -129,6 +136,9 @@ class _Pipeline:
         self.stream, self.decoder = loader.stream, loader.stream.decoder
         self.stats = loader.stream.stats
         self.side = SideStream(loader.device) if loader.device.type == "cuda" else None
+        if self.side is not None and loader.dense is not None:
+            with self.side.current():  # compiles kernels in one thread, before there are several
+                _one_mask(self.stream.options.image_size).to(self.side.device).dense(loader.dense)
         self.pool = Pool(loader.threads, self.side.begin_thread if self.side else None)
         self.pending: deque[_Work] = deque()
         self.free: deque[PinnedBuffer] = deque()
@@ -138,15 +148,14 @@ class _Pipeline:
         """Start to work on a micro-batch."""
         pending = self.stream.submit(piece)
         size, samples = self.stream.options.image_size, len(pending)
-        pinned = images = None
-        if self.decoder.device.type == "cpu":
-            shape = (self.stream.plan.micro_batch, size, size, 3)
-            if self.side is None:
-                # The batch itself is the buffer, and the caller's for as long as it is held.
-                images = self.loader._images.take(shape)[:samples]
-            else:
-                pinned = self.free.popleft() if self.free else PinnedBuffer(self.side, shape)
-                images = pinned.images[:samples]
+        shape, pinned = (self.stream.plan.micro_batch, size, size, 3), None
+        if self.side is None:
+            # The batch itself is the buffer, and the caller's for as long as it is held.
+            images = self.loader._images.take(shape)[:samples]
+        else:
+            there = self.decoder.device.type != "cpu"
+            pinned = self.free.popleft() if self.free else PinnedBuffer(self.side, (0,) if there else shape)
+            images = self.side.empty((samples, *shape[1:])) if there else pinned.images[:samples]
         work = _Work(
             number=next(self.numbers),
             pending=pending,
@@ -217,32 +226,27 @@ class _Pipeline:
             work.pinned.wait()
         picked = [one for one in work.picked[start:stop] if one is not None]
         work.picked[start:stop] = [None] * (stop - start)  # the JPEG's bytes
-        with nullcontext() if self.side is None or not self.decoder.batched else self.side.current():
-            work.samples[start:stop] = work.pending.decode(picked, self._images(work)[start:stop])
+        with self._submitting():
+            work.samples[start:stop] = work.pending.decode(picked, work.images[start:stop])
         if work.is_last():
             self._start(work, _DEVICE, partial(self._to_device, work))
 
-    def _images(self, work: _Work) -> Tensor:
-        """The memory of the batch's images; on a GPU it is allocated when it is needed."""
-        if work.images is None:
-            size = self.stream.options.image_size
-            shape = (len(work.samples), size, size, 3)
-            work.images = torch.empty(shape, dtype=torch.uint8, device=self.decoder.device)
-        return work.images
+    def _submitting(self) -> AbstractContextManager[object]:
+        """What a thread submits to the GPU goes to the side stream."""
+        return nullcontext() if self.side is None else self.side.current()
 
     def _to_device(self, work: _Work) -> None:
-        images, dense, device = self._images(work), self.loader.dense, self.loader.device
+        dense, device, ready = self.loader.dense, self.loader.device, None
         with self.stats.busy("collate"):
-            batch = work.pending.collate(images, [one for one in work.samples if one is not None])
+            batch = work.pending.collate(work.images, [one for one in work.samples if one is not None])
         if device.type == "cpu" and dense is not None:
             self._rasterise(work, batch, dense)
             return
-        ready = None
-        with self.stats.busy("device", images.nbytes), self.side.current() if self.side else nullcontext():
-            if work.pinned is not None:
-                batch = batch.pack(work.pinned.small)
-            batch = self.side.copy(batch) if self.side else batch.to(device)
-            if work.pinned is not None:
+        with self.stats.busy("device", work.images.nbytes), self._submitting():
+            if self.side is None or work.pinned is None:
+                batch = batch.to(device)
+            else:
+                batch = self.side.copy(batch.pack(work.pinned.small))
                 work.pinned.copied()
             if dense is not None:
                 batch = replace(batch, dense=batch.masks.dense(dense))
@@ -253,42 +257,44 @@ class _Pipeline:
     def _rasterise(self, work: _Work, batch: Batch, size: int) -> None:
         """Have the threads make the dense masks of a batch on the CPU, image by image."""
         with self.stats.busy("device", batch.images.nbytes):
-            out, boxes = self.loader._canvas.take_drawn(len(batch.masks))
+            out, boxes = self.loader._masks.take_known(len(batch.masks))
             batch = replace(batch, dense=out)
-            drawings = batch.masks.drawings(size, out, boxes if self.loader.read_only else None)
-        if not drawings:
+            jobs = batch.masks.raster_jobs(size, out, boxes if self.loader.read_only else None)
+        if not jobs:
             work.result.set_result((batch, None))
-        work.left = len(drawings)
-        for draw in drawings:
-            self._start(work, _RASTER, partial(self._draw, work, batch, draw))
+        work.left = len(jobs)
+        for job in jobs:
+            self._start(work, _RASTER, partial(self._rasterise_image, work, batch, job))
 
-    def _draw(self, work: _Work, batch: Batch, draw: Callable[[], object]) -> None:
+    def _rasterise_image(self, work: _Work, batch: Batch, job: Callable[[], object]) -> None:
         with self.stats.busy("device", items=0):
-            draw()
+            job()
         if work.is_last():
             work.result.set_result((batch, None))
 
     def _wait(self, work: _Work) -> None:
         """Wait for a batch; name a sample if none of the batch is finished for suspiciously long."""
-        left = -1
-        while True:
-            done, _ = wait([work.result], timeout=self.loader.stall_seconds)
-            if done:
-                return
-            unfinished = [i for i, sample in enumerate(work.samples) if sample is None]
-            if len(unfinished) == left:
-                self._name(work, unfinished)
-            left = len(unfinished)
+        unfinished, seconds = work.unfinished(), self.loader.stall_seconds
+        while not wait([work.result], timeout=seconds).done:
+            before, unfinished = unfinished, work.unfinished()
+            if len(unfinished) == len(before):
+                rows = work.pending.rows
+                what = self.stream.where(rows[unfinished[0]]) if unfinished else "a batch to reach the device"
+                print(f"sa1b.Loader: waiting for {what} for over {seconds:g} s", file=sys.stderr)
 
-    def _name(self, work: _Work, unfinished: list[int]) -> None:
-        """Say on stderr what a batch waits for."""
-        what = "a batch to reach the device"
-        if unfinished:
-            what = self.stream.where(work.pending.rows[unfinished[0]])
-        print(
-            f"sa1b.Loader: waiting for {what} for over {self.loader.stall_seconds:g} s",
-            file=sys.stderr,
-        )
+
+def _one_mask(image_size: int) -> RaggedMasks:
+    """A mask without foreground of one image."""
+    sides, zero = torch.full((1, 2), image_size), torch.zeros(1, dtype=torch.int64)
+    return RaggedMasks(
+        runs=torch.full((1,), image_size**2, dtype=torch.int32),
+        offsets=torch.arange(2),
+        image=zero,
+        counts=(1,),
+        sizes=sides,
+        taken=sides,
+        image_size=image_size,
+    )
 
 
 class Loader:
@@ -334,12 +340,17 @@ class Loader:
         self._cuda = self.device.type == "cuda"
         if self._cuda and not torch.cuda.is_available():
             raise ValueError("device='cuda', but torch sees no GPU here; device='cpu' works everywhere")
+        if stream.decoder.device.type not in ("cpu", self.device.type):
+            raise ValueError(
+                f"decoder={stream.options.decoder!r} writes images on {stream.decoder.device}, "
+                f"not on {self.device}: pass device={stream.decoder.device.type!r}"
+            )
         self._state = stream.state_dict()
         size = stream.options.image_size
         images = stream.plan.micro_batch
         # Those in flight, the caller's, and the one that it still holds while it asks for the next.
         self._images = BufferPool(images * size * size * 3, prefetch + 3)
-        self._canvas = MaskBufferPool(images * stream.options.masks, dense or 0, prefetch + 3)
+        self._masks = MaskBufferPool(images * stream.options.masks, dense or 0, prefetch + 3)
         if not quiet:
             print(f"sa1b.Loader: {self.threads} threads, {self._memory()}")
 

@@ -38,20 +38,20 @@ def test_beyond_what_is_kept_memory_is_fresh() -> None:
     assert [int(tensor[0]) for tensor in held] == list(range(5))
 
 
-def test_a_canvas_begins_without_a_drawing_and_remembers_what_was_drawn_in_which_buffer() -> None:
-    canvas = MaskBufferPool(masks=3, size=5, keep=2)
+def test_a_buffer_of_masks_begins_empty_and_remembers_where_its_masks_are() -> None:
+    pool = MaskBufferPool(masks=3, size=5, keep=2)
     held = []
     for number in (1, 2):
-        pixels, boxes = canvas.take_drawn(2)
+        pixels, boxes = pool.take_known(2)
         assert (*pixels.shape, pixels.any(), boxes.any()) == (2, 5, 5, False, False)
         pixels[1, 2, 3] = boxes[1] = number
         held.append(pixels)
-    beyond, boxes = canvas.take_drawn(3)
+    beyond, boxes = pool.take_known(3)
     assert not beyond.any()
     assert not boxes.any()
     where = [address(pixels) for pixels in held]
     del held, pixels, boxes
-    again, boxes = canvas.take_drawn(3)
+    again, boxes = pool.take_known(3)
     assert address(again) == where[0]
     assert again[1, 2, 3] == 1
     assert boxes.tolist() == [[0] * 4, [1] * 4, [0] * 4]

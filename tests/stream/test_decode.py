@@ -101,6 +101,18 @@ def test_a_decoder_that_is_not_there_is_refused_by_name(root: Path) -> None:
         stream(root, decoder="nvjpeg")
 
 
+def test_a_decoder_for_a_gpu_needs_a_loader_for_it(
+    root: Path, register: Callable[[str, Decoder], Decoder]
+) -> None:
+    made = WholeBatch()
+    made.device = torch.device("cuda")
+    register("gpu", made)
+    with pytest.raises(
+        ValueError, match="decoder='gpu' writes images on cuda, not on cpu: pass device='cuda'"
+    ):
+        sa1b.Loader(stream(root, decoder="gpu"), quiet=True)
+
+
 def test_damage_is_returned_for_its_own_image_only() -> None:
     good = jpeg()
     files = [good, good[: len(good) // 2], b"no JPEG", good]

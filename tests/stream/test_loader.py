@@ -168,7 +168,7 @@ def test_memory_is_said_at_the_start(root: Path, capsys: pytest.CaptureFixture[s
         settle(loader)
     batches.close()
     assert len(loader._images._buffers) <= 4
-    assert len(loader._canvas._buffers) <= 4
+    assert len(loader._masks._buffers) <= 4
 
 
 def settle(loader: sa1b.Loader, seconds: float = 30) -> None:
