@@ -29,7 +29,7 @@ class ImageEncoder(nn.Module):
         global_blocks: which blocks see the whole image; the others see windows.
         window: tokens of a window per axis.
         channels: of the embedding.
-        drop_rates: of each block, the probability that drop path skips it.
+        drop_rates: of each block, the probability that drop path skips its attention, and likewise its MLP.
         checkpoint_blocks: compute the activations of each block again in the backward pass.
     """
 
@@ -71,8 +71,9 @@ class ImageEncoder(nn.Module):
         """Normalised pixels float [B, 3, S, S] -> embedding float [B, channels, S / patch, S / patch].
 
         Args:
-            keep: bool [B, depth], which images go through the residual branches of which blocks; what goes
-                through is scaled by 1 / (1 - rate), so that the mean over draws stays. None: all, unscaled.
+            keep: bool [B, depth, 2], which images go through the attention (0) and the MLP (1) of which
+                blocks; what goes through is scaled by 1 / (1 - rate), so that the expected value stays. None:
+                all, unscaled.
         """
         x = self.patch_embed(pixels) + self.pos_embed
         for index, block in enumerate(self.blocks):
@@ -96,7 +97,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each behind a layer norm and beside a residual.
+    """Attention and a feed-forward network, each after a layer norm and added to its input.
 
     Args:
         side: tokens of the image per axis.
@@ -114,7 +115,7 @@ class Block(nn.Module):
         self.mlp = feed_forward(width, 4 * width, nn.GELU())
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """Tokens [B, H, W, width] -> the same shape; gain float [B] scales each image's residual branches."""
+        """Tokens [B, H, W, width] -> the same shape; gain float [B, 2] scales attention and MLP of an image."""
         if self.recompute and torch.is_grad_enabled():
             # In here, and not around the block: a compiled block then holds forward and recomputation in one
             # graph. From outside the two may meet different graphs, where a batch of another size has come
@@ -125,9 +126,9 @@ class Block(nn.Module):
 
     def compute(self, x: Tensor, gain: Tensor | None) -> Tensor:
         attended = self.attend(self.norm1(x))
-        x = x + (attended if gain is None else attended * gain[:, None, None, None])
+        x = x + (attended if gain is None else attended * gain[:, 0, None, None, None])
         fed: Tensor = self.mlp(self.norm2(x))
-        return x + (fed if gain is None else fed * gain[:, None, None, None])
+        return x + (fed if gain is None else fed * gain[:, 1, None, None, None])
 
     def attend(self, x: Tensor) -> Tensor:
         if self.window == 0:

@@ -39,7 +39,8 @@ class ModelConfig:
         global_blocks: blocks whose attention sees the whole image; the others see windows.
         window: tokens of a window per axis.
         channels: of the image embedding, the prompts and the decoder, a multiple of 32.
-        drop_path: rate at which an image skips the last block; linear from 0 at the first.
+        drop_path: rate at which an image skips the attention of the last block, and independently its MLP;
+            linear from 0 at the first.
         checkpoint_blocks: compute each block's activations again in the backward pass, to save memory.
         compile_blocks: torch.compile each block of the encoder.
     """
@@ -79,7 +80,7 @@ class ModelConfig:
 
     @property
     def drop_rates(self) -> tuple[float, ...]:
-        """The rate at which an image skips each block: whoever draws `keep` keeps with 1 - rate."""
+        """The rate at which an image skips the attention of each block, and independently its MLP."""
         return tuple(self.drop_path * index / max(self.depth - 1, 1) for index in range(self.depth))
 
 
@@ -131,9 +132,9 @@ class Sam(nn.Module):
 
         Args:
             images: uint8 [B, 3, S, S], RGB, of any memory format; B may be 0.
-            keep: bool [B, depth], whether an image goes through the residual branches of each block (drop
-                path), drawn with the probabilities 1 - config.drop_rates, by which what goes through is
-                divided. None: every image through every block, nothing divided.
+            keep: bool [B, depth, 2], whether an image goes through attention and MLP of each block (drop
+                path), with the probabilities 1 - config.drop_rates, by which what goes through is divided.
+                None: every image through every block, nothing divided.
             sizes: int64 [B, 2], rows and columns of each image inside the square: pixels outside become 0
                 after normalisation, as in the published code. None: all pixels count.
 
@@ -148,7 +149,9 @@ class Sam(nn.Module):
             # One blank image that is cut away again: no kernel has to know empty batches, and every parameter
             # gets its gradient (of zeros), which the ranks that have images wait for.
             blank = images.new_zeros(1, *images.shape[1:])
-            return self.embed(blank, None if keep is None else F.pad(keep, (0, 0, 0, 1), value=True))[:0]
+            return self.embed(blank, None if keep is None else F.pad(keep, (0, 0, 0, 0, 0, 1), value=True))[
+                :0
+            ]
         pixels = images.to(torch.float32).sub_(self.pixel_mean).div_(self.pixel_std)
         if sizes is not None:
             place = torch.arange(self.config.image_size, device=images.device)
@@ -165,8 +168,8 @@ class Sam(nn.Module):
                 f"images are {images.dtype} {list(images.shape)}, but the model takes uint8"
                 f" [B, 3, {size}, {size}]: its image_size and that of the stream must agree"
             )
-        if keep is not None and (keep.dtype, keep.shape) != (torch.bool, (len(images), self.config.depth)):
-            raise ValueError(f"keep is {keep.dtype} {list(keep.shape)}, not bool [B, depth]")
+        if keep is not None and (keep.dtype, keep.shape) != (torch.bool, (len(images), self.config.depth, 2)):
+            raise ValueError(f"keep is {keep.dtype} {list(keep.shape)}, not bool [B, depth, 2]")
         if sizes is not None and sizes.shape != (len(images), 2):
             raise ValueError(f"sizes are {list(sizes.shape)}, not [B, 2]")
 

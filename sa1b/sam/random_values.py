@@ -65,14 +65,17 @@ def normals(keys: Tensor, *numbers: int) -> Tensor:
 
 
 def kept_branches(keys: Tensor, depth: int, drop_path: float) -> Tensor:
-    """Which residual branches each image goes through: bool [B, depth] for int64 keys [B].
+    """Which residual branches each image goes through: bool [B, depth, 2] for int64 keys [B].
 
-    Block i of depth is left out with probability drop_path * i / (depth - 1): never the first, the last one
-    with drop_path (stochastic depth, Huang et al. 2016, with the linear rule that SAM's encoder uses).
+    The attention (0) and the MLP (1) of block i are left out independently, each with the probability
+    drop_path * i / (depth - 1): never in the first block. This is stochastic depth (Huang et al. 2016) with
+    the linear rule and the two branches of ViTDet (Li et al. 2022, detectron2/modeling/backbone/vit.py), from
+    which SAM's encoder is taken.
     """
-    blocks = torch.arange(depth, device=keys.device)
+    blocks = torch.arange(depth, device=keys.device)[:, None]
+    branches = torch.arange(2, device=keys.device)
     rates = blocks * (drop_path / max(depth - 1, 1))
-    return uniforms(random_words(keys[:, None], Purpose.DROP_PATH, blocks)) >= rates
+    return uniforms(random_words(keys[:, None, None], Purpose.DROP_PATH, blocks, branches)) >= rates
 
 
 def _shifted(words: Tensor, places: int) -> Tensor:

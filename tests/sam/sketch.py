@@ -37,7 +37,7 @@ class Sketch(nn.Module):
     def embed(self, images: Tensor, keep: Tensor | None = None, sizes: Tensor | None = None) -> Tensor:
         self.embeds.append(SimpleNamespace(images=images, keep=keep, sizes=sizes))
         embeddings = images[:, :1, ::16, ::16].float() / 255 * self.gain
-        return embeddings if keep is None else embeddings * keep[:, 1, None, None, None]
+        return embeddings if keep is None else embeddings * keep[:, 1, 0, None, None, None]
 
     def decode(self, embeddings, image, points, labels, low_res=None, *, counts=None, candidates=ALL):
         place = torch.arange(SIZE // 4) * 4 + 1.5

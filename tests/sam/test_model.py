@@ -171,6 +171,11 @@ def test_a_seed_decides_the_weights_and_the_switches_change_neither_them_nor_the
     assert not torch.equal(other["image_encoder.pos_embed"], plain["image_encoder.pos_embed"])
 
 
+def kept(blocks: list[list[bool]]) -> Tensor:
+    """[B, depth, 2] of [B, depth]: attention and MLP alike."""
+    return torch.tensor(blocks)[..., None].expand(-1, -1, 2)
+
+
 def gradients(model: Sam, images: Tensor, keep: Tensor | None = None) -> dict[str, Tensor]:
     model.zero_grad()
     model.embed(images, keep).square().mean().backward()
@@ -179,7 +184,7 @@ def gradients(model: Sam, images: Tensor, keep: Tensor | None = None) -> dict[st
 
 
 def test_activation_checkpointing_leaves_the_gradients_and_saves_less() -> None:
-    images, keep = draw_images(2), torch.tensor([[True, False, True], [True, True, True]])
+    images, keep = draw_images(2), kept([[True, False, True], [True, True, True]])
     saved = {False: 0, True: 0}
     found = {}
     for switch in saved:
@@ -201,7 +206,7 @@ def test_activation_checkpointing_leaves_the_gradients_and_saves_less() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_blocks", [False, True])
 def test_compiled_blocks_compute_the_same(checkpoint_blocks: bool) -> None:
-    images, keep = draw_images(2), torch.tensor([[True, False, True], [True, True, True]])
+    images, keep = draw_images(2), kept([[True, False, True], [True, True, True]])
     plain, compiled = build(0), build(0, compile_blocks=True, checkpoint_blocks=checkpoint_blocks)
     # A batch of another size makes torch compile again, for any size.
     for some, drawn in ((images, None), (images, keep), (images[:1], keep[:1])):
@@ -296,7 +301,7 @@ def test_every_parameter_gets_a_finite_gradient_whatever_the_prompts(prompts: st
 @pytest.mark.parametrize("images", [0, 1])
 def test_no_masks_or_not_even_images_still_give_gradients_of_zero(images: int) -> None:
     model = build(0)
-    keep = torch.ones(images, SMALL.depth, dtype=torch.bool)
+    keep = torch.ones(images, SMALL.depth, 2, dtype=torch.bool)
     sizes = torch.full((images, 2), 64)
     embeddings = model.embed(draw_images(images), keep, sizes)
     none = torch.zeros(0, dtype=torch.int64)
@@ -316,7 +321,7 @@ def test_no_masks_or_not_even_images_still_give_gradients_of_zero(images: int) -
 def test_an_image_that_goes_through_no_block_keeps_its_patches() -> None:
     model = build(0)
     images = draw_images(2)
-    keep = torch.tensor([[False] * 3, [True] * 3])
+    keep = kept([[False] * 3, [True] * 3])
     without_blocks = build(0)
     without_blocks.image_encoder.blocks = nn.ModuleList()
     torch.testing.assert_close(model.embed(images, keep)[:1], without_blocks.embed(images)[:1])
@@ -327,19 +332,22 @@ def test_an_image_that_goes_through_no_block_keeps_its_patches() -> None:
 def test_drop_path_scales_what_goes_through_by_the_inverse_of_its_probability() -> None:
     assert SMALL.drop_rates == pytest.approx((0, 0.2, 0.4))
     block = build(0).image_encoder.blocks[2]
-    x = torch.randn(2, 6, 6, SMALL.width)
-    scaled = block(x, torch.tensor([1 / 0.6, 0.0]))
+    x = torch.randn(3, 6, 6, SMALL.width)
+    scaled = block(x, torch.tensor([[1 / 0.6, 1 / 0.6], [0.0, 0.0], [0.0, 1 / 0.6]]))
     with_attention = x + block.attend(block.norm1(x)) / 0.6
     expected = with_attention + block.mlp(block.norm2(with_attention)) / 0.6
     torch.testing.assert_close(scaled[0], expected[0])
     assert torch.equal(scaled[1], x[1])
+    torch.testing.assert_close(scaled[2], x[2] + block.mlp(block.norm2(x[2])) / 0.6)
     # And the encoder scales by just that:
     model, images = build(0), draw_images(2)
     seen = []
     for one in model.image_encoder.blocks:
         one.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1].tolist()))
-    model.embed(images, torch.tensor([[True, True, True], [True, False, True]]))
-    assert seen == [pytest.approx(gains) for gains in ([1, 1], [1 / 0.8, 0], [1 / 0.6, 1 / 0.6])]
+    keep = torch.tensor([[[True, True]] * 3, [[True, True], [False, True], [True, False]]])
+    model.embed(images, keep)
+    expected = [[[1, 1], [1, 1]], [[1 / 0.8, 1 / 0.8], [0, 1 / 0.8]], [[1 / 0.6, 1 / 0.6], [1 / 0.6, 0]]]
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
 
 
 @torch.no_grad()
@@ -350,7 +358,7 @@ def test_images_of_another_size_or_type_are_refused() -> None:
     with pytest.raises(ValueError, match=r"uint8"):
         model.embed(draw_images(1).float())
     with pytest.raises(ValueError, match=r"keep"):
-        model.embed(draw_images(2), torch.ones(3, 2, dtype=torch.bool))
+        model.embed(draw_images(2), torch.ones(3, 2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"sizes"):
         model.embed(draw_images(2), sizes=torch.ones(2, dtype=torch.int64))
 

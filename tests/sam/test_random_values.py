@@ -67,14 +67,20 @@ def test_normal_draws_have_the_moments_of_the_normal_distribution():
 def test_an_image_goes_through_the_same_blocks_in_whatever_batch():
     keys = some_keys(12)
     together = kept_branches(keys, 8, 0.5)
-    assert together.shape == (12, 8)
+    assert together.shape == (12, 8, 2)
     assert together.dtype == torch.bool
     order = torch.tensor([7, 3, 11])
     assert torch.equal(kept_branches(keys[order], 8, 0.5), together[order])
 
 
-def test_blocks_are_left_out_at_rates_that_grow_linearly_from_none():
+def test_branches_are_left_out_at_rates_that_grow_linearly_from_none():
     left_out = (~kept_branches(some_keys(20_000), 5, 0.4)).double().mean(dim=0)
-    assert left_out[0] == 0
-    torch.testing.assert_close(left_out, torch.tensor([0, 0.1, 0.2, 0.3, 0.4]).double(), atol=0.015, rtol=0)
+    assert (left_out[0] == 0).all()
+    rates = torch.tensor([0, 0.1, 0.2, 0.3, 0.4]).double()[:, None].expand(-1, 2)
+    torch.testing.assert_close(left_out, rates, atol=0.015, rtol=0)
     assert kept_branches(some_keys(100), 1, 0.4).all()
+
+
+def test_attention_and_mlp_are_left_out_independently():
+    attention, mlp = (~kept_branches(some_keys(20_000), 5, 0.4)[:, -1]).double().unbind(dim=1)
+    assert abs((attention * mlp).mean() - 0.16) < 0.01
