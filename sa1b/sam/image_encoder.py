@@ -115,7 +115,7 @@ class Block(nn.Module):
         self.mlp = feed_forward(width, 4 * width, nn.GELU())
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """Tokens [B, H, W, width] -> the same shape; gain float [B, 2] scales attention and MLP of an image."""
+        """Tokens [B, H, W, width] -> the same shape; gain float [B, 2] scales attention and MLP of images."""
         if self.recompute and torch.is_grad_enabled():
             # In here, and not around the block: a compiled block then holds forward and recomputation in one
             # graph. From outside the two may meet different graphs, where a batch of another size has come

@@ -69,9 +69,15 @@ class MaskDecoder(nn.Module):
         """
         own = torch.cat([self.iou_token.weight, self.mask_tokens.weight])
         tokens = torch.cat([own.expand(len(sparse), -1, -1), sparse.to(own.dtype)], dim=1)
-        tokens, seen = self.transformer(image, image_position, tokens)
-        weights = [network(tokens[:, 1 + i]) for i, network in enumerate(self.output_hypernetworks_mlps)]
-        logits = self.upscale(seen, torch.stack(weights, dim=1)[:, candidates].to(seen.dtype))
+        chosen = range(MASKS)[candidates]
+        tokens, seen = self.transformer(image, image_position, tokens, (0, *(1 + mask for mask in chosen)))
+        networks = list(self.output_hypernetworks_mlps)
+        weights = torch.stack([networks[mask](tokens[:, 1 + k]) for k, mask in enumerate(chosen)], dim=1)
+        # The networks of other candidates take part with weight zero: DDP waits for every gradient.
+        rest = [networks[mask] for mask in range(MASKS) if mask not in chosen]
+        unused = [parameter.sum() for network in rest for parameter in network.parameters()]
+        weights = weights + 0 * sum(unused)
+        logits = self.upscale(seen, weights.to(seen.dtype))
         return logits, self.iou_prediction_head(tokens[:, 0])[:, candidates]
 
     def upscale(self, image: Tensor, weights: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ first layer the masks of an image share its tokens: see `sa1b.sam.image_tokens.S
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,22 +50,26 @@ class TwoWayTransformer(nn.Module):
             if isinstance(module, ProjectedAttention) and module.reduction > 1:
                 start_alike(module)
 
-    def forward(self, image: SharedImage, image_position: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, image: SharedImage, image_position: Tensor, tokens: Tensor, wanted: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         """
         Args:
             image: the image tokens of each mask.
             image_position: float [N, C], the same for all; added to queries and keys, never to values.
             tokens: float [M, T, C]. They are their own position: added again before every attention but the
                 first, so that a prompt is not forgotten on the way.
+            wanted: which tokens are returned; the last attention is computed for these alone.
 
         Returns:
-            Tokens [M, T, C] and image [M, N, C].
+            Tokens [M, len(wanted), C] and image [M, N, C].
         """
         queries, seen = tokens, image
         for index, layer in enumerate(self.layers):
             queries, seen = layer(queries, seen, tokens, image_position, first=index == 0)
-        looked = self.final_attn_token_to_image(queries + tokens, seen)
-        return self.norm_final_attn(queries + looked), seen.tokens
+        queries, tokens = (torch.stack([x[:, i] for i in wanted], dim=1) for x in (queries, tokens))
+        attended = self.final_attn_token_to_image(queries + tokens, seen)
+        return self.norm_final_attn(queries + attended), seen.tokens
 
 
 class TwoWayLayer(nn.Module):

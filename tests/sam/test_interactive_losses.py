@@ -139,9 +139,10 @@ def test_an_early_backward_pass_leaves_the_gradients_of_a_late_one(autocast):
     early, late = (step(model, Recipe(), independent, autocast) for independent in (True, False))
     largest = max(gradient.abs().max() for gradient in late[1:])
     for one, other in zip(early, late, strict=True):
-        # Some gradients are zero but for rounding: those of the biases of keys.
+        # Some gradients are zero but for rounding: those of the biases of keys. Under autocast a late backward
+        # pass adds up gradients of the iterations in bfloat16.
         scale = float(other.abs().max() + 0.02 * largest)
-        torch.testing.assert_close(one, other, rtol=0, atol=(0.02 if autocast else 2e-6) * scale)
+        torch.testing.assert_close(one, other, rtol=0, atol=(0.05 if autocast else 2e-6) * scale)
 
 
 def test_an_early_backward_pass_keeps_the_activations_of_one_iteration():
@@ -183,7 +184,7 @@ def test_gradients_go_through_the_feedback_where_the_recipe_says_so():
     torch.manual_seed(0)
     model = Sam(SMALL)
     apart, through = (step(model, Recipe(feedback_gradient=switch)) for switch in (False, True))
-    assert torch.equal(apart[0], through[0])
+    torch.testing.assert_close(apart[0], through[0])
     assert not all(torch.allclose(*pair) for pair in zip(apart, through, strict=True))
     # The mean over iterations, of which the last alone is trained by its own loss:
     sketch, found = trained(replace(PLAIN, feedback_gradient=True))
