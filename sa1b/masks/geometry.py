@@ -24,7 +24,7 @@ def area(runs: Runs) -> npt.NDArray[np.int64]:
 def bbox(runs: Runs) -> npt.NDArray[np.int64]:
     """COCO's bounding box of each mask, int64 [N, 4]: x, y, width, height in pixels; zeros for an empty mask.
 
-    The box of the pixels. It equals pycocotools' toBbox on every mask without runs of length zero behind the
+    The box of the pixels. It equals pycocotools' toBbox on every mask without runs of length zero after the
     first; on those pycocotools can differ: it counts both ends of a foreground run that has no pixel.
     """
     out = np.empty((len(runs), 4), np.int64)
@@ -77,7 +77,7 @@ def resize(runs: Runs, height: int, width: int) -> Runs:
     """The masks at another size: the nearest neighbour of pixel centres, in integers.
 
     Along each axis target pixel d takes source pixel ((2 * d + 1) * n) // (2 * m), n and m being source and
-    target size in pixels. The same size returns the masks in canonical form (no runs of length zero behind
+    target size in pixels. The same size returns the masks in canonical form (no runs of length zero after
     the first).
 
     Raises:
@@ -88,7 +88,7 @@ def resize(runs: Runs, height: int, width: int) -> Runs:
 
 
 def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None = None) -> Runs:
-    """The masks in the padded square of image_size pixels that holds the resized image, seen at size x size.
+    """The masks in the padded square of image_size pixels that holds the resized image, at size x size.
 
     The image lies at the top left; the rest is background (the formula: sa1b.masks.grid).
 
@@ -106,7 +106,7 @@ def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None 
 def remap(
     runs: Runs, columns: npt.NDArray[np.int64], firsts: npt.NDArray[np.int64], target_height: int
 ) -> Runs:
-    """The masks seen through a table for each axis (see sa1b.masks.compiled.transforms.remap)."""
+    """The masks read through a table for each axis (see sa1b.masks.compiled.transforms.remap)."""
     boxes = np.empty((len(runs), 4), np.int64)
     measures.bbox(runs.runs, runs.offsets, runs.height, runs.width, boxes)
     source = (runs.runs, runs.offsets, runs.height, runs.width, boxes)

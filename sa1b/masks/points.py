@@ -50,28 +50,28 @@ def nth_foreground(runs: Runs, n: npt.NDArray[np.integer]) -> npt.NDArray[np.int
     return points
 
 
-def uniform_point(runs: Runs, draws: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+def uniform_point(runs: Runs, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     """A foreground pixel of each mask, every one as likely as the others.
 
-    Foreground pixel number floor(draw * area / 2**64): over all draws the probability of a pixel is
-    1 / area to within 2**-64. The draws come from a counter-based generator, so that a point is a formula.
+    Foreground pixel number floor(word * area / 2**64): over all words the probability of a pixel is
+    1 / area to within 2**-64. The words come from a counter-based generator, so that a point is a formula.
 
     Args:
-        draws: uint64 [N], uniform over all 64 bits.
+        words: random uint64 [N], uniform over all 64 bits; see `sa1b.hashing.random_words`.
 
     Returns:
         int64 [N, 2], (x, y); (-1, -1) for an empty mask.
 
     Raises:
-        ValueError: draws of another type or shape.
+        ValueError: words of another type or shape.
     """
-    draws = np.asarray(draws)
-    if draws.dtype != np.uint64 or draws.shape != (len(runs),):
-        raise ValueError(f"draws must be uint64 [{len(runs)}], got {draws.dtype} {list(draws.shape)}")
+    words = np.asarray(words)
+    if words.dtype != np.uint64 or words.shape != (len(runs),):
+        raise ValueError(f"words must be uint64 [{len(runs)}], got {words.dtype} {list(words.shape)}")
     areas = geometry.area(runs).astype(np.uint64)  # below 2**32: no product below leaves 64 bits
     half = np.uint64(32)
-    low = (draws & np.uint64(0xFFFFFFFF)) * areas >> half
-    ranks = (draws >> half) * areas + low >> half
+    low = (words & np.uint64(0xFFFFFFFF)) * areas >> half
+    ranks = (words >> half) * areas + low >> half
     return nth_foreground(runs, ranks.astype(np.int64))
 
 

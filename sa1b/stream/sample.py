@@ -14,7 +14,7 @@ Masks without foreground, and those without a pixel in a transform's window, are
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -25,7 +25,7 @@ from sa1b.hashing import Purpose, below, permutation, random_word, random_words,
 from sa1b.masks import geometry, points
 from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
-from sa1b.stream.transform import Frame, Transform, apply, apply_pixels
+from sa1b.stream.transform import Frame, Transform, apply, apply_pixels, name_of
 
 Resize = Literal["pad", "crop", "stretch"]
 RESIZES = get_args(Resize)
@@ -90,6 +90,11 @@ class SampleOptions:
         if self.transform is None:
             return ()
         return tuple(self.transform) if isinstance(self.transform, Sequence) else (self.transform,)
+
+    def record(self) -> dict[str, str | int | float | None]:
+        """The options by name as JSON values, for the state of a stream: equal where samples are equal."""
+        named = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "transform"}
+        return {**named, "transform": ", ".join(map(name_of, self.transforms)) or None}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,7 +251,7 @@ def choose(
         chance = uniforms(seed, Purpose.MASKS, image_id, epoch, candidates)
         if strategy == "quality":
             scores = annotations.predicted_iou[candidates] * annotations.stability_score[candidates]
-            # An exponential race: the first K arrivals are a draw without replacement by weight.
+            # An exponential race: the first K arrivals are a sample without replacement by weight.
             chance = -np.log(chance) / np.maximum(np.nan_to_num(scores), 1e-6)
         picked = np.argsort(chance, kind="stable")[:limit]
     return np.sort(candidates[picked])
@@ -261,6 +266,6 @@ def _coverage(count: int, limit: int, seed: int, image_id: int, epoch: int) -> I
 def _one_of_each(area: npt.NDArray[np.int64], limit: int, seed: int, image_id: int, epoch: int) -> Indices:
     order = np.argsort(area, kind="stable")
     edges = np.arange(limit + 1) * len(order) // limit
-    drawn = random_words(seed, Purpose.MASKS, image_id, epoch, np.arange(limit))
-    picked: Indices = order[edges[:-1] + below(drawn, np.diff(edges))]
+    words = random_words(seed, Purpose.MASKS, image_id, epoch, np.arange(limit))
+    picked: Indices = order[edges[:-1] + below(words, np.diff(edges))]
     return picked

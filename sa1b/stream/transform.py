@@ -1,5 +1,7 @@
 """How an image lies in the padded square, and transforms that change it.
 
+    from sa1b.stream.transform import RandomCrop, ScaleJitter
+
     stream = sa1b.Stream("shards", global_batch=256, transform=[RandomCrop((0.5, 1)), ScaleJitter(0.5, 2)])
 
 A `Frame` is a window of the source image, mirrored or not, and the pixels that it takes of the square. Image,
@@ -20,7 +22,7 @@ function of a module, or an object of a class like those below.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from math import exp, log, sqrt
 from operator import index
 
@@ -46,7 +48,7 @@ class Frame:
     Attributes:
         height, width: pixels of the source image.
         image_size: pixels of the square, S.
-        window: x, y, width, height of the part that is seen, in source pixels, before mirroring.
+        window: x, y, width, height of the visible part, in source pixels, before mirroring.
         side: pixels of the square that the window's longer side takes, 1 to S.
         stretch: whether the shorter side takes as many, or in proportion.
         flip: whether the window is mirrored left to right.
@@ -168,7 +170,7 @@ class RandomCrop:
 class ScaleJitter:
     """Large-scale jitter; Ghiasi et al., "Simple Copy-Paste", 2021.
 
-    The image is resized so that its longer side has scale * S pixels. Above S, a window that fits is seen, at
+    The image is resized so that its longer side has scale * S pixels. Above S, a window that fits is cut at
     a random position; below, the square is padded.
 
     Args:
@@ -183,8 +185,8 @@ class ScaleJitter:
             raise ValueError(f"low={self.low} and high={self.high} must be above 0 and ascend")
 
     def __call__(self, frame: Frame, visit: Visit) -> Frame:
-        draw, right, down = visit.uniforms(3).tolist()
-        scale = _between(self.low, self.high, draw)
+        size, right, down = visit.uniforms(3).tolist()
+        scale = _between(self.low, self.high, size)
         if scale <= 1:
             return replace(frame, side=max(1, round(scale * frame.side)))
         longest = max(frame.window[2:]) / scale
@@ -234,9 +236,16 @@ def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) 
     return changed
 
 
+def name_of(function: object) -> str:
+    """A transform in words: with its arguments where it is a dataclass, else by its qualified name."""
+    if is_dataclass(function):
+        return repr(function)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
 def _message(function: object, image_id: int, what: str) -> str:
-    name = getattr(function, "__qualname__", None) or repr(function)
-    return f"transform {name} failed for image {image_id}: {what}"
+    return f"transform {name_of(function)} failed for image {image_id}: {what}"
 
 
 def _between(low: float, high: float, part: float) -> float:

@@ -76,5 +76,5 @@ def test_arguments_of_another_kind_are_refused():
         points.contains(runs, np.zeros((1, 2), np.int64))
     with pytest.raises(ValueError, match="n must be integers"):
         points.nth_foreground(runs, np.zeros(3, np.int64))
-    with pytest.raises(ValueError, match="draws must be uint64"):
+    with pytest.raises(ValueError, match="words must be uint64"):
         points.uniform_point(runs, np.zeros(2, np.int64))

@@ -1,5 +1,6 @@
 """Where images and masks lie in the square: each mask equals decode, numpy crop and index, for every frame."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -218,6 +219,19 @@ def test_the_image_lies_where_its_frame_says(stored: tuple[int, int], side: int)
         assert (np.abs(error[:2]) < 0.55 * pixel + 1).all(), (number, frame, error, pixel)
         assert not buffer[rows:].any()
         assert not buffer[:, columns:].any()
+
+
+def test_a_window_of_as_many_pixels_as_it_takes_is_a_slice_of_the_decoded_image() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (90, 120, 3), np.uint8)
+    jpeg = simplejpeg.encode_jpeg(image, 90, "RGB", "420")
+    whole = simplejpeg.decode_jpeg(jpeg)
+    for flip in (False, True):
+        frame = Frame(90, 120, 64, (17, 5, 64, 48), 64, flip=flip)
+        buffer = np.full((64, 64, 3), 9, np.uint8)
+        decode(jpeg, frame, buffer)
+        part = whole[5:53, 17:81]
+        np.testing.assert_array_equal(buffer[:48], part[:, ::-1] if flip else part)
+        assert not buffer[48:].any()
 
 
 # --- Transforms
@@ -466,3 +480,19 @@ def test_the_area_strategy_of_a_crop_uses_what_is_seen() -> None:
         small, large = pick_masks(annotations_of(masks), options, 0, epoch).mask_index.tolist()
         assert {small, large} & {0, 1}
         assert {small, large} & {2, 3}
+
+
+def test_the_record_of_options_is_json_and_differs_where_samples_do() -> None:
+    every = [
+        SampleOptions(),
+        SampleOptions(transform=RandomCrop()),
+        SampleOptions(transform=[RandomCrop((0.5, 1.0))]),
+        SampleOptions(transform=[RandomCrop(), ScaleJitter()]),
+        SampleOptions(transform=large_masks_only),
+        SampleOptions(resize="crop"),
+        SampleOptions(min_pixels=3),
+    ]
+    records = [json.dumps(options.record(), sort_keys=True) for options in every]
+    assert len(set(records)) == len(every)
+    assert "tests.stream.test_frame.large_masks_only" in records[4]
+    assert SampleOptions(transform=RandomCrop()).record() == SampleOptions(transform=[RandomCrop()]).record()

@@ -26,7 +26,7 @@ def rasterize(
 
     Args:
         masks: int64 [K].
-        row_firsts: int64 [source height + 1], the first target row at or behind each source row.
+        row_firsts: int64 [source height + 1], the first target row at or after each source row.
         column_firsts: int64 [source width + 1], likewise for columns.
         boxes: int64 [K, 4], top, bottom, left, right: all pixels of `out` outside are 0. They become the
             boxes that the masks were drawn in.
@@ -34,19 +34,19 @@ def rasterize(
     height = len(row_firsts) - 1
     width = len(column_firsts) - 1
     limit = row_firsts[height]  # rows from here on are outside the image
-    for slot in range(len(masks)):
-        picture = out[slot]
-        box = boxes[slot]
-        if box[3] - box[2] == picture.shape[1]:
-            picture[box[0] : box[1]] = 0  # whole rows lie together: a tenth less time for a whole picture
+    for number in range(len(masks)):
+        pixels = out[number]
+        box = boxes[number]
+        if box[3] - box[2] == pixels.shape[1]:
+            pixels[box[0] : box[1]] = 0  # whole rows lie together: a tenth less time for a whole image
         else:
-            picture[box[0] : box[1], box[2] : box[3]] = 0
+            pixels[box[0] : box[1], box[2] : box[3]] = 0
         box[:] = 0
         if limit == 0:  # a sliver of an image that no target row reads
             continue
-        start, stop = offsets[masks[slot]], offsets[masks[slot] + 1]
-        left, right = np.int64(picture.shape[1]), np.int64(-1)
-        top, bottom = np.int64(picture.shape[0]), np.int64(-1)
+        start, stop = offsets[masks[number]], offsets[masks[number] + 1]
+        left, right = np.int64(pixels.shape[1]), np.int64(-1)
+        top, bottom = np.int64(pixels.shape[0]), np.int64(-1)
         column, row = np.int64(0), np.int64(0)  # of the source, where the run begins
         for index in range(start, stop):
             end_row = row + np.int64(runs[index])
@@ -58,17 +58,17 @@ def rasterize(
                     end_column += end_row // height
                     end_row %= height
             if end_column * height + end_row > width * height:
-                break  # not a mask of this size; keeps every write inside the picture
+                break  # not a mask of this size; keeps every write inside the image
             if (index - start) & 1 and runs[index] > 0:
                 if end_column == column:
                     first, last = column_firsts[column], column_firsts[column + 1]
                     begin, end = row_firsts[row], row_firsts[end_row]
                     if first < last and begin < end:
                         for x in range(first, last):
-                            picture[begin, x] ^= 1
+                            pixels[begin, x] ^= 1
                         if end < limit:
                             for x in range(first, last):
-                                picture[end, x] ^= 1
+                                pixels[end, x] ^= 1
                         left, right = min(left, first), max(right, last)
                         top, bottom = min(top, begin), max(bottom, end)
                 else:
@@ -77,7 +77,7 @@ def rasterize(
                     begin = row_firsts[row]
                     if begin < limit:
                         for x in range(first, last):
-                            picture[begin, x] ^= 1
+                            pixels[begin, x] ^= 1
                     stop_column = end_column
                     if end_row > 0:
                         stop_column += 1
@@ -85,10 +85,10 @@ def rasterize(
                         end = row_firsts[end_row]
                         if end < limit:
                             for x in range(first, last):
-                                picture[end, x] ^= 1
+                                pixels[end, x] ^= 1
                     first, last = column_firsts[column + 1], column_firsts[stop_column]
                     for x in range(first, last):
-                        picture[0, x] ^= 1
+                        pixels[0, x] ^= 1
                     first = column_firsts[column]
                     if first < last:
                         left, right = min(left, first), max(right, last)
@@ -97,4 +97,4 @@ def rasterize(
         if left < right:
             box[0], box[1], box[2], box[3] = top, min(bottom + 1, limit), left, right
         for y in range(top + 1, min(bottom + 1, limit)):
-            picture[y, left:right] ^= picture[y - 1, left:right]
+            pixels[y, left:right] ^= pixels[y - 1, left:right]

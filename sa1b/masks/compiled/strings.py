@@ -33,7 +33,7 @@ def gather(
     chosen: npt.NDArray[np.int64],
     out: npt.NDArray[np.uint8],
 ) -> None:
-    """Write the strings number `chosen` of those that end at `ends` into `out`, one behind the other."""
+    """Write the strings number `chosen` of those that end at `ends` into `out`, one after the other."""
     place = 0
     for number in chosen:
         start = ends[number - 1] if number else 0
@@ -85,7 +85,8 @@ def parse(
 ) -> None:
     """Parse the strings of all masks; the runs of a mask that fails are left out.
 
-    Writes runs[:offsets[N]], offsets [N + 1] and verdicts [N]. Only says that a mask fails; `judge` says why.
+    Writes runs[:offsets[N]], offsets [N + 1] and verdicts [N]. A verdict is only that a mask
+    fails; `judge` finds out why.
     """
     one = np.uint64(1)  # unsigned indices: compiled without the test for negative ones
     position = np.uint64(0)
@@ -153,7 +154,7 @@ def count_characters(
 
 @kernel
 def write(runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], text: npt.NDArray[np.uint8]) -> None:
-    """Write the strings of all masks, one behind the other."""
+    """Write the strings of all masks, one after the other."""
     position = 0
     for mask in range(len(offsets) - 1):
         for index in range(offsets[mask], offsets[mask + 1]):

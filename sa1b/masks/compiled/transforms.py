@@ -24,7 +24,7 @@ def remap(
     Args:
         boxes: int64 [N, 4], first column and row, last column and row of each mask.
         columns: int64 [target width], the source column of each target column; -1 is background.
-        firsts: int64 [height + 1], the first target row at or behind each source row.
+        firsts: int64 [height + 1], the first target row at or after each source row.
         out: uint32 [R'], receives the runs; when empty they are only counted.
         out_offsets: int64 [N + 1], written.
     """
