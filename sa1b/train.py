@@ -125,9 +125,14 @@ class Run:
         """Score the held-out images and write the scores down, unless the run is asked to stop meanwhile."""
         if self.held_out is not None:
             config, began = self.config, time.perf_counter()
-            show = config.evaluation.show
             scores = evaluate(
-                self.module, self.held_out, config.parallel, self.rank_info, show, config.out, self.control
+                self.module,
+                self.held_out,
+                config.evaluation,
+                config.parallel,
+                self.rank_info,
+                config.out,
+                self.control,
             )
             if scores is not None:
                 self.metrics.evaluation(self.step, scores, time.perf_counter() - began)

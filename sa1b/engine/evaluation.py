@@ -1,9 +1,17 @@
-"""How good the model is: mean IoU after 1, 3 and 5 clicks and with a box, on images it never trains on."""
+"""How good the model is: mean IoU after 1, 3 and 5 clicks and with a box, on images it never trains on.
+
+Two protocols:
+
+    uniform    clicks are uniform pixels of the mask or of what is wrong, IoU at the resolution of the losses:
+               cheap, for curves of a training run
+    sam        clicks at the centres of masks and errors, IoU at source resolution, as the paper's figures
+               (sa1b.sam.protocol); also by mask size, and by the oracle's choice of three candidates
+"""
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -22,7 +30,11 @@ from sa1b.gallery.predictions import Predicted
 from sa1b.masks import geometry
 from sa1b.masks.dense import runs_of
 from sa1b.masks.grid import framed, framed_size
-from sa1b.sam.score import Score
+from sa1b.masks.raster import rasterize
+from sa1b.masks.runs import Runs
+from sa1b.sam import protocol
+from sa1b.sam.protocol import ImageTruth, SamProtocol
+from sa1b.sam.score import PROMPTS, Score
 from sa1b.storage.atomic import write_whole
 from sa1b.stream.batch import Batch
 from sa1b.stream.dataset import Stream
@@ -39,6 +51,8 @@ class EvaluationConfig:
         view: View to evaluate on (tools/view.py --held-out ... --split held-out); it must share no image with
             the one trained on.
         every: Steps from one evaluation to the next, and one at the end; 0: never while training.
+        protocol: uniform: clicks at uniform pixels, IoU at the resolution of the losses, for curves. sam:
+            clicks at the centres of errors, IoU at source resolution, as published figures.
         masks: At most so many masks an image, the same ones every time.
         show: So many images, the first ones of the view, have the model's masks written to
             OUT/predictions.jsonl: tools/gallery.py --predictions draws them beside the true ones.
@@ -46,6 +60,7 @@ class EvaluationConfig:
 
     view: str | None = None
     every: int = 0
+    protocol: Literal["uniform", "sam"] = "uniform"
     masks: int = 16
     show: int = 24
 
@@ -97,9 +112,9 @@ def held_out_feed(
 def evaluate(
     module: nn.Module,
     feed: Feed,
+    config: EvaluationConfig,
     parallel: ParallelConfig,
     rank_info: RankInfo,
-    show: int,
     out: Path,
     control: Control,
 ) -> dict[str, float] | None:
@@ -110,19 +125,21 @@ def evaluate(
     Args:
         module: wrapped `Interactive`.
         feed: of held-out images; goes from its beginning.
-        show: images whose predicted masks are written down.
+        config: the protocol, and how many images' predicted masks are written down.
         out: folder of the run, for predictions.jsonl.
         control: of the run, asked for each micro-batch.
 
     Returns:
         The scores of `Score.result`; "damaged", the number of images that cannot be read and are left out,
         see OUT/damaged.jsonl; "empty", the number of masks without a pixel at the evaluated resolution, which
-        are left out too. None: the run was asked to stop meanwhile.
+        are left out too (none by the protocol sam: every mask has a pixel at source resolution). None: the
+        run was asked to stop meanwhile.
     """
     training = module.training
     module.eval()
     model = declared(module)
-    score = Score.empty(rank_info.device)
+    published = config.protocol == "sam"
+    score = Score.empty(rank_info.device, protocol.PROMPTS if published else PROMPTS, by_size=published)
     counts = torch.zeros(2, dtype=torch.int64, device=rank_info.device)
     images = len(feed.stream.view)
     shown: list[tuple[int, str]] = []
@@ -133,15 +150,20 @@ def evaluate(
             if control.poll():
                 return None
             inputs = model.inputs(batch, seed=0)
+            rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
             with autocast(parallel.precision, rank_info.device):
-                found = module(*inputs, evaluate=True)
-            weights = inputs[1].weights
-            score.add(found["intersections"], found["unions"], batch.areas, weights)
+                if published:
+                    found = module(*inputs, protocol=SamProtocol(source_truth(batch)))
+                else:
+                    found = module(*inputs, evaluate=True)
+                    found = {name: values[rows] for name, values in found.items()}
+            weights = torch.ones_like(batch.areas[rows]) if published else inputs[1].weights[rows]
+            score.add(found["intersections"], found["unions"], batch.areas[rows], weights)
             damaged = ~batch.valid & (batch.positions < images)
-            empty = batch.valid[batch.masks.image] & (weights == 0)
-            counts += torch.stack((damaged.sum(), empty.sum()))
-            if bool((batch.positions < show).any()):
-                shown += [line for line in prediction_lines(batch, weights, found) if line[0] < show]
+            counts += torch.stack((damaged.sum(), (weights == 0).sum()))
+            if bool((batch.positions < config.show).any()):
+                lines = prediction_lines(batch, rows[weights > 0], weights > 0, found)
+                shown += [line for line in lines if line[0] < config.show]
     finally:
         feed.close()
         module.train(training)
@@ -151,37 +173,58 @@ def evaluate(
         of_all: list[list[tuple[int, str]]] = [[] for _ in range(rank_info.world_size)]
         dist.all_gather_object(of_all, shown)
         shown = [line for some in of_all for line in some]
-    if show and rank_info.rank == 0:
+    if config.show and rank_info.rank == 0:
         with control.writing():
             write_whole(out / "predictions.jsonl", "".join(line for _, line in sorted(shown)).encode())
     return score.result() | dict(zip(("damaged", "empty"), counts.tolist(), strict=True))
 
 
-def prediction_lines(batch: Batch, weights: Tensor, found: dict[str, Tensor]) -> list[tuple[int, str]]:
+def source_truth(batch: Batch) -> list[ImageTruth]:
+    """The masks of each image of a batch at source resolution; none of an image that is not valid."""
+    runs = batch.masks.runs.cpu().numpy().view(np.uint32)
+    offsets = batch.masks.offsets.cpu().numpy()
+    made, start = [], 0
+    for count, valid, size in zip(
+        batch.masks.counts, batch.valid.tolist(), batch.source_sizes.tolist(), strict=True
+    ):
+        own = offsets[start : start + (count if valid else 0) + 1]
+        masks = Runs(runs[own[0] : own[-1]], own - own[0], *size)
+        corners = geometry.bbox(masks).astype(np.float64)
+        corners[:, 2:] += corners[:, :2] - 1
+        made.append(ImageTruth(rasterize(masks, dtype=np.bool_).astype(np.bool_, copy=False), corners))
+        start += count
+    return made
+
+
+def prediction_lines(
+    batch: Batch, rows: Tensor, counted: Tensor, found: dict[str, Tensor]
+) -> list[tuple[int, str]]:
     """Position of an image and its line of the file, for each image of a micro-batch that has masks.
 
     Args:
-        weights: [M], 0 for masks that do not count.
-        found: of `Interactive` in an evaluation.
+        rows: int64 [N], the masks of the batch that count.
+        counted: bool [K], which of the masks in `found` those are.
+        found: of an evaluation: K masks.
     """
-    image = batch.masks.image.cpu()
-    drawn, image_size = found["masks"].cpu().numpy(), batch.images.shape[-1]
-    unions = found["unions"][:, 0].clamp(min=1)
-    iou = (found["intersections"][:, 0] / unions).double().cpu().numpy()
-    predicted = found["predicted_iou"].double().cpu().numpy()
-    points, mask_ids = batch.points.double().cpu().numpy(), batch.mask_ids.cpu().numpy()
-    counts = (weights > 0).cpu()
+    image = batch.masks.image[rows].cpu()
+    found = {name: values[counted].cpu() for name, values in found.items()}
+    drawn, image_size = found["masks"].numpy(), batch.images.shape[-1]
+    iou = (found["intersections"][:, 0] / found["unions"][:, 0].clamp(min=1)).double().numpy()
+    predicted = found["predicted_iou"].double().numpy()
+    # Of the protocol sam the clicks are its own.
+    points = found.get("points", batch.points[rows].cpu()).double().numpy()
+    mask_ids = batch.mask_ids[rows].cpu().numpy()
     made = []
     for i, (image_id, position) in enumerate(zip(batch.ids.tolist(), batch.positions.tolist(), strict=True)):
-        own = torch.nonzero((image == i) & counts).flatten().numpy()
+        own = torch.nonzero(image == i).flatten().numpy()
         if not len(own):
             continue
         size = (int(batch.source_sizes[i, 0]), int(batch.source_sizes[i, 1]))
         # The part of the raster that the image takes, stretched to its source.
-        rows, columns = (
+        taken_rows, columns = (
             max(1, int((axis.sources() >= 0).sum())) for axis in framed(size, image_size, drawn.shape[-1])
         )
-        runs = geometry.resize(runs_of(drawn[own][:, :rows, :columns]), *size)
+        runs = geometry.resize(runs_of(drawn[own][:, :taken_rows, :columns]), *size)
         scale = np.array(size[::-1]) / framed_size(*size, image_size)[::-1]
         some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
         made.append((position, some.line(image_id)))
@@ -193,8 +236,8 @@ def score(config: "Config", module: nn.Module, rank_info: RankInfo) -> None:
     held_out = held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.out, None)
     assert held_out is not None  # refused by Config.check
     module = wrap(module, config.parallel, rank_info)
-    show, control = config.evaluation.show, Control(rank_info)
-    scores = evaluate(module, held_out, config.parallel, rank_info, show, config.out, control)
+    control = Control(rank_info)
+    scores = evaluate(module, held_out, config.evaluation, config.parallel, rank_info, config.out, control)
     control.check()
     if rank_info.rank == 0 and scores is not None:
         print(json.dumps(scores) if config.json_output else score_line(scores))

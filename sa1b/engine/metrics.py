@@ -215,7 +215,11 @@ def score_line(scores: Mapping[str, float]) -> str:
     without = f"; left out: {', '.join(left_out)}" if left_out else ""
     if not scores["masks"]:
         return f"mIoU: the held-out images have no mask{without}"
-    words = [f"{scores[f'miou_{prompt}']:.3f} ({label})" for prompt, label in prompts.items()]
+    words = []
+    for prompt, label in prompts.items():
+        oracle = scores.get(f"miou_{prompt}_oracle")
+        best = "" if oracle is None else f", oracle {oracle:.3f}"
+        words.append(f"{scores[f'miou_{prompt}']:.3f} ({label}{best})")
     return f"mIoU {', '.join(words)} on {scores['masks']:,.0f} masks{without}"
 
 

@@ -12,7 +12,7 @@ The backward pass of an iteration follows its forward pass at once, inside of `f
 of one iteration are ever in memory (see `sa1b.sam.early_gradients`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -35,6 +35,9 @@ from sa1b.sam.random_values import kept_branches, random_words
 from sa1b.sam.recipe import Recipe
 
 SCORED_CLICKS = (1, 3, 5)  # after which an evaluation looks at the masks; a box comes last
+
+
+EvaluationProtocol = Callable[[Sam, Tensor, Tensor], dict[str, Tensor]]  # see sa1b.sam.protocol
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,7 +227,13 @@ class Interactive(nn.Module):
         return list(self.model.image_encoder.blocks)
 
     def forward(
-        self, images: Tensor, targets: Targets, image_keys: Tensor, *, evaluate: bool = False
+        self,
+        images: Tensor,
+        targets: Targets,
+        image_keys: Tensor,
+        *,
+        evaluate: bool = False,
+        protocol: EvaluationProtocol | None = None,
     ) -> dict[str, Tensor]:
         """Losses of a micro-batch, or its scores.
 
@@ -234,6 +243,8 @@ class Interactive(nn.Module):
             image_keys: int64 [B], a hash for each image and visit; drop path is drawn from it.
             evaluate: score the masks without gradient and without noise; the first click is the target's
                 point, the others are drawn as in training. Put the module into evaluation mode before.
+            protocol: evaluate by it instead; it gets the model, the images and `targets.sizes`, and its
+                result is returned. It calls `embed` once on every rank, which FSDP counts on.
 
         Returns:
             Training: sums over masks, weighted by targets.weights, float32 scalars; divide by the count over
@@ -249,6 +260,9 @@ class Interactive(nn.Module):
         Raises:
             ValueError: the raster of the targets is smaller than the decoder's masks.
         """
+        if protocol is not None:
+            with torch.no_grad():
+                return protocol(self.model, images, targets.sizes)
         raster, image_size = targets.masks.shape[-1], images.shape[-1]
         if raster < image_size // 4:
             raise ValueError(

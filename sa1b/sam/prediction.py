@@ -25,7 +25,8 @@ from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
 
 _AREA_FACTOR = 4 / 3  # beyond this much reduction, bilinear sampling would skip pixels
-_AT_ONCE = 32  # prompts that are decoded together, and masks that are enlarged together
+_AT_ONCE = 32  # prompts that are decoded together
+_PIXELS = 1 << 25  # that are enlarged together: 128 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,11 +136,12 @@ def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], i
         image_size: pixels of the square.
     """
     made = torch.empty((len(logits), *source), dtype=torch.bool, device=logits.device)
-    for start in range(0, len(logits), _AT_ONCE):
-        part = logits[start : start + _AT_ONCE, None]
+    many = max(1, _PIXELS // max(source[0] * source[1], image_size**2))
+    for start in range(0, len(logits), many):
+        part = logits[start : start + many, None]
         large = functional.interpolate(part, (image_size, image_size), mode="bilinear", align_corners=False)
         cut = large[..., : taken[0], : taken[1]]
-        made[start : start + _AT_ONCE] = (
+        made[start : start + many] = (
             functional.interpolate(cut, source, mode="bilinear", align_corners=False)[:, 0] > 0
         )
     return made

@@ -27,21 +27,33 @@ class Score:
     An IoU counts as floor(UNIT * intersection / union), so that sums are exact; the rounding is 2**-32.
 
     Attributes:
-        sums: int64 [3, 5]: a row for each of SIZES; the IoU of each of PROMPTS, then the number of masks.
+        sums: int64 [3, P + 1]: a row for each of SIZES; the IoU of each prompt, then the number of masks.
+        prompts: names of the P prompts.
+        by_size: whether results are given by size too. The limits of sizes are in source pixels: they say
+            something where IoU is measured at source resolution, not where small masks have no pixel left.
     """
 
     sums: Tensor
+    prompts: tuple[str, ...] = PROMPTS
+    by_size: bool = True
 
     @classmethod
-    def empty(cls, device: torch.device | str = "cpu") -> "Score":
+    def empty(
+        cls,
+        device: torch.device | str = "cpu",
+        prompts: tuple[str, ...] = PROMPTS,
+        *,
+        by_size: bool = True,
+    ) -> "Score":
         """A score without a mask."""
-        return cls(torch.zeros((len(SIZES), len(PROMPTS) + 1), dtype=torch.int64, device=device))
+        sums = torch.zeros((len(SIZES), len(prompts) + 1), dtype=torch.int64, device=device)
+        return cls(sums, prompts, by_size)
 
     def add(self, intersections: Tensor, unions: Tensor, areas: Tensor, weights: Tensor) -> None:
         """Count the masks of a batch; nothing waits for the device.
 
         Args:
-            intersections, unions: int64 [M, 4], pixels, a column for each of PROMPTS. A union of 0 is an IoU
+            intersections, unions: int64 [M, P], pixels, a column for each prompt. A union of 0 is an IoU
                 of 0, as in training.
             areas: int64 [M], source pixels.
             weights: [M]; 0 leaves a mask out, any other weight counts it once.
@@ -67,11 +79,12 @@ class Score:
         """
         rows = self.sums.tolist()
         by_size = {"": [sum(column) for column in zip(*rows, strict=True)]}
-        by_size |= {f"_{size}": row for size, row in zip(SIZES, rows, strict=True)}
+        if self.by_size:
+            by_size |= {f"_{size}": row for size, row in zip(SIZES, rows, strict=True)}
         found: dict[str, float] = {}
         for suffix, (*ious, masks) in by_size.items():
             found[f"masks{suffix}"] = masks
             if masks:
-                means = zip(PROMPTS, ious, strict=True)
+                means = zip(self.prompts, ious, strict=True)
                 found |= {f"miou_{prompt}{suffix}": total / (UNIT * masks) for prompt, total in means}
         return found

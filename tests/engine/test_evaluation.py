@@ -16,10 +16,15 @@ from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.parallel import ParallelConfig, wrap
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
+from sa1b.gallery.predictions import read_predictions
+from sa1b.masks.geometry import bbox
+from sa1b.masks.raster import rasterize
 from sa1b.sam import clicks
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.protocol import centre
 from sa1b.sam.recipe import Recipe
+from sa1b.stream.sample import choose
 from sa1b.views.view import write_view
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import IMAGE_SIZE, Micro, make_root, place_of, prepared
@@ -56,16 +61,32 @@ def model() -> Interactive:
 
 
 def scored(
-    root: Path, out: Path, rank_info: RankInfo, config: ParallelConfig, **data: Any
+    root: Path,
+    out: Path,
+    rank_info: RankInfo,
+    config: ParallelConfig,
+    *,
+    protocol: Any = "uniform",
+    show: int = 0,
+    **data: Any,
 ) -> dict[str, float]:
     feed = feed_for(root, out, rank_info, **data)
-    return scores_of(wrap(model(), config, rank_info), feed, config, rank_info, out)
+    module = wrap(model(), config, rank_info)
+    return scores_of(module, feed, config, rank_info, out, protocol=protocol, show=show)
 
 
 def scores_of(
-    module: nn.Module, feed: Feed, config: ParallelConfig, rank_info: RankInfo, out: Path
+    module: nn.Module,
+    feed: Feed,
+    config: ParallelConfig,
+    rank_info: RankInfo,
+    out: Path,
+    *,
+    protocol: Any = "uniform",
+    show: int = 0,
 ) -> dict[str, float]:
-    found = evaluate(module, feed, config, rank_info, 0, out, Control(rank_info))
+    settings = EvaluationConfig(show=show, protocol=protocol)
+    found = evaluate(module, feed, settings, config, rank_info, out, Control(rank_info))
     assert found is not None
     return found
 
@@ -104,7 +125,6 @@ def numpy_scores(root: Path, out: Path) -> dict[str, float]:
     """Mask by mask, IoU as a fraction of two counts, means by numpy."""
     sam = model().model.eval()
     ious: list[list[float]] = []
-    areas: list[int] = []
     empty = 0
     feed = feed_for(root, out, place_of())
     for micro in (prepared(batch, 0) for batches in feed.steps() for batch in batches):
@@ -114,25 +134,15 @@ def numpy_scores(root: Path, out: Path) -> dict[str, float]:
             if truth[i].any() and valid[image]:
                 pairs = [(one[i] & truth[i], one[i] | truth[i]) for one in answers]
                 ious.append([both.sum() / either.sum() for both, either in pairs])
-                areas.append(int(micro.batch.areas[i]))
             elif valid[image]:
                 empty += 1
     feed.close()
-    found: dict[str, float] = {}
-    sizes = np.digitize(areas, [32**2, 96**2])
-    for suffix, chosen in {
-        "": sizes >= 0,
-        "_small": sizes == 0,
-        "_medium": sizes == 1,
-        "_large": sizes == 2,
-    }.items():
-        found[f"masks{suffix}"] = int(chosen.sum())
-        if chosen.any():
-            means = np.array(ious)[chosen].mean(axis=0)
-            found |= {
-                f"miou_{prompt}{suffix}": float(mean)
-                for prompt, mean in zip(("1_click", "3_clicks", "5_clicks", "box"), means, strict=True)
-            }
+    means = np.array(ious).mean(axis=0).tolist()
+    found = {
+        f"miou_{prompt}": mean
+        for prompt, mean in zip(("1_click", "3_clicks", "5_clicks", "box"), means, strict=True)
+    }
+    found["masks"] = len(ious)
     return found | {"damaged": 0, "empty": empty}
 
 
@@ -162,9 +172,61 @@ def test_flips_and_runs_of_the_training_do_not_change_it(
     assert changed == whole
 
 
-def on_rank(root: Path, run: Path, mode: Any) -> dict[str, float]:
+def on_rank(root: Path, run: Path, mode: Any, protocol: str) -> dict[str, float]:
     with group(ParallelConfig(mode=mode)) as rank_info:
-        return scored(root, run, rank_info, ParallelConfig(mode=mode))
+        return scored(root, run, rank_info, ParallelConfig(mode=mode), protocol=protocol)
+
+
+@pytest.fixture(scope="module")
+def published(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], Path]:
+    """By one process and the protocol sam, and its folder."""
+    out = tmp_path_factory.mktemp("published")
+    return scored(root, out, place_of(), ParallelConfig(), protocol="sam", show=3), out
+
+
+def test_by_the_protocol_sam_a_click_is_at_the_centre_and_iou_at_source_resolution(
+    root: Path, published: tuple[dict[str, float], Path]
+) -> None:
+    scores, out = published
+    dataset = sa1b.open(root)
+    sam = model().model.eval()
+    ious: dict[str, list[float]] = {"1_click": [], "box": []}
+    predictions = read_predictions(out / "predictions.jsonl")
+    assert len(predictions) == 3
+    for row in range(HELD_OUT):
+        sample = dataset[row]
+        chosen = chosen_masks(root, row)
+        truth = rasterize(sample.runs, select=chosen, dtype=np.bool_)
+        points = [centre(mask)[:2] for mask in truth]
+        corners = bbox(sample.runs.select(chosen)).astype(float)
+        corners[:, 2:] += corners[:, :2] - 1
+        for name, prompts in (("1_click", {"points": points}), ("box", {"boxes": corners})):
+            masks = sa1b.predict(sam, sample.image, **prompts).masks
+            ious[name] += ((masks & truth).sum((1, 2)) / (masks | truth).sum((1, 2))).tolist()
+        if (shown := predictions.get(int(dataset.table.image_id[row]))) is not None:
+            assert np.allclose(shown.points, np.array(points) + 0.5, atol=0.01)
+            assert np.allclose(shown.iou, ious["1_click"][-len(points) :], atol=2e-3)
+    for name, found in ious.items():
+        assert scores[f"miou_{name}"] == pytest.approx(np.mean(found), abs=2e-3)
+        assert scores[f"miou_{name}_oracle"] > scores[f"miou_{name}"]
+    assert scores["masks"] == len(ious["box"])
+    assert scores["masks"] == scores["masks_small"] + scores["masks_medium"] + scores["masks_large"]
+    assert scores["empty"] == 0
+
+
+def chosen_masks(root: Path, row: int) -> np.ndarray:
+    """Of an image of the view, the masks that an evaluation of three masks takes."""
+    annotations = sa1b.open(root)[row].annotations
+    return choose(annotations, annotations.runs_count > 1, 3, "uniform", 0, 0)
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"]
+)  # of four positions a step one is a fill-up
+def test_ranks_do_not_change_a_digit_by_the_protocol_sam(
+    root: Path, tmp_path: Path, published: tuple[dict[str, float], Path], mode: str
+) -> None:
+    assert launch(on_rank, 2, root, tmp_path, mode, "sam") == [published[0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -178,7 +240,7 @@ def on_rank(root: Path, run: Path, mode: Any) -> dict[str, float]:
 def test_ranks_do_not_change_a_digit(
     root: Path, tmp_path: Path, whole: dict[str, float], mode: str, world_size: int
 ) -> None:
-    assert launch(on_rank, world_size, root, tmp_path, mode) == [whole] * world_size
+    assert launch(on_rank, world_size, root, tmp_path, mode, "uniform") == [whole] * world_size
 
 
 def test_the_module_is_left_in_its_mode_and_the_same_comes_again(root: Path, tmp_path: Path) -> None:

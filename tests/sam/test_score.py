@@ -94,3 +94,10 @@ def test_ranks_agree_on_the_score_of_one_process(tmp_path):
     mp.start_processes(reduce_part, (2, port, str(tmp_path)), 2, start_method="spawn")
     for rank in range(2):
         np.testing.assert_array_equal(np.load(tmp_path / f"{rank}.npy"), scored(case(100)).sums)
+
+
+def test_a_score_of_other_prompts_and_without_sizes():
+    score = Score.empty(prompts=("a", "b"), by_size=False)
+    pixels = torch.tensor([[3, 4], [1, 4]])
+    score.add(pixels, torch.full((2, 2), 4), torch.tensor([5, 50_000]), torch.ones(2))
+    assert score.result() == {"masks": 2, "miou_a": 0.5, "miou_b": 1.0}

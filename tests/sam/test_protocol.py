@@ -1,0 +1,154 @@
+"""The protocol sam, against brute force and against the published model click by click."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from sa1b.masks.grid import framed_size
+from sa1b.sam.clicks import BACKGROUND, FOREGROUND, NOTHING
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.protocol import PROMPTS, ImageTruth, SamProtocol, centre, next_click
+from tests.sam import published
+
+SMALL = ModelConfig(image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32)
+
+
+def distances(region: np.ndarray) -> np.ndarray:
+    """Of each pixel of the region to the nearest pixel outside, the ring around the array included."""
+    padded = np.pad(region, 1)
+    outside = np.argwhere(~padded)
+    found = np.zeros(region.shape)
+    for y, x in np.argwhere(region):
+        found[y, x] = np.sqrt(((outside - (y + 1, x + 1)) ** 2).sum(axis=1).min())
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_centre_is_farthest_from_what_is_outside(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    height, width = random.integers(1, 24, 2)
+    region = random.random((height, width)) < random.choice([0.1, 0.7, 0.97, 1.0])
+    x, y, distance = centre(region)
+    by_force = distances(region)
+    assert distance == pytest.approx(by_force.max(), abs=1e-5)
+    if region.any():
+        assert by_force[y, x] == pytest.approx(by_force.max(), abs=1e-5)
+    else:
+        assert (x, y, distance) == (0, 0, 0.0)
+
+
+def test_the_next_click_is_in_the_middle_of_the_largest_error() -> None:
+    truth, predicted = np.zeros((2, 40, 50), bool)
+    truth[10:20, 10:30] = True
+    predicted[10:20, 10:23] = True  # misses 10 x 7
+    assert next_click(predicted, truth)[1:] == (13, FOREGROUND)
+    predicted[30:39, 1:10] = True  # 9 x 9 too much
+    assert next_click(predicted, truth) == (5, 34, BACKGROUND)
+    predicted[:] = truth
+    assert next_click(predicted, truth).label == NOTHING
+    predicted[0, 0:40] = True  # long, but thin
+    predicted[13:18, 13:18] = False
+    assert next_click(predicted, truth) == (15, 15, FOREGROUND)
+
+
+@torch.no_grad()
+def by_published(theirs: Any, image: torch.Tensor, truth: np.ndarray, box: np.ndarray) -> dict[str, float]:
+    """IoU of one mask, click by click, with the published modules."""
+    height, width = truth.shape
+    rows, columns = framed_size(height, width, 64)
+    pixels = image[:, :rows, :columns].float()
+    embeddings = theirs.image_encoder(theirs.preprocess(pixels[None]))
+    scale = np.array([columns / width, rows / height])
+
+    def answer(points: Any, boxes: Any, low: Any, *, best: bool) -> tuple[list[np.ndarray], Any, int]:
+        sparse, dense = theirs.prompt_encoder(points=points, boxes=boxes, masks=low)
+        logits, iou = theirs.mask_decoder(
+            image_embeddings=embeddings,
+            image_pe=theirs.prompt_encoder.get_dense_pe(),
+            sparse_prompt_embeddings=sparse,
+            dense_prompt_embeddings=dense,
+            multimask_output=best,
+        )
+        large = functional.interpolate(logits, (64, 64), mode="bilinear", align_corners=False)
+        masks = functional.interpolate(
+            large[..., :rows, :columns], (height, width), mode="bilinear", align_corners=False
+        )
+        return list(masks[0].numpy() > 0), logits, int(iou[0].argmax())
+
+    def iou_of(mask: np.ndarray) -> float:
+        return (mask & truth).sum() / (mask | truth).sum()
+
+    found = {}
+    masks, low, chosen = answer(
+        None, torch.from_numpy((box.reshape(2, 2) + 0.5) * scale - 0.5).float().reshape(1, 4), None, best=True
+    )
+    found["box"], found["box_oracle"] = iou_of(masks[chosen]), max(map(iou_of, masks))
+    reach = distances(truth)
+    y, x = np.unravel_index(reach.argmax(), reach.shape)
+    at, labels, low = [(x, y)], [1], None
+    for number in range(1, 6):
+        points = (
+            torch.from_numpy((np.array(at) + 0.5) * scale - 0.5).float()[None],
+            torch.tensor(labels)[None],
+        )
+        masks, logits, chosen = answer(points, None, low, best=number == 1)
+        if number == 1:
+            found["1_click_oracle"] = max(map(iou_of, masks))
+        found[f"{number}_click{'s' if number > 1 else ''}"] = iou_of(masks[chosen])
+        low = logits[:, chosen : chosen + 1]
+        missing, surplus = distances(truth & ~masks[chosen]), distances(masks[chosen] & ~truth)
+        error = missing if missing.max() >= surplus.max() else surplus
+        y, x = np.unravel_index(error.astype(np.float32).argmax(), error.shape)
+        at.append((x, y))
+        labels.append(int(truth[y, x]))
+    return found
+
+
+def test_scores_are_those_of_the_published_model_click_by_click() -> None:
+    theirs = published.build(SMALL)
+    model = Sam(SMALL)
+    model.load_state_dict(theirs.state_dict())
+    sizes = [(45, 61), (30, 20), (50, 50)]
+    random = np.random.default_rng(0)
+    images = torch.from_numpy(random.integers(0, 256, (3, 3, 64, 64), np.uint8))
+    truth, taken = [], []
+    for number, (height, width) in enumerate(sizes):
+        masks = np.zeros((number, height, width), bool)  # the first image has none
+        for i in range(number):
+            masks[i, 3 + i : 20 + i, 2 : 17 - 4 * i] = True
+        boxes = np.array([[2.0, 3.0 + i, 16.0 - 4 * i, 19.0 + i] for i in range(number)]).reshape(-1, 4)
+        truth.append(ImageTruth(masks, boxes))
+        taken.append(framed_size(height, width, 64))
+        rows, columns = taken[-1]
+        images[number, :, rows:] = 0
+        images[number, :, :, columns:] = 0
+    with torch.no_grad():
+        found = SamProtocol(truth)(model, images, torch.tensor(taken))
+    ious = (found["intersections"] / found["unions"]).numpy()
+    row = 0
+    for image, of_image in zip(images, truth, strict=True):
+        for mask, box in zip(of_image.masks, of_image.boxes, strict=True):
+            reference = by_published(theirs, image, mask, box)
+            expected = [reference[prompt] for prompt in PROMPTS]
+            assert ious[row] == pytest.approx(expected, abs=2 / mask.sum())
+            row += 1
+    assert row == len(ious) == 3
+    assert (found["masks"].shape, found["points"].shape) == ((3, 16, 16), (3, 2))
+
+
+def test_images_without_masks_are_embedded_and_score_nothing() -> None:
+    torch.manual_seed(0)
+    model = Sam(SMALL)
+    calls: list[int] = []
+    model.image_encoder.register_forward_hook(lambda *_: calls.append(1))
+    none = ImageTruth(np.zeros((0, 5, 5), bool), np.zeros((0, 4)))
+    for count in (0, 2):
+        images = torch.zeros(count, 3, 64, 64, dtype=torch.uint8)
+        sizes = torch.full((count, 2), 64)
+        with torch.no_grad():
+            found = SamProtocol([none] * count)(model, images, sizes)
+        assert found["intersections"].shape == (0, len(PROMPTS))
+    assert len(calls) == 2
