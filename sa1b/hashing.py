@@ -1,7 +1,7 @@
 """Random choices without a generator: each is a hash of the seed and of what the choice is for.
 
-There is no state to save, to split between workers or to restore: the draw for (seed, purpose, position or
-image id, round, ...) is the same in any process, at any world size, in any order of asking.
+There is no state to save, to split between workers or to restore: the random value for (seed, purpose,
+position or image id, round, ...) is the same in any process, at any world size, in any order of asking.
 
     random_word(7, Purpose.FLIP, 4711) & 1                                 flip the image at position 4711?
     below(random_words(7, Purpose.POINT, 4711, np.arange(64)), areas)      a pixel for each of its 64 masks
@@ -31,7 +31,7 @@ _WORD = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """The first number of every key, so that no two kinds of choices share their draws.
+    """The first number of every key, so that no two kinds of choices share their random values.
 
     The numbers are part of what a seed means: add to them, never change them.
     """
@@ -73,7 +73,7 @@ _mix = _mix_loop if COMPILED else _mix_arrays
 
 
 def random_word(seed: int, *key: int) -> int:
-    """One draw: an integer from 0 to 2**64 - 1.
+    """One random value: an integer from 0 to 2**64 - 1.
 
     For seed 1234567, numbers 0, 1, 2 as keys give 6457827717110365317, 3203168211198807973,
     9817491932198370423, which are SplitMix64's published first outputs for that seed.
@@ -88,7 +88,7 @@ def random_word(seed: int, *key: int) -> int:
 
 
 def random_words(seed: int, *key: int | npt.NDArray[np.integer]) -> Words:
-    """Many draws at once: uint64 of the shape that the key's numbers and arrays broadcast to.
+    """Many random values at once: uint64 of the shape that the key's numbers and arrays broadcast to.
 
     `random_words(s, a, [b0, b1])` holds `random_word(s, a, b0)` and `random_word(s, a, b1)`.
     """
@@ -104,16 +104,16 @@ def random_words(seed: int, *key: int | npt.NDArray[np.integer]) -> Words:
     return words
 
 
-def below(drawn: Words, bound: int | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Draws as int64 from 0 to bound - 1; bound from 1 on, one number or one for each draw.
+def below(words: Words, bound: int | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Random words as int64 from 0 to bound - 1; bound from 1 on, one number or one for each word.
 
     The remainder: no number is likelier than another by more than bound / 2**64.
     """
-    return (drawn % np.asarray(bound).astype(np.uint64)).astype(np.int64)
+    return (words % np.asarray(bound).astype(np.uint64)).astype(np.int64)
 
 
 def uniforms(seed: int, *key: int | npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """Draws as float64 in the open interval (0, 1), odd multiples of 2**-53: a logarithm is finite."""
+    """Random float64 in the open interval (0, 1), odd multiples of 2**-53: a logarithm is finite."""
     return ((random_words(seed, *key) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 

@@ -37,7 +37,7 @@ def test_purposes_keep_their_numbers():
         "MASKS": 2,
         "COVERAGE": 3,
         "FLIP": 4,
-        "CROP": 5,
+        "TRANSFORM": 5,
         "POINT": 6,
         "PROMPT": 7,
         "SUBSET": 8,
