@@ -108,7 +108,9 @@ class Model(Protocol):
         """Groups of modules whose parameters FSDP gathers together, in the order of execution.
 
         They are gathered in the number format of the matrix products. All other parameters stay gathered, in
-        float32.
+        float32. FSDP's hooks run around the call of each module of a group. If the first one has a method
+        `gathered`, they run around that: a model that compiles the code which uses the group calls it in
+        there, so that no hook is inside a graph, and uses the modules' `forward`.
         """
         ...
 

@@ -39,7 +39,13 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -208,7 +214,7 @@ def shared_statistics(module: nn.Module, config: ParallelConfig, rank_info: Rank
     if not config.sync_batchnorm:
         raise UsageError(
             f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "
-            "ranks; pass --parallel.sync-batchnorm True on GPUs, or build the model with another norm"
+            "ranks; pass --parallel.sync-batchnorm on GPUs, or build the model with another norm"
         )
     if rank_info.device.type != "cuda":
         raise UsageError(
@@ -235,6 +241,8 @@ def _fully_shard(module: nn.Module, config: ParallelConfig, rank_info: RankInfo)
             mp_policy=low,
             offload_policy=offload,
         )
+        if hasattr(unit[0], "gathered"):
+            register_fsdp_forward_method(unit[0], "gathered")
     fully_shard(
         module,
         mesh=rank_info.mesh,

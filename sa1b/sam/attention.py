@@ -16,6 +16,8 @@ d = 64, padded to 96, and 192 in a global block at 1024 pixels. The kernels want
 the values are padded with zeros; the output is cut back to d.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,6 +42,10 @@ class RelativeAttention(nn.Module):
         self.proj = nn.Linear(width, width)
         self.rel_pos_h = nn.Parameter(torch.zeros(2 * side - 1, width // heads))
         self.rel_pos_w = nn.Parameter(torch.zeros(2 * side - 1, width // heads))
+
+    def gathered(self, function: Callable[..., Tensor], *arguments: Tensor | None) -> Tensor:
+        """Call a function that uses the weights; FSDP gathers them around this call, not around `forward`."""
+        return function(*arguments)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens float [B, side, side, width] -> the same shape; B images or windows.

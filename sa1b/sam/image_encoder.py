@@ -4,7 +4,9 @@ Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", 
 "Segment Anything", Kirillov et al., 2023. Parameters have the published names and shapes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +69,12 @@ class ImageEncoder(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
+    def compile_blocks(self) -> None:
+        """Compile each block; see `Block.compile_compute`."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.compile_compute()
+
     def forward(self, pixels: Tensor, keep: Tensor | None = None) -> Tensor:
         """Normalised pixels float [B, 3, S, S] -> embedding float [B, channels, S / patch, S / patch].
 
@@ -113,28 +121,46 @@ class Block(nn.Module):
         self.attn = RelativeAttention(width, heads, window or side)
         self.norm2 = nn.LayerNorm(width, eps=EPSILON)
         self.mlp = feed_forward(width, 4 * width, nn.GELU())
+        self.compiled: Callable[[Tensor, Tensor | None], Tensor] | None = None
+
+    def compile_compute(self) -> None:
+        """Compile `compute`, anew for each batch size: sizes must not become dynamic.
+
+        What surrounds it stays outside of the graph: the hooks of FSDP, at which a graph breaks, and the
+        checkpoint, of which nothing is compiled once a graph breaks inside.
+        """
+        # All blocks share one code and its limit of graphs: windowed and global ones, in training and
+        # evaluation, for a few batch sizes.
+        dynamo: Any = import_module("torch._dynamo.config")
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+        self.compiled = torch.compile(self.compute, dynamic=False, fullgraph=True)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """Tokens [B, H, W, width] -> the same shape; gain float [B, 2] scales attention and MLP of images."""
+        return self.attn.gathered(self.checkpointed, x, gain)
+
+    def checkpointed(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        """`compute`; with `recompute`, nothing but the input is kept for the backward pass."""
+        compute = self.compiled or self.compute
         if self.recompute and torch.is_grad_enabled():
-            # In here, and not around the block: a compiled block then holds forward and recomputation in one
-            # graph. From outside the two may meet different graphs, where a batch of another size has come
-            # between. Nothing in a block is random, so there is no state of a generator to keep.
-            out: Tensor = checkpoint(self.compute, x, gain, use_reentrant=False, preserve_rng_state=False)
+            # Nothing in a block is random, so there is no state of a generator to keep.
+            out: Tensor = checkpoint(compute, x, gain, use_reentrant=False, preserve_rng_state=False)
             return out
-        return self.compute(x, gain)
+        return compute(x, gain)
 
     def compute(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        # No call of attention and MLP themselves: FSDP's hooks on them run in `gathered`.
         attended = self.attend(self.norm1(x))
         x = x + (attended if gain is None else attended * gain[:, 0, None, None, None])
-        fed: Tensor = self.mlp(self.norm2(x))
+        fed: Tensor = self.norm2(x)
+        for layer in self.mlp:
+            fed = layer(fed)
         return x + (fed if gain is None else fed * gain[:, 1, None, None, None])
 
     def attend(self, x: Tensor) -> Tensor:
         if self.window == 0:
-            attended: Tensor = self.attn(x)
-            return attended
-        return join_windows(self.attn(split_windows(x, self.window)), x.shape[1], x.shape[2])
+            return self.attn.forward(x)
+        return join_windows(self.attn.forward(split_windows(x, self.window)), x.shape[1], x.shape[2])
 
 
 class ChannelNorm(nn.Module):

@@ -124,8 +124,7 @@ class Sam(nn.Module):
         self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
         if config.compile_blocks:
-            for block in self.image_encoder.blocks:
-                block.compile()
+            self.image_encoder.compile_blocks()
 
     def embed(self, images: Tensor, keep: Tensor | None = None, sizes: Tensor | None = None) -> Tensor:
         """The embedding of each image.

@@ -271,8 +271,8 @@ SYNCHRONISED = ParallelConfig(mode="ddp", sync_batchnorm=True)
 @pytest.mark.parametrize(
     ("config", "device", "message"),
     [
-        (DDP, "cuda", "first and 1 more layers: .*--parallel.sync-batchnorm True"),
-        (FSDP, "cpu", "first and 1 more layers: .*--parallel.sync-batchnorm True"),
+        (DDP, "cuda", "first and 1 more layers: .*--parallel.sync-batchnorm on"),
+        (FSDP, "cpu", "first and 1 more layers: .*--parallel.sync-batchnorm on"),
         (SYNCHRONISED, "cpu", "on GPUs only"),
     ],
 )

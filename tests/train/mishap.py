@@ -12,7 +12,8 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
 
 The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
 
-With "into", a folder, each rank notes there which images each step had, and how long it waits for others.
+With "into", a folder, each rank notes there which images each step had, how many graphs were compiled so far,
+and how long it waits for others. With "compile", torch.compile makes graphs but no code of them.
 """
 
 import contextlib
@@ -21,10 +22,12 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from sa1b import train
 from sa1b.engine.control import Control
@@ -38,6 +41,8 @@ MOMENTS = ("begun", "judged", "agreed", "saved")
 def arrange(mishap: dict[str, Any]) -> None:
     """Prepare it in this process, which is a rank: RANK is set."""
     rank = int(os.environ.get("RANK", "0"))
+    if mishap.get("compile"):  # the graphs are the same whatever makes code of them
+        torch.compile = partial(torch.compile, backend="aot_eager")
     if "into" in mishap:
         _record(Path(mishap["into"]), rank)
     if rank != mishap.get("rank", 0):
@@ -167,7 +172,8 @@ def _record(folder: Path, rank: int) -> None:
     def is_good(self: Health, step: int, *arguments: Any) -> bool:
         ids = torch.cat(arguments[-1]).tolist()
         with (folder / f"{rank}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "ids": ids}) + "\n")
+            graphs = counters["stats"]["unique_graphs"]
+            file.write(json.dumps({"step": step, "ids": ids, "graphs": graphs}) + "\n")
         return judge(self, step, *arguments)
 
     Health.is_good, train.set_timeout = is_good, noted

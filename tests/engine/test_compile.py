@@ -1,0 +1,36 @@
+"""What torch.compile makes of the encoder's blocks: whole graphs in every mode, one for each batch size."""
+
+from typing import Any
+
+import pytest
+
+from sa1b.engine.parallel import ParallelConfig
+from tests.engine import checks
+from tests.engine.compiling import counted
+from tests.engine.launch import launch
+
+KINDS = 2  # of blocks in the model: with windows and without
+
+
+def run(mode: Any, recompute: bool) -> list[dict[str, Any]]:
+    config = ParallelConfig(mode=mode)
+    return [counted(config, recompute)] if mode == "none" else launch(counted, 2, config, recompute)
+
+
+@pytest.fixture(scope="module")
+def eager() -> dict[str, Any]:
+    return checks.trace(ParallelConfig(), 1)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mode", ["none", "ddp", "fsdp"])
+def test_no_graph_breaks_and_each_batch_size_has_its_own(
+    mode: str, recompute: bool, eager: dict[str, Any]
+) -> None:
+    ranks = run(mode, recompute)
+    for rank in ranks:
+        assert rank["breaks"] == {}
+        assert rank["warmed"] == KINDS
+        assert rank["graphs"] == KINDS * len(rank["sizes"])
+        assert rank["norms"] == pytest.approx(eager["norms"], rel=1e-4)
+    assert sum(rank["losses"][0] for rank in ranks) == pytest.approx(eager["losses"][0], rel=1e-5)

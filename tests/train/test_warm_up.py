@@ -1,0 +1,23 @@
+"""The warm-up before the first step takes a micro-batch of the run: it compiles all that the steps need."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.command import train_to_end
+
+FLAGS = ("--model.compile-blocks", "--data.global-batch", "6", "--data.micro-batch", "3")
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize("recompute", [(), ("--model.checkpoint-blocks",)])
+def test_no_step_compiles_anything(
+    root: Path, tmp_path: Path, mode: str, ranks: int, recompute: tuple[str, ...]
+) -> None:
+    mishap = {"what": "record", "into": str(tmp_path), "compile": True}
+    flags = (*FLAGS, *recompute, "--optim.steps", "3")
+    train_to_end(root, tmp_path / "run", *flags, ranks=ranks, mode=mode, mishap=mishap)
+    for rank in range(ranks):
+        lines = (tmp_path / f"{rank}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["graphs"] for line in lines] == [2, 2, 2]  # windowed and global blocks
