@@ -33,6 +33,7 @@ class DataConfig:
         strategy: Which masks of an image: uniform; area: one of each class of sizes; quality: rather those
             with high scores; coverage: all of them within as few epochs as can be.
         flip: Probability of mirroring an image left and right.
+        min_pixels: Masks with fewer pixels at the target size are not trained on; an evaluation keeps them.
         block_size: Images that lie together and are read together, for disks that dislike random reads.
         target_size: Pixels of the square in which losses and scores are computed; by default a quarter of
             the image size, as the decoder's masks.
@@ -49,6 +50,7 @@ class DataConfig:
     masks: int = 64
     strategy: Strategy = "uniform"
     flip: float = 0.0
+    min_pixels: int = 0
     block_size: int = 1
     target_size: int | None = None
     threads: int | None = None
@@ -68,8 +70,9 @@ class DataConfig:
             value = getattr(self, flag)
             if value is not None and value < 1:
                 raise UsageError(f"--data.{flag.replace('_', '-')} {value} must be at least 1")
-        if self.masks < 0:
-            raise UsageError(f"--data.masks {self.masks} must be at least 0")
+        for flag in ("masks", "min_pixels"):
+            if getattr(self, flag) < 0:
+                raise UsageError(f"--data.{flag.replace('_', '-')} {getattr(self, flag)} must be at least 0")
         if not 0 <= self.flip <= 1:
             raise UsageError(f"--data.flip {self.flip} must be from 0 to 1")
         if not self.deadline > 0:
@@ -104,6 +107,7 @@ class Feed:
         view: str | None = None,
         order: Literal["shuffle", "sequential"] = "shuffle",
     ) -> None:
+        target_size = config.target_size or image_size // 4
         try:
             self.stream = Stream(
                 config.root,
@@ -122,6 +126,8 @@ class Feed:
                 masks=config.masks,
                 strategy=config.strategy,
                 flip=config.flip if order == "shuffle" else 0.0,
+                min_pixels=config.min_pixels if order == "shuffle" else 0,
+                min_pixels_size=target_size,
             )
         except ValueError as error:
             raise UsageError(f"--data: {error}") from None
@@ -130,7 +136,7 @@ class Feed:
             threads=config.threads,
             prefetch=config.prefetch,
             device=rank_info.device,
-            dense=config.target_size or image_size // 4,
+            dense=target_size,
             quiet=True,
         )
         self.micro_batches = self.stream.plan.count

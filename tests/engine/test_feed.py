@@ -134,6 +134,19 @@ def test_a_mask_without_a_pixel_does_not_count(root: Path, tmp_path: Path) -> No
     assert not bool(filled.all())
 
 
+def test_masks_with_too_few_pixels_at_the_target_size_are_not_trained_on(root: Path, tmp_path: Path) -> None:
+    micros = [micro for micros in steps_of(root, tmp_path, 5, masks=100, min_pixels=6) for micro in micros]
+    pixels = torch.cat([micro.targets.masks.flatten(1).sum(dim=1, dtype=torch.int64) for micro in micros])
+    assert int(pixels.min()) >= 6
+    assert len(pixels) > 20
+    feed = feed_of(root, tmp_path, order="sequential", masks=100, min_pixels=6)
+    kept = [batch.dense.flatten(1).sum(dim=1) for batches in feed.steps() for batch in batches]
+    feed.close()
+    assert int(torch.cat(kept).min()) < 6
+    with pytest.raises(UsageError, match="--data.min-pixels -1 must be at least 0"):
+        DataConfig(min_pixels=-1)
+
+
 def test_a_feed_goes_on_behind_the_last_whole_step(root: Path, tmp_path: Path) -> None:
     feed = feed_of(root, tmp_path, micro_batch=2)
     first, second = (list(map(prepared, feed.step())) for _ in range(2))
