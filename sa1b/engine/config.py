@@ -152,7 +152,10 @@ def parse(arguments: Sequence[str], description: str | None, presets: Mapping[st
 
 
 def _check(config: Config) -> None:
-    if not config.data.root:
+    coco = config.evaluation.coco is not None
+    if coco and (not config.evaluate_only or config.dry_run):
+        raise UsageError("--evaluation.coco is for --evaluate-only: pass that too, without --dry-run")
+    if not config.data.root and not coco:
         raise UsageError("--data.root is missing: the folder that tools/reshard.py made, or its URL")
     for flag, value in _numbers(config.document()):
         if not math.isfinite(value):
@@ -173,8 +176,10 @@ def _check(config: Config) -> None:
             "--evaluation.every needs --evaluation.view: a view that tools/view.py made with --held-out and "
             "--split held-out"
         )
-    if config.evaluate_only and config.evaluation.view is None:
-        raise UsageError("--evaluate-only needs --evaluation.view")
+    if config.evaluate_only and config.evaluation.view is None and not coco:
+        raise UsageError(
+            "--evaluate-only needs --evaluation.view, or --evaluation.coco with --evaluation.images"
+        )
     if config.json_output and not config.evaluate_only:
         raise UsageError("--json is for --evaluate-only")
     if config.evaluation.view is not None and config.evaluation.view == config.data.view:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sa1b.engine.coco_evaluation import detection_line, evaluate_coco, read_coco
 from sa1b.engine.control import Control
 from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.gradients import autocast
@@ -54,6 +55,11 @@ class EvaluationConfig:
         protocol: uniform: clicks at uniform pixels, IoU at the resolution of the losses, for curves. sam:
             clicks at the centres of errors, IoU at source resolution, as published figures.
         masks: At most so many masks an image, the same ones every time.
+        coco: With --evaluate-only: a COCO-format annotation file to evaluate on instead of a view, by the
+            protocol sam with the annotations' boxes; see sa1b.engine.coco_evaluation.
+        images: With coco: the folder of its images.
+        detections: With coco: a file of COCO results whose boxes are the prompts; average precision is
+            measured then.
         show: So many images, the first ones of the view, have the model's masks written to
             OUT/predictions.jsonl: tools/gallery.py --predictions draws them beside the true ones.
     """
@@ -62,6 +68,9 @@ class EvaluationConfig:
     every: int = 0
     protocol: Literal["uniform", "sam"] = "uniform"
     masks: int = 16
+    coco: Path | None = None
+    images: Path | None = None
+    detections: Path | None = None
     show: int = 24
 
     def __post_init__(self) -> None:
@@ -69,6 +78,12 @@ class EvaluationConfig:
             raise UsageError(
                 "--evaluation.masks must be at least 1, --evaluation.every and --evaluation.show 0 or more"
             )
+        if (self.coco is None) != (self.images is None):
+            raise UsageError("--evaluation.coco and --evaluation.images go together: annotations and images")
+        if self.detections is not None and self.coco is None:
+            raise UsageError("--evaluation.detections needs --evaluation.coco, the annotations it belongs to")
+        if self.coco is not None and self.view is not None:
+            raise UsageError("--evaluation.coco and --evaluation.view are two sets of images: pass one")
 
 
 def held_out_feed(
@@ -233,11 +248,38 @@ def prediction_lines(
 
 def score(config: "Config", module: nn.Module, rank_info: RankInfo) -> None:
     """Evaluate a model without training and print the scores: --evaluate-only."""
+    if config.evaluation.coco is not None:
+        _print(config, _coco_scores(config, config.evaluation.coco, module, rank_info), rank_info)
+        return
     held_out = held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.out, None)
     assert held_out is not None  # refused by Config.check
     module = wrap(module, config.parallel, rank_info)
     control = Control(rank_info)
     scores = evaluate(module, held_out, config.evaluation, config.parallel, rank_info, config.out, control)
     control.check()
-    if rank_info.rank == 0 and scores is not None:
-        print(json.dumps(scores) if config.json_output else score_line(scores))
+    if scores is not None:
+        _print(config, scores, rank_info)
+
+
+def _coco_scores(
+    config: "Config", annotations: Path, module: nn.Module, rank_info: RankInfo
+) -> dict[str, float]:
+    folder, detections = config.evaluation.images, config.evaluation.detections
+    assert folder is not None  # refused by EvaluationConfig
+    images = read_coco(annotations, folder, detections)
+    module = wrap(module, config.parallel, rank_info)
+    return evaluate_coco(
+        module,
+        images,
+        annotations,
+        config.image_size,
+        config.parallel,
+        rank_info,
+        detected=detections is not None,
+    )
+
+
+def _print(config: "Config", scores: dict[str, float], rank_info: RankInfo) -> None:
+    if rank_info.rank == 0:
+        line = detection_line if "ap" in scores else score_line
+        print(json.dumps(scores) if config.json_output else line(scores))

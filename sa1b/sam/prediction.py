@@ -90,7 +90,7 @@ def predict(
     rows, columns = framed_size(height, width, size)
     device = model.pixel_mean.device
     embedding = model.embed(
-        torch.from_numpy(_framed(pixels, rows, columns, size)).to(device)[None].permute(0, 3, 1, 2),
+        torch.from_numpy(framed_image(pixels, rows, columns, size)).to(device)[None].permute(0, 3, 1, 2),
         sizes=torch.tensor([[rows, columns]]),
     )
     prompts = (prompts + 0.5) * (columns / width, rows / height) - 0.5
@@ -158,8 +158,8 @@ def _rgb(image: Any) -> npt.NDArray[np.uint8]:
     return pixels
 
 
-def _framed(pixels: npt.NDArray[np.uint8], rows: int, columns: int, size: int) -> npt.NDArray[np.uint8]:
-    """The image in the padded square, uint8 [size, size, 3]."""
+def framed_image(pixels: npt.NDArray[np.uint8], rows: int, columns: int, size: int) -> npt.NDArray[np.uint8]:
+    """An image, uint8 [height, width, 3], in the padded square of `size` pixels: uint8 [size, size, 3]."""
     square = np.zeros((size, size, 3), np.uint8)
     small = pixels.shape[0] > _AREA_FACTOR * rows or pixels.shape[1] > _AREA_FACTOR * columns
     how = cv2.INTER_AREA if small else cv2.INTER_LINEAR

@@ -12,7 +12,7 @@ Clicks are found on the CPU, mask by mask, by OpenCV's exact Euclidean distance 
 region: 2 ms for a region of 600 x 600 pixels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from sa1b.sam.model import Sam
 from sa1b.sam.prediction import at_source
 
 CLICKS = (1, 3, 5)
+_AT_ONCE = 32  # masks that are decoded together
 PROMPTS = ("1_click", "3_clicks", "5_clicks", "box", "1_click_oracle", "box_oracle")
 
 Mask = npt.NDArray[np.bool_]
@@ -44,6 +45,12 @@ class ImageTruth:
 
     masks: Mask
     boxes: npt.NDArray[np.float64]
+
+    def parts(self) -> Iterator["ImageTruth"]:
+        """The same masks, as many at a time as are decoded together."""
+        for start in range(0, len(self.masks), _AT_ONCE):
+            part = slice(start, start + _AT_ONCE)
+            yield ImageTruth(self.masks[part], self.boxes[part])
 
 
 class Click(NamedTuple):
@@ -78,13 +85,45 @@ class SamProtocol:
         """
         embeddings = model.embed(images, sizes=sizes)  # once on every rank, whatever there is to decode
         found = [
-            _score(model, embeddings[i : i + 1], truth, (int(size[0]), int(size[1])))
+            _score(model, embeddings[i : i + 1], part, (int(size[0]), int(size[1])))
             for i, (truth, size) in enumerate(zip(self.truth, sizes.tolist(), strict=True))
-            if len(truth.masks)
+            for part in truth.parts()
         ]
         if not found:
             found = [_nothing(4 * model.config.side, images.device)]
         return {name: torch.cat([one[name] for one in found]) for name in found[0]}
+
+
+class BoxMasks:
+    """The masks that a model predicts for boxes of one image; what `Interactive` takes as its protocol.
+
+    Args:
+        boxes: float64 [m, 4], x0, y0, x1, y1 in source pixels; m may be 0.
+        source: height and width of the image.
+    """
+
+    def __init__(self, boxes: npt.NDArray[np.float64], source: tuple[int, int]) -> None:
+        self.boxes, self.source = boxes, source
+
+    def __call__(self, model: Sam, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
+        """
+        Args:
+            images: uint8 [1, 3, S, S], or of no image where there is nothing to predict.
+            sizes: int64 [1, 2], rows and columns of the image in the padded square.
+
+        Returns:
+            "masks", bool [m, height, width]: of three candidates the one with the highest predicted IoU.
+        """
+        embedding = model.embed(images, sizes=sizes)
+        found = [torch.zeros((0, *self.source), dtype=torch.bool, device=images.device)]
+        for start in range(0, len(self.boxes), _AT_ONCE):
+            corners = self.boxes[start : start + _AT_ONCE].reshape(-1, 2, 2)
+            rows, columns = sizes[0].tolist()
+            prompts = _Prompts(model, embedding, self.source, (rows, columns))
+            labels = np.tile([TOP_LEFT, BOTTOM_RIGHT], (len(corners), 1))
+            _, predicted, masks = prompts.answer(corners, labels, AMBIGUOUS)
+            found.append(masks[torch.arange(len(masks), device=masks.device), predicted.argmax(dim=1)])
+        return {"masks": torch.cat(found)}
 
 
 def centre(region: Mask) -> tuple[int, int, float]:

@@ -1,0 +1,338 @@
+"""Evaluation on a COCO-format annotation file: published tables from published weights with one command.
+
+    python sa1b/train.py --preset vit_h --init sam_vit_h_4b8939.pth --evaluate-only
+        --evaluation.coco instances_val2017.json --evaluation.images val2017
+
+Without detections the masks are scored by the protocol of sa1b.sam.protocol, with the annotations' boxes as
+box prompts: mean IoU by prompt and by COCO's sizes. With --evaluation.detections, a file of COCO results with
+boxes ([{"image_id", "category_id", "bbox", "score"}, ...]), these are the box prompts, and the average
+precision of the masks is measured by pycocotools.
+
+Boxes are prompts as in the published code: x, y, x + width, y + height. Crowds are left out. Each rank takes
+every world_size-th image.
+"""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from sa1b.engine.gradients import autocast
+from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.ranks import RankInfo
+from sa1b.errors import Sa1bError, UsageError
+from sa1b.masks import coco
+from sa1b.masks.dense import runs_of
+from sa1b.masks.grid import framed_size
+from sa1b.masks.raster import rasterize
+from sa1b.masks.runs import MaskError, Runs
+from sa1b.sam.interactive import Targets
+from sa1b.sam.prediction import framed_image
+from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol
+from sa1b.sam.score import Score
+
+_AP = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # the first of COCOeval's figures
+
+
+class CocoError(Sa1bError):
+    """An image or a mask that cannot be decoded; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CocoImage:
+    """An image of an annotation file.
+
+    Attributes:
+        id: of the image.
+        path: of its file.
+        height, width: pixels.
+        annotations: of its masks, without crowds, as in the file.
+        detections: of its boxes, as in the file; empty where none are given.
+    """
+
+    id: int
+    path: Path
+    height: int
+    width: int
+    annotations: list[dict[str, Any]]
+    detections: list[dict[str, Any]]
+
+
+def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -> list[CocoImage]:
+    """The images of an annotation file, by id.
+
+    Raises:
+        UsageError: a file is not what it should be, images are missing, or pycocotools is needed and missing;
+            the message names the flag and the file.
+        OSError: a file cannot be read.
+    """
+    document = _json("--evaluation.coco", annotations)
+    if not isinstance(document, dict) or not all(
+        isinstance(document.get(name), list) for name in ("images", "annotations")
+    ):
+        raise UsageError(f"--evaluation.coco {annotations} has no lists of images and annotations")
+    boxes = [] if detections is None else _json("--evaluation.detections", detections)
+    if not isinstance(boxes, list):
+        raise UsageError(f"--evaluation.detections {detections} is no list of COCO results")
+    polygons = any(isinstance(one.get("segmentation"), list) for one in document["annotations"])
+    if (polygons or detections is not None) and find_spec("pycocotools") is None:
+        reason = "--evaluation.detections" if detections is not None else f"polygons in {annotations}"
+        raise UsageError(f"{reason} need pycocotools: pip install 'sa1b[interop]'")
+    try:
+        images = {
+            int(one["id"]): CocoImage(
+                int(one["id"]), folder / one["file_name"], int(one["height"]), int(one["width"]), [], []
+            )
+            for one in document["images"]
+        }
+        for one in document["annotations"]:
+            if not one.get("iscrowd"):
+                _image_of(one, images).annotations.append(one)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"--evaluation.coco {annotations} is no COCO annotation file: {error!r}") from None
+    try:
+        for one in boxes:
+            _corners(one)
+            float(one["score"]), int(one["category_id"])
+            _image_of(one, images).detections.append(one)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"--evaluation.detections {detections} are no COCO results of {annotations}: {error!r}"
+        ) from None
+    if missing := [image.path for image in images.values() if not image.path.is_file()]:
+        raise UsageError(
+            f"--evaluation.images {folder} lacks {len(missing):,} of the {len(images):,} images of "
+            f"{annotations}, such as {missing[0].name}"
+        )
+    if not images:
+        raise UsageError(f"--evaluation.coco {annotations} has no image")
+    return [images[number] for number in sorted(images)]
+
+
+def _image_of(one: Mapping[str, Any], images: Mapping[int, CocoImage]) -> CocoImage:
+    number = int(one["image_id"])
+    if number not in images:
+        raise ValueError(f"image_id {number} has no image")
+    return images[number]
+
+
+@torch.no_grad()
+def evaluate_coco(
+    module: nn.Module,
+    images: list[CocoImage],
+    annotations: Path,
+    image_size: int,
+    parallel: ParallelConfig,
+    rank_info: RankInfo,
+    *,
+    detected: bool,
+) -> dict[str, float]:
+    """The scores of a model on the images of `read_coco`. Collective; the same on all ranks.
+
+    Args:
+        module: wrapped `Interactive`.
+        annotations: the file that the images are of.
+        detected: prompt with the detections and return average precisions; else with the annotations.
+
+    Returns:
+        Detected: "ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large" of the masks. Else the scores of
+        `Score.result` and "empty", the number of annotations without a pixel, which are left out.
+
+    Raises:
+        CocoError: an image or a mask cannot be decoded.
+    """
+    module.eval()
+    device = rank_info.device
+    score = Score.empty(device, PROMPTS)
+    empty = torch.zeros(1, dtype=torch.int64, device=device)
+    results: list[dict[str, Any]] = []
+    for image, pixels, truth, areas in _loaded(images, rank_info):
+        inputs = _inputs(pixels, image_size, device)
+        with autocast(parallel.precision, device):
+            if detected:
+                boxes = [] if image is None else [_corners(one) for one in image.detections]
+                source = (1, 1) if image is None else (image.height, image.width)
+                protocol = BoxMasks(np.array(boxes, np.float64).reshape(-1, 4), source)
+                masks = module(*inputs, protocol=protocol)["masks"]
+                if image is not None and boxes:
+                    results += _results(image, masks.cpu().numpy())
+            else:
+                filled = truth.masks.any(axis=(1, 2))
+                counted = ImageTruth(truth.masks[filled], truth.boxes[filled])
+                protocol_of = SamProtocol([] if image is None else [counted])
+                found = module(*inputs, protocol=protocol_of)
+                sizes = torch.from_numpy(areas[filled]).to(device)
+                score.add(found["intersections"], found["unions"], sizes, torch.ones_like(sizes))
+                empty += int((~filled).sum())
+    if detected:
+        return _average_precision(annotations, results, rank_info)
+    if rank_info.world_size > 1:
+        score.all_reduce()
+        dist.all_reduce(empty)
+    return {**score.result(), "empty": int(empty)}
+
+
+def detection_line(scores: Mapping[str, float]) -> str:
+    """Average precisions in one line."""
+    labels = ("AP", "AP50", "AP75", "small", "medium", "large")
+    return ", ".join(f"{label} {scores[name]:.3f}" for name, label in zip(_AP, labels, strict=True))
+
+
+Loaded = tuple[CocoImage | None, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[np.int64]]
+
+
+def _loaded(images: list[CocoImage], rank_info: RankInfo) -> Iterator[Loaded]:
+    """This rank's images, read by a thread one ahead; every rank gives equally many, some of them None."""
+    own = images[rank_info.rank :: rank_info.world_size]
+    steps = -(-len(images) // rank_info.world_size)
+    with ThreadPoolExecutor(1) as pool:
+        jobs = [partial(_load, image) for image in own]
+        pending = pool.submit(jobs[0]) if jobs else None
+        for step in tqdm(range(steps), desc="evaluate", unit="image", disable=rank_info.rank > 0):
+            if pending is None:
+                yield None, np.zeros((0, 0, 3), np.uint8), _no_truth(), np.zeros(0, np.int64)
+                continue
+            following = pool.submit(jobs[step + 1]) if step + 1 < len(jobs) else None
+            yield pending.result()
+            pending = following
+
+
+def _load(image: CocoImage) -> Loaded:
+    data = np.fromfile(image.path, np.uint8)
+    # Annotations belong to the pixels as stored, whatever orientation a camera noted.
+    flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+    decoded = cv2.imdecode(data, flags) if len(data) else None
+    if decoded is None:
+        raise CocoError(f"--evaluation.images: {image.path} does not decode")
+    if decoded.shape[:2] != (image.height, image.width):
+        raise CocoError(
+            f"--evaluation.images: {image.path} has {decoded.shape[1]} x {decoded.shape[0]} pixels, but its "
+            f"annotation says {image.width} x {image.height}"
+        )
+    masks = np.zeros((len(image.annotations), image.height, image.width), np.bool_)
+    boxes = np.zeros((len(image.annotations), 4))
+    areas = np.zeros(len(image.annotations), np.int64)
+    for i, one in enumerate(image.annotations):
+        try:
+            masks[i] = _mask(one["segmentation"], image.height, image.width)
+            boxes[i] = _corners(one)
+            areas[i] = int(one.get("area", masks[i].sum()))
+        except (KeyError, TypeError, ValueError, MaskError) as error:
+            raise CocoError(
+                f"--evaluation.coco: annotation {one.get('id')} of image {image.id} cannot be read: {error!r}"
+            ) from None
+    pixels = np.ascontiguousarray(decoded[..., ::-1], np.uint8)  # OpenCV's order is blue, green, red
+    return image, pixels, ImageTruth(masks, boxes), areas
+
+
+def _mask(segmentation: Any, height: int, width: int) -> npt.NDArray[np.bool_]:
+    """A mask of COCO, polygons or runs, as pixels."""
+    if isinstance(segmentation, list):
+        from pycocotools import mask
+
+        joined = mask.merge(mask.frPyObjects(segmentation, height, width))
+        return np.asarray(mask.decode(joined), np.bool_)
+    if list(segmentation["size"]) != [height, width]:
+        raise ValueError(f"a mask of {segmentation['size']} in an image of {[height, width]}")
+    counts = segmentation["counts"]
+    if isinstance(counts, list):
+        lengths = np.array(counts, np.uint32)
+        if lengths.sum(dtype=np.int64) != height * width:
+            raise ValueError("runs that do not add up to the image")
+        runs = Runs(lengths, np.array([0, len(lengths)]), height, width)
+    else:
+        runs = coco.decode([counts], height, width)
+    return np.asarray(rasterize(runs, dtype=np.bool_)[0], np.bool_)
+
+
+def _corners(one: Mapping[str, Any]) -> tuple[float, float, float, float]:
+    x, y, width, height = map(float, one["bbox"])
+    if not np.isfinite([x, y, width, height]).all() or width < 0 or height < 0:
+        raise ValueError(f"bbox {one['bbox']}")
+    return x, y, x + width, y + height
+
+
+def _inputs(
+    pixels: npt.NDArray[np.uint8], image_size: int, device: torch.device
+) -> tuple[Tensor, Targets, Tensor]:
+    """Arguments of `Interactive` for an image, or for none where it has no pixel; without targets."""
+    count = int(pixels.size > 0)
+    square, taken = np.zeros((count, image_size, image_size, 3), np.uint8), (image_size, image_size)
+    if count:
+        taken = framed_size(pixels.shape[0], pixels.shape[1], image_size)
+        square[0] = framed_image(pixels, *taken, image_size)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    targets = Targets(
+        masks=torch.zeros((0, image_size // 4, image_size // 4), dtype=torch.uint8, device=device),
+        boxes=torch.zeros((0, 4), device=device),
+        points=torch.zeros((0, 2), device=device),
+        image=none,
+        weights=torch.zeros(0, device=device),
+        keys=none,
+        sizes=torch.tensor([taken] * count, dtype=torch.int64, device=device).reshape(-1, 2),
+        counts=[0] * count,
+    )
+    return torch.from_numpy(square).permute(0, 3, 1, 2).to(device), targets, none[:count]
+
+
+def _no_truth() -> ImageTruth:
+    return ImageTruth(np.zeros((0, 1, 1), np.bool_), np.zeros((0, 4)))
+
+
+def _results(image: CocoImage, masks: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
+    """COCO results: the masks of an image's detections."""
+    size = [image.height, image.width]
+    return [
+        {
+            "image_id": image.id,
+            "category_id": one["category_id"],
+            "score": one["score"],
+            "segmentation": {"size": size, "counts": counts.decode("ascii")},
+        }
+        for one, counts in zip(image.detections, coco.encode(runs_of(masks)), strict=True)
+    ]
+
+
+def _average_precision(
+    annotations: Path, results: list[dict[str, Any]], rank_info: RankInfo
+) -> dict[str, float]:
+    of_all = [results]
+    if rank_info.world_size > 1:
+        of_all = of_all * rank_info.world_size
+        dist.all_gather_object(of_all, results)
+    everything = [one for some in of_all for one in some]
+    if not everything:
+        return dict.fromkeys(_AP, 0.0)
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints tables
+        truth = COCO(str(annotations))
+        judged = COCOeval(truth, truth.loadRes(everything), "segm")
+        judged.evaluate()
+        judged.accumulate()
+        judged.summarize()
+    return dict(zip(_AP, map(float, judged.stats[: len(_AP)]), strict=True))
+
+
+def _json(flag: str, path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{flag} {path} is not JSON: {error}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{flag} {path} is a folder") from None

@@ -1,0 +1,273 @@
+"""--evaluate-only on a COCO annotation file, against predict, numpy and pycocotools."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+import sa1b
+from sa1b.engine.coco_evaluation import read_coco
+from sa1b.engine.evaluation import EvaluationConfig
+from sa1b.errors import UsageError
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.published import write_weights
+from tests.train.command import FLAGS, REPOSITORY, start
+
+coco_mask = pytest.importorskip("pycocotools.mask")
+
+MODEL = ModelConfig(image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32)
+SIZES = [(90, 120), (200, 150), (64, 64)]
+
+
+def ellipse(height: int, width: int, x: int, y: int, a: int, b: int) -> np.ndarray:
+    mask = np.zeros((height, width), np.uint8)
+    return cv2.ellipse(mask, (x, y), (a, b), 0, 0, 360, 1, -1)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Images, annotations in all forms, detections and weights."""
+    folder = tmp_path_factory.mktemp("coco")
+    (folder / "images").mkdir()
+    random = np.random.default_rng(0)
+    images, annotations, detections = [], [], []
+    truth: dict[int, list[tuple[np.ndarray, list[float]]]] = {}
+    for number, (height, width) in enumerate(SIZES, 11):
+        name = f"{number}.png"
+        pixels = cv2.resize(random.integers(0, 256, (9, 9, 3), np.uint8), (width, height))
+        cv2.imwrite(str(folder / "images" / name), pixels)
+        images.append({"id": number, "file_name": name, "height": height, "width": width})
+        truth[number] = []
+        square = [10.0, 12.0, 40.0, 12.0, 40.0, 50.0, 10.0, 50.0]
+        masks = [
+            (coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects([square], height, width))), [square]),
+            (ellipse(height, width, 30, 30, 25, 20), "string"),
+            (ellipse(height, width, 45, 40, 12, 9), "counts"),
+            (ellipse(height, width, 20, 40, 9, 9), "crowd"),
+        ]
+        for mask, form in masks[: 2 if number == 13 else 4]:
+            coded = coco_mask.encode(np.asfortranarray(mask))
+            segmentation: Any = {"size": [height, width], "counts": coded["counts"].decode()}
+            if form == "counts":
+                flat = mask.flatten(order="F")
+                edges = np.flatnonzero(np.diff(flat)) + 1
+                segmentation["counts"] = np.diff([0, *edges.tolist(), len(flat)]).tolist()
+            elif isinstance(form, list):
+                segmentation = form
+            box = coco_mask.toBbox(coded).tolist()
+            annotations.append(
+                {"id": len(annotations) + 1, "image_id": number, "category_id": 1, "bbox": box,
+                 "area": int(mask.sum()), "iscrowd": int(form == "crowd"), "segmentation": segmentation}
+            )  # fmt: skip
+            if form != "crowd":
+                truth[number].append((mask.astype(bool), box))
+                moved = [box[0] + 2, box[1] - 1, box[2], box[3] + 1]
+                detections.append(
+                    {"image_id": number, "category_id": 1, "bbox": moved, "score": round(random.random(), 3)}
+                )
+    empty = {"size": list(SIZES[0]), "counts": [SIZES[0][0] * SIZES[0][1]]}
+    annotations.append(
+        {"id": 99, "image_id": 11, "category_id": 1, "bbox": [0, 0, 0, 0], "area": 0, "iscrowd": 0,
+         "segmentation": empty}
+    )  # fmt: skip
+    document = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "thing"}]}
+    (folder / "annotations.json").write_text(json.dumps(document))
+    (folder / "detections.json").write_text(json.dumps(detections))
+    torch.manual_seed(0)
+    model = Sam(MODEL).eval()
+    write_weights(folder / "sam.pth", model.state_dict())
+    return {
+        "folder": folder, "truth": truth, "model": model, "detections": detections, "document": document
+    }  # fmt: skip
+
+
+def flags(folder: Path, *more: str) -> list[str]:
+    return [
+        *("--init", str(folder / "sam.pth"), "--evaluate-only", "--json"),
+        *(
+            "--evaluation.coco",
+            str(folder / "annotations.json"),
+            "--evaluation.images",
+            str(folder / "images"),
+        ),
+        *more,
+    ]
+
+
+def scores_of(folder: Path, out: Path, *more: str, ranks: int = 1, mode: str = "none") -> dict[str, float]:
+    ended = start(folder, out, *flags(folder, *more), ranks=ranks, mode=mode)
+    assert ended.codes == [0] * ranks, ended.outputs
+    found: dict[str, float] = json.loads(ended.outputs[0].splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def scores(files: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    return scores_of(files["folder"], tmp_path_factory.mktemp("run"))
+
+
+def predicted(files: dict[str, Any], number: int, boxes: list[list[float]]) -> np.ndarray:
+    pixels = cv2.imread(str(files["folder"] / "images" / f"{number}.png"))[..., ::-1]
+    corners = np.array(boxes)
+    corners[:, 2:] += corners[:, :2]
+    return sa1b.predict(files["model"], np.ascontiguousarray(pixels), boxes=corners).masks
+
+
+def test_box_prompts_give_the_mean_iou_that_numpy_finds_over_all_masks_but_crowds(
+    files: dict[str, Any], scores: dict[str, float]
+) -> None:
+    ious, sizes = [], []
+    for number, of_image in files["truth"].items():
+        found = predicted(files, number, [box for _, box in of_image])
+        for mask, (true, _) in zip(found, of_image, strict=True):
+            ious.append((mask & true).sum() / (mask | true).sum())
+            sizes.append(0 if true.sum() < 32**2 else 1 if true.sum() < 96**2 else 2)
+    assert scores["masks"] == len(ious) == 8
+    assert scores["empty"] == 1
+    assert scores["miou_box"] == pytest.approx(np.mean(ious), abs=1e-3)
+    for size, name in enumerate(("small", "medium", "large")):
+        own = [iou for iou, of in zip(ious, sizes, strict=True) if of == size]
+        assert scores[f"masks_{name}"] == len(own)
+        if own:
+            assert scores[f"miou_box_{name}"] == pytest.approx(np.mean(own), abs=1e-3)
+    assert scores["miou_box_oracle"] >= scores["miou_box"]
+    assert scores["miou_1_click_oracle"] >= scores["miou_1_click"] > 0
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("ddp", 2), pytest.param("fsdp", 2, marks=pytest.mark.slow)])
+def test_ranks_do_not_change_a_digit(
+    files: dict[str, Any], scores: dict[str, float], tmp_path: Path, mode: str, ranks: int
+) -> None:
+    assert scores_of(files["folder"], tmp_path, ranks=ranks, mode=mode) == scores
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), ("ddp", 2)])
+def test_detections_give_the_average_precision_of_pycocotools(
+    files: dict[str, Any], tmp_path: Path, mode: str, ranks: int
+) -> None:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    folder, document = files["folder"], json.loads(json.dumps(files["document"]))
+    # Random weights hit no true mask: what they predict for the annotations' boxes counts as true.
+    document["annotations"] = [one for one in document["annotations"] if one["area"]]
+    for one in document["annotations"]:
+        (mask,) = predicted(files, one["image_id"], [one["bbox"]])
+        coded = coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
+        one["segmentation"] = {**coded, "counts": coded["counts"].decode()}
+        one["area"] = int(mask.sum())
+    annotations = tmp_path / "annotations.json"
+    annotations.write_text(json.dumps(document))
+    detections = ("--evaluation.detections", str(folder / "detections.json"))
+    given = ("--evaluation.coco", str(annotations), *detections)
+    found = scores_of(folder, tmp_path / "run", *given, ranks=ranks, mode=mode)
+    results = []
+    for one in files["detections"]:
+        (mask,) = predicted(files, one["image_id"], [one["bbox"]])
+        coded = coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
+        results.append({**one, "segmentation": {**coded, "counts": coded["counts"].decode()}})
+        del results[-1]["bbox"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(str(annotations))
+        judged = COCOeval(truth, truth.loadRes(results), "segm")
+        judged.evaluate()
+        judged.accumulate()
+        judged.summarize()
+    assert list(found.values()) == pytest.approx(judged.stats[:6].tolist(), abs=1e-6)
+    assert found["ap_50"] > 0
+
+
+def test_the_command_needs_no_dataset_and_prints_a_line(
+    files: dict[str, Any], scores: dict[str, float]
+) -> None:
+    folder = files["folder"]
+    sizes = FLAGS[FLAGS.index("--model.image-size") : FLAGS.index("--model.drop-path")]
+    command = [sys.executable, "sa1b/train.py", "--preset", "tiny", *sizes, *flags(folder)]
+    command.remove("--json")
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{scores['miou_box']:.3f} (box, oracle {scores['miou_box_oracle']:.3f})" in done.stdout
+    assert "on 8 masks; left out: masks without a pixel 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda document: document.pop("annotations"), "has no lists of images and annotations"),
+        (lambda document: document["images"][0].pop("height"), "is no COCO annotation file: KeyError"),
+        (lambda document: document["annotations"][0].update(image_id=5), "image_id 5 has no image"),
+        (
+            lambda document: document["images"][1].update(file_name="gone.png"),
+            "lacks 1 of the 3 images .* gone.png",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_by_name(
+    files: dict[str, Any], tmp_path: Path, change: Any, message: str
+) -> None:
+    document = json.loads(json.dumps(files["document"]))
+    change(document)
+    (tmp_path / "annotations.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=message):
+        read_coco(tmp_path / "annotations.json", files["folder"] / "images")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"--evaluation.detections .*detections.json is not JSON"),
+        ("{}", "is no list of COCO results"),
+        ('[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3], "score": 1}]', "are no COCO results of"),
+        ('[{"image_id": 7, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 1}]', "image_id 7 has no image"),
+        ('[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3, 4]}]', "'score'"),
+    ],
+)
+def test_detections_that_do_not_fit_are_refused(
+    files: dict[str, Any], tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "detections.json").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        read_coco(
+            files["folder"] / "annotations.json", files["folder"] / "images", tmp_path / "detections.json"
+        )
+
+
+@pytest.mark.parametrize("mode", ["none", "ddp"])
+def test_an_image_that_does_not_decode_ends_the_command_with_its_name(
+    files: dict[str, Any], tmp_path: Path, mode: str
+) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for path in (files["folder"] / "images").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes() if path.stem != "12" else b"no image")
+    ranks = 1 if mode == "none" else 2
+    more = ("--evaluation.images", str(folder))
+    ended = start(files["folder"], tmp_path / "run", *flags(files["folder"], *more), ranks=ranks, mode=mode)
+    assert ended.codes[-1] == 1
+    assert f"--evaluation.images: {folder}/12.png does not decode" in ended.outputs[-1]
+    assert "Traceback" not in ended.outputs[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"coco": Path("a.json")}, "--evaluation.coco and --evaluation.images go together"),
+        ({"images": Path("a")}, "--evaluation.coco and --evaluation.images go together"),
+        ({"detections": Path("a.json")}, "--evaluation.detections needs --evaluation.coco"),
+        (
+            {"coco": Path("a.json"), "images": Path("a"), "view": "b"},
+            "--evaluation.coco and --evaluation.view",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        EvaluationConfig(**settings)
