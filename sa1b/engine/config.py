@@ -109,7 +109,10 @@ def build(config: Config, weights: Path | None) -> nn.Module:
     torch.manual_seed(config.seed)  # the same on every rank
     module = config.build()
     if weights is not None:
-        load_weights(declared(module), weights)
+        line = load_weights(declared(module), weights)
+        if int(os.environ.get("RANK", "0")) == 0:
+            # Not to stdout, where --json prints the scores.
+            sys.stderr.write(f"{line}\n")
     return module
 
 

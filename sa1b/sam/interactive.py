@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from sa1b.errors import UsageError
 from sa1b.hashing import Purpose
 from sa1b.masks.raster_torch import inside_image
-from sa1b.sam import clicks, published
+from sa1b.sam import clicks
 from sa1b.sam.early_gradients import EarlyGradients
 from sa1b.sam.flops import step_flops
+from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
@@ -184,19 +184,20 @@ class Interactive(nn.Module):
         return self.model
 
     def read_weights(self, path: Path) -> dict[str, Tensor]:
-        """See `sa1b.sam.published.read_weights`."""
-        return published.read_weights(path)
+        """The tensors of a SAM or of a plain ViT: see `sa1b.sam.initial_weights`."""
+        return read_initial_weights(path)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
-        """Load weights by their published names; returns a line that says what was loaded.
+        """Load weights of a SAM, or of a ViT for the image encoder; returns a line that says what was loaded.
+
+        Positions are resized to the model's image size.
 
         Raises:
             UsageError: they are of a model of other sizes.
         """
-        if (sentence := published.misfit(weights, self.model.config)) is not None:
-            raise UsageError(sentence)
-        self.model.load_state_dict(weights)
-        return f"all {len(weights)} tensors"
+        fitted = fit_weights(weights, self.model.config)
+        self.model.load_state_dict(fitted.tensors, strict=not fitted.kept)
+        return str(fitted)
 
     def fsdp_units(self) -> list[list[nn.Module]]:
         """Attention and MLP of each encoder block, without its norms, which stay in float32.

@@ -2,7 +2,7 @@
 
 A `.pth` is a plain dictionary from names to tensors, as published with "Segment Anything" (2023); it is a
 pickle in a zip archive, of which nothing but tensors is ever unpickled here. A `.safetensors` holds the same
-names without a pickle. Neither format notices flipped bits by itself: archives are held against their
+names without a pickle. Neither format notices flipped bits by itself: archives are verified by their
 checksums, and what is written here as `.safetensors` carries a digest.
 """
 
@@ -31,7 +31,7 @@ class WeightsError(Sa1bError):
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, float32, on the CPU; its format is told by its content, not its name.
+    """The weights in a file, float32, on the CPU; its format is recognised by its content, not its name.
 
     Runs no code of the file.
 
@@ -39,9 +39,29 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         WeightsError: damaged, or of anything but a SAM: other names, or shapes that do not fit together.
         OSError: it cannot be read.
     """
+    found = read_tensors(path)
+    check_weights(path, found)
+    return {name: tensor.to(torch.float32) for name, tensor in found.items()}
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors in a file, as they are, by its names; those under "model" where a .pth has such an entry.
+
+    Raises:
+        WeightsError: damaged, or not a dictionary of tensors.
+        OSError: it cannot be read.
+    """
     with path.open("rb") as file:
         start = file.read(16)
-    found = _read_safetensors(path) if start[8:9] == b"{" else _read_pickled(path)
+    return _read_safetensors(path) if start[8:9] == b"{" else _read_pickled(path)
+
+
+def check_weights(path: Path, found: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not the weights of a SAM.
+
+    Raises:
+        WeightsError: other names, or shapes that do not fit together.
+    """
     config = _config(path, found)
     with torch.device("meta"):
         needed = Sam(config).state_dict()
@@ -55,7 +75,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             )
     if strange := sorted(name for name, tensor in found.items() if not tensor.is_floating_point()):
         raise WeightsError(f"{path} is no SAM: {strange[0]} is {found[strange[0]].dtype}")
-    return {name: tensor.to(torch.float32) for name, tensor in found.items()}
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -156,7 +175,7 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
     return f"weights of another model than --model says: {first} is {list(shapes.get(first, ()))}"
 
 
-def _config(path: Path, found: dict[str, Tensor]) -> ModelConfig:
+def _config(path: Path, found: Mapping[str, Tensor]) -> ModelConfig:
     try:
         return config_of(found)
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
@@ -192,15 +211,23 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
         raise WeightsError(
             f"{path} is damaged, or holds more than tensors, which is not loaded ({type(error).__name__})"
         ) from None
+    return _tensors(path, loaded)
+
+
+def _tensors(path: Path, loaded: object) -> dict[str, Tensor]:
+    if isinstance(loaded, dict) and isinstance(loaded.get("model"), dict):
+        loaded = loaded["model"]  # as MAE and many training codes publish their weights
     if not isinstance(loaded, dict):
         raise WeightsError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
+    found: dict[str, Tensor] = {}
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise WeightsError(
                 f"{path} is no plain dictionary of tensors: {name!r} is a {type(value).__name__}; "
                 "where an entry holds the weights, save that entry alone with torch.save"
             )
-    return loaded
+        found[name] = value
+    return found
 
 
 def _sort_header(path: Path) -> None:

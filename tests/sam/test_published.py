@@ -129,7 +129,8 @@ def test_a_file_that_would_run_code_does_not(
     [
         ({"weight": torch.ones(3)}, "holds 1 tensors, such as weight"),
         ({}, "holds 0 tensors, such as none"),
-        ({"model": {"weight": torch.ones(3)}}, "'model' is a dict"),
+        ({"model": {"weight": torch.ones(3)}}, "holds 1 tensors, such as weight"),
+        ({"weights": {"weight": torch.ones(3)}}, "'weights' is a dict"),
         ([torch.ones(3)], "holds a list"),
         (torch.ones(3), "holds a Tensor"),
     ],

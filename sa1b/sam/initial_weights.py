@@ -1,0 +1,184 @@
+"""Weights that training starts from, fitted to the sizes of the model.
+
+Two kinds of files are taken: a SAM, perhaps of another image size, and a plain ViT for the image encoder,
+such as the published MAE ViT-B, ViT-L and ViT-H (He et al., "Masked Autoencoders Are Scalable Vision
+Learners", 2022), with which the training of SAM began. Positions are resized as in ViTDet's code (Li et al.
+2022): the absolute ones with bicubic, the relative ones with linear interpolation. Kernels of another patch
+size (ViT-H has 14 pixels) are resized with bicubic interpolation.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sa1b.errors import UsageError
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.published import WeightsError, check_weights, config_of, misfit, read_tensors
+
+_ENCODER = "image_encoder."
+_POSITIONS, _KERNEL = "pos_embed", "patch_embed.proj.weight"
+_OF_VIT = re.compile(
+    r"pos_embed|patch_embed\.proj\.|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc[12])\."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedWeights:
+    """Weights in the sizes of a model.
+
+    Attributes:
+        tensors: by the published names of SAM.
+        kind: what they are the weights of.
+        resized: what was interpolated, a line; None: nothing.
+        left_out: names in the file that the model has no use for.
+        kept: names of the model that keep their initial values.
+    """
+
+    tensors: dict[str, Tensor]
+    kind: str
+    resized: str | None
+    left_out: tuple[str, ...]
+    kept: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """One line: what was loaded, resized, left out, and what keeps its initial values."""
+        parts = [f"{len(self.tensors)} tensors of {self.kind}"]
+        if self.resized is not None:
+            parts.append(f"resized: {self.resized}")
+        if self.left_out:
+            parts.append(f"left out: {', '.join(self.left_out)}")
+        if self.kept:
+            parts.append(f"initial values: {', '.join(_groups(self.kept))}")
+        return "; ".join(parts)
+
+
+def read_initial_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file for `fit_weights`, float32, on the CPU. Runs no code of the file.
+
+    Raises:
+        WeightsError: damaged, or neither a SAM nor a plain ViT.
+        OSError: it cannot be read.
+    """
+    found = read_tensors(path)
+    if not _is_vit(found):
+        check_weights(path, found)
+    elif strange := sorted(name for name, tensor in found.items() if not tensor.is_floating_point()):
+        raise WeightsError(f"{path} is no ViT: {strange[0]} is {found[strange[0]].dtype}")
+    return {name: tensor.to(torch.float32) for name, tensor in found.items()}
+
+
+def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWeights:
+    """Weights of `read_initial_weights` or of a checkpoint in the sizes of a model.
+
+    Raises:
+        UsageError: sizes other than the image size differ; one sentence that names the flag.
+    """
+    return _fit_encoder(weights, model) if _is_vit(weights) else _fit_sam(weights, model)
+
+
+def _is_vit(weights: Mapping[str, Tensor]) -> bool:
+    return "pos_embed" in weights and "blocks.0.attn.qkv.weight" in weights
+
+
+def _fit_sam(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWeights:
+    try:
+        size = config_of(weights).image_size
+    except (KeyError, ValueError, IndexError, ZeroDivisionError):
+        size = model.image_size
+    if (sentence := misfit(weights, replace(model, image_size=size))) is not None:
+        raise UsageError(sentence)
+    tensors = dict(weights)
+    for name, shape in _shapes(model).items():
+        if tensors[name].shape != shape:
+            resize = resize_positions if name.endswith(_POSITIONS) else resize_table
+            tensors[name] = resize(tensors[name], shape[1] if name.endswith(_POSITIONS) else shape[0])
+    resized = f"positions, from {size} to {model.image_size} pixels" if size != model.image_size else None
+    return FittedWeights(tensors, "a SAM", resized, (), ())
+
+
+def _fit_encoder(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWeights:
+    depth = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    width = weights["blocks.0.attn.qkv.weight"].shape[-1]
+    if (width, depth) != (model.width, model.depth):
+        raise UsageError(
+            f"a ViT of width {width} and depth {depth}, but the image encoder has width {model.width} and "
+            f"depth {model.depth}: pass the --preset or --model.width and --model.depth of these sizes"
+        )
+    positions = _grid(weights[_POSITIONS], width)
+    found = {**weights, _POSITIONS: resize_positions(positions, model.side)}
+    resized = []
+    if (side := positions.shape[1]) != model.side:
+        resized.append(f"pos_embed, from {side} x {side} to {model.side} x {model.side} tokens")
+    kernel = found.get(_KERNEL)
+    if kernel is not None and kernel.ndim == 4 and kernel.shape[-1] != model.patch_size:
+        resized.append(f"{_KERNEL}, from {kernel.shape[-1]} to {model.patch_size} pixels")
+        square = (model.patch_size, model.patch_size)
+        found[_KERNEL] = F.interpolate(kernel, square, mode="bicubic", align_corners=False)
+    shapes = _shapes(model)
+    tensors = {_our_name(name): tensor for name, tensor in found.items() if _OF_VIT.match(name)}
+    for name in shapes:
+        theirs = name.removeprefix(_ENCODER).replace(".mlp.lin", ".mlp.fc")
+        if name.startswith(_ENCODER) and _OF_VIT.match(theirs):
+            has = list(tensors[name].shape) if name in tensors else "missing"
+            if has != list(shapes[name]):
+                raise UsageError(
+                    f"a ViT whose {theirs} is {has}, where the image encoder has {list(shapes[name])}"
+                )
+    return FittedWeights(
+        tensors,
+        "a ViT for the image encoder",
+        "; ".join(resized) or None,
+        tuple(sorted(name for name in weights if not _OF_VIT.match(name))),
+        tuple(name for name in shapes if name not in tensors),
+    )
+
+
+def _our_name(name: str) -> str:
+    return _ENCODER + name.replace(".mlp.fc", ".mlp.lin")
+
+
+def _grid(positions: Tensor, width: int) -> Tensor:
+    """A ViT's positions [1, 1 + n * n, width] without that of the class token: [1, n, n, width]."""
+    side = round(max(positions.numel() // width - 1, 0) ** 0.5)
+    if positions.shape != (1, 1 + side**2, width):
+        raise UsageError(
+            f"a ViT whose pos_embed is {list(positions.shape)}, where a class token and a square of patches "
+            f"have [1, 1 + n * n, {width}]"
+        )
+    return positions[:, 1:].reshape(1, side, side, width)
+
+
+def resize_positions(positions: Tensor, side: int) -> Tensor:
+    """Absolute positions float [1, h, w, C] at side x side tokens, bicubic."""
+    if positions.shape[1:3] == (side, side):
+        return positions
+    planes = positions.permute(0, 3, 1, 2)
+    resized = F.interpolate(planes, (side, side), mode="bicubic", align_corners=False)
+    return resized.permute(0, 2, 3, 1).contiguous()
+
+
+def resize_table(table: Tensor, length: int) -> Tensor:
+    """Relative positions float [2n - 1, d] at another length, linear."""
+    resized = F.interpolate(table.T[None], length, mode="linear", align_corners=False)
+    return resized[0].T.contiguous()
+
+
+def _shapes(model: ModelConfig) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in Sam(model).state_dict().items()}
+
+
+def _groups(names: tuple[str, ...]) -> list[str]:
+    """Names by the part of the model that they belong to, in order, each once."""
+    parts = (
+        "relative positions"
+        if ".rel_pos_" in name
+        else ".".join(name.split(".")[: 2 if _ENCODER in name else 1])
+        for name in names
+    )
+    return list(dict.fromkeys(parts))
