@@ -116,7 +116,12 @@ def _row(
 def _ours(root: str, options: dict[str, Any], folder: Path, prefetch: int = 2) -> tuple[float, float]:
     """Images a second, and processor seconds an image of this process."""
     stream = sa1b.Stream(
-        root, global_batch=2, masks=64, storage_options=options or None, damage_log=folder / "damaged.jsonl"
+        root,
+        global_batch=2,
+        epochs=None,
+        masks=64,
+        storage_options=options or None,
+        damage_log=folder / "damaged.jsonl",
     )
     batches = iter(sa1b.Loader(stream, threads=THREADS, prefetch=prefetch, quiet=True))
     rates = _rate(batches, prefetch + 1, PASSES * len(stream.view))

@@ -29,7 +29,8 @@ def stages(root: Path, task: Task) -> dict[str, float]:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    stream = sa1b.Stream(root, global_batch=task.batch, image_size=task.image_size, masks=task.masks)
+    sizes = {"image_size": task.image_size, "masks": task.masks}
+    stream = sa1b.Stream(root, global_batch=task.batch, epochs=None, **sizes)
     size = task.size or task.image_size
     buffer = torch.zeros((task.batch * task.masks, size, size), dtype=torch.uint8)
     boxes = np.zeros((len(buffer), 4), np.int64)
@@ -169,7 +170,8 @@ def device(root: Path, task: Task, folder: Path) -> dict[str, float]:
         on the device, masks as pixels; model: images a second of training ViT-B, data_wait: the part of the
         time that its steps wait for data.
     """
-    stream = sa1b.Stream(root, global_batch=task.batch, image_size=task.image_size, masks=task.masks)
+    sizes = {"image_size": task.image_size, "masks": task.masks}
+    stream = sa1b.Stream(root, global_batch=task.batch, epochs=None, **sizes)
     batch = next(iter(stream))
     pinned = batch.pin_memory()
     there = pinned.to("cuda")

@@ -19,6 +19,7 @@ def stream_of(place: Place, task: Task, start: float) -> sa1b.Stream:
     stream = sa1b.Stream(
         place.root,
         global_batch=task.batch,
+        epochs=None,
         image_size=task.image_size,
         masks=task.masks,
         damage_log=place.folder / "damaged.jsonl",

@@ -115,6 +115,7 @@ class Feed:
                 micro_batch=config.micro_batch,
                 view=view or config.view,
                 order=order,
+                epochs=None if order == "shuffle" else 1,  # training counts steps
                 seed=seed,
                 block_size=config.block_size if order == "shuffle" else 1,
                 damage_log=run / "damaged.jsonl",

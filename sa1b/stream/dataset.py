@@ -2,13 +2,17 @@
 
     stream = sa1b.Stream("shards", global_batch=256, micro_batch=16)
     loader = DataLoader(stream, batch_size=None, num_workers=8, pin_memory=True)
-    for batch in loader:
-        ...
-        save({"stream": stream.state_dict(batch)})
+    for epoch in range(3):
+        for batch in loader:
+            ...
+            save({"stream": stream.state_dict(batch)})
 
-The sequence is a formula of (view, seed, position), see sa1b.stream.order: rank and world size only say which
-part of each step this process reads, workers only who decodes it. Batch i of a rank comes from worker
-i mod n, which is the order in which a DataLoader collects them.
+One iteration is one epoch, and the next iteration is the next epoch, for a DataLoader, a `sa1b.Loader` and
+the stream itself. `Stream(epochs=None)` gives an endless iteration instead.
+
+The sequence is a formula of (view, seed, position), see sa1b.stream.order: rank and world size only select
+the part of each step that this process reads, and workers the process that decodes it. Batch i of a rank
+comes from worker i mod n, which is the order in which a DataLoader collects them.
 """
 
 import warnings
@@ -31,7 +35,8 @@ from sa1b.stream.buffers import fresh
 from sa1b.stream.columns import open_columns
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decode import EncodedImage, decoder
-from sa1b.stream.order import Order, Sequential, rank_slice
+from sa1b.stream.iterations import Iterations
+from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan, process_rank
 from sa1b.stream.sample import SampleMasks, SampleOptions, no_masks, pick_masks
 from sa1b.stream.stats import PipelineStats
@@ -58,9 +63,12 @@ class Stream(IterableDataset[Batch]):
         view: view that tools/view.py made: its name or digest (also its first 6 or more characters) in
             ROOT/views, or the path of its .json file or folder; by default all images. A view keeps its
             sequence when sources are added to the root; all images do not.
-        order: "shuffle" runs on over epochs without an end; "sequential" gives every sample once over all
-            ranks, for evaluation, with the uneven tail filled up and marked valid=False.
-        seed: of the order and of every draw.
+        order: "shuffle" gives every epoch another order; "sequential" gives every sample once over all ranks,
+            for evaluation, in each iteration the same, with the uneven tail filled up and marked valid=False.
+        epochs: 1 for iterations of one epoch each: the last step has fewer samples, and on some ranks
+            micro-batches may be empty, so that all ranks have equally many. None for one iteration without
+            an end, whose steps all have `global_batch` samples, also across the border of an epoch.
+        seed: of the order and of every random value.
         block_size: samples that lie together and are read together, see sa1b.stream.order.Order.
         damage_log: file for damaged samples; one for all ranks.
         rank, world_size: by default from torch.distributed, else from torchrun's variables, else one process.
@@ -87,6 +95,7 @@ class Stream(IterableDataset[Batch]):
         micro_batch: int | None = None,
         view: str | Path | None = None,
         order: Literal["shuffle", "sequential"] = "shuffle",
+        epochs: Literal[1] | None = 1,
         seed: int = 0,
         block_size: int = 1,
         damage_log: str | Path = "sa1b-damaged.jsonl",
@@ -99,6 +108,15 @@ class Stream(IterableDataset[Batch]):
     ) -> None:
         if order not in ("shuffle", "sequential"):
             raise ValueError(f"order is {order!r}; known are 'shuffle' and 'sequential'")
+        if epochs not in (1, None):
+            raise ValueError(
+                f"epochs={epochs!r} must be 1, an epoch in each iteration, or None, an endless iteration; "
+                "iterate again for more epochs"
+            )
+        if epochs is None and order == "sequential":
+            raise ValueError(
+                "epochs=None needs order='shuffle': a sequential iteration ends with its last image"
+            )
         if (micro_batch is not None and micro_batch < 1) or not deadline > 0:
             raise ValueError(f"micro_batch={micro_batch} must be at least 1, deadline={deadline} above 0")
         if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
@@ -112,6 +130,7 @@ class Stream(IterableDataset[Batch]):
             "micro_batch": micro_batch,
             "view": view,
             "order": order,
+            "epochs": epochs,
             "seed": seed,
             "block_size": block_size,
             "damage_log": damage_log,
@@ -122,6 +141,7 @@ class Stream(IterableDataset[Batch]):
             "join": join,
             **options,
         }
+        self.epochs = epochs
         self.seed = seed
         self.options = SampleOptions(**options)
         self.decoder = decoder(self.options.decoder)
@@ -142,21 +162,66 @@ class Stream(IterableDataset[Batch]):
                 column.warn_of_missing(self.view.image_ids(self.dataset.table).astype(np.int64))
         count = len(self.view)
         formula = (
-            Order(count, self.view.ids_digest, seed, block_size) if order == "shuffle" else Sequential(count)
+            Order(count, self.view.ids_digest, seed, block_size, endless=epochs is None)
+            if order == "shuffle"
+            else Sequential(count)
         )
         share = -(-global_batch // self.world_size)
         self.plan = Plan(formula, global_batch, micro_batch or share, self.rank, self.world_size)
-        rank_slice(
-            0, global_batch, self.rank, self.world_size, block_size=block_size
-        )  # refuses what does not fit, at once
         self.damage_log = DamageLog(Path(damage_log), self.rank)
         self.stats = PipelineStats()
-        self.position = 0
+        self._iterations = Iterations()
 
-    def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], int]]:
+    def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], Iterations]]:
         # A worker process maps table and view itself, those of the dataset as it was opened here.
         opened = {"root": self.dataset, "join": self.columns}
-        return _reopen, ({**self._arguments, **opened}, self.position)
+        return _reopen, ({**self._arguments, **opened}, self._iterations)
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in an epoch. Raises TypeError for an endless stream (epochs=None)."""
+        return len(self.plan)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches of an epoch; of an endless stream those that cover one."""
+        return self.plan.steps_per_epoch
+
+    @property
+    def position(self) -> int:
+        """Where the next iteration begins, counted in samples over all epochs. An iteration that has begun
+        does not change it: see `state_dict`.
+        """
+        return self._iterations.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._iterations.position = position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next iteration begin at the start of this epoch, 0 for the first.
+
+        Raises:
+            ValueError: a negative epoch.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch {epoch} is negative; the first one is 0")
+        self.position = epoch * self.plan.order.count
+
+    def begin(self) -> int:
+        """Begin an iteration: returns its position.
+
+        The next iteration is the next epoch, however much of this one is read. An endless stream goes on
+        after the last batch of this process that was passed to `taken`.
+
+        Raises:
+            UsageError: an endless stream that a DataLoader with workers has read from.
+        """
+        return self._iterations.begin(None if self.epochs is None else self.plan.epoch_end)
+
+    def taken(self, batch: Batch) -> None:
+        """Have an endless stream that is iterated again in this process go on after `batch`."""
+        if self.epochs is None and get_worker_info() is None:
+            self.position = batch.position
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
@@ -165,12 +230,14 @@ class Stream(IterableDataset[Batch]):
             send_errors()
         in_flight: deque[PendingBatch] = deque()
         try:
-            for i, piece in enumerate(self.plan.micro_batches(self.position)):
+            for i, piece in enumerate(self.plan.micro_batches(self.begin())):
                 if i % workers == worker:
                     in_flight.append(self.submit(piece))
                     if len(in_flight) > _PREFETCH:
-                        yield self._finish(in_flight.popleft())
-            while in_flight:
+                        batch = self._finish(in_flight.popleft())
+                        self.taken(batch)
+                        yield batch
+            while in_flight:  # the end of an epoch
                 yield self._finish(in_flight.popleft())
         finally:
             for one in in_flight:
@@ -228,7 +295,9 @@ class Stream(IterableDataset[Batch]):
         return f"image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
 
     def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
-        """Where to go on: behind `batch`, the last one the caller took, or at the start of this stream."""
+        """Where to resume: after `batch`, the last one that was taken; without it, where the next iteration
+        begins.
+        """
         condition = self.view.masks_where
         return {
             "position": self.position if batch is None else batch.position,
@@ -239,9 +308,10 @@ class Stream(IterableDataset[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken, at any world size, micro-batch or number of workers.
+        """Resume where a state was taken, at any world size, micro-batch or number of workers.
 
-        A changed sample table (other shards, another image size, more sources) gives a warning.
+        The next iteration finishes the epoch that the position is in; at the border of two epochs it is the
+        second one. A changed sample table (other shards, another image size, more sources) gives a warning.
 
         Raises:
             ResumeError: of another set of images, another condition on masks or another seed.
@@ -419,7 +489,7 @@ class PendingBatch:
             read.cancel()
 
 
-def _reopen(arguments: dict[str, Any], position: int) -> Stream:
+def _reopen(arguments: dict[str, Any], iterations: Iterations) -> Stream:
     stream = Stream(**arguments)
-    stream.position = position
+    stream._iterations = iterations
     return stream

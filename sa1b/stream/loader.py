@@ -1,9 +1,13 @@
 """`sa1b.Loader`: the stream read by threads of one process; batches are complete on the device in advance.
 
     loader = sa1b.Loader(stream, threads=8, device="cuda", dense=256)
-    for batch in loader:
-        ...
-        save({"stream": loader.state_dict()})
+    for epoch in range(3):
+        for batch in loader:
+            ...
+            save({"stream": loader.state_dict()})
+
+One iteration is one epoch, and the next iteration is the next epoch. With `Stream(epochs=None)` an iteration
+does not end.
 
 Three stages, each of which works on later batches than the next one:
 
@@ -355,9 +359,10 @@ class Loader:
             print(f"sa1b.Loader: {self.threads} threads, {self._memory()}")
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        """Batches from where the loader stands; iterating again goes on behind the last one taken."""
-        self.stream.position = self._state["position"]
-        pieces = self.stream.plan.micro_batches(self.stream.position)
+        """The batches of one epoch, the next one in each iteration; see `Stream` for epochs=None."""
+        begun = self.stream.begin()
+        self._state = {**self.stream.state_dict(), "position": begun}
+        pieces = self.stream.plan.micro_batches(begun)
         pipeline = _Pipeline(self)
         try:
             while True:
@@ -368,10 +373,25 @@ class Loader:
                 pipeline.look()
                 batch = pipeline.take()
                 self._state = self.stream.state_dict(batch)
+                self.stream.taken(batch)
                 yield batch
         finally:
             pipeline.close()
             self.stream.close()
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in an epoch. Raises TypeError for an endless stream (epochs=None)."""
+        return len(self.stream)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """See `Stream.steps_per_epoch`."""
+        return self.stream.steps_per_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next iteration begin at the start of this epoch; see `Stream.set_epoch`."""
+        self.stream.set_epoch(epoch)
+        self._state = self.stream.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on behind the last batch that was taken; prefetched ones do not count."""

@@ -1,8 +1,8 @@
-"""The order of training as a formula: which sample stands at a position, and who takes which positions.
+"""The order of training as a formula: which sample is at a position, and which rank takes which positions.
 
 Positions count the samples of all epochs, from 0 on; epoch e of N samples is [e*N, (e+1)*N). In each epoch
-a keyed bijection sends the positions to the rows 0 to N - 1: a full shuffle, another one each epoch, without
-a table. The one state of a run is the position p that its next step begins at.
+a keyed bijection maps the positions to the rows 0 to N - 1: a full shuffle, another one each epoch, without
+a table. The only state of a run is the position p that its next step begins at.
 
 A step takes the global batch [p, p + G), and of it rank r of W takes [p + r*G//W, p + (r+1)*G//W): slices
 that differ by one sample at most. G and W may change at any step. With p = 0, G = 8, W = 3:
@@ -19,11 +19,17 @@ an empty one runs every collective all the same. With m = 1 above, three micro-b
 So for 8 ranks, G = 256 and m = 16: slices of 32, two full micro-batches. 3 ranks go on with [85, 85, 86] in
 six micro-batches: 5 * 16 + 5 and 5 * 16 + 6, nothing lost and nothing repeated.
 
-The bijection. Of the N rows, turned by a random number, a generalised Feistel network of seven rounds
+Where the end of an epoch ends an iteration, the last step takes only what is left, g = N mod G samples, and
+divides them alike: ceil(ceil(g / W) / m) micro-batches on every rank. With N = 1,000, 8 ranks, G = 256 and
+m = 16, the fourth step takes 232 samples: 29 a rank, as 16 + 13. With N = 1,028 a fifth step takes 4: ranks
+1, 3, 5 and 7 have one sample, the others an empty micro-batch. An endless order takes [p, p + G) across the
+border.
+
+The bijection. Of the N rows, rotated by a random number, a generalised Feistel network of seven rounds
 permutes 0 to N - 1 as pairs (left, right), left < ceil(sqrt(N)), right < ceil(N / ceil(sqrt(N))), with
 addition modulo these sizes; a pair whose number is N or more goes through it again (cycle walking: at most
 one in sqrt(N) does). Keys: the 64 bytes of blake2b(f"{digest}:{seed}:{epoch}", person "sa1b-order-1") as
-eight little-endian words, seven for the rounds, the last modulo N for the turn.
+eight little-endian words, seven for the rounds, the last modulo N for the rotation.
 """
 
 import hashlib
@@ -45,12 +51,15 @@ MAX_COUNT = 1 << 32  # row numbers are u32
 class Order:
     """The shuffled order of a view, for training.
 
-    With `block_size` L > 1, positions [i*L, (i+1)*L) hold L rows that follow one another (cyclically), so
-    that one read can fetch them; row numbers must then count samples by shard and offset, as `View.by_place`
-    does. A block keeps together, in one rank's slice and one read, while positions and global batches are
-    multiples of L, which `rank_slice` checks. Each epoch cuts the rows into blocks at another place. Where L
-    does not divide N, the last short piece of an epoch and the first of the next share a block's positions,
-    so that all later blocks stay aligned: every row still comes once an epoch.
+    With `block_size` L > 1, blocks of L positions hold L rows that follow one another (cyclically), so that
+    one read can fetch them; row numbers must then count samples by shard and offset, as `View.by_place`
+    does. A block stays together, in one rank's slice and one read, while steps begin at its border and global
+    batches are multiples of L, which `check_step` and `check_global_batch` verify. Each epoch cuts the rows
+    into blocks at another row. Every row comes once an epoch, also where L does not divide N:
+
+    - with `endless`, blocks begin at the multiples of L, counted over all epochs. The last short piece of an
+      epoch and the first of the next share a block's positions, so that all later blocks stay aligned.
+    - without, they begin at the multiples of L in each epoch, whose last block is short.
 
     Its cost: neighbours in a shard are seen together. A batch of 256 out of 11,000 shards of 1,018 images
     spans 253 shards for L = 1, 32 for L = 8 and 8 for L = 32: the gradients of 256 samples vary between
@@ -61,7 +70,8 @@ class Order:
         count: samples in the view, N, 1 to 2**32.
         digest: names the view's set of images (`View.digest`); other images have another order.
         seed: another seed, another order.
-        block_size: L, samples that keep together.
+        block_size: L, samples that stay together.
+        endless: a step may begin in one epoch and end in the next.
 
     Raises:
         ValueError: count or block_size out of range, or an empty digest.
@@ -71,6 +81,7 @@ class Order:
     digest: str
     seed: int
     block_size: int = 1
+    endless: bool = True
 
     def __post_init__(self) -> None:
         _check_count(self.count)
@@ -107,6 +118,19 @@ class Order:
     def _epoch_rows(self, epoch: int, positions: npt.NDArray[np.int64], out: npt.NDArray[np.int64]) -> None:
         keys, sizes = _epoch(self, epoch)
         order_kernels.rows((positions - epoch * self.count).astype(np.uint64), keys, sizes, out)
+
+    def check_step(self, position: int) -> None:
+        """Verify that a step may begin at this position.
+
+        Raises:
+            ValueError: it is negative or cuts a block.
+        """
+        if position < 0:
+            raise ValueError(f"position {position} is negative")
+        if (position if self.endless else position % self.count) % self.block_size:
+            raise ValueError(
+                f"a step that begins at position {position} cuts a block of {self.block_size} samples"
+            )
 
     def substitute(self, position: int, attempt: int) -> int:
         """The row to take where that of `position` is damaged: hash(seed, position, attempt) mod N.
@@ -149,27 +173,17 @@ class Sequential:
         return np.minimum(positions, self.count - 1), positions < self.count
 
 
-def rank_slice(
-    position: int, global_batch: int, rank: int, world_size: int, *, block_size: int = 1
-) -> tuple[int, int]:
-    """The positions [start, stop) that a rank takes in the step [position, position + global_batch).
-
-    With `block_size` > 1 whole blocks are dealt out: [p + L*(r*(G/L)//W), p + L*((r+1)*(G/L)//W)), the same
-    slices where W divides G/L.
+def check_global_batch(global_batch: int, world_size: int, block_size: int = 1) -> None:
+    """Verify that a global batch gives every rank something to do and cuts no block.
 
     Raises:
-        ValueError: more ranks than samples (or blocks) in the batch, a rank out of range, a negative
-            position, or a position or batch that would cut a block.
+        ValueError: fewer samples (or blocks) than ranks, or no multiple of the block size.
     """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of {world_size}")
-    if position < 0:
-        raise ValueError(f"position {position} is negative")
-    for what, value in (("position", position), ("global batch", global_batch)):
-        if value % block_size:
-            raise ValueError(
-                f"the {what} {value} is not a multiple of the block of {block_size} samples: it would cut one"
-            )
+    if global_batch % block_size:
+        raise ValueError(
+            f"the global batch {global_batch} is not a multiple of the block of {block_size} samples: "
+            "it would cut one"
+        )
     units = global_batch // block_size
     if world_size > units:
         what = "samples" if block_size == 1 else f"blocks of {block_size} samples"
@@ -177,27 +191,45 @@ def rank_slice(
             f"{world_size} ranks for a global batch of {units} {what}: some would have nothing to do; "
             "make the global batch larger or take fewer ranks"
         )
-    return position + block_size * (rank * units // world_size), position + block_size * (
-        (rank + 1) * units // world_size
-    )
 
 
-def micro_batch_count(global_batch: int, world_size: int, size: int, *, block_size: int = 1) -> int:
-    """How many micro-batches of at most `size` samples every rank runs in a step.
+def rank_slice(
+    position: int, samples: int, rank: int, world_size: int, *, block_size: int = 1
+) -> tuple[int, int]:
+    """The positions [start, stop) that a rank takes in the step [position, position + samples).
+
+    With L = `block_size` > 1 whole blocks are distributed: with B = ceil(samples / L) of them, rank r takes
+    those from r*B//W to (r+1)*B//W. The last block of an epoch may be short.
+
+    Raises:
+        ValueError: a rank out of range or a negative position.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}")
+    if position < 0:
+        raise ValueError(f"position {position} is negative")
+    blocks = -(-samples // block_size)
+    start, stop = (min(block_size * (r * blocks // world_size), samples) for r in (rank, rank + 1))
+    return position + start, position + stop
+
+
+def micro_batch_count(samples: int, world_size: int, size: int, *, block_size: int = 1) -> int:
+    """How many micro-batches of at most `size` samples every rank runs in a step of so many samples.
 
     Raises:
         ValueError: size below 1.
     """
     if size < 1:
         raise ValueError(f"a micro-batch of {size} samples; it must be 1 or more")
-    largest = -(-(global_batch // block_size) // world_size) * block_size
+    blocks = -(-samples // block_size)
+    largest = min(-(-blocks // world_size) * block_size, samples)
     return -(-largest // size)
 
 
 def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[int, int]]:
     """A rank's slice as `count` micro-batches [start, stop) of `size` samples, the last short or empty.
 
-    A block keeps within one micro-batch if its length divides `size`.
+    A block stays within one micro-batch if its length divides `size`.
 
     Raises:
         ValueError: the slice does not fit into so many.
@@ -213,7 +245,7 @@ def _epoch(order: Order, epoch: int) -> tuple[Words, EpochSizes]:
     """Round keys and sizes of one epoch."""
     text = f"{order.digest}:{order.seed}:{epoch}".encode()
     words = np.frombuffer(hashlib.blake2b(text, digest_size=64, person=b"sa1b-order-1").digest(), "<u8")
-    head = min(-epoch * order.count % order.block_size, order.count)
+    head = min(-epoch * order.count % order.block_size, order.count) if order.endless else 0
     units = (order.count - head) // order.block_size
     tall = max(1, _root(units))
     wide = max(1, -(-units // tall))

@@ -5,12 +5,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sa1b.stream.order import Order, Sequential, micro_batch_count, micro_batches, rank_slice
+from sa1b.stream.order import (
+    Order,
+    Sequential,
+    check_global_batch,
+    micro_batch_count,
+    micro_batches,
+    rank_slice,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Positions [start, stop) that one rank reads together, and where the stream stands behind them."""
+    """Positions [start, stop) that one rank reads together, and the position to resume at after them."""
 
     start: int
     stop: int
@@ -22,11 +29,14 @@ class Plan:
     """Which positions a rank reads, step by step.
 
     Attributes:
-        order: shuffled and endless, or sequential and finite.
+        order: of the samples.
         global_batch: samples of a step over all ranks.
         micro_batch: at most so many samples of a rank at a time.
         rank, world_size: of this process.
-        count: micro-batches of a step, as many on every rank.
+        count: micro-batches of a whole step, as many on every rank.
+
+    Raises:
+        ValueError: sizes that do not fit together.
     """
 
     order: Order | Sequential
@@ -37,25 +47,67 @@ class Plan:
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.count = micro_batch_count(
-            self.global_batch, self.world_size, self.micro_batch, block_size=self._block_size
-        )
+        check_global_batch(self.global_batch, self.world_size, self._block_size)
+        rank_slice(0, self.global_batch, self.rank, self.world_size, block_size=self._block_size)
+        self.count = self._count(self.global_batch)
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in an epoch, as many on every rank.
+
+        Raises:
+            TypeError: the order is endless.
+        """
+        if self._endless:
+            raise TypeError("an endless stream (epochs=None) has no length; steps_per_epoch is its epoch's")
+        before = (self.steps_per_epoch - 1) * self.global_batch
+        return (self.steps_per_epoch - 1) * self.count + self._count(self._step_size(before))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches that cover an epoch. An endless order may begin and end an epoch within a step."""
+        return -(-self.order.count // self.global_batch)
+
+    def epoch_end(self, position: int) -> int:
+        """Where the epoch of a position ends; the border of two epochs belongs to the second."""
+        return (position // self.order.count + 1) * self.order.count
+
+    def micro_batches(self, position: int) -> Iterator[MicroBatch]:
+        """This rank's micro-batches from a position that begins a step: to the end of its epoch, or endless.
+
+        Raises:
+            ValueError: a position that is negative or cuts a block.
+        """
+        if isinstance(self.order, Sequential):
+            position %= self.order.count  # every epoch is the first one again
+        else:
+            self.order.check_step(position)
+        end = self.epoch_end(position)
+        while self._endless or position < end:
+            size = self._step_size(position)
+            start, stop = rank_slice(position, size, self.rank, self.world_size, block_size=self._block_size)
+            pieces = micro_batches(start, stop, self.micro_batch, self._count(size))
+            after = position + size if self._endless else min(position + size, end)
+            for i, (first, last) in enumerate(pieces):
+                yield MicroBatch(first, last, after if i == len(pieces) - 1 else position)
+            position = after
+
+    @property
+    def _endless(self) -> bool:
+        return isinstance(self.order, Order) and self.order.endless
 
     @property
     def _block_size(self) -> int:
         return self.order.block_size if isinstance(self.order, Order) else 1
 
-    def micro_batches(self, position: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches from a position on, which begins a step."""
-        while isinstance(self.order, Order) or position < self.order.count:
-            start, stop = rank_slice(
-                position, self.global_batch, self.rank, self.world_size, block_size=self._block_size
-            )
-            pieces = micro_batches(start, stop, self.micro_batch, self.count)
-            after = position + self.global_batch
-            for i, (first, last) in enumerate(pieces):
-                yield MicroBatch(first, last, after if i == len(pieces) - 1 else position)
-            position = after
+    def _step_size(self, position: int) -> int:
+        """Samples of the step that begins at a position: less at the end of an epoch of training."""
+        if self._endless or isinstance(self.order, Sequential):
+            return self.global_batch
+        return min(self.global_batch, self.epoch_end(position) - position)
+
+    def _count(self, samples: int) -> int:
+        """Micro-batches of a step of so many samples."""
+        return micro_batch_count(samples, self.world_size, self.micro_batch, block_size=self._block_size)
 
 
 def process_rank() -> tuple[int, int]:
@@ -65,7 +117,7 @@ def process_rank() -> tuple[int, int]:
     Raises:
         ValueError: RANK and WORLD_SIZE do not fit each other.
     """
-    # torch.distributed cannot be initialised if nobody imported it.
+    # torch.distributed cannot be initialised if it was never imported.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

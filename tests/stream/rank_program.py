@@ -23,7 +23,7 @@ COUNT = 17  # batches; in the middle of a step and in the second or third epoch
 
 def read(root: str, workers: int | None) -> list[dict[str, Any]]:
     """The rank's first batches; workers None: by sa1b.Loader."""
-    stream = sa1b.Stream(root, damage_log=Path(root) / "damage_log.jsonl", **STEP, **RECIPE)
+    stream = sa1b.Stream(root, epochs=None, damage_log=Path(root) / "damage_log.jsonl", **STEP, **RECIPE)
     loader: Any = (
         sa1b.Loader(stream, threads=2, quiet=True)
         if workers is None

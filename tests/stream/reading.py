@@ -67,7 +67,10 @@ def first_lines(process: "subprocess.Popen[bytes]", count: int) -> list[bytes]:
 
 
 def stream_of(root: Path, **options: Any) -> sa1b.Stream:
-    return sa1b.Stream(root, damage_log=root / "damage_log.jsonl", **STEP, **RECIPE, **options)
+    """Endless, unless it is sequential."""
+    epochs: Any = 1 if options.get("order") == "sequential" else None
+    damage_log = root / "damage_log.jsonl"
+    return sa1b.Stream(root, epochs=epochs, damage_log=damage_log, **STEP, **RECIPE, **options)
 
 
 def batches(kind: str, stream: sa1b.Stream) -> Any:

@@ -169,6 +169,7 @@ def test_an_image_that_a_decoder_refuses_is_replaced_in_training(
         root,
         global_batch=6,
         micro_batch=3,
+        epochs=None,
         decoder="failing",
         damage_log=tmp_path / "log.jsonl",
         **SMALL,

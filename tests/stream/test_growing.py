@@ -16,7 +16,7 @@ from tests.shards import tiny
 from tests.stream.recorded import digest
 
 REPOSITORY = Path(__file__).parents[2]
-ARGUMENTS = {"global_batch": 2, "image_size": 32, "masks": 2, "seed": 1}
+ARGUMENTS = {"global_batch": 2, "image_size": 32, "masks": 2, "seed": 1, "epochs": None}
 
 
 def reshard(source: Path, root: Path, *flags: str) -> None:

@@ -74,6 +74,7 @@ def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_
         stream.load_state_dict(lines[-1]["state"])
         first = len(lines) // PIECES * PIECES
         assert [digest(batch) for batch in islice(stream, 7)] == whole[first : first + 7]
+        stream.load_state_dict(lines[-1]["state"])
         again = batches(kind, stream)
         assert [digest(batch) for batch in islice(again, 7)] == whole[first : first + 7]
         assert list((short_path / kind).iterdir()) == []

@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stream(root: Path, **options: Any) -> sa1b.Stream:
-    return sa1b.Stream(root, **{"global_batch": 6, "micro_batch": 3, **SMALL, **options})
+    return sa1b.Stream(root, **{"global_batch": 6, "micro_batch": 3, "epochs": None, **SMALL, **options})
 
 
 def first(loader: sa1b.Loader, count: int) -> list[sa1b.Batch]:
@@ -92,7 +92,7 @@ def test_prefetched_batches_do_not_count_in_the_state(root: Path) -> None:
 
 
 def test_evaluation_ends_by_itself(root: Path) -> None:
-    batches = list(sa1b.Loader(stream(root, order="sequential"), quiet=True))
+    batches = list(sa1b.Loader(stream(root, order="sequential", epochs=1), quiet=True))
     ids = torch.cat([batch.ids[batch.valid] for batch in batches])
     assert ids.tolist() == list(range(100, 117))
 

@@ -12,7 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sa1b.stream import order_kernels
-from sa1b.stream.order import Order, Sequential, _epoch, micro_batch_count, micro_batches, rank_slice
+from sa1b.stream.order import (
+    Order,
+    Sequential,
+    _epoch,
+    check_global_batch,
+    micro_batch_count,
+    micro_batches,
+    rank_slice,
+)
 
 ROOT = Path(__file__).parents[2]
 examples = settings(max_examples=100, deadline=None, derandomize=True)
@@ -31,9 +39,9 @@ def span(start, stop):
 
 
 @examples
-@given(counts, st.integers(0, 2**40), st.integers(-(2**63), 2**63), runs)
-def test_every_epoch_holds_every_row_once(count, epoch, seed, run):
-    rows = Order(count, "d", seed, run).rows(span(epoch * count, (epoch + 1) * count))
+@given(counts, st.integers(0, 2**40), st.integers(-(2**63), 2**63), runs, st.booleans())
+def test_every_epoch_holds_every_row_once(count, epoch, seed, run, endless):
+    rows = Order(count, "d", seed, run, endless).rows(span(epoch * count, (epoch + 1) * count))
     assert rows.dtype == np.int64
     np.testing.assert_array_equal(np.sort(rows), np.arange(count))
 
@@ -227,16 +235,24 @@ def test_slices_never_cut_a_run(units, run, start, data):
 
 
 def test_slices_that_cannot_be_are_refused():
-    for arguments, run, message in (
-        ((0, 3, 0, 4), 1, "4 ranks for a global batch of 3 samples.*fewer ranks"),
-        ((0, 24, 0, 4), 8, "4 ranks for a global batch of 3 blocks of 8 samples"),
-        ((0, 8, 3, 3), 1, "rank 3 of 3"),
-        ((-1, 8, 0, 3), 1, "position -1"),
-        ((4, 16, 0, 2), 8, "position 4 is not a multiple of the block of 8"),
-        ((8, 20, 0, 2), 8, "global batch 20 is not a multiple"),
+    for arguments, message in (
+        ((3, 4), "4 ranks for a global batch of 3 samples.*fewer ranks"),
+        ((24, 4, 8), "4 ranks for a global batch of 3 blocks of 8 samples"),
+        ((20, 2, 8), "global batch 20 is not a multiple"),
     ):
         with pytest.raises(ValueError, match=message):
-            rank_slice(*arguments, block_size=run)
+            check_global_batch(*arguments)
+    with pytest.raises(ValueError, match="rank 3 of 3"):
+        rank_slice(0, 8, 3, 3)
+    with pytest.raises(ValueError, match="position -1"):
+        rank_slice(-1, 8, 0, 3)
+    for order, position in ((Order(30, "d", 0, 8), 4), (Order(30, "d", 0, 8, endless=False), 32)):
+        with pytest.raises(ValueError, match=f"position {position} cuts a block of 8 samples"):
+            order.check_step(position)
+    with pytest.raises(ValueError, match="position -8 is negative"):
+        Order(30, "d", 0, 8).check_step(-8)
+    Order(30, "d", 0, 8).check_step(32)
+    Order(30, "d", 0, 8, endless=False).check_step(38)
     with pytest.raises(ValueError, match="micro-batch of 0"):
         micro_batch_count(8, 2, 0)
     with pytest.raises(ValueError, match="does not fit into 2"):

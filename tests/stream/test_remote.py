@@ -74,13 +74,14 @@ def options(port: int) -> dict[str, Any]:
 
 
 def remote(port: int, **arguments: Any) -> sa1b.Stream:
-    given = {"global_batch": 6, "micro_batch": 3, **SMALL, **arguments}
+    given = {"global_batch": 6, "micro_batch": 3, "epochs": None, **SMALL, **arguments}
     return sa1b.Stream("s3://data/root", storage_options=options(port), **given)
 
 
 def local(bucket: Path, **arguments: Any) -> sa1b.Stream:
     return sa1b.Stream(
-        bucket / "data" / "root", **{"global_batch": 6, "micro_batch": 3, **SMALL, **arguments}
+        bucket / "data" / "root",
+        **{"global_batch": 6, "micro_batch": 3, "epochs": None, **SMALL, **arguments},
     )
 
 
@@ -98,7 +99,7 @@ def test_an_object_store_gives_the_batches_of_the_folder(bucket: Path, server: S
 def test_any_file_system_that_fsspec_knows_serves(bucket: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.put(str(bucket / "data" / "root"), "/root", recursive=True)
-    stream = sa1b.Stream("memory://root", global_batch=6, micro_batch=3, **SMALL)
+    stream = sa1b.Stream("memory://root", global_batch=6, micro_batch=3, epochs=None, **SMALL)
     assert_same(take(stream, STEPS), take(local(bucket), STEPS))
 
 

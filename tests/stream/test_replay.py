@@ -44,7 +44,9 @@ def read(loader: Any, count: int) -> list[sa1b.Batch]:
 
 
 def stream_of(root: Path, damage_log: Path, **options: Any) -> sa1b.Stream:
-    return sa1b.Stream(root, **{"global_batch": BATCH, "damage_log": damage_log, **RECIPE, **options})
+    return sa1b.Stream(
+        root, **{"global_batch": BATCH, "epochs": None, "damage_log": damage_log, **RECIPE, **options}
+    )
 
 
 def lines_of(damage_log: Path, *, without: str = "") -> list[str]:

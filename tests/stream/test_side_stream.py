@@ -96,7 +96,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateStream]:
 
 
 def stream(root: Path) -> sa1b.Stream:
-    return sa1b.Stream(root, global_batch=6, micro_batch=3, damage_log=root / "log.jsonl", **SMALL)
+    step: dict[str, Any] = {"global_batch": 6, "micro_batch": 3, "epochs": None}
+    return sa1b.Stream(root, damage_log=root / "log.jsonl", **step, **SMALL)
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])

@@ -29,7 +29,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stream_of(root: Path, position: int = 0, **options: Any) -> sa1b.Stream:
     stream = sa1b.Stream(
-        root, **{"global_batch": BATCH, "damage_log": root.parent / "damage_log", **RECIPE, **options}
+        root,
+        **{
+            "global_batch": BATCH,
+            "epochs": None,
+            "damage_log": root.parent / "damage_log",
+            **RECIPE,
+            **options,
+        },
     )
     stream.load_state_dict({**stream.state_dict(), "position": position})
     return stream

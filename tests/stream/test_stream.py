@@ -23,6 +23,7 @@ from tests.shards import tiny
 
 IMAGES = 23
 SMALL = {"image_size": 64, "masks": 5, "flip": 0.5}
+ENDLESS: dict[str, Any] = {**SMALL, "epochs": None}
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -57,7 +58,7 @@ def assert_equal(one: sa1b.Batch, other: sa1b.Batch) -> None:
 
 
 def test_an_epoch_holds_every_image_once_and_the_next_another_order(root: Path) -> None:
-    ids = torch.cat([b.ids for b in take(Stream(root, global_batch=1, **SMALL), 3 * IMAGES)]).reshape(
+    ids = torch.cat([b.ids for b in take(Stream(root, global_batch=1, **ENDLESS), 3 * IMAGES)]).reshape(
         3, IMAGES
     )
     for epoch in ids:
@@ -68,24 +69,25 @@ def test_an_epoch_holds_every_image_once_and_the_next_another_order(root: Path) 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_workers_do_not_change_the_sequence(root: Path, workers: int) -> None:
-    stream = Stream(root, global_batch=8, micro_batch=3, **SMALL)
-    for one, other in zip(take(stream, 9), take(stream, 9, num_workers=workers), strict=True):
+    expected = take(Stream(root, global_batch=8, micro_batch=3, **ENDLESS), 9)
+    stream = Stream(root, global_batch=8, micro_batch=3, **ENDLESS)
+    for one, other in zip(expected, take(stream, 9, num_workers=workers), strict=True):
         assert_equal(one, other)
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
 def test_workers_however_they_are_started(root: Path, context: str) -> None:
-    stream = Stream(root, global_batch=4, **SMALL)
-    found = take(stream, 4, num_workers=2, multiprocessing_context=context)
-    for one, other in zip(take(stream, 4), found, strict=True):
+    expected = take(Stream(root, global_batch=4, **ENDLESS), 4)
+    found = take(Stream(root, global_batch=4, **ENDLESS), 4, num_workers=2, multiprocessing_context=context)
+    for one, other in zip(expected, found, strict=True):
         assert_equal(one, other)
 
 
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 7), (1, 2), (2, 2), (3, 1), (3, 2), (7, 1)])
 def test_a_step_is_the_same_set_of_samples_at_any_world_size(root: Path, world_size: int, micro: int) -> None:
-    whole = take(Stream(root, global_batch=7, rank=0, world_size=1, **SMALL), 5)
+    whole = take(Stream(root, global_batch=7, rank=0, world_size=1, **ENDLESS), 5)
     parts = [
-        Stream(root, global_batch=7, micro_batch=micro, rank=r, world_size=world_size, **SMALL)
+        Stream(root, global_batch=7, micro_batch=micro, rank=r, world_size=world_size, **ENDLESS)
         for r in range(world_size)
     ]
     per_step = math.ceil(math.ceil(7 / world_size) / micro)
@@ -101,11 +103,11 @@ def test_a_step_is_the_same_set_of_samples_at_any_world_size(root: Path, world_s
 
 
 def test_a_resumed_stream_is_the_rest_of_the_sequence(root: Path) -> None:
-    stream = Stream(root, global_batch=6, micro_batch=2, **SMALL)
+    stream = Stream(root, global_batch=6, micro_batch=2, **ENDLESS)
     batches = take(stream, 21, num_workers=2)
     for stopped in (0, 2, 5, 14):
         state = json.loads(json.dumps(stream.state_dict(batches[stopped])))
-        again = Stream(root, global_batch=6, micro_batch=2, **SMALL)
+        again = Stream(root, global_batch=6, micro_batch=2, **ENDLESS)
         again.load_state_dict(state)
         # A step that was not finished is done again as a whole.
         first = (stopped + 1) // 3 * 3
@@ -118,7 +120,7 @@ def test_world_size_and_batch_may_change_in_the_middle_of_an_epoch(root: Path) -
     position = 0
     for world_size, batch, steps in ((4, 8, 1), (2, 8, 1), (3, 5, 2), (1, 3, 1)):
         ranks = [
-            Stream(root, global_batch=batch, rank=rank, world_size=world_size, **SMALL)
+            Stream(root, global_batch=batch, rank=rank, world_size=world_size, **ENDLESS)
             for rank in range(world_size)
         ]
         for stream in ranks:
@@ -127,7 +129,7 @@ def test_world_size_and_batch_may_change_in_the_middle_of_an_epoch(root: Path) -
         for step in range(steps):
             seen += [i for rank in taken for i in rank[step].ids.tolist()]
         position = taken[0][-1].position
-    first_epoch = torch.cat([b.ids for b in take(Stream(root, global_batch=1, **SMALL), 29)])
+    first_epoch = torch.cat([b.ids for b in take(Stream(root, global_batch=1, **ENDLESS), 29)])
     assert seen == first_epoch.tolist()
 
 

@@ -43,7 +43,8 @@ def add_source(root, tmp_path, ids=range(500, 520)):
 
 def trained(root, view, state=None, steps=6):
     """The ids of some steps of training, and the state after them."""
-    stream = Stream(root, global_batch=8, view=view, seed=3, image_size=32, masks=2, rank=0, world_size=1)
+    sizes = {"global_batch": 8, "image_size": 32, "masks": 2}
+    stream = Stream(root, epochs=None, view=view, seed=3, rank=0, world_size=1, **sizes)
     if state is not None:
         stream.load_state_dict(state)
     batches = list(islice(stream, steps))

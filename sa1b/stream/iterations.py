@@ -1,0 +1,137 @@
+"""Where each iteration of a stream begins, agreed between a process and its DataLoader's worker processes.
+
+A DataLoader with workers does not call the stream of the main process. Every worker process iterates over its
+own copy: new processes in each iteration or, with persistent_workers, the same ones again. The position of
+the next iteration is therefore in memory that all of them share, an anonymous file that forked workers
+inherit and spawned ones receive. The first worker of an iteration moves it to where the next one begins; the
+others join the iteration where it began. With 100 images and two workers:
+
+    position 0      worker 0 begins an iteration at 0: the next one begins at 100
+    position 100    worker 1 joins it at 0, because its iterator is that of worker 0
+    position 100    worker 1 comes again, in the second iteration: begins it at 100
+    position 200    worker 0 joins it at 100
+
+An iterator is known by `get_worker_info().seed - id`, the random number that the DataLoader takes from
+torch's generator for its workers. Persistent workers keep it; each of them begins the iterations in the same
+order. If the generator is reset before each iteration, new workers have it too; they also begin an iteration
+when their number comes again.
+"""
+
+import fcntl
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from typing import Any, BinaryIO
+
+from torch.utils.data import get_worker_info
+
+from sa1b.errors import UsageError
+
+_REMEMBERED = 8  # iterations of worker processes that may begin at the same time
+_ENDLESS = (
+    "an endless stream (epochs=None) cannot be iterated again after a DataLoader with workers has read it: "
+    "the workers do not know which of their batches were used. Before the next iteration, call "
+    "load_state_dict with the stream's state after the last batch, or set_epoch; or leave epochs at 1, for "
+    "one epoch an iteration"
+)
+
+
+class Iterations:
+    """The position at which the next iteration begins, shared with worker processes.
+
+    Args:
+        position: of the first iteration.
+    """
+
+    def __init__(self, position: int = 0) -> None:
+        self._file = _anonymous_file()
+        self._write({"position": position, "unknown": False, "joined": []})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if get_spawning_popen() is None:  # pickled for something else than a worker process: a copy
+            return Iterations, (self.position,)
+        return _inherited, (DupFd(self._file.fileno()),)
+
+    @property
+    def position(self) -> int:
+        """Of the next iteration."""
+        with self._locked():
+            return int(self._read()["position"])
+
+    @position.setter
+    def position(self, position: int) -> None:
+        with self._locked():
+            self._write({**self._read(), "position": position, "unknown": False})
+
+    def begin(self, following: Callable[[int], int] | None) -> int:
+        """The position at which an iteration of this process begins.
+
+        Args:
+            following: gives the position of the iteration after one that begins at a position. None for an
+                endless iteration: the position stays, for the caller to set it as batches are taken.
+
+        Raises:
+            UsageError: after an endless iteration of worker processes, whose taken batches are not known.
+        """
+        worker = get_worker_info()
+        with self._locked():
+            state = self._read()
+            one = None if worker is None else self._joined(state, worker.seed - worker.id, worker.id)
+            if one is None:
+                # No position: of an iteration that all its workers refuse.
+                one = {"position": None if state["unknown"] else state["position"]}
+                if worker is not None:
+                    one |= {"seed": worker.seed - worker.id, "workers": [worker.id]}
+                    state["joined"] = [*state["joined"], one][-_REMEMBERED:]
+                if following is None:
+                    state["unknown"] |= worker is not None
+                else:
+                    state["position"] = following(state["position"])
+            self._write(state)
+        if one["position"] is None:
+            raise UsageError(_ENDLESS)
+        return int(one["position"])
+
+    def _joined(self, state: dict[str, Any], seed: int, worker: int) -> dict[str, Any] | None:
+        """The iteration that another worker of the same iterator has begun, with this worker in it."""
+        for one in reversed(state["joined"]):
+            if one["seed"] == seed and worker not in one["workers"]:
+                one["workers"].append(worker)
+                return dict(one)
+        return None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        # A lock of the process: it ends with a process that is killed.
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def _read(self) -> dict[str, Any]:
+        self._file.seek(0)
+        state: dict[str, Any] = json.loads(self._file.read())
+        return state
+
+    def _write(self, state: dict[str, Any]) -> None:
+        text = json.dumps(state).encode()
+        self._file.seek(0)
+        self._file.write(text + b" " * (os.fstat(self._file.fileno()).st_size - len(text)))
+
+
+def _inherited(descriptor: Any) -> Iterations:
+    iterations = Iterations.__new__(Iterations)
+    iterations._file = os.fdopen(descriptor.detach(), "r+b", buffering=0)
+    return iterations
+
+
+def _anonymous_file() -> BinaryIO:
+    if sys.platform == "linux":  # in memory: needs no temporary folder
+        return os.fdopen(os.memfd_create("sa1b-iterations"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
