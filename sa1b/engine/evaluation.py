@@ -100,7 +100,7 @@ def held_out_feed(
         training: must share no image with the view; None: nothing is trained.
 
     Raises:
-        UsageError: it does; the message says how many.
+        UsageError: it does; the message has the number.
     """
     if config.view is None:
         return None
@@ -140,7 +140,7 @@ def evaluate(
     Args:
         module: wrapped `Interactive`.
         feed: of held-out images; goes from its beginning.
-        config: the protocol, and how many images' predicted masks are written down.
+        config: the protocol, and for how many images predicted masks are written.
         out: folder of the run, for predictions.jsonl.
         control: of the run, asked for each micro-batch.
 
@@ -223,7 +223,7 @@ def prediction_lines(
     """
     image = batch.masks.image[rows].cpu()
     found = {name: values[counted].cpu() for name, values in found.items()}
-    drawn, image_size = found["masks"].numpy(), batch.images.shape[-1]
+    predicted_masks, image_size = found["masks"].numpy(), batch.images.shape[-1]
     iou = (found["intersections"][:, 0] / found["unions"][:, 0].clamp(min=1)).double().numpy()
     predicted = found["predicted_iou"].double().numpy()
     # Of the protocol sam the clicks are its own.
@@ -235,11 +235,12 @@ def prediction_lines(
         if not len(own):
             continue
         size = (int(batch.source_sizes[i, 0]), int(batch.source_sizes[i, 1]))
-        # The part of the raster that the image takes, stretched to its source.
+        # The pixels that the image takes of the square, stretched to its source.
         taken_rows, columns = (
-            max(1, int((axis.sources() >= 0).sum())) for axis in framed(size, image_size, drawn.shape[-1])
+            max(1, int((axis.sources() >= 0).sum()))
+            for axis in framed(size, image_size, predicted_masks.shape[-1])
         )
-        runs = geometry.resize(runs_of(drawn[own][:, :taken_rows, :columns]), *size)
+        runs = geometry.resize(runs_of(predicted_masks[own][:, :taken_rows, :columns]), *size)
         scale = np.array(size[::-1]) / framed_size(*size, image_size)[::-1]
         some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
         made.append((position, some.line(image_id)))

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: skipped by all ranks together and written down, for a while."""
+"""Steps whose loss or gradient is not finite: skipped by all ranks together and logged, up to a limit."""
 
 import json
 import math
@@ -19,7 +19,7 @@ class HealthError(Sa1bError):
 
 @dataclass(frozen=True, slots=True)
 class HealthConfig:
-    """What happens when a loss is not finite: all ranks skip the step, and the images are written down.
+    """What happens when a loss is not finite: all ranks skip the step, and the images are logged.
 
     Attributes:
         patience: Such steps in a row that a run survives. With fp16, overflows that the scaler answers by a
@@ -37,7 +37,7 @@ class Health:
     """Judges steps, on every rank alike: what it is given must be the same on all of them.
 
     Args:
-        run: folder of the run; `not-finite.jsonl` lies there.
+        run: folder of the run, for `not-finite.jsonl`.
         control: of the run; a failed write of that file is reported to it.
     """
 
@@ -56,7 +56,7 @@ class Health:
         Args:
             step: number of the step.
             loss, norm: over all ranks.
-            own_loss: of this rank; a rank whose own is not finite writes its image ids down.
+            own_loss: of this rank; a rank whose own is not finite logs its image ids.
             ids: of this rank's images, int64 [B] for each micro-batch.
 
         Raises:

@@ -1,13 +1,16 @@
 """What a run records: JSON lines, TensorBoard, a progress bar and a Chrome trace."""
 
 import errno
+import io
 import json
 import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,14 +23,14 @@ import sa1b
 from sa1b.engine.control import Control, StepFigures, StepTime
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
-from sa1b.storage.atomic import append_line, naming_path, write_whole
+from sa1b.storage.atomic import append, append_line, write_whole
 
 PARTS = ("data", "compute", "update", "checkpoint")  # of a step's time, which are measured
 
 
 @dataclass(frozen=True, slots=True)
 class LoggingConfig:
-    """What is written down. RUN/metrics.jsonl is always.
+    """What is recorded; RUN/metrics.jsonl always is.
 
     Attributes:
         every: Steps from one line of JSON to the next; a line has the figures of its step.
@@ -83,19 +86,15 @@ class Metrics:
         self._control = control
         self._shown = dict(shown or {})
         self._bar: tqdm[Any] | None = None
-        self._board: Any = None
-        self._board_path = run / "tensorboard"
+        self._curves: Curves | None = None
         self._evaluated: set[int] = set()
         self.path = run / "metrics.jsonl"
         if not self._first:
             return
         steps_there = self._drop_after(done)
         if config.tensorboard or (config.tensorboard is None and find_spec("tensorboard") is not None):
-            from torch.utils import tensorboard
-
-            writer: Any = tensorboard.SummaryWriter
-            with self._control.writing(), naming_path(self._board_path):
-                self._board = writer(run / "tensorboard", purge_step=done + 1)
+            with self._control.writing():
+                self._curves = Curves(run / "tensorboard", done + 1)
         if done and last is not None and done not in steps_there and done % config.every == 0:
             self._write(last)
         self._write({"run": {"step": done, **(about or {})}})
@@ -109,7 +108,7 @@ class Metrics:
         )
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write down a step that is done, counted from 1."""
+        """Record a step that is done, counted from 1."""
         if not self._first:
             return
         if step % self._config.every == 0:
@@ -122,7 +121,7 @@ class Metrics:
             self._bar.update()
 
     def evaluation(self, step: int, scores: Mapping[str, float], seconds: float) -> None:
-        """Write down an evaluation after so many steps, and print it."""
+        """Record an evaluation after so many steps, and print it."""
         if not self._first:
             return
         self._write({"step": step, "evaluation": dict(scores), "seconds": seconds})
@@ -130,7 +129,7 @@ class Metrics:
         self.say(f"step {step}: {score_line(scores)}")
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Whether no evaluation after this step is written down; False on ranks other than 0."""
+        """Whether metrics.jsonl has no evaluation after this step; False on ranks other than 0."""
         return self._first and step not in self._evaluated
 
     def say(self, line: str) -> None:
@@ -139,23 +138,17 @@ class Metrics:
             tqdm.write(line)
 
     def close(self) -> None:
-        """End the progress line and the curves."""
+        """End the progress line."""
         if self._bar is not None:
             self._bar.close()
-        if self._board is not None:
-            with self._control.writing(), naming_path(self._board_path):
-                self._board.close()
 
     def _write(self, figures: Mapping[str, Any]) -> None:
         with self._control.writing():
             append_line(self.path, json.dumps(json_figures(figures)))
-        if self._board is None or "step" not in figures:
-            return
-        flat = {**figures, **figures["evaluation"]} if "evaluation" in figures else figures
-        with self._control.writing(), naming_path(self._board_path):
-            for name, value in flat.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(name, value, figures["step"])
+        if self._curves is not None and "step" in figures:
+            flat = {**figures, **figures.get("evaluation", {})}
+            with self._control.writing():
+                self._curves.add(int(figures["step"]), flat)
 
     def _drop_after(self, done: int) -> set[int]:
         """Take out the lines of steps after `done`; returns the steps that still have one."""
@@ -180,6 +173,41 @@ class Metrics:
         return found
 
 
+class Curves:
+    """A TensorBoard event file.
+
+    torch's SummaryWriter writes in a thread of its own, which dies with a traceback on a full disk.
+
+    Args:
+        folder: of the file; every start of a run has its own.
+        first: step from which on TensorBoard drops the points of earlier files.
+    """
+
+    def __init__(self, folder: Path, first: int) -> None:
+        self._proto: Any = import_module("tensorboard.compat.proto.event_pb2")
+        self._records: Any = import_module("tensorboard.summary.writer.record_writer").RecordWriter
+        folder.mkdir(parents=True, exist_ok=True)
+        number = time.time_ns()
+        self.path = folder / f"events.out.tfevents.{number // 10**9}.{number % 10**9:09d}.{os.getpid()}"
+        start = self._proto.SessionLog(status=self._proto.SessionLog.START)
+        self._append({"file_version": "brain.Event:2"}, {"step": first, "session_log": start})
+
+    def add(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Write a point of each curve, of what is a number."""
+        values = [
+            {"tag": name, "simple_value": float(value)}
+            for name, value in figures.items()
+            if isinstance(value, int | float)
+        ]
+        self._append({"step": step, "summary": {"value": values}})
+
+    def _append(self, *events: dict[str, Any]) -> None:
+        data = io.BytesIO()
+        for event in events:
+            self._records(data).write(self._proto.Event(wall_time=time.time(), **event).SerializeToString())
+        append(self.path, data.getvalue())
+
+
 def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Figures as JSON takes them, which has no word for what is not finite: None stands there."""
     return {
@@ -189,7 +217,7 @@ def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def about(rank_info: RankInfo, mode: str, precision: str) -> dict[str, Any]:
-    """What a start of a run writes down of itself, with the versions that figures depend on."""
+    """The description of a start of a run: what its figures depend on."""
     device = rank_info.device
     return {
         "world_size": rank_info.world_size,
@@ -226,7 +254,7 @@ def score_line(scores: Mapping[str, float]) -> str:
 def figures_of(
     figures: StepFigures, seconds: StepTime, lr: float, rank_info: RankInfo, utilisation: float | None
 ) -> dict[str, float]:
-    """What is written down of a step.
+    """The recorded figures of a step.
 
     "seconds" is the whole step on rank 0's clock, from its beginning to this call: optimizer, exchange and
     checkpoint included. "seconds_data", "seconds_compute", "seconds_update", "seconds_checkpoint" and

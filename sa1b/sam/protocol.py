@@ -9,7 +9,7 @@ results are scored: of the candidate with the highest predicted IoU, the model's
 with the highest IoU, the oracle's.
 
 Clicks are found on the CPU, mask by mask, by OpenCV's exact Euclidean distance transform, on the box of each
-region: 2 ms for a region of 600 x 600 pixels.
+region: 10 ms for a disc of 600 pixels in an image of 1500 x 2250, one thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -203,27 +203,27 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
     # As published: one point more says that there is no box.
     at = np.stack([first, np.zeros_like(first)], axis=1)
     labels = np.tile([FOREGROUND, NOTHING], (count, 1))
-    logits, predicted, drawn = prompts.answer(at, labels, AMBIGUOUS)
+    logits, predicted, candidates = prompts.answer(at, labels, AMBIGUOUS)
     best = predicted.argmax(dim=1)
     found = {
         "masks": logits[each, best] > 0,
         "predicted_iou": predicted[each, best],
         "points": prompts.framed(first) + 0.5,
     }
-    columns = {"1_click": _overlaps(drawn, masks, best), "1_click_oracle": _overlaps(drawn, masks)}
+    columns = {"1_click": _overlaps(candidates, masks, best), "1_click_oracle": _overlaps(candidates, masks)}
     for number in range(2, max(CLICKS) + 1):
-        answers = drawn[each, best].cpu().numpy()
+        answers = candidates[each, best].cpu().numpy()
         clicks = [next_click(*pair) for pair in zip(answers, truth.masks, strict=True)]
         at = np.concatenate([at, [[[click.x, click.y]] for click in clicks]], axis=1)
         labels = np.concatenate([labels, [[click.label] for click in clicks]], axis=1)
-        logits, _, drawn = prompts.answer(at, labels, SINGLE, logits[each, best][:, None])
+        logits, _, candidates = prompts.answer(at, labels, SINGLE, logits[each, best][:, None])
         best = torch.zeros_like(best)
         if number in CLICKS:
-            columns[f"{number}_clicks"] = _overlaps(drawn, masks, best)
+            columns[f"{number}_clicks"] = _overlaps(candidates, masks, best)
     corners = np.tile([TOP_LEFT, BOTTOM_RIGHT], (count, 1))
-    _, predicted, drawn = prompts.answer(truth.boxes.reshape(-1, 2, 2), corners, AMBIGUOUS)
-    columns["box"] = _overlaps(drawn, masks, predicted.argmax(dim=1))
-    columns["box_oracle"] = _overlaps(drawn, masks)
+    _, predicted, candidates = prompts.answer(truth.boxes.reshape(-1, 2, 2), corners, AMBIGUOUS)
+    columns["box"] = _overlaps(candidates, masks, predicted.argmax(dim=1))
+    columns["box_oracle"] = _overlaps(candidates, masks)
     intersections, unions = zip(*(columns[prompt] for prompt in PROMPTS), strict=True)
     return {
         "intersections": torch.stack(intersections, dim=1),

@@ -92,20 +92,20 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in weights.items()
     }
-    aside = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.partial")
     try:
         with naming_path(path):
             if path.suffix == ".pth":
-                torch.save(whole, aside)
+                torch.save(whole, temporary)
             else:
-                save_file(whole, aside, {"format": "pt", _DIGEST: _digest(whole)})
-                _sort_header(aside)
-            flush(aside)
-            commit(aside, path)
+                save_file(whole, temporary, {"format": "pt", _DIGEST: _digest(whole)})
+                _sort_header(temporary)
+            flush(temporary)
+            commit(temporary, path)
     except (RuntimeError, SafetensorError) as error:  # what torch and safetensors say of a full disk
         raise OSError(f"{path} cannot be written: {_first_line(error)}") from error
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:

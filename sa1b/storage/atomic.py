@@ -70,12 +70,16 @@ def write_whole(path: Path, data: bytes, temporary: Path | None = None) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file in one write, which does not mix with those of other processes.
+    """Append a line to a file in one write; see `append`."""
+    append(path, line.encode() + b"\n")
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append bytes to a file in one write, which does not mix with those of other processes.
 
     Raises:
-        OSError: it was not written, or only a part of it; the error names the path.
+        OSError: they were not written, or only a part of them; the error names the path.
     """
-    data = line.encode() + b"\n"
     with naming_path(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:

@@ -1,4 +1,4 @@
-"""Steps that are not finite: skipped, written down, and borne so many times in a row."""
+"""Steps that are not finite: skipped, logged, and tolerated so many times in a row."""
 
 import json
 import math

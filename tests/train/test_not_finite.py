@@ -1,4 +1,4 @@
-"""A loss that is not finite on one rank: a step that no rank takes, written down, and borne for a while."""
+"""A loss that is not finite on one rank: a step that no rank takes, logged, and tolerated up to a limit."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written beside training, committed whole, checked before they are used.
+"""Checkpoints of a run: written asynchronously, committed whole, checked before they are used.
 
     checkpoints = Checkpoints(run, CheckpointConfig())          # all ranks, after wrapping
     state = checkpoints.resume(module, optimizer)               # None: a fresh start
@@ -11,7 +11,7 @@
 
     RUN/checkpoints/step-00000100/
         __0_0.distcp ...   model and optimizer state, by torch.distributed.checkpoint, one file a rank
-        .metadata          which tensor lies where
+        .metadata          which tensor is in which file
         state.json         everything else: what the caller gave, step, world size, versions
         manifest.json      bytes and sha256 of every file, written last
 
@@ -78,7 +78,7 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run and finds the one to go on with; made by all ranks together.
+    """Writes the checkpoints of one run and finds the one to go on with; created by all ranks together.
 
     A rank's methods are called in the same order as the other ranks'; all but `poll` and `close` are
     collective. A thread of each rank writes, with a process group of its own, so the ranks agree there that
@@ -88,7 +88,7 @@ class Checkpoints:
     Making one removes what killed runs have left in the folder, and holds a lock on it.
 
     Args:
-        run: folder of the run; checkpoints lie in its folder `checkpoints`.
+        run: folder of the run; checkpoints are in its folder `checkpoints`.
 
     Raises:
         CheckpointError: the folder cannot be written, or another run uses it.
@@ -164,7 +164,7 @@ class Checkpoints:
             self._settle()
 
     def close(self) -> None:
-        """Wait for the write that is under way and let the folder go; before the process group is destroyed.
+        """Wait for the write in flight and release the folder; before the process group is destroyed.
 
         Raises:
             CheckpointError: the last write has failed.
@@ -219,7 +219,7 @@ class Checkpoints:
             except CheckpointError as error:
                 refused.append(str(error))
                 if self._ranks.rank == 0:
-                    _LOG.warning("passing over checkpoint %s: %s", folder, error)
+                    _LOG.warning("skipping checkpoint %s: %s", folder, error)
         if refused:
             raise checkpoint_files.none_good(self.folder, refused)
         return None
@@ -239,43 +239,43 @@ class Checkpoints:
 
     def _write(self, step: int, own: dict[str, Tensor], state: bytes) -> int:
         """Write and commit; collective, in the writing thread. Fails on all ranks or on none."""
-        aside = self.folder / f"{checkpoint_files.folder_name(step)}.partial"
+        temporary = self.folder / f"{checkpoint_files.folder_name(step)}.partial"
         try:
-            self._ranks.on_first(lambda: checkpoint_files.make_empty(aside))
-            self._ranks.on_all(lambda: tensors.write(aside, own, self._ranks))
-            parts = self._ranks.on_all(lambda: self._describe(aside, state))
-            self._ranks.on_first(lambda: self._commit(aside, step, parts))
+            self._ranks.on_first(lambda: checkpoint_files.make_empty(temporary))
+            self._ranks.on_all(lambda: tensors.write(temporary, own, self._ranks))
+            parts = self._ranks.on_all(lambda: self._describe(temporary, state))
+            self._ranks.on_first(lambda: self._commit(temporary, step, parts))
         except CheckpointError as error:
             if self._ranks.rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)  # a full disk gets its space back
-            raise CheckpointError(f"{aside} cannot be written: {error}") from None
+                shutil.rmtree(temporary, ignore_errors=True)  # a full disk gets its space back
+            raise CheckpointError(f"{temporary} cannot be written: {error}") from None
         return step
 
-    def _describe(self, aside: Path, state: bytes) -> dict[str, SealedFile]:
+    def _describe(self, temporary: Path, state: bytes) -> dict[str, SealedFile]:
         """Flush and measure the files that this rank wrote."""
-        paths = sorted(aside.glob(f"__{self._ranks.rank}_*"))
+        paths = sorted(temporary.glob(f"__{self._ranks.rank}_*"))
         if self._ranks.rank == 0:
-            write_whole(aside / STATE, state)
-            paths += [aside / METADATA, aside / STATE]
+            write_whole(temporary / STATE, state)
+            paths += [temporary / METADATA, temporary / STATE]
         for path in paths:
             flush(path)
         return {path.name: measure(path) for path in paths}
 
-    def _commit(self, aside: Path, step: int, parts: list[dict[str, SealedFile]]) -> None:
+    def _commit(self, temporary: Path, step: int, parts: list[dict[str, SealedFile]]) -> None:
         files = {name: file for part in parts for name, file in part.items()}
         # A table that this program would refuse is better known now than at the next start.
-        read_metadata(aside, {name: file.bytes for name, file in files.items()})
-        seal(aside, step, files)
-        flush(aside)
+        read_metadata(temporary, {name: file.bytes for name, file in files.items()})
+        seal(temporary, step, files)
+        flush(temporary)
         final = self.folder / checkpoint_files.folder_name(step)
         if final.exists():
             checkpoint_files.remove(final)  # damaged, or of this step once more
-        commit(aside, final)
+        commit(temporary, final)
         self._good.add(step)
         checkpoint_files.prune(self.folder, self._good, self.config.keep_last, self.config.keep_every)
 
     def _settle(self) -> None:
-        """Wait for the write under way and take its outcome, which all ranks agree on."""
+        """Wait for the write in flight and take its outcome, which all ranks agree on."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None

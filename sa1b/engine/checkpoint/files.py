@@ -29,11 +29,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """A checkpoint whose files have been held against their digests.
+    """A checkpoint whose files have been verified against their digests.
 
     Attributes:
         step: steps that had been done.
-        folder: where it lies.
+        folder: of its files.
         state: what the caller gave to `save`.
         world_size: ranks that wrote it.
         metadata: which tensors it holds.
@@ -86,7 +86,7 @@ def read(folder: Path) -> Found:
 def newest(folder: Path) -> Found | None:
     """The newest checkpoint in RUN/checkpoints that is good; None where there is none at all.
 
-    Each damaged one that is passed over is logged as a warning. Call it in one process of a run.
+    Each damaged one that is skipped is logged as a warning. Call it in one process of a run.
 
     Raises:
         CheckpointError: there are checkpoints, and none is good.
@@ -97,7 +97,7 @@ def newest(folder: Path) -> Found | None:
             return read(folder / folder_name(step))
         except (CheckpointError, OSError) as error:
             refused.append(str(error))
-            _LOG.warning("passing over checkpoint %s: %s", folder_name(step), error)
+            _LOG.warning("skipping checkpoint %s: %s", folder_name(step), error)
     if refused:
         raise none_good(folder, refused)
     return None
@@ -113,7 +113,7 @@ def sweep(folder: Path) -> None:
 def prune(folder: Path, good: set[int], keep_last: int, keep_every: int) -> None:
     """Remove checkpoints older than the newest `keep_last` of those known to be good.
 
-    Others are not counted: a damaged one must not push out the one that a run has fallen back to.
+    Others are not counted: a damaged one must not displace the one that a run has fallen back to.
 
     Args:
         good: steps; those removed are taken out.
@@ -133,11 +133,11 @@ def prune(folder: Path, good: set[int], keep_last: int, keep_every: int) -> None
 
 def remove(path: Path) -> None:
     """Take its name away first: a crash in between leaves no half checkpoint under a good name."""
-    aside = path.with_name(f"{path.name}.deleted")
-    if aside.exists():
-        shutil.rmtree(aside)
-    commit(path, aside)
-    shutil.rmtree(aside)
+    temporary = path.with_name(f"{path.name}.deleted")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    commit(path, temporary)
+    shutil.rmtree(temporary)
 
 
 def make_empty(folder: Path) -> None:
@@ -205,7 +205,7 @@ def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
 
 
 def check(folder: Path, step: int) -> dict[str, SealedFile]:
-    """The files of a sealed folder, each of them read and held against its digest.
+    """The files of a sealed folder, each of them read and verified against its digest.
 
     Raises:
         CheckpointError: a file is missing, added, not a plain file, or has other bytes; the message names it.
