@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 if __name__ == "__main__":
     # Until there is something to save, Ctrl-C ends at once and without a traceback.
@@ -26,174 +26,58 @@ if __name__ == "__main__":
 if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sa1b.engine import config as settings
-from sa1b.engine import estimate, metrics
-from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.config import Config, build, initial_weights
-from sa1b.engine.control import Control, StepTime
-from sa1b.engine.evaluation import evaluate, held_out_feed, score
-from sa1b.engine.feed import Feed
-from sa1b.engine.gradients import autocast, finish, grad_scaler, micro_batch, warm_up
-from sa1b.engine.health import Health, HealthError
+from sa1b.engine import estimate
+from sa1b.engine.config import Config, build
+from sa1b.engine.control import StepTime
+from sa1b.engine.evaluation import score
+from sa1b.engine.gradients import finish, micro_batch, warm_up
+from sa1b.engine.health import HealthError
 from sa1b.engine.metrics import ChromeTrace
-from sa1b.engine.model import declared
-from sa1b.engine.optim import freeze, lr_at, lr_line, make_optimizer, set_lr
-from sa1b.engine.parallel import set_timeout, start, stop, wrap
+from sa1b.engine.optim import lr_at, lr_line, set_lr
+from sa1b.engine.parallel import set_timeout, start, stop
 from sa1b.engine.presets import PRESETS
-from sa1b.engine.ranks import RankInfo, agree, check_shared_folder, explain
+from sa1b.engine.ranks import explain
+from sa1b.engine.run import Run
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
-from sa1b.stream.batch import Batch
-from sa1b.stream.dataset import ResumeError
 
 RAISED_TOGETHER = (HealthError, CheckpointError)  # by all ranks after the same step: none waits for another
 
 
-class Run:
-    """All that a run is made of, on one rank, as it was after the last step that a checkpoint holds."""
-
-    def __init__(self, config: Config, rank_info: RankInfo) -> None:
-        self.config, self.rank_info = config, rank_info
-        self.step = 0
-        self.control = Control(rank_info)
-        check_shared_folder(config.out, rank_info)
-        data, size = config.data, config.image_size
-        self.feed = Feed(data, size, rank_info, config.out, config.seed)
-        self.held_out = held_out_feed(config.evaluation, data, size, rank_info, config.out, self.feed.stream)
-        module = build(config, initial_weights(config))
-        freeze(module, config.optim)
-        self.module: nn.Module = wrap(module, config.parallel, rank_info)
-        self.model = declared(self.module)
-        self.optimizer = make_optimizer(self.module, config.optim, data.global_batch)
-        self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
-        self.checkpoints = Checkpoints(config.out, config.checkpoint)
-        last = self._resume()
-        self.health = Health(config.health, config.out, rank_info, self.control)
-        self.metrics = metrics.Metrics(
-            config.logging,
-            config.out,
-            rank_info,
-            self.control,
-            self.step,
-            config.optim.steps,
-            about=metrics.about(rank_info, config.parallel.mode, config.parallel.precision),
-            last=last,
-            shown=self.model.shown,
-        )
-
-    def _resume(self) -> dict[str, Any] | None:
-        """Go on from the newest good checkpoint, if there is one; the metrics of its step."""
-        if self.config.resume == "no" and self.checkpoints.newest() is not None:
-            raise UsageError(
-                f"--resume no, but {self.config.out} has checkpoints: choose another --out, or move it away"
-            )
-        state = self.checkpoints.resume(self.module, self.optimizer)
-        if state is not None:
-            self.step = int(state["step"])
-            try:
-                self.feed.load_state_dict(state["stream"])
-            except ResumeError as error:
-                raise ResumeError(
-                    f"{error}. Pass the --seed and --data.view that {self.config.out} began with, or "
-                    "another --out"
-                ) from None
-            self.scaler.load_state_dict(state["scaler"])
-            if self.rank_info.rank == 0:
-                print(f"going on after step {self.step:,} at position {state['stream']['position']:,}")
-        agree(self.module, self.rank_info)
-        return None if state is None else state.get("metrics")
-
-    def save(self, line: dict[str, Any] | None) -> None:
-        """A checkpoint of what was trained so far.
-
-        Args:
-            line: metrics of the last step, as far as they are known.
-        """
-        state = {
-            "step": self.step,
-            "metrics": line,
-            "stream": self.feed.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "config": self.config.document(),
-        }
-        self.checkpoints.save(self.step, self.module, self.optimizer, state)
-
-    def evaluate(self) -> None:
-        """Score the held-out images and write the scores down, unless the run is asked to stop meanwhile."""
-        if self.held_out is not None:
-            config, began = self.config, time.perf_counter()
-            scores = evaluate(
-                self.module,
-                self.held_out,
-                config.evaluation,
-                config.parallel,
-                self.rank_info,
-                config.out,
-                self.control,
-            )
-            if scores is not None:
-                self.metrics.evaluation(self.step, scores, time.perf_counter() - began)
-
-    def close(self) -> None:
-        """End threads and files; waits for the checkpoint that is being written."""
-        try:
-            self.feed.close()
-            self.metrics.close()
-        finally:
-            self.checkpoints.close()
-
-
 def train(run: Run) -> None:
     """The loop: until the last step, or until a rank was asked to stop."""
-    config, rank_info, module, model, feed = run.config, run.rank_info, run.module, run.model, run.feed
-    precision, scaler, optimizer = config.parallel.precision, run.scaler, run.optimizer
-    control = run.control
+    config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
+    optimizer, scaler, control = run.optimizer, run.scaler, run.control
     trace = ChromeTrace(config.logging.profile, config.out, rank_info, control)
     module.train()
-
-    def forward_backward(batch: Batch) -> dict[str, Tensor]:
-        inputs = model.inputs(batch, config.seed)
-        with autocast(precision, rank_info.device):
-            sums: dict[str, Tensor] = module(*inputs)
-        torch.autograd.backward(scaler.scale(sums["loss"]))
-        return {name: sums[name].detach() for name in (*model.figures, "count")}
-
-    def evaluate_if_due(saved: bool) -> None:
-        every, ends = config.evaluation.every, run.step == config.optim.steps
-        if not every or control.stopping or not (ends or run.step % every == 0):
-            return
-        run.evaluate()
-        if control.stopping and not saved:
-            run.save(None)
-
-    if control.any_rank(run.metrics.lacks_evaluation(run.step)):
-        evaluate_if_due(saved=run.step > 0)  # of step 0: what there is to gain; else one that was interrupted
-    if run.step < config.optim.steps and not control.stopping:
-        warm_up(module, partial(forward_backward, feed.peek()))
+    run.evaluate_what_is_missing()
+    if not run.ended:
+        warm_up(module, partial(run.forward_backward, feed.peek()))
     first = run.step
-    while run.step < config.optim.steps and not control.stopping:
+    while not run.ended:
         trace.before(run.step)
         waited, seconds = feed.waited, StepTime()
-        rate = lr_at(config.optim, config.data.global_batch, run.step)
-        set_lr(optimizer, rate)
+        lr = lr_at(config.optim, config.data.global_batch, run.step)
+        set_lr(optimizer, lr)
         totals: dict[str, Tensor] = {}
         ids: list[Tensor] = []
         with seconds.part("compute"):
             for number, batch in enumerate(feed.step(), 1):
                 with micro_batch(module, last=number == feed.micro_batches):
-                    sums = forward_backward(batch)
+                    sums = run.forward_backward(batch)
                 totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
                 ids.append(batch.ids)
         seconds.data = feed.waited - waited
         seconds.compute -= seconds.data
         with seconds.part("update"):
             norm = finish(
-                module, optimizer, scaler, totals["count"], rank_info, grad_clip=config.optim.grad_clip
-            )
-            figures = control.exchange(totals, norm, sum(map(len, ids)), seconds)
+                module, optimizer, scaler, totals["count"] / run.divisor, rank_info,
+                grad_clip=config.optim.grad_clip,
+            )  # fmt: skip
+            figures = control.exchange(totals, norm, sum(map(len, ids)), seconds)  # waits for the device
             loss = figures.means["loss"]
             if run.health.is_good(run.step, loss, figures.norm, figures.own_loss, ids):
                 scaler.step(optimizer)
@@ -205,17 +89,7 @@ def train(run: Run) -> None:
         if run.step == first:
             set_timeout(rank_info, config.parallel.timeout)
         run.step += 1
-        run.checkpoints.poll()
-        ideal = estimate.peak_seconds(model, figures.images, figures.count, rank_info)
-        ends = control.stopping or run.step == config.optim.steps
-        saves = (ends or run.step % config.checkpoint.every == 0) and not run.health.lost
-        if saves:
-            # A kill may come after the checkpoint and before the step's line.
-            line = metrics.figures_of(figures, seconds, rate, rank_info, ideal)
-            with seconds.part("checkpoint"):
-                run.save(metrics.json_figures({"step": run.step, **line}))
-        run.metrics.step(run.step, metrics.figures_of(figures, seconds, rate, rank_info, ideal))
-        evaluate_if_due(saved=saves or bool(run.health.lost))
+        run.record(figures, seconds, lr)
     trace.close()
     run.health.end(run.step)
 

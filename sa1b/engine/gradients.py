@@ -15,6 +15,7 @@ The weights are float32 in every mode. With FSDP the weights of a block's attent
 format of the matrix products (`sa1b.engine.parallel.wrap`): autocast would round them to it anyway.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
@@ -48,21 +49,38 @@ def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
 
 
 def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
-    """Run one forward and backward whose gradients are thrown away, before the first step of any run.
+    """Run one forward and backward that leaves no trace, before the first step of any run.
 
     DDP learns in its first backward in which order gradients come, and arranges its buckets anew. From three
     ranks on it then sums in another order: the step after a resume would differ in its last bits from the
     same step of an uninterrupted run. With this call each real step has the final buckets, in fresh and
     resumed runs alike. A static graph may not accumulate in its first backward, which is this one, too.
+    What is compiled is compiled here, for the shapes of the run's own micro-batches.
 
     Args:
-        run: Forward and backward of one micro-batch, with the scaler's scale and autocast; the samples may be
-            any. It must not step the optimizer.
+        run: Forward and backward of a micro-batch, with the scaler's scale and autocast. It must not step the
+            optimizer.
     """
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with micro_batch(module, last=True):
         run()
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)  # such as the running statistics of a BatchNorm
     for parameter in module.parameters():
         parameter.grad = None
+
+
+def loss_divisor(expected: int) -> float:
+    """What losses are divided by before backward: about the count that a global batch may have.
+
+    Sums over thousands of masks overflow float16 long before their mean does, and each overflow costs a step
+    until the scaler's scale has come down. A power of two: no other format rounds differently for it.
+
+    Args:
+        expected: most that the count over all ranks is.
+    """
+    return 2.0 ** round(math.log2(expected))
 
 
 @torch.no_grad()
@@ -77,11 +95,11 @@ def finish(
 ) -> Tensor:
     """Turn accumulated sums into the gradient of the global batch, and clip it; once, before the step.
 
-    Collective: all ranks call it behind their last micro-batch. `scaler.step` and `scaler.update` follow.
+    Collective: all ranks call it after their last micro-batch. `scaler.step` and `scaler.update` follow.
 
     Args:
-        count: masks in this rank's micro-batches (their weights' sum), one number, on the device. If no rank
-            has one the gradients stay as they are: zero.
+        count: masks in this rank's micro-batches (their weights' sum), one number, on the device, divided by
+            what the losses were divided by. If no rank has one the gradients stay as they are: zero.
         grad_clip: largest norm over all parameters and ranks; 0: no limit.
 
     Returns:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.engine.gradients import autocast, grad_scaler
+from sa1b.engine.gradients import autocast, finish, grad_scaler, loss_divisor, warm_up
 from sa1b.engine.parallel import ParallelConfig
 from tests.engine import checks
 from tests.engine.launch import launch
+from tests.engine.stream_root import place_of
 
 MODES = ["ddp", "fsdp"]
 
@@ -100,6 +101,35 @@ def test_the_state_of_the_scaler_is_numbers_and_goes_on_in_another_one() -> None
     assert float(scaler.scale(torch.ones(()))) == 32.0
     assert grad_scaler("bf16", cpu).state_dict() == {}
     assert float(grad_scaler("bf16", cpu).scale(torch.ones(()))) == 1.0
+
+
+def test_sums_over_thousands_of_masks_do_not_overflow_float16_at_the_first_scale() -> None:
+    cpu, masks = torch.device("cpu"), 4096
+    norms = {}
+    for divisor in (1.0, loss_divisor(masks)):
+        layer = torch.nn.Linear(8, 1, bias=False)
+        torch.nn.init.ones_(layer.weight)
+        optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), grad_scaler("fp16", cpu)
+        with autocast("fp16", cpu):
+            loss = layer(torch.full((masks, 8), 0.5)).float().sum()
+        scaler.scale(loss / divisor).backward()
+        count = torch.tensor(masks / divisor)
+        norms[divisor] = float(finish(layer, optimizer, scaler, count, place_of(), grad_clip=0))
+    assert norms[1.0] == torch.inf
+    assert norms[4096.0] == pytest.approx(2**0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(("expected", "divisor"), [(1, 1), (20, 16), (25, 32), (8192, 8192), (16384, 16384)])
+def test_losses_are_divided_by_a_power_of_two_near_the_expected_count(expected: int, divisor: int) -> None:
+    assert loss_divisor(expected) == divisor
+
+
+def test_the_warm_up_leaves_gradients_and_running_statistics_as_they_were() -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    warm_up(norm, lambda: norm(torch.arange(6.0).view(2, 3)).sum().backward())
+    assert norm.running_mean.tolist() == [0, 0, 0]
+    assert norm.num_batches_tracked == 0
+    assert norm.weight.grad is None
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from torch._dynamo.utils import counters
 from sa1b import train
 from sa1b.engine.control import Control
 from sa1b.engine.health import Health
+from sa1b.engine.metrics import Metrics
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.score import Score
 
@@ -114,7 +115,7 @@ def _signal(mishap: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     current = [-1]
-    at_rate, at_step, at_save = train.lr_at, train.metrics.Metrics.step, train.Run.save
+    at_rate, at_step, at_save = train.lr_at, Metrics.step, train.Run.save
     judge = Health.is_good
 
     def lr_at(config: Any, batch: int, step: int) -> float:
@@ -138,7 +139,7 @@ def _signal(mishap: dict[str, Any]) -> None:
         if moment == "saved":  # the write has begun, beside training
             strike(current[0])
 
-    train.lr_at, train.metrics.Metrics.step, train.Run.save = lr_at, metrics_step, save
+    train.lr_at, Metrics.step, train.Run.save = lr_at, metrics_step, save
     Health.is_good = is_good
 
 

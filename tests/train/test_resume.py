@@ -68,7 +68,12 @@ def test_world_sizes_2_1_3_train_on_the_same_samples_each_once(
         into.mkdir()
         what = {"what": "record"} if stop is None else {"what": "stop", "step": stop}
         train_to_end(
-            root, out, "--parallel.timeout", "77", ranks=ranks, mode=mode, mishap={**what, "into": str(into)}
+            root,
+            out,
+            *("--parallel.timeout", "77", "--data.deadline", "30"),
+            ranks=ranks,
+            mode=mode,
+            mishap={**what, "into": str(into)},
         )
         assert (into / "0.timeouts").read_text() == "77.0\n"  # behind the first step, also of a resumed run
         for step, parts in recorded(into, ranks).items():

@@ -89,14 +89,9 @@ def test_it_begins_with_weights_and_a_part_of_it_can_be_frozen(
 
 
 NEUTRAL = (
-    *("model.py", "parallel.py", "ranks.py", "gradients.py", "optim.py", "estimate.py", "feed.py"),
-    *(
-        "config.py",
-        "checkpoint/tensors.py",
-        "checkpoint/checkpoints.py",
-        "checkpoint/files.py",
-        "../train.py",
-    ),
+    *("model.py", "run.py", "config.py", "feed.py", "parallel.py", "ranks.py", "gradients.py", "optim.py"),
+    *("estimate.py", "health.py", "control.py", "checkpoint/tensors.py", "checkpoint/checkpoints.py"),
+    *("checkpoint/files.py", "../train.py"),
 )
 NAMES = r"sa1b\.sam|\bSam\b|Interactive|image_encoder\.|mask_decoder|prompt_encoder|focal|dice|iou"
 

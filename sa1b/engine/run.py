@@ -1,0 +1,165 @@
+"""All that a run is made of, on one rank: data, model, optimizer, checkpoints, metrics."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sa1b.engine import estimate, metrics
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.config import Config, build, initial_weights
+from sa1b.engine.control import Control, StepFigures, StepTime
+from sa1b.engine.evaluation import evaluate, held_out_feed
+from sa1b.engine.feed import Feed
+from sa1b.engine.gradients import autocast, grad_scaler, loss_divisor
+from sa1b.engine.health import Health
+from sa1b.engine.model import declared
+from sa1b.engine.optim import freeze, make_optimizer
+from sa1b.engine.parallel import wrap
+from sa1b.engine.ranks import RankInfo, agree, check_shared_folder
+from sa1b.errors import UsageError
+from sa1b.stream.batch import Batch
+from sa1b.stream.dataset import ResumeError
+
+
+class Run:
+    """A run on one rank, as it was after the last step that a checkpoint holds; made by all ranks together.
+
+    Attributes:
+        step: Steps that are done.
+        divisor: see `sa1b.engine.gradients.loss_divisor`.
+    """
+
+    def __init__(self, config: Config, rank_info: RankInfo) -> None:
+        self.config, self.rank_info = config, rank_info
+        self.step = 0
+        self.control = Control(rank_info)
+        check_shared_folder(config.out, rank_info)
+        data, size = config.data, config.image_size
+        self.feed = Feed(data, size, rank_info, config.out, config.seed)
+        self.held_out = held_out_feed(config.evaluation, data, size, rank_info, config.out, self.feed.stream)
+        module = build(config, initial_weights(config))
+        freeze(module, config.optim)
+        self.module: nn.Module = wrap(module, config.parallel, rank_info)
+        self.model = declared(self.module)
+        self.optimizer = make_optimizer(self.module, config.optim, data.global_batch)
+        self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
+        self.divisor = loss_divisor(data.global_batch * max(data.masks, 1))
+        self.checkpoints = Checkpoints(config.out, config.checkpoint)
+        last = self._resume()
+        self.health = Health(config.health, config.out, rank_info, self.control)
+        self.metrics = metrics.Metrics(
+            config.logging,
+            config.out,
+            rank_info,
+            self.control,
+            self.step,
+            config.optim.steps,
+            about=metrics.about(rank_info, config.parallel.mode, config.parallel.precision),
+            last=last,
+            shown=self.model.shown,
+        )
+
+    def _resume(self) -> dict[str, Any] | None:
+        """Go on from the newest good checkpoint, if there is one; the metrics of its step."""
+        if self.config.resume == "no" and self.checkpoints.newest() is not None:
+            raise UsageError(
+                f"--resume no, but {self.config.out} has checkpoints: choose another --out, or move it away"
+            )
+        state = self.checkpoints.resume(self.module, self.optimizer)
+        if state is not None:
+            self.step = int(state["step"])
+            try:
+                self.feed.load_state_dict(state["stream"])
+            except ResumeError as error:
+                raise ResumeError(
+                    f"{error}. Pass the --seed and --data.view that {self.config.out} began with, or "
+                    "another --out"
+                ) from None
+            self.scaler.load_state_dict(state["scaler"])
+            if self.rank_info.rank == 0:
+                print(f"going on after step {self.step:,} at position {state['stream']['position']:,}")
+        agree(self.module, self.rank_info)
+        return None if state is None else state.get("metrics")
+
+    def save(self, line: dict[str, Any] | None) -> None:
+        """A checkpoint of what was trained so far.
+
+        Args:
+            line: metrics of the last step, as far as they are known.
+        """
+        state = {
+            "step": self.step,
+            "metrics": line,
+            "stream": self.feed.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "config": self.config.document(),
+        }
+        self.checkpoints.save(self.step, self.module, self.optimizer, state)
+
+    def evaluate(self) -> None:
+        """Score the held-out images and write the scores down, unless the run is asked to stop meanwhile."""
+        if self.held_out is not None:
+            config, began = self.config, time.perf_counter()
+            scores = evaluate(
+                self.module,
+                self.held_out,
+                config.evaluation,
+                config.parallel,
+                self.rank_info,
+                config.out,
+                self.control,
+            )
+            if scores is not None:
+                self.metrics.evaluation(self.step, scores, time.perf_counter() - began)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no step follows; the same on all ranks."""
+        return self.control.stopping or self.step >= self.config.optim.steps
+
+    def forward_backward(self, batch: Batch) -> dict[str, Tensor]:
+        """Add the gradient of a micro-batch's loss; returns the model's sums, without gradient.
+
+        The loss is divided by `divisor`, and so must its count be.
+        """
+        inputs = self.model.inputs(batch, self.config.seed)
+        with autocast(self.config.parallel.precision, self.rank_info.device):
+            sums: dict[str, Tensor] = self.module(*inputs)
+        torch.autograd.backward(self.scaler.scale(sums["loss"] / self.divisor))
+        return {name: sums[name].detach() for name in (*self.model.figures, "count")}
+
+    def record(self, figures: StepFigures, seconds: StepTime, lr: float) -> None:
+        """Write down the step that has just ended; save and evaluate where it is time to."""
+        self.checkpoints.poll()
+        ideal = estimate.peak_seconds(self.model, figures.images, figures.count, self.rank_info)
+        saves = (self.ended or self.step % self.config.checkpoint.every == 0) and not self.health.lost
+        if saves:
+            # A kill may come after the checkpoint and before the step's line.
+            line = metrics.figures_of(figures, seconds, lr, self.rank_info, ideal)
+            with seconds.part("checkpoint"):
+                self.save(metrics.json_figures({"step": self.step, **line}))
+        self.metrics.step(self.step, metrics.figures_of(figures, seconds, lr, self.rank_info, ideal))
+        self._evaluate_if_due(saved=saves or bool(self.health.lost))
+
+    def evaluate_what_is_missing(self) -> None:
+        """Before the first step: what there is to gain; where a run goes on, what was interrupted."""
+        if self.control.any_rank(self.metrics.lacks_evaluation(self.step)):
+            self._evaluate_if_due(saved=self.step > 0)
+
+    def _evaluate_if_due(self, saved: bool) -> None:
+        every, ends = self.config.evaluation.every, self.step == self.config.optim.steps
+        if not every or self.control.stopping or not (ends or self.step % every == 0):
+            return
+        self.evaluate()
+        if self.control.stopping and not saved:
+            self.save(None)
+
+    def close(self) -> None:
+        """End threads and files; waits for the checkpoint that is being written."""
+        try:
+            self.feed.close()
+            self.metrics.close()
+        finally:
+            self.checkpoints.close()
