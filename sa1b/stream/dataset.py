@@ -17,8 +17,7 @@ comes from worker i mod n, which is the order in which a DataLoader collects the
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,25 +25,21 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from sa1b.errors import BadSample, Sa1bError, ShardError
+from sa1b.errors import Sa1bError
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.sample_read import PendingRead
-from sa1b.storage.errors import MissingError
-from sa1b.stream.batch import Batch, collate, send_errors
+from sa1b.stream.batch import Batch, send_errors
 from sa1b.stream.buffers import fresh
 from sa1b.stream.columns import open_columns
 from sa1b.stream.damage_log import DamageLog
-from sa1b.stream.decode import EncodedImage, decoder
+from sa1b.stream.decode import decoder
 from sa1b.stream.iterations import Iterations
 from sa1b.stream.order import Order, Sequential
+from sa1b.stream.pending import PendingBatch
 from sa1b.stream.plan import MicroBatch, Plan, process_rank
-from sa1b.stream.sample import SampleMasks, SampleOptions, no_masks, pick_masks
+from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
-from sa1b.stream.transform import Frame
 from sa1b.views.view import open_view
 
-MAX_SUBSTITUTES = 100
-_REPLACED = "the source may have been replaced or dropped since the dataset was opened; open it again"
 _PREFETCH = 1  # micro-batches that are being read while one is drawn
 
 
@@ -346,147 +341,6 @@ class Stream(IterableDataset[Batch]):
             f"on (tools/view.py {self.root} --ids FILE --name NAME) and pass it as view: a view keeps its "
             "images and its sequence when a directory grows"
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PickedSample:
-    """A sample of a pending batch that is read and whose masks are chosen; its image is still a JPEG.
-
-    Attributes:
-        index: in the micro-batch.
-        attempt: substitutes that were tried before it.
-        row: of the sample table.
-        image: to decode; None for the black image in place of a damaged sample of a sequential stream.
-        masks: the chosen ones.
-    """
-
-    index: int
-    attempt: int
-    row: int
-    image: EncodedImage | None
-    masks: SampleMasks
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingBatch:
-    """A micro-batch of a stream whose samples are being read: `pick` and `decode` each, then `collate`.
-
-    A damaged sample goes to the damage log. A shuffled stream then takes its substitute. A sequential one
-    gives a black image without masks and sets its `valid` to False: an evaluation with another image would be
-    another evaluation.
-
-    Attributes:
-        stream: that it belongs to.
-        piece: its positions.
-        rows: of the sample table; valid: whether each counts, False for a fill-up and, once decoded, for a
-            damaged sample of a sequential stream.
-        reads: one for each sample.
-    """
-
-    stream: Stream
-    piece: MicroBatch
-    rows: list[int]
-    valid: list[bool]
-    reads: list[PendingRead]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def pick(self, i: int) -> PickedSample:
-        """Wait for sample i and choose its masks. Safe to call from several threads, once for each sample.
-
-        Raises:
-            DamageLimitError: too many damaged samples.
-            sa1b.storage.errors.StorageError: the storage is not available.
-        """
-        return self._pick(i, 0, self.rows[i], self.reads[i])
-
-    def decode(self, picked: Sequence[PickedSample], out: torch.Tensor) -> list[SampleMasks]:
-        """Decode the images of picked samples, or those of their substitutes, and return the masks.
-
-        Args:
-            picked: one sample, or all of them where the decoder takes a micro-batch at a time.
-            out: uint8 [n, S, S, 3] on the decoder's device.
-
-        Raises:
-            As `pick`.
-        """
-        samples = list(picked)
-        if all(sample.image is not None for sample in samples):
-            errors = self._decode(samples, out)
-        else:
-            errors = [self._decode([sample], out[n, None])[0] for n, sample in enumerate(samples)]
-        for n in range(len(samples)):
-            while (error := errors[n]) is not None:
-                samples[n] = self._substitute(samples[n].index, samples[n].attempt, samples[n].row, error)
-                (errors[n],) = self._decode([samples[n]], out[n, None])
-        return [sample.masks for sample in samples]
-
-    def _decode(self, samples: list[PickedSample], out: torch.Tensor) -> list[BadSample | None]:
-        images = [sample.image for sample in samples if sample.image is not None]
-        if not images:
-            out.zero_()
-            return [None] * len(samples)
-        stream = self.stream
-        try:
-            with stream.stats.busy("decode", sum(len(image.jpeg) for image in images), items=len(images)):
-                return stream.decoder.decode(images, out)
-        except Exception as error:
-            self._note(error, samples[0].index, samples[0].row)
-            raise
-
-    def _pick(self, i: int, attempt: int, row: int, read: PendingRead) -> PickedSample:
-        stream = self.stream
-        options, seed, epoch = stream.options, stream.seed, (self.piece.start + i) // stream.plan.order.count
-        try:
-            with stream.stats.busy("read", int(stream.dataset.table.jpg_bytes[row])):
-                jpeg, annotations = read.result()
-            with stream.stats.busy("pick"):
-                condition = stream.view.masks_where
-                usable = None if condition is None else condition.masks(annotations)
-                masks = pick_masks(annotations, options, seed, epoch, usable=usable)
-            return PickedSample(i, attempt, row, EncodedImage(jpeg, masks.frame), masks)
-        except ShardError as error:
-            damage = error
-        except Exception as error:
-            self._note(error, i, row)
-            raise
-        return self._substitute(i, attempt, row, damage)
-
-    def _substitute(self, i: int, attempt: int, row: int, damage: ShardError | BadSample) -> PickedSample:
-        """Log a damaged sample and pick what takes its place."""
-        stream, position = self.stream, self.piece.start + i
-        order = stream.plan.order
-        stream.record_damage(row, position, damage)
-        if isinstance(order, Sequential):
-            self.valid[i] = False
-            size = stream.options.image_size
-            masks = no_masks(int(stream.dataset.table.image_id[row]), Frame.whole_image(size, size, size))
-            return PickedSample(i, attempt, row, None, masks)
-        if attempt + 1 == MAX_SUBSTITUTES:
-            raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
-        row = int(stream.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
-        (read,) = stream.dataset.submit([row])
-        return self._pick(i, attempt + 1, row, read)
-
-    def _note(self, error: Exception, i: int, row: int) -> None:
-        """Say in an error which sample it is about."""
-        error.add_note(f"at position {self.piece.start + i}: {self.stream.where(row)}")
-        if isinstance(error, MissingError):
-            error.add_note(_REPLACED)
-
-    def collate(self, images: torch.Tensor, samples: list[SampleMasks]) -> Batch:
-        """The batch of its samples, decoded into `images`, uint8 [B, S, S, 3]."""
-        piece = self.piece
-        batch = collate(images, samples, range(piece.start, piece.stop), self.valid, piece.position)
-        by_key = {"image_id": batch.ids.numpy(), "mask_id": batch.mask_ids.numpy()}
-        columns = self.stream.columns
-        return replace(batch, extra={name: one.lookup(by_key[one.key]) for name, one in columns.items()})
-
-    def cancel(self) -> None:
-        """Drop what is not read yet."""
-        for read in self.reads:
-            read.cancel()
 
 
 def _reopen(arguments: dict[str, Any], iterations: Iterations) -> Stream:

@@ -41,7 +41,8 @@ from torch import Tensor
 
 from sa1b.stream.batch import Batch, RaggedMasks
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, PinnedBuffer, SideStream
-from sa1b.stream.dataset import PendingBatch, PickedSample, Stream
+from sa1b.stream.dataset import Stream
+from sa1b.stream.pending import PendingBatch, PickedSample
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.sample import SampleMasks
 from sa1b.workers import available_cpus

@@ -14,7 +14,8 @@ import sa1b
 from sa1b.masks import raster
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.stream.dataset import PendingBatch, PickedSample, ResumeError
+from sa1b.stream.dataset import ResumeError
+from sa1b.stream.pending import PendingBatch, PickedSample
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.stats import STAGES
 from sa1b.synthetic import source_tars as synthetic
@@ -112,7 +113,7 @@ def test_an_error_in_a_thread_reaches_the_caller_with_its_sample(
     def broken(annotations: Any, *arguments: Any, **more: Any) -> SampleMasks:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr("sa1b.stream.dataset.pick_masks", broken)
+    monkeypatch.setattr("sa1b.stream.pending.pick_masks", broken)
     before = threading.active_count()
     with pytest.raises(RuntimeError, match="no such luck") as error:
         first(sa1b.Loader(stream(root), quiet=True), 1)

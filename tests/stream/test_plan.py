@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sa1b.stream.dataset import MicroBatch, Plan
 from sa1b.stream.order import Order, Sequential
+from sa1b.stream.plan import MicroBatch, Plan
 
 examples = settings(deadline=None, max_examples=150)
 
