@@ -7,7 +7,7 @@ Resizing an axis of n pixels to m: numerator n, denominator 2 * m. The frame is 
 pixels (L the longer side of the image) that holds the image, resized, at its top left:
 
     len_S = max(1, (2 * len * S + L) // (2 * L))            pixels that an axis of len takes of the S
-    src   = ((2 * dst + 1) * S * len) // (2 * size * len_S)  for a raster of the frame at `size`
+    src   = ((2 * dst + 1) * S * len) // (2 * size * len_S)  for a dense mask of the frame at `size`
 
 so that a mask at 256 lies exactly where the image lies at 1024. An image that is stretched, or scaled by a
 transform, takes other len_S pixels of the square: they come with it (`taken`), the second line stays.
@@ -102,7 +102,7 @@ def framed_size(height: int, width: int, image_size: int) -> tuple[int, int]:
 def framed(
     source: tuple[int, int], image_size: int, size: int, taken: tuple[int, int] | None = None
 ) -> tuple[Axis, Axis]:
-    """The rows and the columns of the padded square of image_size pixels, rastered at size x size.
+    """The rows and the columns of the padded square of image_size pixels, rasterised at size x size.
 
     taken: rows and columns that the image takes of the square; by default its `framed_size`.
 

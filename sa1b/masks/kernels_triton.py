@@ -1,6 +1,7 @@
 """The Triton kernels of sa1b.masks.raster_triton, which says how they work together and what they cost.
 
-They read the source by the rule of sa1b.masks.grid, in int64. A key is source column * height + raster row:
+They read the source by the rule of sa1b.masks.grid, in int64. A key is source column * height + row of the
+dense mask:
 that of a source position has the first row that reads its pixel or one below, so keys ascend with positions,
 and pixel [row, column] is foreground in the run that has start key <= its own key < stop key.
 
@@ -18,7 +19,7 @@ from sa1b.masks import raster_torch
 
 NEVER = tl.constexpr(2**31 - 1)  # a row below every raster
 COMPILED = not triton.knobs.runtime.interpret  # for a GPU, or else run by Triton's interpreter
-# The formulas of the plain torch raster, compiled; the interpreter calls them as they are.
+# The formulas of sa1b.masks.raster_torch, compiled; the interpreter calls them as they are.
 framed_side, source_pixel, first_target = (
     triton.jit(formula) if COMPILED else formula
     for formula in (raster_torch.framed_side, raster_torch.source_pixel, raster_torch.first_target)
@@ -55,8 +56,8 @@ def measure_masks(
 ) -> None:
     """Of each mask the keys of its runs' ends, keys int64 [R], and its place, places int64 [N, 8].
 
-    A place: top, bottom, left and right of the mask's box in the raster (all of the mask, nothing beyond the
-    image), numerator and denominator of its columns, and the source column that mirrors column 0, or -1.
+    A place: top, bottom, left and right of the mask's box in the dense mask (all of the mask, nothing beyond
+    the image), numerator and denominator of its columns, and the source column that mirrors column 0, or -1.
     """
     mask = tl.program_id(0).to(tl.int64)
     if SIZES:
@@ -126,7 +127,7 @@ def measure_masks(
 def following(
     keys: tl.tensor, run: tl.tensor, count: tl.tensor, base: tl.tensor, bottom: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The raster rows start <= row < stop of a foreground run in each column; NEVER where it has none."""
+    """The rows start <= row < stop of a foreground run in each column; NEVER where it has none."""
     place = keys + 2 * run.to(tl.int64)
     start = tl.load(place, mask=run < count, other=0) - base
     stop = tl.load(place + 1, mask=run < count, other=0) - base
@@ -179,14 +180,14 @@ def draw(
     bottom = tl.load(place + 1)
     inside = (column >= tl.load(place + 2)) & (column < tl.load(place + 3))
 
-    # Bisection: in each column the first run that ends behind `top`.
+    # Bisection: in each column the first run that ends after `top`.
     run, high = tl.where(inside, 0, count), tl.zeros_like(column) + count
     span = count
     while span > 0:
         middle = run + (high - run) // 2
         stop = tl.load(keys + 2 * middle.to(tl.int64) + 1, mask=run < high, other=0)
-        behind = stop > base + top
-        run, high = tl.where((run < high) & ~behind, middle + 1, run), tl.where(behind, middle, high)
+        after = stop > base + top
+        run, high = tl.where((run < high) & ~after, middle + 1, run), tl.where(after, middle, high)
         span = span // 2
 
     start, stop = following(keys, run, count, base, bottom)

@@ -4,8 +4,8 @@ The masks may belong to images of different sizes, so that one call fills a whol
 runs; beside the output the memory is a few int64 for each run and for each column of each mask.
 
 64 masks of 2250x1500 on one CPU thread: 36 ms at 1024x1024, 1.7 ms at 256x256
-(`pytest benchmarks/test_masks.py -k raster`); on the CPU the compiled loop of sa1b.masks.raster is the one to
-take.
+(`pytest benchmarks/test_masks.py -k raster`); on the CPU, use the compiled loop of
+sa1b.masks.raster.
 """
 
 from dataclasses import dataclass
@@ -40,10 +40,10 @@ def rasterize(
         offsets: int64 [N + 1], on the same device.
         source_height, source_width: pixels of the image: of all masks, or integers [N] of each. Values of
             runs must fit: those of a mask add up to its source_height * source_width.
-        height, width: pixels of the raster.
+        height, width: pixels of a dense mask.
         flip: mirror the image left to right, all masks or bool [N] each: column x of the source is read as
             source_width - 1 - x. Equals this function on `sa1b.masks.geometry.flip_horizontal` of the runs,
-            bit for bit. (The mirrored raster, `[..., ::-1]`, is another one where a pixel's centre falls
+            bit for bit. (The mirrored dense mask, `[..., ::-1]`, differs where a pixel's centre falls
             between two source columns, as at exactly half the size.)
         out: buffer to write, [N, height, width] of a dtype below, contiguous, on the same device.
         dtype: torch.uint8, bool, bfloat16 or float32, of a new buffer.
@@ -80,10 +80,10 @@ def rasterize_frame(
 
     Args:
         image_size: pixels of the square that holds the resized image at its top left.
-        size: pixels of the raster.
+        size: pixels of a dense mask.
         taken: int64 [N, 2], rows and columns that each mask's image takes of the square, 1 to image_size; by
             default its longer side takes all.
-        flip: mirrors the image before it is placed: the padding stays on the right.
+        flip: mirrors the image within its own width: the padding stays on the right.
         Others as for `rasterize`; N masks give [N, size, size].
 
     Raises:
@@ -161,7 +161,7 @@ def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
 
     Args:
         framed: int64 [N, 2], rows and columns of each image in the square, as `framed_sizes` returns them.
-        image_size: pixels of the square; size: pixels of its raster.
+        image_size: pixels of the square; size: pixels of a dense mask of it.
     """
     target = torch.arange(size, device=framed.device)
     rows, columns = (source_pixel(target, image_size, 2 * size) < framed[:, i : i + 1] for i in range(2))

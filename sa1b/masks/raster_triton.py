@@ -2,11 +2,12 @@
 
 Same arguments, same bits. Needs triton: CUDA builds of torch bring it; else `pip install 'sa1b[kernels]'`.
 
-A raster is row-major, its runs go down columns, and nearly all of it is background: writing it is what costs.
+A dense mask is row-major, its runs go down columns, and nearly all of it is background: most of the
+time goes into writing it.
 Two launches (sa1b.masks.kernels_triton):
 
     measure_masks   One program a mask sums up its runs and turns the end of each into one integer, its key:
-                    source column and raster row. It also finds the box of the mask in the raster.
+                    source column and row of the dense mask. It also finds the box of the mask there.
     fill            One program a tile of 128 x 256 pixels. Most tiles miss the box: zeros, stored 16 bytes a
                     thread. In the others each column finds its first run by bisection and follows its runs
                     down, two comparisons a pixel and run, and rows leave in the same wide stores.
@@ -35,7 +36,7 @@ from sa1b.masks.runs import check_size
 
 DESIGN = "fused"  # or "cleared"
 # Powers of two:
-TILE_ROWS, TILE_COLUMNS = 128, 256  # pixels of the raster that a program writes, at most
+TILE_ROWS, TILE_COLUMNS = 128, 256  # pixels that a program writes, at most
 STEP_PIXELS = 4096  # that it holds at a time
 WORKERS = 32  # programs a mask, "cleared" only
 RUNS_BLOCK = 512  # runs that measure_masks reads at a time
@@ -62,10 +63,10 @@ def rasterize(
     Args:
         runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`, on a CUDA device. Runs of a
             wrong sum give wrong pixels, but nothing outside `out` is written.
-        offsets: int64 [N + 1], on the same device, used without a look at their values.
+        offsets: int64 [N + 1], on the same device, whose values are not checked.
         source_height, source_width: pixels of the image: of all masks, or integers [N] of each, on the CPU or
-            on the device. Sizes on the device are used without a look at their values.
-        height, width: pixels of the raster.
+            on the device. Values of sizes on the device are not checked.
+        height, width: pixels of a dense mask.
         flip: mirror the image left to right, all masks or bool [N] each: equals this function on
             `sa1b.masks.geometry.flip_horizontal` of the runs, bit for bit (see raster_torch).
         out: buffer to write, [N, height, width] of a dtype below, contiguous, on the same device.
@@ -78,8 +79,8 @@ def rasterize(
 
     Raises:
         SizeError: a size.
-        ValueError: arguments of another shape, type, layout or device; a raster whose longer side is 2**30
-            pixels or, in a frame, 2**30 / image_size.
+        ValueError: arguments of another shape, type, layout or device; a dense mask whose longer side is
+            2**30 pixels or, in a frame, 2**30 / image_size.
     """
     height, width = check_size(height, width)
     source = (source_height, source_width)
@@ -103,10 +104,10 @@ def rasterize_frame(
 
     Args:
         image_size: pixels of the square that holds the resized image at its top left.
-        size: pixels of the raster.
+        size: pixels of a dense mask.
         taken: int64 [N, 2], rows and columns that each mask's image takes of the square, 1 to image_size; by
             default its longer side takes all.
-        flip: mirrors the image before it is placed: the padding stays on the right.
+        flip: mirrors the image within its own width: the padding stays on the right.
         Others as for `rasterize`; N masks give [N, size, size].
 
     Raises:
@@ -137,9 +138,9 @@ def launch(
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
         raise ValueError("runs must be integers [R] and offsets int64 [N + 1], on the same device")
     if device.type != "cuda" and COMPILED:
-        raise ValueError(f"the Triton raster needs tensors on a CUDA device, got {device}")
+        raise ValueError(f"the Triton kernels need tensors on a CUDA device, got {device}")
     if (2 * max(target) + 1) * (image_size or 1) >= 2**31:  # times a source side, below 2**32: int64
-        raise ValueError(f"cannot raster masks at {height} x {width} pixels: the sizes are too large")
+        raise ValueError(f"cannot rasterise masks at {height} x {width} pixels: the sizes are too large")
     count, runs, offsets = offsets.numel() - 1, runs.contiguous(), offsets.contiguous()
     sizes = source_sizes(offsets, *source)
     many = isinstance(flip, Tensor)

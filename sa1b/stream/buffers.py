@@ -89,7 +89,7 @@ class MaskBufferPool(BufferPool):
 
 
 class SideStream:
-    """A CUDA stream for copies and rasters beside the caller's own.
+    """A CUDA stream for copying and rasterising beside the caller's own.
 
     Args:
         device: of CUDA; without an index the current one of the calling thread.

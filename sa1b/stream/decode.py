@@ -142,7 +142,7 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
     _, _, width, height = frame.window
     target = buffer[:rows, :columns]
     try:
-        # The header first: a decoder takes memory by what it says.
+        # The header first: a decoder allocates memory according to it.
         stored = simplejpeg.decode_jpeg_header(data)[:2]
         if stored[0] * stored[1] > MAX_STORED_PIXELS:
             raise BadSample("absurd_size", f"JPEG says {stored[1]} x {stored[0]} pixels")

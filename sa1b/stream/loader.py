@@ -312,8 +312,9 @@ class Loader:
         prefetch: batches that are worked on or complete while the caller uses another one, at least 1.
         device: where batches go; "cuda" copies from pinned memory on a stream of its own.
         dense: also rasterise the masks on the device at this size: `batch.dense`, see `Batch`.
-        read_only: you never write into `batch.dense`. On a CPU its memory is then cleared only where the
-            masks before were, in a fifth of the time at 1024 pixels; what you write shows in later batches.
+        read_only: the caller never writes into `batch.dense`. On a CPU its memory is then cleared only where
+            the masks before were, in a fifth of the time at 1024 pixels; what is written there shows in later
+            batches.
         stall_seconds: a sample that takes longer is named on stderr, with its shard.
         quiet: do not print the memory it takes.
 
@@ -395,11 +396,11 @@ class Loader:
         self._state = self.stream.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where to go on behind the last batch that was taken; prefetched ones do not count."""
+        """Where to resume: after the last batch that was taken; prefetched ones do not count."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken; see `Stream.load_state_dict`."""
+        """Resume where a state was taken; see `Stream.load_state_dict`."""
         self.stream.load_state_dict(state)
         self._state = self.stream.state_dict()
 

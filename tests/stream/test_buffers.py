@@ -9,13 +9,13 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_what_nobody_holds_is_used_again() -> None:
+def test_unreferenced_memory_is_reused() -> None:
     memory = BufferPool(64, keep=2)
     first = address(memory.take((4, 4)))
     assert address(memory.take((2, 8))) == first
 
 
-def test_what_is_held_by_any_view_is_left_alone() -> None:
+def test_memory_that_any_view_refers_to_is_not_reused() -> None:
     memory = BufferPool(64, keep=3)
     whole = memory.take((4, 4))
     for hold in (

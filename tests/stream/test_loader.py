@@ -1,9 +1,10 @@
-"""`sa1b.Loader`: the stream's own sequence by threads; nothing lost, nothing left behind."""
+"""`sa1b.Loader`: the stream's own sequence by threads; nothing is lost, nothing is left over."""
 
 import gc
 import threading
 import time
 from collections import deque
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_prefetched_batches_do_not_count_in_the_state(root: Path) -> None:
     again.load_state_dict(loader.state_dict())
     for one, other in zip(take(stream(root), 8)[4:], first(again, 4), strict=True):
         assert_equal(one, other)
-    # The same loader goes on behind the last batch taken, too.
+    # The same loader resumes after the last batch taken, too.
     assert_equal(first(loader, 1)[0], take(stream(root), 5)[4])
 
 
@@ -154,6 +155,31 @@ def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:
     assert 0 <= stats["collate"]["depth"] <= 2
     assert 0 <= stats["ready_batches"] <= 1
     assert stats["waited_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("slow", "stage"),
+    [
+        ("sa1b.stream.dataset.pick_masks", "pick"),
+        ("sa1b.stream.decode.decode", "decode"),
+        ("sa1b.stream.dataset.collate", "collate"),
+        ("sa1b.masks.raster.rasterize_frame", "device"),
+    ],
+)
+def test_the_slowest_stage_is_the_limiting_one(
+    root: Path, slow: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name = slow.rsplit(".", 1)
+    whole = getattr(import_module(module), name)
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.1)
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr(slow, slowly)
+    loader = sa1b.Loader(stream(root), threads=2, prefetch=1, dense=16, quiet=True)
+    first(loader, 3)
+    assert loader.stats()["limiting"] == stage
 
 
 def test_memory_is_said_at_the_start(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
