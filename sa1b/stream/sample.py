@@ -94,6 +94,10 @@ class SampleOptions:
     def record(self) -> dict[str, str | int | float | None]:
         """The options by name as JSON values, for the state of a stream: equal where samples are equal."""
         named = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "transform"}
+        if self.min_pixels == 0:
+            named["min_pixels_size"] = None
+        elif self.min_pixels_size is None:
+            named["min_pixels_size"] = self.image_size
         return {**named, "transform": ", ".join(map(name_of, self.transforms)) or None}
 
 

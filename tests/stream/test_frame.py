@@ -504,4 +504,6 @@ def test_the_record_of_options_is_json_and_differs_where_samples_do() -> None:
     records = [json.dumps(options.record(), sort_keys=True) for options in every]
     assert len(set(records)) == len(every)
     assert "tests.stream.test_frame.large_masks_only" in records[4]
+    assert SampleOptions(min_pixels_size=7).record() == SampleOptions().record()
+    assert SampleOptions(min_pixels=2).record() == SampleOptions(min_pixels=2, min_pixels_size=1024).record()
     assert SampleOptions(transform=RandomCrop()).record() == SampleOptions(transform=[RandomCrop()]).record()
