@@ -1,6 +1,7 @@
 """Where images and masks lie in the square: each mask equals decode, numpy crop and index, for every frame."""
 
 import json
+import textwrap
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b.masks import raster_torch
+from sa1b.stream import transform
 from sa1b.stream.decode import decode
 from sa1b.stream.sample import RESIZES, SampleOptions, pick_masks
 from sa1b.stream.transform import Frame, RandomCrop, ScaleJitter, TransformError, Visit
@@ -343,6 +345,24 @@ def test_a_transform_of_ones_own_sees_the_masks(root: Path) -> None:
         own = batch.masks.image == image
         assert largest in batch.mask_index[own].tolist()
         assert int(batch.areas[own].max()) <= int(annotations.area[largest])
+
+
+def test_the_documented_transforms_run(root: Path) -> None:
+    assert transform.__doc__ is not None
+    text = textwrap.dedent(transform.__doc__[transform.__doc__.index("    def largest_mask") :])
+    names: dict[str, Any] = {
+        "Frame": Frame,
+        "Visit": Visit,
+        "replace": replace,
+        "partial": partial,
+        "cv2": cv2,
+    }
+    exec(text, names)
+    plain = next(iter(stream_of(root, transform=large_masks_only)))
+    batch = next(iter(stream_of(root, transform=[names["largest_mask"], names["contrast"]])))
+    assert torch.equal(batch.windows, plain.windows)
+    assert torch.equal(batch.masks.runs, plain.masks.runs)
+    assert not torch.equal(batch.images, plain.images)
 
 
 def inverted(frame: Frame, visit: Visit) -> Frame:
