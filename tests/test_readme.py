@@ -6,8 +6,13 @@ import sys
 from pathlib import Path
 
 import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
+from sa1b.sam.model import PRESETS, Sam
+from sa1b.sam.published import write_weights
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from tests.shards import tiny
@@ -30,11 +35,18 @@ def blocks(language: str) -> list[str]:
 
 
 def test_python_examples_run(folder: Path) -> None:
-    reading, streaming, training = blocks("python")
-    streaming = (
-        streaming.replace("{0000..0010}", "0000") + "\nassert len([s['masks'].bbox for s in dataset]) == 12"
+    reading, with_webdataset, streaming, joining, predicting = blocks("python")
+    with_webdataset = (
+        with_webdataset.replace("{0000..0010}", "0000")
+        + "\nassert len([s['masks'].bbox for s in dataset]) == 12"
     )
-    for code in (reading, streaming, training):
+    captions = {"image_id": list(range(223750, 223760)), "caption": [f"image {i}" for i in range(10)]}
+    pq.write_table(pa.table(captions), folder / "captions.parquet")
+    joining = f"import sa1b\n{joining}\nassert 'caption' in batch.extra"
+    write_weights(folder / "sam.safetensors", Sam(PRESETS["tiny"]).state_dict())
+    (folder / "sam.safetensors").rename(folder / "run")
+    Image.new("RGB", (640, 480)).save(folder / "photo.jpg")
+    for code in (reading, with_webdataset, streaming, joining, predicting):
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
         )
@@ -49,8 +61,6 @@ def test_the_query_answers_its_question(folder: Path) -> None:
 
 
 def test_every_index_column_is_documented(folder: Path) -> None:
-    import pyarrow.parquet as pq
-
     columns = set(pq.read_schema(next((folder / "shards").glob("*.parquet"))).names)
     table = README[README.index("| index column") :].split("\n\n")[0]
     documented = {
