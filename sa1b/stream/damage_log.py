@@ -1,14 +1,15 @@
-"""Damaged samples of one rank: each is written down, and too many of them end the run."""
+"""Damaged samples of one rank: each is logged, and too many of them end the run."""
 
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 
 from sa1b.errors import Sa1bError
 
-LEAST = 10  # so many are borne however few samples were read, and
-FRACTION = 0.001  # this part of those that were
+LEAST = 10  # as many are tolerated however few samples were read
+FRACTION = 0.001  # and this part of those that were read
 
 
 class DamageLimitError(Sa1bError):
@@ -20,12 +21,16 @@ class DamageLog:
 
     A line is one write of less than a page to a file opened for appending: lines of several processes do
     not mix. The file is made with the first line.
+
+    If the file cannot be written, for example in a read-only folder, the entries stay in memory and are
+    printed to stderr. They count in the process that found them, and not in other worker processes.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path
         self.rank = rank
         self._lock = threading.Lock()
+        self._unwritten: list[dict[str, object]] = []
 
     def __reduce__(self) -> tuple[type["DamageLog"], tuple[Path, int]]:
         return DamageLog, (self.path, self.rank)
@@ -41,12 +46,12 @@ class DamageLog:
         reason: str,
         once: bool = False,
     ) -> None:
-        """Write a line.
+        """Write a line; print it to stderr if the file cannot be written.
 
         Args:
-            read: samples that this rank has read up to here in all, those before a restart too, whose lines
-                are in the file.
-            once: write and count an image that this rank has logged before no second time.
+            read: samples that this rank has read so far in all, also before a restart, whose lines are in the
+                file.
+            once: neither write nor count an image again that this rank has logged before.
 
         Raises:
             DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) of them.
@@ -62,22 +67,41 @@ class DamageLog:
         with self._lock:
             if once and any(entry["image_id"] == image_id for entry in self.entries()):
                 return
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
-                os.write(descriptor, (json.dumps(line) + "\n").encode())
-            finally:
-                os.close(descriptor)
+                self._append(line)
+            except OSError as error:
+                self._keep(line, error)
             count = len(self.entries())
         if count > max(LEAST, FRACTION * read):
             raise DamageLimitError(
                 f"{count} damaged samples on rank {self.rank}, more than {LEAST} and 0.1 % of what was read; "
-                f"they are listed in {self.path}. tools/verify.py checks the whole root"
+                f"they are listed {'on stderr' if self._unwritten else f'in {self.path}'}. tools/verify.py "
+                "checks the whole dataset directory"
             )
 
     def entries(self) -> list[dict[str, object]]:
-        """This rank's lines so far, of all its processes."""
-        if not self.path.exists():
-            return []
-        lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
-        return [line for line in lines if line["rank"] == self.rank]
+        """This rank's lines so far, of all its processes, and those that this process could not write."""
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except OSError:  # not there, or not readable
+            text = ""
+        lines = [json.loads(line) for line in text.splitlines()]
+        return [line for line in lines if line["rank"] == self.rank] + self._unwritten
+
+    def _append(self, line: dict[str, object]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(descriptor)
+
+    def _keep(self, line: dict[str, object], error: OSError) -> None:
+        if not self._unwritten:
+            print(
+                f"sa1b: the damage log cannot be written at {self.path.absolute()} ({error.strerror}); "
+                "damaged samples are listed here instead. Set another path with damage_log=",
+                file=sys.stderr,
+            )
+        self._unwritten.append(line)
+        print(f"sa1b: damaged sample {json.dumps(line)}", file=sys.stderr)

@@ -299,28 +299,46 @@ class Stream(IterableDataset[Batch]):
             "seed": self.seed,
             "ids_sha256": self.view.ids_digest,
             "masks_where": None if condition is None else condition.text,
+            "order": "sequential" if isinstance(self.plan.order, Sequential) else "shuffle",
+            "block_size": self.plan.block_size,
+            "epochs": self.epochs,
             "bytes_sha256": self.view.bytes_digest,
+            "options": self.options.record(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where a state was taken, at any world size, micro-batch or number of workers.
 
         The next iteration finishes the epoch that the position is in; at the border of two epochs it is the
-        second one. A changed sample table (other shards, another image size, more sources) gives a warning.
+        second one. What changes samples but not their sequence gives a warning: another sample table (other
+        shards, another stored image size, more sources) and other options.
 
         Raises:
-            ResumeError: of another set of images, another condition on masks or another seed.
+            ResumeError: what the state and this stream differ in changes the sequence: the images, the
+                condition on masks, the seed, the order or the block size.
         """
         own = self.state_dict()
         if missing := own.keys() - state.keys():
             raise ResumeError(f"no state of a stream: {', '.join(sorted(missing))} missing")
-        for name in ("ids_sha256", "masks_where", "seed"):
+        names = ["order", "block_size", "ids_sha256", "masks_where", "seed"]
+        if self.plan.block_size > 1:
+            names.append("epochs")  # the endless form cuts the blocks of later epochs at other rows
+        for name in names:
             if state[name] != own[name]:
                 raise ResumeError(
                     f"the saved state has {name} {state[name]}, this stream {own[name]}: "
                     "its sequence is another one, and samples would be repeated and left out"
-                    + self._remedy(name)
+                    + self._remedy(name, state[name])
                 )
+        options = {**own["options"], **state["options"]}
+        if changed := [name for name, value in options.items() if own["options"].get(name) != value]:
+            now = own["options"]
+            differences = ", ".join(f"{name} {options[name]}, now {now.get(name)}" for name in changed)
+            warnings.warn(
+                f"the state was saved by a stream with other options: {differences}. The sequence of images "
+                "is the same, the samples made from them are not",
+                stacklevel=2,
+            )
         if state["bytes_sha256"] != own["bytes_sha256"]:
             warnings.warn(
                 f"{self.root} has changed since the state was saved (sample table "
@@ -330,10 +348,12 @@ class Stream(IterableDataset[Batch]):
             )
         self.position = int(state["position"])
 
-    def _remedy(self, differs: str) -> str:
-        """What to do about a state of other images."""
+    def _remedy(self, differs: str, saved: Any) -> str:
+        """What to do about a state that differs in something."""
+        if differs == "block_size":
+            return f". Pass block_size={saved} (--data.block-size {saved})"
         if differs != "ids_sha256":
-            return ""
+            return "" if differs == "masks_where" else f". Pass {differs}={saved!r}"
         if self.view.digest != self.dataset.table.ids_digest:
             return ". Pass the view that the state was saved with; a digest is printed by tools/view.py"
         return (

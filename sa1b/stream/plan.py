@@ -47,8 +47,8 @@ class Plan:
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
-        check_global_batch(self.global_batch, self.world_size, self._block_size)
-        rank_slice(0, self.global_batch, self.rank, self.world_size, block_size=self._block_size)
+        check_global_batch(self.global_batch, self.world_size, self.block_size)
+        rank_slice(0, self.global_batch, self.rank, self.world_size, block_size=self.block_size)
         self.count = self._count(self.global_batch)
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class Plan:
         end = self.epoch_end(position)
         while self._endless or position < end:
             size = self._step_size(position)
-            start, stop = rank_slice(position, size, self.rank, self.world_size, block_size=self._block_size)
+            start, stop = rank_slice(position, size, self.rank, self.world_size, block_size=self.block_size)
             pieces = micro_batches(start, stop, self.micro_batch, self._count(size))
             after = position + size if self._endless else min(position + size, end)
             for i, (first, last) in enumerate(pieces):
@@ -96,7 +96,8 @@ class Plan:
         return isinstance(self.order, Order) and self.order.endless
 
     @property
-    def _block_size(self) -> int:
+    def block_size(self) -> int:
+        """Samples that stay together, 1 for a sequential order."""
         return self.order.block_size if isinstance(self.order, Order) else 1
 
     def _step_size(self, position: int) -> int:
@@ -107,7 +108,7 @@ class Plan:
 
     def _count(self, samples: int) -> int:
         """Micro-batches of a step of so many samples."""
-        return micro_batch_count(samples, self.world_size, self.micro_batch, block_size=self._block_size)
+        return micro_batch_count(samples, self.world_size, self.micro_batch, block_size=self.block_size)
 
 
 def process_rank() -> tuple[int, int]:

@@ -21,6 +21,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks, table_name
 from sa1b.shards.sample_table import COLUMNS, SampleTable, open_table
 from sa1b.storage.errors import MissingError
+from sa1b.stream.damage_log import DamageLimitError, DamageLog
 from sa1b.verify.verify import verify
 from sa1b.views.view import write_view
 from tests.shards import tiny
@@ -298,3 +299,51 @@ def test_half_a_picture_is_never_trained_on(tmp_path: Path) -> None:
     assert line["image_id"] == FIRST_ID + 1
     assert "does not decode" in line["reason"]
     assert FIRST_ID + 1 not in batch.ids.tolist()
+
+
+# A damage log that cannot be written
+
+
+def unwritable(path: Any, *arguments: Any, **more: Any) -> int:
+    raise OSError(30, "Read-only file system", str(path))
+
+
+@pytest.mark.parametrize("read", ["stream", "loader"])
+def test_damage_in_a_read_only_folder_is_printed_and_reading_goes_on(
+    copy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    read: str,
+) -> None:
+    """Root may write into any folder: a file in place of the log's folder refuses it too."""
+    table = open_table(copy / table_name(copy))
+    shard = copy / SHARD
+    data = bytearray(shard.read_bytes())
+    for row in np.flatnonzero(table.shard == 1)[:2].tolist():
+        data[table.offset[row] + 40] ^= 1
+    shard.write_bytes(data)
+    expected, lines = epoch(copy, tmp_path / "damage_log")
+    assert len(lines) >= 2
+    (tmp_path / "file").touch()
+    stream = stream_of(copy, tmp_path / "file" / "damage_log")
+    found = list(stream if read == "stream" else sa1b.Loader(stream, quiet=True))
+    assert [digest(batch) for batch in found] == expected
+    printed = capsys.readouterr().err.splitlines()
+    (said,) = [line for line in printed if "cannot be written" in line]
+    assert f"{tmp_path / 'file' / 'damage_log'} (" in said
+    assert "damage_log=" in said
+    listed = [line.removeprefix("sa1b: damaged sample ") for line in printed if "damaged sample {" in line]
+    by_position = sorted(map(json.loads, listed), key=lambda line: line["position"])
+    assert by_position == sorted(lines, key=lambda line: line["position"])
+    assert stream.damage_log.entries() == list(map(json.loads, listed))
+
+
+def test_damage_that_is_not_written_counts_towards_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sa1b.stream.damage_log.os.open", unwritable)
+    log = DamageLog(tmp_path / "damage_log", 0)
+    for i in range(10):
+        log.damaged(shard="s", offset=i, image_id=i, position=i, read=100, reason="r")
+    with pytest.raises(DamageLimitError, match="11 damaged samples on rank 0.*listed on stderr"):
+        log.damaged(shard="s", offset=1, image_id=99, position=11, read=100, reason="r")

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,37 @@ def test_a_state_of_other_images_or_another_seed_is_refused(root: Path, tmp_path
         Stream(root, global_batch=4, seed=5, **SMALL).load_state_dict(state)
     with pytest.raises(ResumeError, match=f"ids_sha256 {'0' * 64}, this stream {state['ids_sha256']}"):
         stream.load_state_dict({**state, "ids_sha256": "0" * 64})
+
+
+def test_a_state_of_another_block_size_or_order_is_refused_with_the_argument(root: Path) -> None:
+    state = Stream(root, global_batch=8, block_size=4, **SMALL).state_dict()
+    with pytest.raises(ResumeError, match=r"block_size 4, this stream 1.*block_size=4 \(--data.block-size 4"):
+        Stream(root, global_batch=8, **SMALL).load_state_dict(state)
+    with pytest.raises(ResumeError, match="epochs 1, this stream None.*Pass epochs=1"):
+        Stream(root, global_batch=8, block_size=4, **ENDLESS).load_state_dict(state)
+    evaluation = Stream(root, global_batch=8, order="sequential", **SMALL)
+    with pytest.raises(ResumeError, match="order sequential, this stream shuffle.*Pass order='sequential'"):
+        Stream(root, global_batch=8, **SMALL).load_state_dict(evaluation.state_dict())
+    # Without blocks both forms have one sequence.
+    state = Stream(root, global_batch=8, **SMALL).state_dict()
+    Stream(root, global_batch=4, **ENDLESS).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"masks": 6}, {"strategy": "area"}, {"flip": 0.25}, {"image_size": 32}, {"resize": "stretch"}],
+)
+def test_other_options_than_those_of_a_state_are_named_in_a_warning(
+    root: Path, changed: dict[str, Any]
+) -> None:
+    state = json.loads(json.dumps(Stream(root, global_batch=8, **SMALL).state_dict()))
+    other = Stream(root, global_batch=8, **{**SMALL, **changed})
+    ((name, value),) = changed.items()
+    with pytest.warns(UserWarning, match=f"other options: {name} [^,]*, now {value}. The sequence"):
+        other.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        Stream(root, global_batch=4, **SMALL).load_state_dict(state)
 
 
 def test_evaluation_takes_every_sample_once_and_marks_the_filling(root: Path) -> None:
