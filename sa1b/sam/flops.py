@@ -1,7 +1,10 @@
 """Operations of the model, from its sizes alone: 2 for each multiplication and addition."""
 
+from sa1b.sam.mask_decoder import HEAD_LENGTH, MASKS
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.recipe import Recipe
+
+_OWN_TOKENS = 1 + MASKS  # of the IoU and of the masks
 
 
 def encoder_flops(model: ModelConfig) -> float:
@@ -19,20 +22,29 @@ def encoder_flops(model: ModelConfig) -> float:
     return flops + 2 * tokens * (width * model.channels + 9 * model.channels**2)
 
 
-def decoder_flops(model: ModelConfig) -> float:
-    """Of one iteration of prompt encoder and mask decoder for one mask, roughly."""
-    tokens, channels = model.side**2, model.channels
-    # Per image token: two layers with two cross attentions at half width and the final one, each with two
-    # products of C x C/2 on the image's side; the upscaling to a quarter and to an eighth of the channels.
-    attention = 2 * tokens * channels * (channels // 2) * 2 * 5
-    upscaling = (
-        2 * tokens * channels * (channels // 4) * 4 + 2 * 4 * tokens * (channels // 4) * (channels // 8) * 4
-    )
-    masks = 2 * 16 * tokens * (channels // 8) * 4
-    return float(attention + upscaling + masks)
+def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:
+    """Of one forward pass of the mask decoder for one mask, without what only tokens take part in.
+
+    Args:
+        tokens: of the mask: 5 of the decoder, and its prompts.
+        candidates: masks that are computed, 3 for one prompt, 1 for more.
+    """
+    channels = model.channels
+    heads, mask_rank = channels // HEAD_LENGTH, 16
+    rows = heads * tokens
+    # For each token of the image: four products with rows of C numbers in each of two layers, and two in the
+    # last attention, which only the tokens of the IoU and of the candidates take part in.
+    attention = 8 * rows * channels + 2 * heads * (1 + candidates) * channels
+    earlier_mask = mask_rank * (3 * rows + channels) if candidates == 1 else 0
+    upscaling = channels * channels + 4 * (channels // 4) * (channels // 8) * 4
+    masks = 16 * candidates * (channels // 8)
+    return 2.0 * model.side**2 * (attention + earlier_mask + upscaling + masks)
 
 
 def step_flops(model: ModelConfig, recipe: Recipe, images: float, masks: float) -> float:
     """Of a training step: backward costs twice forward; what is computed again does not count."""
-    iterations = 1 + recipe.clicks + recipe.unprompted
-    return 3 * (images * encoder_flops(model) + masks * iterations * decoder_flops(model))
+    decoder = decoder_flops(model, _OWN_TOKENS + 2, MASKS - 1)
+    for number in range(1, 1 + recipe.clicks + recipe.unprompted):
+        prompted = min(number, recipe.clicks + max(recipe.unprompted - 1, 0))
+        decoder += decoder_flops(model, _OWN_TOKENS + 2 + prompted, 1)
+    return 3 * (images * encoder_flops(model) + masks * decoder)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sa1b.engine import estimate
 from sa1b.engine.presets import PRESETS
 from sa1b.sam import flops
+from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
 from tests.engine.stream_root import place_of
@@ -37,22 +38,29 @@ def test_operations_of_the_encoder_are_what_torch_counts_but_for_relative_positi
     assert 0.8 * found < flops.encoder_flops(config) <= found
 
 
-@pytest.mark.parametrize("config", [SMALL, MODELS["tiny"]], ids=["small", "tiny"])
-def test_operations_of_the_decoder_are_about_what_torch_counts(config: ModelConfig) -> None:
+@pytest.mark.parametrize("candidates", [SINGLE, AMBIGUOUS], ids=["single", "ambiguous"])
+def test_operations_of_the_decoder_are_what_torch_counts_but_for_those_of_tokens_alone(
+    candidates: slice,
+) -> None:
+    config = dataclasses.replace(SMALL, image_size=1024)
     model = Sam(config).eval()
     embeddings = torch.zeros(1, config.channels, config.side, config.side)
-    masks = 4
-    points, labels = torch.zeros(masks, 1, 2), torch.ones(masks, 1, dtype=torch.int64)
-    image = torch.zeros(masks, dtype=torch.int64)
-    found = counted(lambda: model.decode(embeddings, image, points, labels))
-    assert flops.decoder_flops(config) == pytest.approx(found / masks, rel=0.5)
+    points, labels = torch.zeros(4, 7, 2), torch.ones(4, 7, dtype=torch.int64)
+    before = torch.zeros(4, 1, 256, 256) if candidates == SINGLE else None
+    image = torch.zeros(4, dtype=torch.int64)
+    found = counted(
+        lambda: model.decode(embeddings, image, points, labels, before, counts=(4,), candidates=candidates)
+    )
+    expected = flops.decoder_flops(config, 12, len(range(4)[candidates]))
+    assert expected == pytest.approx(found / 4, rel=0.05)
 
 
-def test_a_step_is_three_forwards_of_images_and_of_rounds_of_masks() -> None:
+def test_a_step_is_three_forwards_of_images_and_of_iterations_of_masks() -> None:
     recipe = PRESETS["vit_h"].recipe
     model = MODELS["vit_b"]
-    expected = 3 * (2 * flops.encoder_flops(model) + 5 * 11 * flops.decoder_flops(model))
-    assert flops.step_flops(model, recipe, 2, 5) == expected
+    single = sum(flops.decoder_flops(model, tokens, 1) for tokens in (*range(8, 17), 16))
+    expected = 3 * (2 * flops.encoder_flops(model) + 5 * (flops.decoder_flops(model, 7, 3) + single))
+    assert flops.step_flops(model, recipe, 2, 5) == pytest.approx(expected)
 
 
 def test_the_published_vit_h_has_the_published_order_of_operations() -> None:
