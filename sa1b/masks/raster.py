@@ -68,7 +68,7 @@ def rasterize_frame(
         size: pixels of the raster.
         taken: rows and columns that the image takes of the square; by default its longer side takes all.
         boxes: int64 [K, 4], of each mask of `out` the rows and columns (top, bottom, left, right) outside of
-            which all is 0 already; what is drawn replaces them. So pixels that are drawn on again and again
+            which all is 0 already; those of the new masks replace them. So pixels that are reused
             are cleared only where they were set. By default nothing is known and all is cleared.
         Others as for `rasterize`; K masks give [K, size, size].
 

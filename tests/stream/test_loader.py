@@ -160,9 +160,9 @@ def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:
 @pytest.mark.parametrize(
     ("slow", "stage"),
     [
-        ("sa1b.stream.dataset.pick_masks", "pick"),
+        ("sa1b.stream.pending.pick_masks", "pick"),
         ("sa1b.stream.decode.decode", "decode"),
-        ("sa1b.stream.dataset.collate", "collate"),
+        ("sa1b.stream.pending.collate", "collate"),
         ("sa1b.masks.raster.rasterize_frame", "device"),
     ],
 )

@@ -29,7 +29,7 @@ def rasterize(
         row_firsts: int64 [source height + 1], the first target row at or after each source row.
         column_firsts: int64 [source width + 1], likewise for columns.
         boxes: int64 [K, 4], top, bottom, left, right: all pixels of `out` outside are 0. They become the
-            boxes that the masks were drawn in.
+            boxes of the new masks.
     """
     height = len(row_firsts) - 1
     width = len(column_firsts) - 1
