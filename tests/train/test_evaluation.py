@@ -48,7 +48,8 @@ def scores_of(root: Path, run: Path, *flags: str, ranks: int = 1, mode: str = "n
     ended = start(root, run, *EVALUATED, "--evaluate-only", "--json", *flags, ranks=ranks, mode=mode)
     assert ended.codes == [0] * ranks, ended.outputs
     assert ended.outputs[1:] == [""] * (ranks - 1)
-    found: dict[str, float] = json.loads(ended.outputs[0])
+    # stderr, which says what was loaded, is in the same file.
+    found: dict[str, float] = json.loads(ended.outputs[0].splitlines()[-1])
     return found
 
 
