@@ -28,10 +28,14 @@ class OptimConfig:
         reference_batch: Images in the global batch that the rate is meant for.
         batch_scaling: How the rate follows the global batch: linear, sqrt, or none: not at all.
         schedule: step: a tenth at each milestone. cosine: half a cosine down to min_lr_ratio times the rate.
+            rsqrt: 1 / sqrt(1 + t / timescale), t steps after warm-up, and linearly to zero at the end (Zhai
+            et al., "Scaling Vision Transformers", 2022).
         steps: Length of the schedule in steps.
         warmup: Steps in which the rate rises linearly.
         milestones: step: where the rate falls to a tenth.
         min_lr_ratio: cosine: part of the rate that is left at the end.
+        timescale: rsqrt: steps after warm-up until the rate has fallen by the square root of 2.
+        cooldown: rsqrt: last steps, in which the rate falls linearly to zero.
         layer_decay: Factor on the rate from each layer to the one before it; 1: the same everywhere. The
             model numbers its layers.
         weight_decay: On weights; biases, norms and position embeddings have none.
@@ -45,11 +49,13 @@ class OptimConfig:
     lr: float = 8e-4
     reference_batch: int = 256
     batch_scaling: Literal["linear", "sqrt", "none"] = "linear"
-    schedule: Literal["step", "cosine"] = "step"
+    schedule: Literal["step", "cosine", "rsqrt"] = "step"
     steps: int = 90_000
     warmup: int = 250
     milestones: tuple[int, ...] = (60_000, 86_666)
     min_lr_ratio: float = 0.0
+    timescale: int = 1_000
+    cooldown: int = 0
     layer_decay: float = 0.8
     weight_decay: float = 0.1
     beta1: float = 0.9
@@ -64,10 +70,10 @@ class OptimConfig:
         Raises:
             UsageError: the message names the flag.
         """
-        for flag in ("lr", "reference_batch", "steps", "epsilon"):
+        for flag in ("lr", "reference_batch", "steps", "timescale", "epsilon"):
             if not getattr(self, flag) > 0:
                 raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)} must be more than 0")
-        for flag in ("warmup", "weight_decay", "grad_clip"):
+        for flag in ("warmup", "cooldown", "weight_decay", "grad_clip"):
             if not getattr(self, flag) >= 0:
                 raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)} must not be negative")
         for flag in ("beta1", "beta2"):
@@ -77,8 +83,15 @@ class OptimConfig:
             raise UsageError(f"--optim.layer-decay {self.layer_decay} must be above 0 and at most 1")
         if not 0 <= self.min_lr_ratio <= 1:
             raise UsageError(f"--optim.min-lr-ratio {self.min_lr_ratio} must be from 0 to 1")
-        if self.min_lr_ratio and self.schedule == "step":
-            raise UsageError("--optim.min-lr-ratio is for --optim.schedule cosine, not step")
+        if self.min_lr_ratio and self.schedule != "cosine":
+            raise UsageError(f"--optim.min-lr-ratio is for --optim.schedule cosine, not {self.schedule}")
+        if self.cooldown and self.schedule != "rsqrt":
+            raise UsageError(f"--optim.cooldown is for --optim.schedule rsqrt, not {self.schedule}")
+        if self.cooldown and self.warmup + self.cooldown > self.steps:
+            raise UsageError(
+                f"--optim.warmup {self.warmup} and --optim.cooldown {self.cooldown} are together more than "
+                f"--optim.steps {self.steps}"
+            )
         if self.warmup >= self.steps:
             raise UsageError(
                 f"--optim.warmup {self.warmup} does not end before the last of --optim.steps {self.steps}"
@@ -187,6 +200,10 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
         return peak * (step + 1) / config.warmup
     if config.schedule == "step":
         return peak * 0.1 ** bisect_right(config.milestones, step)
+    if config.schedule == "rsqrt":
+        left = max(config.steps - step, 0)
+        cooled = min(left / config.cooldown, 1.0) if config.cooldown else 1.0
+        return peak * cooled / math.sqrt(1 + (step - config.warmup) / config.timescale)
     passed = min((step - config.warmup) / (config.steps - config.warmup), 1.0)
     return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * passed)) / 2)
 

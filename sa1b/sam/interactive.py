@@ -124,7 +124,7 @@ class _Answer(NamedTuple):
 class _Outcome(NamedTuple):
     """What one iteration of training leaves, and what the next one builds on."""
 
-    losses: Tensor  # [3, M], focal, dice, squared error of the IoU
+    losses: Tensor  # [3, M], focal, dice, error of the IoU
     iou: Tensor  # [M], of the chosen mask
     mask: Tensor  # bool [M, R, R], the chosen mask
     feedback: Tensor  # [M, 1, 4h, 4w]
@@ -384,7 +384,7 @@ class Interactive(nn.Module):
         focal = focal_loss(answer.logits, targets, recipe.focal_alpha, recipe.focal_gamma)
         dice = dice_loss(answer.logits, targets)
         actual = iou(*overlaps(answer.masks, targets))
-        quality = iou_loss(answer.predicted, actual)
+        quality = iou_loss(answer.predicted, actual, recipe.iou_loss)
         best = (recipe.focal_weight * focal + recipe.dice_weight * dice).argmin(dim=1)
         trained = _pick(quality, best) if recipe.iou_masks == "best" else quality.mean(dim=1)
         return _Outcome(

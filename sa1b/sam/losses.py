@@ -4,6 +4,8 @@ All of them work in float32, whatever the logits' type and under autocast too, a
 square, as the published code does: what lies outside the image is background that the model has to learn.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,7 +24,7 @@ def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: floa
         float32 [...].
     """
     foreground = targets.float()
-    # The logit against the truth: its sigmoid is the probability given to the wrong class.
+    # The logit of the wrong class: its sigmoid is the probability that the class is given.
     wrong = logits.float() * (1 - 2 * foreground)
     weights = (2 * alpha - 1) * foreground + (1 - alpha)
     return (weights * torch.sigmoid(wrong) ** gamma * functional.softplus(wrong)).mean(dim=(-2, -1))
@@ -41,9 +43,10 @@ def dice_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return 1 - (2 * overlap + 1) / (total + 1)
 
 
-def iou_loss(predicted: Tensor, actual: Tensor) -> Tensor:
-    """Squared error of a predicted IoU, float32 of the arguments' shape; no gradient goes to `actual`."""
-    return (predicted.float() - actual.float().detach()) ** 2
+def iou_loss(predicted: Tensor, actual: Tensor, error: Literal["squared", "absolute"] = "squared") -> Tensor:
+    """Error of a predicted IoU, float32 of the arguments' shape; no gradient goes to `actual`."""
+    difference = predicted.float() - actual.float().detach()
+    return difference**2 if error == "squared" else difference.abs()
 
 
 def overlaps(masks: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

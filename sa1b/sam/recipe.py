@@ -1,4 +1,4 @@
-"""What a model is shown and what is asked of it in one training step: prompts, iterations and losses."""
+"""The prompts, iterations and losses of a training step."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ class Recipe:
     """Prompts, iterations and losses of "Segment Anything" (Kirillov et al. 2023, appendix A) by default.
 
     A mask is decoded 1 + clicks + unprompted times: once with the first prompt, then with clicks where the
-    last answer was wrong, and now and then with nothing new but that answer.
+    last answer was wrong, and in some iterations with nothing new but that answer.
 
     Attributes:
         box_probability: Chance that a mask's first prompt is its box, not a point. Paper: equal chance.
@@ -17,13 +17,14 @@ class Recipe:
             Paper: 10 %.
         box_noise_limit: Most that a side moves, pixels of a 1024 square; scales with the image size.
             Paper: 20.
-        clicks: Corrective clicks behind the first prompt. Paper: 8.
+        clicks: Corrective clicks after the first prompt. Paper: 8.
         unprompted: Iterations without a new prompt: one is the last, the others lie anywhere among the
             clicks.
             Paper: 2.
         focal_weight: Weight of the focal loss. Paper: 20 to 1 of dice.
         dice_weight: Weight of the dice loss. Paper: see above.
-        iou_weight: Weight of the squared error of the predicted IoU. Paper: 1.
+        iou_weight: Weight of the error of the predicted IoU. Paper: 1.
+        iou_loss: The error of a predicted IoU. Paper: squared. SAM 2: absolute.
         focal_alpha: Weight of foreground pixels in the focal loss, background has 1 - alpha. The paper cites
             Lin et al. 2017: 0.25.
         focal_gamma: Exponent of the focal loss. Lin et al. 2017: 2.
@@ -45,6 +46,7 @@ class Recipe:
     focal_weight: float = 20.0
     dice_weight: float = 1.0
     iou_weight: float = 1.0
+    iou_loss: Literal["squared", "absolute"] = "squared"
     focal_alpha: float = 0.25
     focal_gamma: float = 2.0
     iou_masks: Literal["best", "all"] = "best"
@@ -59,6 +61,8 @@ class Recipe:
         for name in (*amounts, "focal_weight", "dice_weight", "iou_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it is 0 or more")
+        if self.iou_loss not in ("squared", "absolute"):
+            raise ValueError(f"iou_loss is {self.iou_loss!r}; known are squared, absolute")
         if self.iou_masks not in ("best", "all"):
             raise ValueError(f"iou_masks is {self.iou_masks!r}; known are best, all")
         if self.iteration_loss not in ("mean", "sum"):

@@ -35,6 +35,17 @@ def test_presets_have_the_published_models_and_batches() -> None:
     batches = {name: PRESETS[name].data.global_batch for name in ("vit_b", "vit_l", "vit_h")}
     assert batches == {"vit_b": 128, "vit_l": 128, "vit_h": 256}
     assert PRESETS["vit_h"].optim.steps == 90_000
+
+
+def test_sam2_has_the_published_recipe() -> None:
+    config = PRESETS["sam2"]
+    assert (config.recipe.clicks, config.recipe.unprompted, config.data.flip) == (7, 0, 0.5)
+    assert (config.recipe.focal_weight, config.recipe.dice_weight, config.recipe.iou_weight) == (20, 1, 1)
+    assert (config.recipe.iou_loss, config.recipe.iou_masks) == ("absolute", "all")
+    assert (config.optim.schedule, config.optim.lr, config.optim.grad_clip) == ("rsqrt", 4e-4, 0.1)
+
+
+def test_the_default_preset_is_vit_b() -> None:
     assert parse(list(ROOT), None).preset == "vit_b"
 
 

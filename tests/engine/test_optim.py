@@ -17,6 +17,7 @@ from sa1b.engine.optim import (
     peak_lr,
     set_lr,
 )
+from sa1b.engine.presets import PRESETS
 from sa1b.errors import UsageError
 from tests.engine.training import MODEL, build
 
@@ -135,8 +136,26 @@ def test_the_cosine_falls_from_the_peak_to_its_floor(step: int, rate: float) -> 
     assert lr_at(COSINE, 256, step) == pytest.approx(rate)
 
 
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 4e-7),
+        (999, 4e-4),
+        (1000, 4e-4),
+        (4000, 2e-4),
+        (64_000, 5e-5),
+        (85_000, 4e-4 / 85**0.5),
+        (87_500, 4e-4 / 87.5**0.5 / 2),
+        (90_000, 0),
+        (99_999, 0),
+    ],
+)
+def test_the_reciprocal_square_root_falls_by_its_timescale_and_cools_down(step: int, rate: float) -> None:
+    assert lr_at(PRESETS["sam2"].optim, 256, step) == pytest.approx(rate)
+
+
 @given(
-    st.sampled_from([PUBLISHED, COSINE, OptimConfig(warmup=0)]),
+    st.sampled_from([PUBLISHED, COSINE, OptimConfig(warmup=0), OptimConfig(schedule="rsqrt")]),
     st.integers(1, 10_000),
     st.lists(st.integers(0, 100_000), min_size=2, max_size=5),
 )
@@ -176,6 +195,10 @@ def test_one_line_says_where_the_rate_comes_from() -> None:
         ({"layer_decay": 1.1}, "--optim.layer-decay"),
         ({"min_lr_ratio": 0.1}, "--optim.schedule cosine"),
         ({"schedule": "cosine", "min_lr_ratio": 2.0}, "--optim.min-lr-ratio"),
+        ({"schedule": "rsqrt", "min_lr_ratio": 0.1}, "--optim.schedule cosine"),
+        ({"schedule": "rsqrt", "timescale": 0}, "--optim.timescale"),
+        ({"schedule": "rsqrt", "cooldown": 89_751}, "--optim.cooldown 89751"),
+        ({"cooldown": 10}, "--optim.schedule rsqrt"),
         ({"warmup": 90_000}, "--optim.warmup"),
         ({"milestones": (86_666, 60_000)}, "--optim.milestones"),
         ({"warmup": 70_000}, "--optim.milestones"),

@@ -172,6 +172,7 @@ def test_the_recipe_is_the_published_one_by_default():
         ({"box_probability": 1.5}, "box_probability is 1.5"),
         ({"clicks": -1}, "clicks is -1"),
         ({"iteration_loss": "median"}, "iteration_loss is 'median'; known are mean, sum"),
+        ({"iou_loss": "cubed"}, "iou_loss is 'cubed'; known are squared, absolute"),
         ({"iou_masks": "none"}, "iou_masks is 'none'; known are best, all"),
     ],
 )

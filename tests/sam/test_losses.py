@@ -106,3 +106,12 @@ def test_gradients_are_those_of_finite_differences(loss):
         moved[place] = step
         slope = (loss(logits + moved, targets) - loss(logits - moved, targets)).sum().item() / (2 * step)
         assert slope == pytest.approx(gradient[place].item(), abs=2e-4)
+
+
+def test_the_error_of_a_predicted_iou_is_squared_or_absolute():
+    predicted, actual = torch.tensor([0.5, 0.25], requires_grad=True), torch.tensor([0.75, 0.25])
+    assert iou_loss(predicted, actual).tolist() == [0.0625, 0]
+    found = iou_loss(predicted, actual, "absolute")
+    assert found.tolist() == [0.25, 0]
+    found.sum().backward()
+    assert predicted.grad.tolist() == [-1, 0]
