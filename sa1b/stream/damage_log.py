@@ -1,12 +1,12 @@
 """Damaged samples of one rank: each is logged, and too many of them end the run."""
 
 import json
-import os
 import sys
 import threading
 from pathlib import Path
 
 from sa1b.errors import Sa1bError
+from sa1b.storage.atomic import append_line
 
 LEAST = 10  # as many are tolerated however few samples were read
 FRACTION = 0.001  # and this part of those that were read
@@ -85,16 +85,12 @@ class DamageLog:
             text = self.path.read_text(encoding="utf-8")
         except OSError:  # not there, or not readable
             text = ""
-        lines = [json.loads(line) for line in text.splitlines()]
+        lines = [line for text_line in text.splitlines() if (line := _parsed(text_line)) is not None]
         return [line for line in lines if line["rank"] == self.rank] + self._unwritten
 
     def _append(self, line: dict[str, object]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, (json.dumps(line) + "\n").encode())
-        finally:
-            os.close(descriptor)
+        append_line(self.path, json.dumps(line))
 
     def _keep(self, line: dict[str, object], error: OSError) -> None:
         if not self._unwritten:
@@ -105,3 +101,12 @@ class DamageLog:
             )
         self._unwritten.append(line)
         print(f"sa1b: damaged sample {json.dumps(line)}", file=sys.stderr)
+
+
+def _parsed(text: str) -> dict[str, object] | None:
+    """A line of the log; None for one that a full disk cut off."""
+    try:
+        line: dict[str, object] = json.loads(text)
+    except ValueError:
+        return None
+    return line

@@ -1,6 +1,7 @@
 """Damage under a stream: a batch is the healthy one, or the damage_log names the sample, or an error is raised."""
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -347,3 +348,17 @@ def test_damage_that_is_not_written_counts_towards_the_limit(
         log.damaged(shard="s", offset=i, image_id=i, position=i, read=100, reason="r")
     with pytest.raises(DamageLimitError, match="11 damaged samples on rank 0.*listed on stderr"):
         log.damaged(shard="s", offset=1, image_id=99, position=11, read=100, reason="r")
+
+
+def test_a_line_that_a_full_disk_cut_off_is_kept_on_stderr_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = DamageLog(tmp_path / "damaged.jsonl", rank=0)
+    line = {"shard": "a.tar", "offset": 0, "position": 0, "read": 0, "reason": "crc"}
+    log.damaged(image_id=1, **line)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[: len(data) // 2]))
+    log.damaged(image_id=2, **line)
+    assert '"image_id": 2' in capsys.readouterr().err
+    assert [entry["image_id"] for entry in log.entries()] == [1, 2]
+    assert [entry["image_id"] for entry in DamageLog(log.path, rank=0).entries()] == [1]
