@@ -342,7 +342,7 @@ def test_damage_in_a_read_only_folder_is_printed_and_reading_goes_on(
 def test_damage_that_is_not_written_counts_towards_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sa1b.stream.damage_log.os.open", unwritable)
+    monkeypatch.setattr("sa1b.storage.atomic.os.open", unwritable)
     log = DamageLog(tmp_path / "damage_log", 0)
     for i in range(10):
         log.damaged(shard="s", offset=i, image_id=i, position=i, read=100, reason="r")
