@@ -223,6 +223,7 @@ class Stream(IterableDataset[Batch]):
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         if info:
             send_errors()
+            self._iterations.ignore_signals()
         in_flight: deque[PendingBatch] = deque()
         try:
             for i, piece in enumerate(self.plan.micro_batches(self.begin())):

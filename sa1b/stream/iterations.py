@@ -17,11 +17,15 @@ order. If the generator is reset before each iteration, new workers have it too;
 when their number comes again.
 """
 
+import atexit
 import fcntl
 import json
+import multiprocessing.util
 import os
+import signal
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
@@ -32,6 +36,7 @@ from torch.utils.data import get_worker_info
 
 from sa1b.errors import UsageError
 
+_MADE: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # by this process
 _REMEMBERED = 8  # iterations of worker processes that may begin at the same time
 _ENDLESS = (
     "an endless stream (epochs=None) cannot be iterated again after a DataLoader with workers has read it: "
@@ -50,7 +55,8 @@ class Iterations:
 
     def __init__(self, position: int = 0) -> None:
         self._file = _anonymous_file()
-        self._write({"position": position, "unknown": False, "joined": []})
+        self._write({"position": position, "unknown": False, "joined": [], "closed": False})
+        _MADE.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is None:  # pickled for something else than a worker process: a copy
@@ -97,6 +103,26 @@ class Iterations:
             raise UsageError(_ENDLESS)
         return int(one["position"])
 
+    def ignore_signals(self) -> None:
+        """In a worker process: leave SIGTERM and SIGUSR1 to the main process until it ends.
+
+        A scheduler and torchrun send them to the whole process group, and the main process needs its workers
+        until it has saved. When it exits, SIGTERM ends a worker again, as multiprocessing expects.
+        """
+
+        def terminate(number: int, frame: object) -> None:
+            # Without the lock, which this process may hold.
+            if b'"closed": true' in os.pread(self._file.fileno(), 1 << 16, 0):
+                os._exit(0)
+
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def close(self) -> None:
+        """The main process exits: SIGTERM ends worker processes."""
+        with self._locked():
+            self._write({**self._read(), "closed": True})
+
     def _joined(self, state: dict[str, Any], seed: int, worker: int) -> dict[str, Any] | None:
         """The iteration that another worker of the same iterator has begun, with this worker in it."""
         for one in reversed(state["joined"]):
@@ -135,3 +161,13 @@ def _anonymous_file() -> BinaryIO:
     if sys.platform == "linux":  # in memory: needs no temporary folder
         return os.fdopen(os.memfd_create("sa1b-iterations"), "r+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
+
+
+def _close_all() -> None:
+    for iterations in list(_MADE):
+        iterations.close()
+
+
+# Functions run in reverse: this one before that of multiprocessing, which terminates and joins its processes.
+assert multiprocessing.util
+atexit.register(_close_all)

@@ -2,6 +2,7 @@
 
     KIND ROOT endings       leaves its loop in three ways; prints what each left in the process
     KIND ROOT endless       prints a line for each batch until it is interrupted, then what is left
+    METHOD ROOT signalled   is sent SIGTERM, reads on, and leaves by an exit with the iterator still there
     workers ROOT murders    kills a worker of its own and goes on with new ones, four times; prints the batches
 
 KIND is "loader" for sa1b.Loader, "workers" for a DataLoader with two of them. Every line is JSON.
@@ -141,6 +142,22 @@ def endless(kind: str, root: Path) -> None:
     say(before=before, after=held())
 
 
+def signalled(method: str, root: Path) -> None:
+    """Read until SIGTERM, then one batch of each prefetched and new ones, save and exit."""
+    came = []
+    signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    stream = stream_of(root)
+    reading = iter(DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context=method))
+    globals()["kept"] = reading  # until the interpreter ends
+    say(digest=digest(next(reading)))
+    while not came:
+        time.sleep(0.02)
+    time.sleep(1)
+    rest = [digest(next(reading)) for _ in range(9)]
+    say(rest=rest, alive=[worker.is_alive() for worker in reading._workers])
+
+
 def murders(root: Path) -> None:
     """Kill one of two workers at four moments, each time going on behind the last batch that was taken."""
     stream = stream_of(root)
@@ -203,7 +220,9 @@ def one_life(stream: sa1b.Stream, life: int) -> tuple[list[tuple[str, dict[str, 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     kind, folder, what = sys.argv[1:]
-    if what == "murders":
+    if what == "signalled":
+        signalled(kind, Path(folder))
+    elif what == "murders":
         murders(Path(folder))
     else:
         {"endings": endings, "endless": endless}[what](kind, Path(folder))

@@ -1,6 +1,8 @@
 """Killed readers: the caller hears of it at once, nothing stays behind, and the sequence goes on exactly."""
 
 import json
+import os
+import signal
 from itertools import islice
 from pathlib import Path
 
@@ -50,6 +52,21 @@ def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Pa
     # socket through which multiprocessing hands on tensors: nothing else may be left.
     left = [path for path in (short_path / "tmp").rglob("*") if not path.is_dir()]
     assert all(path.is_socket() for path in left)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_outlive_signals_to_the_group_until_the_process_has_saved(
+    root: Path, short_path: Path, method: str
+) -> None:
+    process = start(method, root, "signalled", short_path / "tmp")
+    whole = recorded(root, 10)
+    assert json.loads(first_lines(process, 1)[0])["digest"] == whole[0]
+    os.killpg(process.pid, signal.SIGUSR1)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors.decode()
+    assert json.loads(out) == {"rest": whole[1:], "alive": [True, True]}
+    wait_for_end(process.pid, 30)
 
 
 def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_the_suffix(
