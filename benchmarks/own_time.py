@@ -217,7 +217,7 @@ def training(root: Path, out: Path, preset: str, batch: int, steps: int) -> dict
     """Images a second and waiting of the training command, once it is warm."""
     command = [sys.executable, "sa1b/train.py", "--preset", preset, "--data.root", str(root)]
     command += ["--data.global-batch", str(batch), "--optim.steps", str(steps), "--optim.warmup", "1"]
-    command += ["--watch.every", "1", "--checkpoint.every", str(steps), "--out", str(out)]
+    command += ["--logging.every", "1", "--checkpoint.every", str(steps), "--out", str(out)]
     subprocess.run(command, cwd=Path(__file__).parents[1], check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     warm = [line for line in lines if "data_wait" in line][steps // 3 :]
