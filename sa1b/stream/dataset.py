@@ -40,35 +40,35 @@ from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
 from sa1b.views.view import open_view
 
-_PREFETCH = 1  # micro-batches that are being read while one is drawn
+_PREFETCH = 1  # micro-batches that are being read while one is decoded
 
 
 class ResumeError(Sa1bError):
-    """A saved state that does not belong to this stream; the message names both digests."""
+    """A saved state that does not belong to this stream; the message names what differs."""
 
 
 class Stream(IterableDataset[Batch]):
     """Micro-batches of one rank, in the order of the formula.
 
     Args:
-        root: folder that tools/reshard.py made, or its URL (s3://..., anything that fsspec knows), or an open
-            dataset.
+        root: dataset directory that tools/reshard.py made, or its URL (s3://..., any file system of fsspec),
+            or an open dataset.
         global_batch: samples of a step over all ranks, G.
         micro_batch: samples of a rank at a time; by default its whole share of a step.
         view: view that tools/view.py made: its name or digest (also its first 6 or more characters) in
             ROOT/views, or the path of its .json file or folder; by default all images. A view keeps its
-            sequence when sources are added to the root; all images do not.
+            sequence when sources are added to the directory; all images do not.
         order: "shuffle" gives every epoch another order; "sequential" gives every sample once over all ranks,
             for evaluation, in each iteration the same, with the uneven tail filled up and marked valid=False.
         epochs: 1 for iterations of one epoch each: the last step has fewer samples, and on some ranks
             micro-batches may be empty, so that all ranks have equally many. None for one iteration without
             an end, whose steps all have `global_batch` samples, also across the border of an epoch.
         seed: of the order and of every random value.
-        block_size: samples that lie together and are read together, see sa1b.stream.order.Order.
+        block_size: neighbouring samples that are kept and read together, see sa1b.stream.order.Order.
         damage_log: file for damaged samples; one for all ranks.
         rank, world_size: by default from torch.distributed, else from torchrun's variables, else one process.
-        deadline: seconds that one read may take over all its attempts. Damage is replaced, unavailability
-            never is: after the deadline the stream stops, and says which URL failed and how.
+        deadline: seconds that one read may take over all its attempts. After it the stream stops and reports
+            the URL and the error: samples are never substituted for unavailable data.
         storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
         join: columns of other tables by image or mask id, such as {"caption": "captions.parquet"}: they come
             as `batch.extra["caption"]`; see sa1b.stream.columns.
@@ -183,8 +183,8 @@ class Stream(IterableDataset[Batch]):
 
     @property
     def position(self) -> int:
-        """Where the next iteration begins, counted in samples over all epochs. An iteration that has begun
-        does not change it: see `state_dict`.
+        """Where the next iteration begins, counted in samples over all epochs. When an iteration begins, it
+        moves to the next epoch; `state_dict(batch)` is the state within the iteration.
         """
         return self._iterations.position
 
@@ -205,7 +205,7 @@ class Stream(IterableDataset[Batch]):
     def begin(self) -> int:
         """Begin an iteration: returns its position.
 
-        The next iteration is the next epoch, however much of this one is read. An endless stream goes on
+        The next iteration is the next epoch, however much of this one is read. An endless stream continues
         after the last batch of this process that was passed to `taken`.
 
         Raises:
@@ -214,7 +214,7 @@ class Stream(IterableDataset[Batch]):
         return self._iterations.begin(None if self.epochs is None else self.plan.epoch_end)
 
     def taken(self, batch: Batch) -> None:
-        """Have an endless stream that is iterated again in this process go on after `batch`."""
+        """Let an endless stream continue after `batch` when this process iterates again."""
         if self.epochs is None and get_worker_info() is None:
             self.position = batch.position
 
@@ -267,7 +267,7 @@ class Stream(IterableDataset[Batch]):
         return pending.collate(images, samples)
 
     def close(self) -> None:
-        """Close files and connections of this process; reading goes on where it is asked to."""
+        """Close files and connections of this process; they are opened again when they are needed."""
         self.dataset.reader.close()
 
     def record_damage(self, row: int, position: int, error: Exception) -> None:
@@ -291,8 +291,8 @@ class Stream(IterableDataset[Batch]):
         return f"image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
 
     def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
-        """Where to resume: after `batch`, the last one that was taken; without it, where the next iteration
-        begins.
+        """Where to resume: after `batch`, the last one that was used; without it, where the next iteration
+        begins, which leaves out the rest of an epoch that is being read.
         """
         condition = self.view.masks_where
         return {

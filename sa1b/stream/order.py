@@ -144,7 +144,7 @@ class Order:
 class Sequential:
     """The order of evaluation: rows 0 to N - 1, each exactly once over all ranks, then padding.
 
-    `steps(G)` global batches cover it; positions from N on repeat the last row, marked invalid. With N = 7,
+    ceil(N / G) global batches cover it; positions from N on repeat the last row, marked invalid. With N = 7,
     G = 4, W = 2: rank 0 takes rows 0 1, 4 5; rank 1 takes rows 2 3, 6 (6), the last one invalid.
     """
 
@@ -152,16 +152,6 @@ class Sequential:
 
     def __post_init__(self) -> None:
         _check_count(self.count)
-
-    def steps(self, global_batch: int) -> int:
-        """Global batches that cover all rows.
-
-        Raises:
-            ValueError: global_batch below 1.
-        """
-        if global_batch < 1:
-            raise ValueError(f"a global batch of {global_batch} samples; it must be 1 or more")
-        return -(-self.count // global_batch)
 
     def rows(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The rows at these positions, int64, and whether each counts, bool; same shape.

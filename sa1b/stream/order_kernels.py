@@ -1,6 +1,6 @@
 """The positions of an order: a compiled loop, and the same on whole arrays.
 
-The loop is taken where numba is there, the array form elsewhere; both give the same numbers. Per position
+The loop runs where numba is installed, the array form elsewhere; both give the same numbers. Per position
 of an order over 11.2 million samples: loop 20 ns, arrays 56 ns (`pytest benchmarks/test_order.py -s`).
 """
 
