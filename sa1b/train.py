@@ -36,7 +36,7 @@ from sa1b.engine.evaluation import score
 from sa1b.engine.gradients import finish, micro_batch, warm_up
 from sa1b.engine.health import HealthError
 from sa1b.engine.metrics import ChromeTrace
-from sa1b.engine.optim import lr_at, lr_line, set_lr
+from sa1b.engine.optim import lr_at, lr_line, set_lr, update_ema
 from sa1b.engine.parallel import set_timeout, start, stop
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.ranks import explain
@@ -81,6 +81,7 @@ def train(run: Run) -> None:
             loss = figures.means["loss"]
             if run.health.is_good(run.step, loss, figures.norm, figures.own_loss, ids):
                 scaler.step(optimizer)
+                update_ema(optimizer, config.optim, run.step)
             elif run.health.skipped == 1:
                 run.metrics.say(f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}")
             scaler.update()

@@ -8,11 +8,16 @@ gradient's norm, here 1; SAM 2's is 0.1.
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from sa1b.engine.model import declared
@@ -43,6 +48,8 @@ class OptimConfig:
         beta2: Decay of the running mean of their squares.
         epsilon: Added to the root of the latter.
         grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
+        ema: Decay of the running mean of the weights, which is evaluated and exported in place of them, such
+            as 0.9999; 0: none. The first steps have less: (1 + step) / (10 + step).
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
     """
 
@@ -62,6 +69,7 @@ class OptimConfig:
     beta2: float = 0.999
     epsilon: float = 1e-8
     grad_clip: float = 1.0
+    ema: float = 0.0
     freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,7 +84,7 @@ class OptimConfig:
         for flag in ("warmup", "cooldown", "weight_decay", "grad_clip"):
             if not getattr(self, flag) >= 0:
                 raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)} must not be negative")
-        for flag in ("beta1", "beta2"):
+        for flag in ("beta1", "beta2", "ema"):
             if not 0 <= getattr(self, flag) < 1:
                 raise UsageError(f"--optim.{flag} {getattr(self, flag)} must be from 0 to below 1")
         if not 0 < self.layer_decay <= 1:
@@ -212,6 +220,53 @@ def set_lr(optimizer: Optimizer, rate: float) -> None:
     """Set each group's rate for the next step: `rate` times the group's "lr_scale"."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
+
+
+@torch.no_grad()
+def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
+    """Update the running mean of the weights after an optimizer step, counted from 0.
+
+    It is kept in the optimizer's state, as "ema" of each parameter: in float32, sharded, saved and loaded as
+    the rest of it. Parameters that are not trained have none.
+    """
+    if not config.ema:
+        for state in optimizer.state.values():
+            state.pop("ema", None)  # of a run that goes on without it
+        return
+    pairs = [(parameter, state) for parameter, state in optimizer.state.items() if state]
+    for parameter, state in pairs:
+        if "ema" not in state:
+            state["ema"] = parameter.detach().clone()
+    means = [_local(state["ema"]) for _, state in pairs]
+    decay = min(config.ema, (1 + step) / (10 + step))
+    torch._foreach_lerp_(means, [_local(parameter) for parameter, _ in pairs], 1 - decay)
+
+
+@contextmanager
+def averaged(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Within, the module has the running mean of its weights, where there is one; then its own again."""
+    _swap(module, optimizer)
+    try:
+        yield
+    finally:
+        _swap(module, optimizer)
+
+
+@torch.no_grad()
+def _swap(module: nn.Module, optimizer: Optimizer) -> None:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # what is gathered would be out of date
+    for parameter, state in optimizer.state.items():
+        if "ema" in state:
+            own, mean = _local(parameter.detach()), _local(state["ema"])
+            before = own.clone()
+            own.copy_(mean)
+            mean.copy_(before)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _dashed(flag: str) -> str:

@@ -15,7 +15,7 @@ from sa1b.engine.feed import Feed
 from sa1b.engine.gradients import autocast, grad_scaler, loss_divisor
 from sa1b.engine.health import Health
 from sa1b.engine.model import declared
-from sa1b.engine.optim import freeze, make_optimizer
+from sa1b.engine.optim import averaged, freeze, make_optimizer
 from sa1b.engine.parallel import wrap
 from sa1b.engine.ranks import RankInfo, agree, check_shared_folder
 from sa1b.errors import UsageError
@@ -102,15 +102,16 @@ class Run:
         """Score the held-out images and write the scores down, unless the run is asked to stop meanwhile."""
         if self.held_out is not None:
             config, began = self.config, time.perf_counter()
-            scores = evaluate(
-                self.module,
-                self.held_out,
-                config.evaluation,
-                config.parallel,
-                self.rank_info,
-                config.out,
-                self.control,
-            )
+            with averaged(self.module, self.optimizer):
+                scores = evaluate(
+                    self.module,
+                    self.held_out,
+                    config.evaluation,
+                    config.parallel,
+                    self.rank_info,
+                    config.out,
+                    self.control,
+                )
             if scores is not None:
                 self.metrics.evaluation(self.step, scores, time.perf_counter() - began)
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from sa1b.engine.gradients import autocast
 from sa1b.engine.model import unwrap
+from sa1b.engine.optim import averaged, update_ema
 from sa1b.engine.parallel import ParallelConfig, set_timeout, wrap
 from sa1b.engine.ranks import DisagreementError, RankInfo, agree
 from sa1b.sam.interactive import Interactive
@@ -41,6 +42,31 @@ def trace(config: ParallelConfig, accumulation: int) -> dict[str, Any]:
             "gradients": run.gradients,
             "weights": run.weights(),
         }
+
+
+def evaluated_with_means(config: ParallelConfig) -> dict[str, Tensor]:
+    """Predicted IoUs with a run's weights, with their running mean, and with its weights again."""
+    optim = replace(training.OPTIM, ema=0.9)
+    with group(config) as rank_info:
+        run = begin(rank_info, config, optim=optim)
+        for number in range(STEPS):
+            run.step(number)
+            update_ema(run.optimizer, optim, number)
+        before = run.weights()
+
+        @torch.no_grad()
+        def predicted() -> Tensor:
+            return run.module.eval()(*samples(range(4)), evaluate=True)["predicted_iou"]
+
+        own = predicted()
+        with averaged(run.module, run.optimizer):
+            means = run.weights()
+            found = predicted()
+        again = predicted()
+        run.module.train()
+        after = run.weights()
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+        return {"own": own, "found": found, "again": again, "means": means}
 
 
 def many_short_runs(config: ParallelConfig) -> int:

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from sa1b.engine.optim import (
     OptimConfig,
+    averaged,
     freeze,
     lr_at,
     lr_line,
     make_optimizer,
     peak_lr,
     set_lr,
+    update_ema,
 )
 from sa1b.engine.presets import PRESETS
 from sa1b.errors import UsageError
@@ -94,6 +96,29 @@ def test_a_frozen_encoder_is_in_no_group_and_its_forward_leaves_no_gradient() ->
 def test_a_part_that_the_model_does_not_have_cannot_be_frozen() -> None:
     with pytest.raises(UsageError, match=r"--optim.freeze encoder: .* image_encoder, prompt_encoder, mask_d"):
         freeze(build(), OptimConfig(freeze=("encoder",)))
+
+
+def test_the_running_mean_of_weights_is_that_of_the_formula_and_starts_fast() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
+    config, expected = OptimConfig(ema=0.3), None
+    for step in range(8):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        update_ema(optimizer, config, step)
+        decay = min(0.3, (1 + step) / (10 + step))
+        now = float(weight.detach())
+        expected = now if expected is None else decay * expected + (1 - decay) * now
+        assert float(optimizer.state[weight]["ema"]) == pytest.approx(expected, rel=1e-6)
+    assert abs(expected - now) > 0.01
+    module = torch.nn.ParameterList([weight])
+    before = weight.detach().clone()
+    with averaged(module, optimizer):
+        assert float(weight.detach()) == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(weight.detach(), before)
+    assert float(optimizer.state[weight]["ema"]) == pytest.approx(expected, rel=1e-6)
+    update_ema(optimizer, OptimConfig(), 8)
+    assert "ema" not in optimizer.state[weight]
 
 
 def test_without_freezing_every_parameter_is_trained() -> None:

@@ -211,6 +211,19 @@ def test_a_single_process_without_torchrun_is_a_group_of_one(
         stop()
 
 
+@pytest.mark.parametrize("config", [DDP, FSDP, ParallelConfig(mode="fsdp", shard="grad_op")])
+def test_an_evaluation_with_the_running_mean_of_weights_is_that_of_one_process(
+    config: ParallelConfig,
+) -> None:
+    single = checks.evaluated_with_means(NONE)
+    assert float((single["found"] - single["own"]).abs().max()) > 1e-3
+    for rank in launch(checks.evaluated_with_means, 2, config):
+        for name in ("own", "found"):
+            torch.testing.assert_close(rank[name], single[name], rtol=1e-4, atol=1e-5)
+        assert torch.equal(rank["again"], rank["own"])
+        assert_close(rank["means"], single["means"], 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [DDP, FSDP])
 def test_runs_end_when_their_last_collective_has_just_ended(config: ParallelConfig) -> None:

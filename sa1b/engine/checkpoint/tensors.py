@@ -140,17 +140,25 @@ def load(
 def read_weights(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
     """The model of a checkpoint by its published names, on the CPU; in this process alone.
 
+    Where the run has kept a running mean of the weights (--optim.ema), that is what is read.
+
     Raises:
         CheckpointError
     """
     single = Ranks(0, 1, None)
+    entries = _entries(metadata)
+    sources = {}
+    for name in entries:
+        if name.startswith(MODEL):
+            weight = name.removeprefix(MODEL)
+            mean = f"{OPTIMIZER}{weight}.ema"
+            sources[weight] = mean if mean in entries else name
     targets = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in _entries(metadata).items()
-        if name.startswith(MODEL)
+        source: torch.empty(entries[source].size, dtype=entries[source].properties.dtype)
+        for source in sources.values()
     }
     single.on_all(lambda: _read(folder, metadata, targets, single))
-    return {name.removeprefix(MODEL): tensor for name, tensor in targets.items()}
+    return {weight: targets[source] for weight, source in sources.items()}
 
 
 def _read(folder: Path, metadata: Metadata, targets: dict[str, Tensor], ranks: Ranks) -> None:

@@ -1,0 +1,78 @@
+"""The running mean of the weights: the same in all modes, exact where a run goes on, evaluated and exported."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sa1b.engine.checkpoint.weights import find_weights
+from tests.train.command import assert_same_state, losses, newest, start, tensors, train_to_end
+
+# A key's bias has a gradient of rounding errors alone: a large epsilon keeps Adam from full steps of them.
+SETTINGS = ("--optim.epsilon", "1e-4")
+EMA = ("--optim.ema", "0.5", *SETTINGS)
+Run = Callable[[str, int], Path]
+MODES = [("none", 1), ("ddp", 2), ("fsdp", 2)]
+
+
+@pytest.fixture(scope="module")
+def run(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    made: dict[tuple[str, int], Path] = {}
+
+    def of(mode: str, ranks: int) -> Path:
+        if (mode, ranks) not in made:
+            out = tmp_path_factory.mktemp("ema") / "run"
+            made[mode, ranks] = train_to_end(root, out, *EMA, ranks=ranks, mode=mode, model="reconstruction")
+        return made[mode, ranks]
+
+    return of
+
+
+def means(out: Path) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in tensors(newest(out)).items() if name.endswith(".ema")}
+
+
+@pytest.mark.parametrize(("mode", "ranks"), MODES)
+def test_it_is_the_same_in_all_modes_and_the_training_is_not_changed_by_it(
+    root: Path, run: Run, tmp_path: Path, mode: str, ranks: int
+) -> None:
+    own, single = means(run(mode, ranks)), means(run("none", 1))
+    assert own.keys() == single.keys() != set()
+    for name, mean in own.items():
+        torch.testing.assert_close(mean, single[name], rtol=1e-4, atol=1e-6)
+    without = train_to_end(root, tmp_path / "run", *SETTINGS, ranks=ranks, mode=mode, model="reconstruction")
+    assert losses(without) == losses(run(mode, ranks))
+    assert means(without) == {}
+
+
+@pytest.mark.parametrize(("mode", "ranks"), MODES)
+def test_it_goes_on_bit_for_bit(root: Path, run: Run, tmp_path: Path, mode: str, ranks: int) -> None:
+    out = tmp_path / "run"
+    given = {"ranks": ranks, "mode": mode, "model": "reconstruction"}
+    train_to_end(root, out, *EMA, mishap={"what": "stop", "rank": ranks - 1, "step": 2}, **given)
+    train_to_end(root, out, *EMA, **given)
+    assert_same_state(out, run(mode, ranks))
+
+
+def test_it_is_what_a_checkpoint_exports(run: Run) -> None:
+    out = run("none", 1)
+    saved = tensors(newest(out))
+    _, found = find_weights(out)
+    for name, weight in found.items():
+        assert torch.equal(weight, saved[f"optimizer.{name}.ema"])
+    assert any(not torch.equal(weight, saved[f"model.{name}"]) for name, weight in found.items())
+
+
+def test_a_run_that_goes_on_without_it_drops_it(root: Path, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train_to_end(root, out, *EMA, mishap={"what": "stop", "step": 2}, model="reconstruction")
+    assert means(out) != {}
+    train_to_end(root, out, model="reconstruction")
+    assert means(out) == {}
+
+
+def test_a_decay_of_one_is_refused(root: Path, tmp_path: Path) -> None:
+    ended = start(root, tmp_path / "run", "--optim.ema", "1", model="reconstruction")
+    assert ended.codes == [2]
+    assert "--optim.ema 1.0 must be from 0 to below 1" in ended.outputs[0]
