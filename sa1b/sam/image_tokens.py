@@ -37,7 +37,7 @@ class OwnImage:
 
     def plus(self, weights: Tensor, values: Tensor) -> Tensor:
         """The tokens plus values [M, R, C], summed with weights [M, R, N]: [M, N, C]."""
-        return product_of_transposed(weights, values).add_(self.tokens)
+        return added(product_of_transposed(weights, values), self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,9 +80,8 @@ class SharedImage:
             weights = torch.cat((weights, self.features), dim=1)
             values = torch.cat((values, self.basis.expand(len(values), -1, -1)), dim=1)
         if min(self.counts) == max(self.counts):
-            # In place on the product itself: on a view of it, autograd would copy the gradient.
             grouped = (x.view(len(self.counts), -1, *x.shape[1:]) for x in (weights, values))
-            return product_of_transposed(*grouped).add_(self.tokens[:, None]).flatten(0, 1)
+            return added(product_of_transposed(*grouped), self.tokens[:, None]).flatten(0, 1)
         parts = torch.split(product_of_transposed(weights, values), list(self.counts))
         return torch.cat([part + tokens for part, tokens in zip(parts, self.tokens, strict=True)])
 
@@ -94,6 +93,14 @@ class SharedImage:
         parts = torch.split(rows, list(self.counts))
         matrices = [matrix.expand(len(part), -1, -1) for part, matrix in zip(parts, image, strict=True)]
         return torch.cat([product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
+
+
+def added(product: Tensor, tokens: Tensor) -> Tensor:
+    """The sum, in the memory of the product where that is not a view, as it may be in a graph.
+
+    Autograd would copy the gradient of a view that is changed in place.
+    """
+    return product + tokens if torch.compiler.is_compiling() else product.add_(tokens)
 
 
 class _WithTransposed(torch.autograd.Function):

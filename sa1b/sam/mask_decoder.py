@@ -4,6 +4,9 @@
 """
 
 import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +59,35 @@ class MaskDecoder(nn.Module):
             Perceptron(channels, channels, channels // 8) for _ in range(MASKS)
         )
         self.iou_prediction_head = Perceptron(channels, channels, MASKS)
+        self.compiled: Callable[[SharedImage, Tensor, Tensor, slice], tuple[Tensor, Tensor]] | None = None
+
+    def compile_compute(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compile `compute`: one graph for the first iteration, one for all later ones.
+
+        The number of tokens is a variable of the graph. Tokens that fill up to a constant number would take
+        as long as true ones: a product for each image token and head.
+        """
+        self.compiled = torch.compile(self.compute, fullgraph=True, backend=backend)
 
     def forward(
+        self,
+        image: SharedImage,
+        image_position: Tensor,
+        sparse: Tensor,
+        candidates: slice = ALL,
+    ) -> tuple[Tensor, Tensor]:
+        """As `compute`, compiled if `compile_compute` was called.
+
+        Not for an image with less than two masks: a graph takes the numbers 0 and 1 as constants, so there
+        would be further graphs for each image of a micro-batch.
+        """
+        if self.compiled is None or min(image.counts) < 2:
+            return self.compute(image, image_position, sparse, candidates)
+        dynamo: Any = import_module("torch._dynamo")
+        dynamo.maybe_mark_dynamic(sparse, 1)
+        return self.compiled(image, image_position, sparse, candidates)
+
+    def compute(
         self,
         image: SharedImage,
         image_position: Tensor,

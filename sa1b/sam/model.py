@@ -43,6 +43,7 @@ class ModelConfig:
             linear from 0 at the first.
         checkpoint_blocks: compute each block's activations again in the backward pass, to save memory.
         compile_blocks: torch.compile each block of the encoder.
+        compile_decoder: torch.compile the mask decoder.
     """
 
     image_size: int = 1024
@@ -56,6 +57,7 @@ class ModelConfig:
     drop_path: float = 0.0
     checkpoint_blocks: bool = False
     compile_blocks: bool = False
+    compile_decoder: bool = False
 
     def __post_init__(self) -> None:
         for name in ("image_size", "patch_size", "width", "depth", "heads", "window", "channels"):
@@ -98,7 +100,7 @@ class Sam(nn.Module):
     """Image encoder, prompt encoder and mask decoder.
 
     Weights are drawn on the CPU from torch's generator: the same after the same torch.manual_seed, whatever
-    checkpoint_blocks and compile_blocks are; neither changes the name of a parameter.
+    checkpoint_blocks, compile_blocks and compile_decoder are; none changes the name of a parameter.
     """
 
     pixel_mean: Tensor
@@ -125,6 +127,8 @@ class Sam(nn.Module):
         self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
         if config.compile_blocks:
             self.image_encoder.compile_blocks()
+        if config.compile_decoder:
+            self.mask_decoder.compile_compute()
 
     def embed(self, images: Tensor, keep: Tensor | None = None, sizes: Tensor | None = None) -> Tensor:
         """The embedding of each image.
