@@ -195,8 +195,8 @@ def test_memory_is_said_at_the_start(root: Path, capsys: pytest.CaptureFixture[s
         next(batches)
         settle(loader)
     batches.close()
-    assert len(loader._images._buffers) <= 4
-    assert len(loader._masks._buffers) <= 4
+    assert len(loader._settings.images._buffers) <= 4
+    assert len(loader._settings.masks._buffers) <= 4
 
 
 def settle(loader: sa1b.Loader, seconds: float = 30) -> None:

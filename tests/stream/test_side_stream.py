@@ -90,7 +90,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[LateStream]:
     LateStream.made.clear()
-    monkeypatch.setattr("sa1b.stream.loader.SideStream", LateStream)
+    monkeypatch.setattr("sa1b.stream.pipeline.SideStream", LateStream)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return LateStream.made
 

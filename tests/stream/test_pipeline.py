@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from sa1b.stream.loader import Pool
+from sa1b.stream.pipeline import Pool
 
 FIRST, SECOND = (0, 0), (0, 1)
 

@@ -1,0 +1,298 @@
+"""The three stages between a stream and complete batches, worked on by one pool of threads; see `Loader`."""
+
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from queue import PriorityQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sa1b.stream.batch import Batch, RaggedMasks
+from sa1b.stream.buffers import BufferPool, MaskBufferPool, PinnedBuffer, SideStream
+from sa1b.stream.dataset import Stream
+from sa1b.stream.pending import PendingBatch, PickedSample
+from sa1b.stream.plan import MicroBatch
+from sa1b.stream.sample import SampleMasks
+
+_PICK, _DECODE, _DEVICE, _RASTER = range(4)  # what a job does, and
+_STAGES = ("read", "decode", "collate", "device")  # the stage before which it waits, see sa1b.stream.stats
+
+
+class Pool:
+    """Like ThreadPoolExecutor, whose threads it uses, with priorities.
+
+    Args:
+        threads: how many.
+        begin: called by each of them before its first job.
+    """
+
+    def __init__(self, threads: int, begin: Callable[[], object] | None = None) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader", initializer=begin)
+        self._jobs: PriorityQueue[tuple[tuple[int, int], int, Callable[[], object]]] = PriorityQueue()
+        self._numbers = count()
+
+    def submit(self, job: Callable[[], object], priority: tuple[int, int]) -> None:
+        """Have a thread do the job: those of the smallest priority first, equal ones in order.
+
+        What a job returns or raises is lost.
+        """
+        self._jobs.put((priority, next(self._numbers), job))
+        self._threads.submit(self._work)
+
+    def waiting(self) -> list[tuple[int, int]]:
+        """The priorities of the jobs that no thread has begun."""
+        with self._jobs.mutex:
+            return [priority for priority, _, _ in self._jobs.queue]
+
+    def shutdown(self) -> None:
+        """Wait for the jobs that threads have begun and drop the others."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._jobs = PriorityQueue()  # the jobs refer to their owner, which refers to the pool
+
+    def _work(self) -> None:
+        *_, job = self._jobs.get_nowait()  # there is one for each call
+        job()
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A batch that threads are working on.
+
+    Attributes:
+        number: of the batch, counted from the first of the iteration.
+        pending: its samples as they are read.
+        images: uint8 [B, S, S, 3], where the decoder writes.
+        pinned: the memory of the batch on the way to a GPU.
+        picked, samples: what pick and decode returned, None for what is not done.
+        left: jobs of the current stage that are not done, where the next stage needs all of them.
+        errors: by sample. The batch fails with the first one in the order of its samples.
+        result: the complete batch, and the event after which it is on its GPU.
+    """
+
+    number: int
+    pending: PendingBatch
+    images: Tensor
+    pinned: PinnedBuffer | None
+    picked: list[PickedSample | None]
+    samples: list[SampleMasks | None]
+    left: int
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    result: "Future[tuple[Batch, Any]]" = field(default_factory=Future)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_last(self) -> bool:
+        """Count a finished job; True for the last one."""
+        with self._lock:
+            self.left -= 1
+            return self.left == 0
+
+    def unfinished(self) -> list[int]:
+        """The samples that are not decoded."""
+        return [i for i, sample in enumerate(self.samples) if sample is None]
+
+    def fail(self) -> None:
+        """End the batch with its first error, once the samples before that one are done."""
+        with self._lock:
+            for i, sample in enumerate(self.samples):
+                if i in self.errors and not self.result.done():
+                    self.result.set_exception(self.errors[i])
+                if i in self.errors or sample is None:
+                    return
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelineSettings:
+    """What the iterations of one loader share.
+
+    Attributes:
+        stream, threads, device, dense, read_only, stall_seconds: as for `sa1b.stream.loader.Loader`.
+        images: memory for the images of batches on the CPU.
+        masks: memory for their dense masks.
+    """
+
+    stream: Stream
+    threads: int
+    device: torch.device
+    dense: int | None
+    read_only: bool
+    stall_seconds: float
+    images: BufferPool
+    masks: MaskBufferPool
+
+
+class Pipeline:
+    """The three stages of one iteration. Only its pool's threads and one caller use it."""
+
+    def __init__(self, settings: PipelineSettings) -> None:
+        self.settings = settings
+        self.stream, self.decoder = settings.stream, settings.stream.decoder
+        self.stats = settings.stream.stats
+        self.side = SideStream(settings.device) if settings.device.type == "cuda" else None
+        if self.side is not None and settings.dense is not None:
+            with self.side.current():  # compiles kernels in one thread, before there are several
+                _one_mask(self.stream.options.image_size).to(self.side.device).dense(settings.dense)
+        self.pool = Pool(settings.threads, self.side.begin_thread if self.side else None)
+        self.pending: deque[_Work] = deque()
+        self.free: deque[PinnedBuffer] = deque()
+        self.numbers = count()
+
+    def submit(self, piece: MicroBatch) -> None:
+        """Start to work on a micro-batch."""
+        pending = self.stream.submit(piece)
+        size, samples = self.stream.options.image_size, len(pending)
+        shape, pinned = (self.stream.plan.micro_batch, size, size, 3), None
+        if self.side is None:
+            # The batch itself is the buffer, and the caller's for as long as it is held.
+            images = self.settings.images.take(shape)[:samples]
+        else:
+            there = self.decoder.device.type != "cpu"
+            pinned = self.free.popleft() if self.free else PinnedBuffer(self.side, (0,) if there else shape)
+            images = self.side.empty((samples, *shape[1:])) if there else pinned.images[:samples]
+        work = _Work(
+            number=next(self.numbers),
+            pending=pending,
+            images=images,
+            pinned=pinned,
+            picked=[None] * samples,
+            samples=[None] * samples,
+            left=samples,
+        )
+        self.pending.append(work)
+        for i in range(samples):
+            self._start(work, _PICK, partial(self._pick, work, i), i)
+        if not samples:  # a rank's part of a short step
+            self._start(work, _DEVICE, partial(self._to_device, work))
+
+    def take(self) -> Batch:
+        """The oldest batch, once it is complete."""
+        work = self.pending[0]
+        began = time.perf_counter()
+        self._wait(work)
+        self.stats.waited(time.perf_counter() - began)
+        batch, ready = work.result.result()
+        self.pending.popleft()
+        if self.side is not None:
+            self.side.hand_over(batch, ready)
+            if work.pinned is not None:
+                self.free.append(work.pinned)
+        return batch
+
+    def look(self) -> None:
+        """Note what waits before each stage."""
+        waiting = Counter(_STAGES[-stage] for _, stage in self.pool.waiting())
+        self.stats.look(waiting, sum(work.result.done() for work in self.pending))
+
+    def close(self) -> None:
+        """End what is in flight."""
+        for work in self.pending:
+            work.pending.cancel()
+        self.pool.shutdown()
+
+    def _start(self, work: _Work, stage: int, job: Callable[[], object], i: int | None = None) -> None:
+        # The oldest batch first, and of a batch the latest stage.
+        self.pool.submit(partial(self._run, work, i, job), (work.number, -stage))
+
+    def _run(self, work: _Work, i: int | None, job: Callable[[], object]) -> None:
+        if work.result.done():  # with an error
+            return
+        try:
+            job()
+        except BaseException as error:
+            if i is None:
+                work.result.set_exception(error)
+            else:
+                work.errors[i] = error
+        if work.errors:
+            work.fail()
+
+    def _pick(self, work: _Work, i: int) -> None:
+        work.picked[i] = work.pending.pick(i)
+        if not self.decoder.batched:
+            self._start(work, _DECODE, partial(self._decode, work, i, i + 1), i)
+        elif work.is_last():
+            work.left = 1
+            self._start(work, _DECODE, partial(self._decode, work, 0, len(work.picked)))
+
+    def _decode(self, work: _Work, start: int, stop: int) -> None:
+        if work.pinned is not None:
+            work.pinned.wait()
+        picked = [one for one in work.picked[start:stop] if one is not None]
+        work.picked[start:stop] = [None] * (stop - start)  # the JPEG's bytes
+        with self._submitting():
+            work.samples[start:stop] = work.pending.decode(picked, work.images[start:stop])
+        if work.is_last():
+            self._start(work, _DEVICE, partial(self._to_device, work))
+
+    def _submitting(self) -> AbstractContextManager[object]:
+        """What a thread submits to the GPU goes to the side stream."""
+        return nullcontext() if self.side is None else self.side.current()
+
+    def _to_device(self, work: _Work) -> None:
+        dense, device, ready = self.settings.dense, self.settings.device, None
+        with self.stats.busy("collate"):
+            batch = work.pending.collate(work.images, [one for one in work.samples if one is not None])
+        if device.type == "cpu" and dense is not None:
+            self._rasterise(work, batch, dense)
+            return
+        with self.stats.busy("device", work.images.nbytes), self._submitting():
+            if self.side is None or work.pinned is None:
+                batch = batch.to(device)
+            else:
+                batch = self.side.copy(batch.pack(work.pinned.small))
+                work.pinned.copied()
+            if dense is not None:
+                batch = replace(batch, dense=batch.masks.dense(dense))
+            if self.side is not None:
+                ready = self.side.event()
+        work.result.set_result((batch, ready))
+
+    def _rasterise(self, work: _Work, batch: Batch, size: int) -> None:
+        """Have the threads make the dense masks of a batch on the CPU, image by image."""
+        with self.stats.busy("device", batch.images.nbytes):
+            out, boxes = self.settings.masks.take_known(len(batch.masks))
+            batch = replace(batch, dense=out)
+            jobs = batch.masks.raster_jobs(size, out, boxes if self.settings.read_only else None)
+        if not jobs:
+            work.result.set_result((batch, None))
+        work.left = len(jobs)
+        for job in jobs:
+            self._start(work, _RASTER, partial(self._rasterise_image, work, batch, job))
+
+    def _rasterise_image(self, work: _Work, batch: Batch, job: Callable[[], object]) -> None:
+        with self.stats.busy("device", items=0):
+            job()
+        if work.is_last():
+            work.result.set_result((batch, None))
+
+    def _wait(self, work: _Work) -> None:
+        """Wait for a batch; name a sample if none of the batch is finished for suspiciously long."""
+        unfinished, seconds = work.unfinished(), self.settings.stall_seconds
+        while not wait([work.result], timeout=seconds).done:
+            before, unfinished = unfinished, work.unfinished()
+            if len(unfinished) == len(before):
+                rows = work.pending.rows
+                what = self.stream.where(rows[unfinished[0]]) if unfinished else "a batch to reach the device"
+                print(f"sa1b.Loader: waiting for {what} for over {seconds:g} s", file=sys.stderr)
+
+
+def _one_mask(image_size: int) -> RaggedMasks:
+    """A mask without foreground of one image."""
+    sides, zero = torch.full((1, 2), image_size), torch.zeros(1, dtype=torch.int64)
+    return RaggedMasks(
+        runs=torch.full((1,), image_size**2, dtype=torch.int32),
+        offsets=torch.arange(2),
+        image=zero,
+        counts=(1,),
+        sizes=sides,
+        taken=sides,
+        image_size=image_size,
+    )
