@@ -19,7 +19,7 @@ BACKGROUND, FOREGROUND, TOP_LEFT, BOTTOM_RIGHT, NOTHING = 0, 1, 2, 3, -1  # labe
 
 
 def point_prompts(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Each point as a prompt of two slots, the second empty: float32 [M, 2, 2] and labels int64 [M, 2].
+    """Each point as a prompt of two points, the second empty: float32 [M, 2, 2] and labels int64 [M, 2].
 
     points: float32 [M, 2], x and y, see sa1b.masks.grid.
     """
@@ -39,7 +39,7 @@ def box_prompts(boxes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noised_boxes(boxes: Tensor, keys: Tensor, sizes: Tensor, noise: float, limit: float) -> Tensor:
-    """Boxes that a hurried hand might draw: each side moved by normal noise, kept inside the image.
+    """Boxes as a hurried user draws them: each side moved by normal noise, clipped to the image.
 
     Args:
         boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square.
@@ -73,9 +73,9 @@ def first_prompts(
 
 
 def unprompted_iterations(keys: Tensor, clicks: int, unprompted: int) -> Tensor:
-    """The iterations behind the first in which a mask gets no new prompt: bool [M, clicks + unprompted].
+    """The iterations after the first in which a mask gets no new prompt: bool [M, clicks + unprompted].
 
-    The last iteration is one of them for all masks; the unprompted - 1 others are drawn from the iterations
+    The last iteration is one of them for all masks; the unprompted - 1 others are chosen from the iterations
     before it, any set of them as likely as another, for each mask by its key.
     """
     if unprompted == 0:
@@ -100,19 +100,19 @@ def corrective_clicks(
         masks: bool [M, R, R], the answers; False outside the image, which nobody clicks on.
         targets: bool [M, R, R].
         keys: int64 [M].
-        number: of the iteration, a part of the draw.
-        image_size: pixels of the padded square, of which R x R is a raster.
+        number: of the iteration; the random values depend on it.
+        image_size: pixels of the padded square, which the R x R pixels cover.
 
     Returns:
-        float32 [M, 2], the centres of pixels of the raster; labels int64 [M]: FOREGROUND, BACKGROUND or,
+        float32 [M, 2], the centres of pixels of the dense masks; labels int64 [M]: FOREGROUND, BACKGROUND or,
         where there is no click, NOTHING.
     """
     errors = masks ^ targets
     regions = torch.where(errors.flatten(1).any(dim=1)[:, None, None], errors, targets)
     rows, columns, counts = uniform_pixels(regions, random_words(keys, Purpose.CLICK, number))
     labels = targets.flatten(1).gather(1, (rows * targets.shape[2] + columns)[:, None])[:, 0].long()
-    raster = targets.shape[1]
-    points = (torch.stack((columns, rows), dim=1) + 0.5) * (image_size / raster) - 0.5
+    size = targets.shape[1]
+    points = (torch.stack((columns, rows), dim=1) + 0.5) * (image_size / size) - 0.5
     return points, torch.where(counts > 0, labels, NOTHING)
 
 

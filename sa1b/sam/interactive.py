@@ -34,7 +34,7 @@ from sa1b.sam.model import Sam
 from sa1b.sam.random_values import kept_branches, random_words
 from sa1b.sam.recipe import Recipe
 
-SCORED_CLICKS = (1, 3, 5)  # after which an evaluation looks at the masks; a box comes last
+SCORED_CLICKS = (1, 3, 5)  # after which an evaluation scores the masks; a box comes last
 
 
 EvaluationProtocol = Callable[[Sam, Tensor, Tensor], dict[str, Tensor]]  # see sa1b.sam.protocol
@@ -45,13 +45,14 @@ class Targets:
     """What belongs to the M masks of a micro-batch of B images.
 
     Attributes:
-        masks: uint8 [M, R, R], 1 is foreground; a raster of the padded square, R at least image_size / 4.
+        masks: uint8 [M, R, R], 1 is foreground; the padded square in R x R pixels, R at least
+            image_size / 4.
         boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square: the centres of the first and last column
             and row; see sa1b.masks.grid.
         points: float32 [M, 2], x and y in the padded square of a foreground pixel's centre.
         image: int64 [M], the image in the micro-batch that each mask belongs to.
         weights: float32 [M], how much a mask counts; 0 for fillers, and for masks that have no pixel at R.
-        keys: int64 [M], a hash for each mask; every draw for the mask is made from it.
+        keys: int64 [M], a hash for each mask; the mask's random values are made from it.
         sizes: int64 [B, 2], rows and columns of each image in the padded square.
         counts: how many masks each image has, B numbers on the host; `image` is ascending then. The masks of
             an image share products with its embedding. None: each mask gets a copy of the embedding.
@@ -241,9 +242,9 @@ class Interactive(nn.Module):
         Args:
             images: uint8 [B, 3, S, S]; B may be 0.
             targets: of M masks; M may be 0.
-            image_keys: int64 [B], a hash for each image and visit; drop path is drawn from it.
+            image_keys: int64 [B], a hash for each image and visit; drop path depends on it.
             evaluate: score the masks without gradient and without noise; the first click is the target's
-                point, the others are drawn as in training. Put the module into evaluation mode before.
+                point, the others are chosen as in training. Put the module into evaluation mode before.
             protocol: evaluate by it instead; it gets the model, the images and `targets.sizes`, and its
                 result is returned. It calls `embed` once on every rank, which FSDP counts on.
 
@@ -253,21 +254,21 @@ class Interactive(nn.Module):
             weights, "iou_first" and "iou_last" the chosen mask's IoU after the first and the last iteration,
             "count" the sum of the weights. All parameters get a gradient in any case, zeros where nothing
             counts.
-            Evaluation: "intersections" and "unions", int64 [M, 4], in pixels of the raster inside the image,
-            after 1, 3 and 5 clicks and for the exact box alone; "masks", bool [M, R, R], and "predicted_iou",
-            float32 [M], of the answer to the first click. With one prompt the mask is the one with the
-            highest predicted IoU of three, later number 0.
+            Evaluation: "intersections" and "unions", int64 [M, 4], in pixels of the dense masks inside
+            the image, after 1, 3 and 5 clicks and for the exact box alone; "masks", bool [M, R, R], and
+            "predicted_iou", float32 [M], of the answer to the first click. With one prompt the mask is
+            the one with the highest predicted IoU of three, later number 0.
 
         Raises:
-            ValueError: the raster of the targets is smaller than the decoder's masks.
+            ValueError: the targets are smaller than the decoder's masks.
         """
         if protocol is not None:
             with torch.no_grad():
                 return protocol(self.model, images, targets.sizes)
-        raster, image_size = targets.masks.shape[-1], images.shape[-1]
-        if raster < image_size // 4:
+        size, image_size = targets.masks.shape[-1], images.shape[-1]
+        if size < image_size // 4:
             raise ValueError(
-                f"targets of {raster} pixels for an image size of {image_size}: the decoder's masks have "
+                f"targets of {size} pixels for an image size of {image_size}: the decoder's masks have "
                 f"{image_size // 4}; rasterise the targets at that size or above"
             )
         if evaluate:
@@ -359,8 +360,8 @@ class Interactive(nn.Module):
 
     def _look(self, images: Tensor, targets: Targets, keep: Tensor | None) -> _Scene:
         embeddings = self.model.embed(images, keep, targets.sizes)
-        raster = targets.masks.shape[-1]
-        inside = inside_image(targets.sizes, images.shape[-1], raster)[targets.image]
+        size = targets.masks.shape[-1]
+        inside = inside_image(targets.sizes, images.shape[-1], size)[targets.image]
         masks = targets.masks.bool() & inside
         return _Scene(embeddings, targets.image, targets.counts, masks, inside)
 
@@ -404,9 +405,9 @@ class Interactive(nn.Module):
             counts=scene.counts,
             candidates=AMBIGUOUS if feedback is None else SINGLE,
         )
-        large, raster = logits.float(), scene.masks.shape[-1]
-        if raster > logits.shape[-1]:
-            large = functional.interpolate(large, (raster, raster), mode="bilinear", align_corners=False)
+        large, size = logits.float(), scene.masks.shape[-1]
+        if size > logits.shape[-1]:
+            large = functional.interpolate(large, (size, size), mode="bilinear", align_corners=False)
         chosen = predicted.detach().argmax(dim=1)
         return _Answer(
             logits=large,

@@ -16,7 +16,7 @@ from sa1b.sam.image_encoder import EPSILON, ChannelNorm
 from sa1b.sam.image_tokens import SharedImage, product_with_transposed
 from sa1b.sam.transformer import TwoWayTransformer
 
-MASKS = 4  # one for prompts that leave no doubt, three for those that do
+MASKS = 4  # one for unambiguous prompts, three for ambiguous ones
 ALL = slice(0, MASKS)
 SINGLE, AMBIGUOUS = slice(0, 1), slice(1, MASKS)  # the candidates of several prompts, and of one
 HEAD_LENGTH = 32  # numbers a head of the self-attention: 8 heads in the published 256 channels

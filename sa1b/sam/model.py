@@ -99,8 +99,8 @@ PRESETS: dict[str, ModelConfig] = {
 class Sam(nn.Module):
     """Image encoder, prompt encoder and mask decoder.
 
-    Weights are drawn on the CPU from torch's generator: the same after the same torch.manual_seed, whatever
-    checkpoint_blocks, compile_blocks and compile_decoder are; none changes the name of a parameter.
+    Initial weights come from torch's generator on the CPU: the same after the same torch.manual_seed,
+    whatever checkpoint_blocks, compile_blocks and compile_decoder are; none changes the name of a parameter.
     """
 
     pixel_mean: Tensor
@@ -157,8 +157,8 @@ class Sam(nn.Module):
             ]
         pixels = images.to(torch.float32).sub_(self.pixel_mean).div_(self.pixel_std)
         if sizes is not None:
-            place = torch.arange(self.config.image_size, device=images.device)
-            rows, columns = (place < sizes.to(images.device)[:, :, None]).unbind(1)
+            pixels_of_axis = torch.arange(self.config.image_size, device=images.device)
+            rows, columns = (pixels_of_axis < sizes.to(images.device)[:, :, None]).unbind(1)
             pixels *= rows[:, None, :, None]
             pixels *= columns[:, None, None, :]
         embeddings: Tensor = self.image_encoder(pixels, keep)

@@ -4,7 +4,7 @@
     random_words(keys[:, None], Purpose.DROP_PATH, torch.arange(depth))    a word for each image and block
 
 Every word depends on its own key and numbers alone: not on the device, on the other masks of the batch, or on
-what was drawn before. The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+what was sampled before. The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
 generators", 2014), bit for bit as `sa1b.hashing.random_words` with the key as seed; torch has no unsigned
 words, so the same 64 bits are read as int64.
 """
@@ -51,7 +51,7 @@ def below(words: Tensor, bounds: Tensor) -> Tensor:
 
 
 def normals(keys: Tensor, *numbers: int) -> Tensor:
-    """Standard normal float32 draws, cut at 6: the sum of twelve uniform 16-bit numbers, mean 0, deviation 1.
+    """Standard normal float32 values, at most 6: the sum of twelve uniform 16-bit numbers.
 
     Integers up to the last division, so that every device gives the same bits; a logarithm and a cosine
     would not. The fourth moment is 2.9, that of the normal distribution 3.
@@ -78,9 +78,9 @@ def kept_branches(keys: Tensor, depth: int, drop_path: float) -> Tensor:
     return uniforms(random_words(keys[:, None, None], Purpose.DROP_PATH, blocks, branches)) >= rates
 
 
-def _shifted(words: Tensor, places: int) -> Tensor:
+def _shifted(words: Tensor, bits: int) -> Tensor:
     """A logical shift to the right: torch's own repeats the highest bit."""
-    return (words >> places) & ((1 << (64 - places)) - 1)
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(word: int) -> int:

@@ -36,7 +36,7 @@ class TwoWayTransformer(nn.Module):
 
     Args:
         depth: layers.
-        width: numbers a token, of the image and of the prompts alike.
+        width: numbers a token, of the image and of the prompts.
         heads: of every attention.
         hidden: inside the feed-forward network of the tokens.
     """
@@ -48,7 +48,7 @@ class TwoWayTransformer(nn.Module):
         self.norm_final_attn = nn.LayerNorm(width)
         for module in self.modules():
             if isinstance(module, ProjectedAttention) and module.reduction > 1:
-                start_alike(module)
+                share_projections(module)
 
     def forward(
         self, image: SharedImage, image_position: Tensor, tokens: Tensor, wanted: Sequence[int]
@@ -200,10 +200,10 @@ class ImageToToken(ProjectedAttention):
         return image.plus(weights.flatten(1, 2), added.flatten(1, 2))
 
 
-def start_alike(attention: ProjectedAttention) -> None:
-    """Begin with queries that look at the keys they resemble: both are projected by the same weights.
+def share_projections(attention: ProjectedAttention) -> None:
+    """Begin with queries that attend to the keys they resemble: both are projected by the same weights.
 
-    Tokens and image carry their positions, so a point looks at its own position from the first step. Two
+    Tokens and image carry their positions, so a point attends to its own position from the first step. Two
     projections with independent weights have to find this first, which takes longer than all the rest.
     """
     nn.init.normal_(attention.q_proj.weight, std=attention.q_proj.in_features**-0.5)

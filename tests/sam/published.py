@@ -1,7 +1,7 @@
 """The published implementation, the package segment_anything, at any size and with random weights.
 
 The reference of the tests beside it. Its package imports torchvision for parts that no test here touches, and
-torchvision does not import beside a CPU build of torch: an empty stand-in takes its place meanwhile.
+torchvision does not import beside a CPU build of torch: an empty module replaces it during the import.
 """
 
 import importlib

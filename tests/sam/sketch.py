@@ -24,7 +24,7 @@ PLAIN = Recipe()
 
 
 class Sketch(nn.Module):
-    """Draws a diamond around every prompt; brighter pixels and the fed mask count too."""
+    """Predicts a diamond around every prompt; brighter pixels and the fed mask count too."""
 
     def __init__(self, drop_path: float = 0.0) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class Sketch(nn.Module):
         return embeddings if keep is None else embeddings * keep[:, 1, 0, None, None, None]
 
     def decode(self, embeddings, image, points, labels, low_res=None, *, counts=None, candidates=ALL):
-        place = torch.arange(SIZE // 4) * 4 + 1.5
+        centres_of_pixels = torch.arange(SIZE // 4) * 4 + 1.5
         logits = embeddings[image].repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
-        for slot in range(points.shape[1]):
-            sign = (labels[:, slot] > 0).float() - (labels[:, slot] == 0).float()
-            x, y = points[:, slot, 0, None, None], points[:, slot, 1, None, None]
-            distance = (place - x).abs() + (place[:, None] - y).abs()
+        for number in range(points.shape[1]):
+            sign = (labels[:, number] > 0).float() - (labels[:, number] == 0).float()
+            x, y = points[:, number, 0, None, None], points[:, number, 1, None, None]
+            distance = (centres_of_pixels - x).abs() + (centres_of_pixels[:, None] - y).abs()
             near = self.radius[:, None, None] - distance[:, None]
             logits = logits + sign[:, None, None, None] * near.clamp(min=-6)
         if low_res is not None:
@@ -62,14 +62,14 @@ class Sketch(nn.Module):
         return logits[:, candidates], iou[:, candidates]
 
 
-def case(masks: int = 12, images: int = 3, raster: int = 16) -> tuple[Tensor, Targets, Tensor]:
+def case(masks: int = 12, images: int = 3, size: int = 16) -> tuple[Tensor, Targets, Tensor]:
     """Images, the targets of their masks (boxes of pixels), and the images' keys."""
     torch.manual_seed(0)
     sizes = torch.tensor([[64, 43], [48, 64], [64, 64]])[:images]
     image = torch.arange(masks) * images // max(masks, 1)
     low = 4 * torch.randint(0, 7, (masks, 2))
     boxes = torch.cat((low, low + 4 * torch.randint(1, 4, (masks, 2))), dim=1).float()
-    centres = (torch.arange(raster) + 0.5) * (SIZE / raster)
+    centres = (torch.arange(size) + 0.5) * (SIZE / size)
     x0, y0, x1, y1 = boxes.T[..., None]
     columns, rows = (x0 < centres) & (centres < x1), (y0 < centres) & (centres < y1)
     targets = Targets(
@@ -82,8 +82,8 @@ def case(masks: int = 12, images: int = 3, raster: int = 16) -> tuple[Tensor, Ta
         sizes=sizes,
         counts=tuple(torch.bincount(image, minlength=images).tolist()),
     )
-    pictures = torch.randint(0, 256, (images, 3, SIZE, SIZE), dtype=torch.uint8)
-    return pictures, targets, random_words(torch.tensor(8), torch.arange(images))
+    pixels = torch.randint(0, 256, (images, 3, SIZE, SIZE), dtype=torch.uint8)
+    return pixels, targets, random_words(torch.tensor(8), torch.arange(images))
 
 
 def part(targets: Targets, masks: Tensor, **changed: Tensor) -> Targets:

@@ -18,7 +18,7 @@ from sa1b.sam.attention import (
 )
 
 
-def draw(side: int, heads: int, length: int, seed: int) -> RelativeAttention:
+def random_attention(side: int, heads: int, length: int, seed: int) -> RelativeAttention:
     torch.manual_seed(seed)
     attention = RelativeAttention(heads * length, heads, side).double()
     torch.nn.init.normal_(attention.rel_pos_h)
@@ -30,33 +30,33 @@ def written_out(attention: RelativeAttention, x: Tensor) -> Tensor:
     """The definition, one query and one key at a time: x [side, side, width]."""
     side, heads = attention.side, attention.heads
     q, k, v = attention.qkv(x).view(side, side, 3, heads, -1).unbind(2)
-    places = [(row, column) for row in range(side) for column in range(side)]
+    positions = [(row, column) for row in range(side) for column in range(side)]
     out = torch.empty_like(q)
-    for r, c in places:
+    for r, c in positions:
         for head in range(heads):
             query = q[r, c, head]
             logits = [
                 query @ k[s, t, head] / math.sqrt(len(query))
                 + query @ attention.rel_pos_h[r - s + side - 1]
                 + query @ attention.rel_pos_w[c - t + side - 1]
-                for s, t in places
+                for s, t in positions
             ]
             weights = torch.stack(logits).softmax(0)
-            out[r, c, head] = sum(w * v[s, t, head] for w, (s, t) in zip(weights, places, strict=True))
+            out[r, c, head] = sum(w * v[s, t, head] for w, (s, t) in zip(weights, positions, strict=True))
     return torch.as_tensor(attention.proj(out.flatten(2)))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("side", "length"), [(1, 8), (2, 8), (3, 5), (4, 8)])
 def test_every_logit_has_its_relative_positions(side: int, length: int) -> None:
-    attention = draw(side, 2, length, side)
+    attention = random_attention(side, 2, length, side)
     x = torch.randn(2, side, side, 2 * length, dtype=torch.float64)
     expected = torch.stack([written_out(attention, one) for one in x])
     torch.testing.assert_close(attention(x), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_gradients_are_those_of_the_definition() -> None:
-    attention = draw(3, 2, 5, 0)
+    attention = random_attention(3, 2, 5, 0)
     x = torch.randn(3, 3, 10, dtype=torch.float64, requires_grad=True)
     towards = torch.randn(3, 3, 10, dtype=torch.float64)
     sources = [x, *attention.parameters()]
@@ -90,7 +90,7 @@ class Shapes(TorchDispatchMode):
 
 def test_no_matrix_of_tokens_by_tokens_is_made_in_either_direction() -> None:
     side, heads = 12, 2
-    attention = draw(side, heads, 16, 0).float()
+    attention = random_attention(side, heads, 16, 0).float()
     tokens = side * side
     with Shapes() as seen:
         attention(torch.randn(1, side, side, 32)).sum().backward()
@@ -111,13 +111,13 @@ def test_heads_reach_the_kernel_with_one_length_that_is_a_multiple_of_8(
         return fused(q, k, v, scale=scale)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
-    draw(side, 1, length, 0)(torch.randn(1, side, side, length, dtype=torch.float64))
+    random_attention(side, 1, length, 0)(torch.randn(1, side, side, length, dtype=torch.float64))
     assert set(seen) == {8 * math.ceil((length + 2 * side) / 8)}
 
 
 def test_a_grid_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="4 x 5, but .* 4 x 4"):
-        draw(4, 1, 8, 0)(torch.zeros(1, 4, 5, 8, dtype=torch.float64))
+        random_attention(4, 1, 8, 0)(torch.zeros(1, 4, 5, 8, dtype=torch.float64))
 
 
 @settings(max_examples=40, deadline=None)

@@ -20,10 +20,10 @@ def some_keys(count: int) -> torch.Tensor:
 
 @examples
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 80))
-def test_a_pixel_is_in_the_image_where_its_centre_is(rows, columns, image_size, raster):
+def test_a_pixel_is_in_the_image_where_its_centre_is(rows, columns, image_size, size):
     rows, columns = framed_size(rows, columns, image_size)
-    found = inside_image(torch.tensor([[rows, columns]]), image_size, raster)
-    centres = (np.arange(raster) + 0.5) / raster * image_size
+    found = inside_image(torch.tensor([[rows, columns]]), image_size, size)
+    centres = (np.arange(size) + 0.5) / size * image_size
     np.testing.assert_array_equal(found[0], np.outer(centres < rows, centres < columns))
 
 
@@ -131,9 +131,9 @@ def test_clicks_are_foreground_where_pixels_were_missed_and_background_where_the
     masks[:, 1, 2:6] = False  # missed
     masks[:, 6, 1:5] = True  # taken
     points, labels = clicked(masks, targets)
-    places = (points + 0.5) / 2 - 0.5  # pixels of the raster
-    columns, rows = places.long().T
-    assert torch.equal(places, places.floor())
+    pixels = (points + 0.5) / 2 - 0.5  # of the dense mask
+    columns, rows = pixels.long().T
+    assert torch.equal(pixels, pixels.floor())
     missed = labels == clicks.FOREGROUND
     assert ((rows[missed] == 1) & (columns[missed] >= 2) & (columns[missed] < 6)).all()
     assert (labels[~missed] == clicks.BACKGROUND).all()

@@ -25,10 +25,10 @@ def test_a_split_or_permuted_micro_batch_has_the_same_prompts_answers_and_sums()
     whole, sums = trained(PLAIN, (images, targets, keys))
     first = targets.image == 0
     halves = []
-    for chosen, pictures in ((first, slice(0, 1)), (~first, slice(1, 3))):
-        moved = targets.image[chosen] - pictures.start
-        piece = part(targets, chosen, image=moved, sizes=targets.sizes[pictures])
-        halves.append(trained(PLAIN, (images[pictures], piece, keys[pictures])))
+    for chosen, chosen_images in ((first, slice(0, 1)), (~first, slice(1, 3))):
+        moved = targets.image[chosen] - chosen_images.start
+        piece = part(targets, chosen, image=moved, sizes=targets.sizes[chosen_images])
+        halves.append(trained(PLAIN, (images[chosen_images], piece, keys[chosen_images])))
     turned, order = torch.tensor([2, 0, 1]), torch.randperm(12)
     shuffled = part(targets, order, image=turned.argsort()[targets.image[order]], sizes=targets.sizes[turned])
     permuted, permuted_sums = trained(PLAIN, (images[turned], shuffled, keys[turned]))

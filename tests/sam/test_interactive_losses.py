@@ -107,7 +107,7 @@ def test_all_three_predicted_ious_are_trained_where_the_recipe_says_so():
 
 def test_larger_targets_are_met_by_larger_logits():
     recipe = replace(PLAIN, clicks=0, unprompted=1)
-    images, targets, keys = case(raster=40)
+    images, targets, keys = case(size=40)
     sketch, found = trained(recipe, (images, targets, keys))
     for call in sketch.decodes:
         call.logits = functional.interpolate(call.logits, (40, 40), mode="bilinear", align_corners=False)
@@ -118,7 +118,7 @@ def test_larger_targets_are_met_by_larger_logits():
 
 def test_targets_smaller_than_the_decoders_masks_are_refused():
     with pytest.raises(ValueError, match="targets of 15 pixels for an image size of 64.* 16"):
-        trained(PLAIN, case(raster=15))
+        trained(PLAIN, case(size=15))
 
 
 def step(model: Sam, recipe: Recipe, independent: bool | None = None, autocast=None):
@@ -208,8 +208,8 @@ def test_losses_are_float32_and_finite_under_autocast():
 def test_all_parameters_get_gradients_of_zeros_where_nothing_counts(masks, images):
     torch.manual_seed(0)
     model = Sam(SMALL)
-    pictures, targets, keys = case(masks, images)
-    found = Interactive(model, Recipe())(pictures, replace(targets, weights=torch.zeros(masks)), keys)
+    pixels, targets, keys = case(masks, images)
+    found = Interactive(model, Recipe())(pixels, replace(targets, weights=torch.zeros(masks)), keys)
     found["loss"].backward()
     assert all(value == 0 for value in found.values())
     for name, parameter in model.named_parameters():

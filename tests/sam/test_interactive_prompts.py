@@ -95,7 +95,7 @@ def test_prompts_that_a_recipe_leaves_out_have_no_iterations():
     assert (sketch.decodes[-1].labels[:, 2:] != clicks.NOTHING).all()
 
 
-def test_drop_path_is_drawn_from_the_images_keys_in_training_only():
+def test_drop_path_depends_on_the_images_keys_in_training_only():
     sketch = Sketch(drop_path=0.5)
     interactive = Interactive(sketch, PLAIN)
     images, targets, keys = case()
@@ -139,11 +139,11 @@ def test_masks_are_scored_after_one_three_and_five_clicks_and_for_the_exact_box(
 def test_an_evaluation_has_no_gradient_and_whole_numbers():
     _, found = trained(Recipe(), evaluate=True)
     shapes = {name: (value.dtype, tuple(value.shape)) for name, value in found.items()}
-    raster = case()[1].masks.shape[-1]
+    size = case()[1].masks.shape[-1]
     assert shapes == {
         "intersections": (torch.int64, (12, 4)),
         "unions": (torch.int64, (12, 4)),
-        "masks": (torch.bool, (12, raster, raster)),
+        "masks": (torch.bool, (12, size, size)),
         "predicted_iou": (torch.float32, (12,)),
     }
     assert not any(value.requires_grad for value in found.values())

@@ -101,11 +101,11 @@ def test_gradients_are_those_of_finite_differences(loss):
     targets = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1)) < 0.5
     (gradient,) = torch.autograd.grad(loss(logits, targets).sum(), logits)
     step = 1e-2
-    for place in np.ndindex(2, 3, 4):
+    for index in np.ndindex(2, 3, 4):
         moved = torch.zeros_like(logits)
-        moved[place] = step
+        moved[index] = step
         slope = (loss(logits + moved, targets) - loss(logits - moved, targets)).sum().item() / (2 * step)
-        assert slope == pytest.approx(gradient[place].item(), abs=2e-4)
+        assert slope == pytest.approx(gradient[index].item(), abs=2e-4)
 
 
 def test_the_error_of_a_predicted_iou_is_squared_or_absolute():

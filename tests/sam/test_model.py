@@ -11,7 +11,7 @@ from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from tests.sam import published
 
-# A grid of 6 x 6 tokens in windows of 4: padded windows, a windowed block before and behind a global one.
+# A grid of 6 x 6 tokens in windows of 4: padded windows, a windowed block before and after a global one.
 SMALL = ModelConfig(
     image_size=96, width=48, depth=3, heads=2, global_blocks=(1,), window=4, channels=64, drop_path=0.4
 )
@@ -39,11 +39,11 @@ def small() -> tuple[nn.Module, Sam]:
     return pair(SMALL)
 
 
-def draw_images(count: int, size: int = SMALL.image_size) -> Tensor:
+def random_images(count: int, size: int = SMALL.image_size) -> Tensor:
     return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
 
 
-def draw_prompts(masks: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_prompts(masks: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Points [M, 2, 2], boxes [M, 4] and logits of an earlier mask [M, 1, size / 4, size / 4]."""
     points = torch.rand(masks, 2, 2) * size
     boxes = torch.cat([torch.rand(masks, 2) * size / 2, (1 + torch.rand(masks, 2)) * size / 2], dim=1)
@@ -73,7 +73,7 @@ def in_our_form(
 def assert_decodes_alike(reference: nn.Module, model: Sam, prompts: str) -> None:
     """Prompt encoder and decoder of both, on one embedding, prompted with the kinds named in `prompts`."""
     masks, config = 3, model.config
-    points, boxes, low_res = draw_prompts(masks, config.image_size)
+    points, boxes, low_res = random_prompts(masks, config.image_size)
     given_points = points if "point" in prompts else None
     given_boxes = boxes if "box" in prompts else None
     given_low_res = low_res if "mask" in prompts else None
@@ -119,7 +119,7 @@ def test_the_position_of_the_image_is_that_of_the_published_model(small: tuple[n
 def test_embeddings_are_those_of_the_published_model(small: tuple[nn.Module, Sam]) -> None:
     reference, model = small
     torch.manual_seed(2)
-    images = draw_images(2)
+    images = random_images(2)
     expected = reference.image_encoder(torch.stack([reference.preprocess(image) for image in images]))
     torch.testing.assert_close(model.embed(images), expected, **CLOSE)
     channels_last = images.to(memory_format=torch.channels_last)
@@ -131,7 +131,7 @@ def test_padding_is_zero_after_normalisation_whatever_its_pixels(small: tuple[nn
     reference, model = small
     torch.manual_seed(3)
     sizes = torch.tensor([[96, 64], [31, 96]])
-    images = draw_images(2)
+    images = random_images(2)
     cut = [image[:, :rows, :columns] for image, (rows, columns) in zip(images, sizes.tolist(), strict=True)]
     expected = reference.image_encoder(torch.stack([reference.preprocess(image) for image in cut]))
     torch.testing.assert_close(model.embed(images, sizes=sizes), expected, **CLOSE)
@@ -142,7 +142,7 @@ def test_padding_is_zero_after_normalisation_whatever_its_pixels(small: tuple[nn
 def test_vit_b_at_1024_pixels_is_the_published_model() -> None:
     torch.manual_seed(4)
     reference, model = pair(PRESETS["vit_b"])
-    images = draw_images(1, 1024)
+    images = random_images(1, 1024)
     expected = reference.image_encoder(reference.preprocess(images[0])[None])
     torch.testing.assert_close(model.embed(images), expected, **CLOSE)
     for prompts in KINDS:
@@ -184,7 +184,7 @@ def gradients(model: Sam, images: Tensor, keep: Tensor | None = None) -> dict[st
 
 
 def test_activation_checkpointing_leaves_the_gradients_and_saves_less() -> None:
-    images, keep = draw_images(2), kept([[True, False, True], [True, True, True]])
+    images, keep = random_images(2), kept([[True, False, True], [True, True, True]])
     saved = {False: 0, True: 0}
     found = {}
     for switch in saved:
@@ -206,13 +206,18 @@ def test_activation_checkpointing_leaves_the_gradients_and_saves_less() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_blocks", [False, True])
 def test_compiled_blocks_compute_the_same(checkpoint_blocks: bool) -> None:
-    images, keep = draw_images(2), kept([[True, False, True], [True, True, True]])
+    images, keep = random_images(2), kept([[True, False, True], [True, True, True]])
     plain, compiled = build(0), build(0, compile_blocks=True, checkpoint_blocks=checkpoint_blocks)
     # A batch of another size makes torch compile again, for any size.
-    for some, drawn in ((images, None), (images, keep), (images[:1], keep[:1])):
-        torch.testing.assert_close(compiled.embed(some, drawn), plain.embed(some, drawn), **CLOSE)
+    for some, kept_branches in ((images, None), (images, keep), (images[:1], keep[:1])):
         torch.testing.assert_close(
-            gradients(compiled, some, drawn), gradients(plain, some, drawn), rtol=1e-3, atol=1e-5
+            compiled.embed(some, kept_branches), plain.embed(some, kept_branches), **CLOSE
+        )
+        torch.testing.assert_close(
+            gradients(compiled, some, kept_branches),
+            gradients(plain, some, kept_branches),
+            rtol=1e-3,
+            atol=1e-5,
         )
     assert list(compiled.state_dict()) == list(plain.state_dict())
 
@@ -223,7 +228,7 @@ def test_masks_of_differing_images_decode_as_if_one_by_one() -> None:
     torch.manual_seed(5)
     embeddings = torch.randn(3, SMALL.channels, SMALL.side, SMALL.side)
     image = torch.tensor([2, 0, 2, 1, 0])
-    points, _, low_res = draw_prompts(5, SMALL.image_size)
+    points, _, low_res = random_prompts(5, SMALL.image_size)
     labels = torch.tensor([[1, 0], [1, -1], [2, 3], [-1, -1], [0, 1]])
     has = torch.tensor([True, False, True, False, False])
     logits, iou = model.decode(embeddings, image, points, labels, low_res, has)
@@ -244,7 +249,7 @@ def test_masks_that_share_an_image_decode_as_with_copies_of_its_embedding(counts
     torch.manual_seed(8)
     embeddings = torch.randn(len(counts), SMALL.channels, SMALL.side, SMALL.side)
     image = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    points, _, low_res = draw_prompts(5, SMALL.image_size)
+    points, _, low_res = random_prompts(5, SMALL.image_size)
     labels = torch.tensor([[1, 0], [1, -1], [2, 3], [-1, -1], [0, 1]])
     for before in (None, low_res):
         expected = model.decode(embeddings, image, points, labels, before)
@@ -287,7 +292,7 @@ PROMPTS = {
 @pytest.mark.parametrize("prompts", PROMPTS)
 def test_every_parameter_gets_a_finite_gradient_whatever_the_prompts(prompts: str) -> None:
     model = build(0)
-    embeddings = model.embed(draw_images(1))
+    embeddings = model.embed(random_images(1))
     logits, iou = model.decode(embeddings, torch.tensor([0, 0]), *PROMPTS[prompts])
     (logits.square().mean() + iou.square().mean()).backward()
     bad = [
@@ -303,7 +308,7 @@ def test_no_masks_or_not_even_images_still_give_gradients_of_zero(images: int) -
     model = build(0)
     keep = torch.ones(images, SMALL.depth, 2, dtype=torch.bool)
     sizes = torch.full((images, 2), 64)
-    embeddings = model.embed(draw_images(images), keep, sizes)
+    embeddings = model.embed(random_images(images), keep, sizes)
     none = torch.zeros(0, dtype=torch.int64)
     labels = torch.zeros(0, 3, dtype=torch.int64)
     low_res, has = torch.zeros(0, 1, 24, 24), torch.zeros(0, dtype=torch.bool)
@@ -320,7 +325,7 @@ def test_no_masks_or_not_even_images_still_give_gradients_of_zero(images: int) -
 @torch.no_grad()
 def test_an_image_that_goes_through_no_block_keeps_its_patches() -> None:
     model = build(0)
-    images = draw_images(2)
+    images = random_images(2)
     keep = kept([[False] * 3, [True] * 3])
     without_blocks = build(0)
     without_blocks.image_encoder.blocks = nn.ModuleList()
@@ -340,7 +345,7 @@ def test_drop_path_scales_what_goes_through_by_the_inverse_of_its_probability() 
     assert torch.equal(scaled[1], x[1])
     torch.testing.assert_close(scaled[2], x[2] + block.mlp(block.norm2(x[2])) / 0.6)
     # And the encoder scales by just that:
-    model, images = build(0), draw_images(2)
+    model, images = build(0), random_images(2)
     seen = []
     for one in model.image_encoder.blocks:
         one.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1].tolist()))
@@ -354,13 +359,13 @@ def test_drop_path_scales_what_goes_through_by_the_inverse_of_its_probability() 
 def test_images_of_another_size_or_type_are_refused() -> None:
     model = build(0)
     with pytest.raises(ValueError, match=r"image_size"):
-        model.embed(draw_images(1, 64))
+        model.embed(random_images(1, 64))
     with pytest.raises(ValueError, match=r"uint8"):
-        model.embed(draw_images(1).float())
+        model.embed(random_images(1).float())
     with pytest.raises(ValueError, match=r"keep"):
-        model.embed(draw_images(2), torch.ones(3, 2, 2, dtype=torch.bool))
+        model.embed(random_images(2), torch.ones(3, 2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"sizes"):
-        model.embed(draw_images(2), sizes=torch.ones(2, dtype=torch.int64))
+        model.embed(random_images(2), sizes=torch.ones(2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -380,17 +385,17 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], message: 
 
 
 @torch.no_grad()
-def test_an_untrained_decoder_looks_at_the_place_of_a_point() -> None:
+def test_an_untrained_decoder_attends_to_the_position_of_a_point() -> None:
     torch.manual_seed(7)
     model = Sam(PRESETS["tiny"])
     side, size = model.config.side, model.config.image_size
     position = model.prompt_encoder.image_position().flatten(2)[0]
     points = torch.rand(64, 1, 2) * size
-    place = model.prompt_encoder.embed_points(points, torch.ones(64, 1, dtype=torch.int64))[:, 0]
-    place = place - model.prompt_encoder.point_embeddings[1].weight
+    embedding = model.prompt_encoder.embed_points(points, torch.ones(64, 1, dtype=torch.int64))[:, 0]
+    embedding = embedding - model.prompt_encoder.point_embeddings[1].weight
     layers = [layer.cross_attn_token_to_image for layer in model.mask_decoder.transformer.layers]
     for attention in (*layers, model.mask_decoder.transformer.final_attn_token_to_image):
-        logits = attention.q_proj(place) @ attention.k_proj(position.T).T
+        logits = attention.q_proj(embedding) @ attention.k_proj(position.T).T
         row, column = logits.argmax(1) // side, logits.argmax(1) % side
         found = (torch.stack([column, row], dim=1) + 0.5) * size / side
         assert (found - points[:, 0]).abs().max(1).values.median() < size / side
@@ -398,8 +403,8 @@ def test_an_untrained_decoder_looks_at_the_place_of_a_point() -> None:
 
 def test_weights_in_half_precision_work_without_autocast() -> None:
     model = build(0).to(torch.bfloat16)
-    embeddings = model.embed(draw_images(1))
-    points, _, low_res = draw_prompts(2, SMALL.image_size)
+    embeddings = model.embed(random_images(1))
+    points, _, low_res = random_prompts(2, SMALL.image_size)
     labels = torch.ones(2, 2, dtype=torch.int64)
     logits, iou = model.decode(embeddings, torch.tensor([0, 0]), points, labels, low_res)
     (logits.float().mean() + iou.float().mean()).backward()

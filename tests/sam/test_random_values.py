@@ -1,4 +1,4 @@
-"""Counter-based draws on tensors: those of the stream bit for bit, even enough, each mask's own."""
+"""Counter-based random values on tensors: those of the stream bit for bit, uniform, each mask's own."""
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ def test_words_are_those_of_the_stream(key, first, rows, columns, last):
 
 @examples
 @given(st.lists(words, max_size=5), words)
-def test_every_key_draws_for_itself(keys, number):
+def test_every_key_has_its_own_values(keys, number):
     found = random_words(torch.tensor(keys, dtype=torch.int64), number).numpy().view(np.uint64)
     assert found.tolist() == [hashing.random_word(key, number) for key in keys]
 
@@ -49,13 +49,13 @@ def test_uniforms_are_even():
 
 @examples
 @given(st.lists(st.tuples(words, st.integers(1, 2**62)), min_size=1, max_size=8))
-def test_bounded_draws_are_the_remainder_of_63_bits(pairs):
-    drawn, bounds = torch.tensor(pairs).T
+def test_bounded_values_are_the_remainder_of_63_bits(pairs):
+    sampled, bounds = torch.tensor(pairs).T
     expected = [(word % 2**64 >> 1) % bound for word, bound in pairs]
-    assert below(drawn, bounds).tolist() == expected
+    assert below(sampled, bounds).tolist() == expected
 
 
-def test_normal_draws_have_the_moments_of_the_normal_distribution():
+def test_normal_values_have_the_moments_of_the_normal_distribution():
     found = normals(some_keys(200_000), 3).double()
     assert abs(found.mean()) < 0.01
     assert abs(found.var() - 1) < 0.015

@@ -56,7 +56,7 @@ def test_shared_tokens_give_what_written_out_tokens_give(counts: tuple[int, ...]
     torch.testing.assert_close(image.plus(weights, rows), expected.plus(weights, rows))
 
 
-def draw(kind: type[ProjectedAttention]) -> ProjectedAttention:
+def random_attention(kind: type[ProjectedAttention]) -> ProjectedAttention:
     torch.manual_seed(1)
     attention = kind(WIDTH, HEADS, reduction=2).double()
     for parameter in attention.parameters():
@@ -78,7 +78,7 @@ def test_both_directions_and_their_gradients_are_those_of_the_definition(
     counts: tuple[int, ...], direction: str
 ) -> None:
     attention: TokenToImage | ImageToToken
-    attention = draw(TokenToImage if direction == "tokens to image" else ImageToToken)
+    attention = random_attention(TokenToImage if direction == "tokens to image" else ImageToToken)
     image = shared(counts)
     queries, values = (torch.randn(sum(counts), TOKENS, WIDTH).double() for _ in range(2))
     sources = [image.tokens, image.features, image.basis, queries, values]
