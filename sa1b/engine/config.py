@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,8 @@ class Config(ABC):
         health: What happens when a loss is not finite.
         logging: What is written down.
     """
+
+    evaluates: ClassVar[bool] = False  # whether the model is one that sa1b.engine.evaluation can score
 
     preset: str = ""
     out: Path = Path("run")
@@ -174,6 +176,12 @@ def _check(config: Config) -> None:
             )
     if config.out.exists() and not config.out.is_dir():
         raise UsageError(f"--out {config.out} is a file: name a folder, new or of a run to go on with")
+    asked = config.evaluation.view is not None or config.evaluation.every or config.evaluate_only
+    if asked and not config.evaluates:
+        raise UsageError(
+            f"the model of {type(config).__name__} has no evaluation: drop --evaluation.view, "
+            "--evaluation.every and --evaluate-only"
+        )
     if config.evaluation.every and config.evaluation.view is None:
         raise UsageError(
             "--evaluation.every needs --evaluation.view: a view that tools/view.py made with --held-out and "

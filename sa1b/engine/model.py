@@ -63,7 +63,8 @@ class Model(Protocol):
     one sum for each further name in `figures`. The engine divides by the count over all ranks. A micro-batch
     may be empty: all sums are then 0, and every trained parameter still gets a gradient.
 
-    Evaluation is optional: see `sa1b.engine.evaluation`.
+    Evaluation is optional. Settings whose `evaluates` is true promise what `sa1b.engine.evaluation` calls: a
+    `forward` that takes `evaluate=True` and returns intersections, unions and masks as SAM's does.
 
     Attributes:
         figures: Names of the sums whose means are recorded each step, "loss" among them.

@@ -1,7 +1,7 @@
 """The models that the command trains, and their presets: the settings of SAM."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
 from sa1b.engine.config import Config
@@ -27,6 +27,8 @@ class SamConfig(Config):
         model: Sizes of the model.
         recipe: Prompts and losses.
     """
+
+    evaluates: ClassVar[bool] = True
 
     preset: Preset = "vit_b"
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -88,6 +88,17 @@ def test_it_begins_with_weights_and_a_part_of_it_can_be_frozen(
     assert "M parameters at 64 x 64" in ended.outputs[0]
 
 
+@pytest.mark.parametrize(
+    "flags", [("--evaluate-only",), ("--evaluation.view", "v", "--evaluation.every", "2")]
+)
+def test_a_model_without_an_evaluation_refuses_to_be_evaluated(
+    root: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    ended = start(root, tmp_path / "run", *flags, model="reconstruction")
+    assert ended.codes == [2]
+    assert "the model of ReconstructionConfig has no evaluation" in ended.outputs[0]
+
+
 NEUTRAL = (
     *("model.py", "run.py", "config.py", "feed.py", "parallel.py", "ranks.py", "gradients.py", "optim.py"),
     *("estimate.py", "health.py", "control.py", "checkpoint/tensors.py", "checkpoint/checkpoints.py"),
