@@ -11,7 +11,7 @@ number of masks in the global batch. DDP and FSDP average over ranks, hence the 
 | bf16      | bfloat16 by autocast      | float32 where autocast keeps it     |
 | fp16      | float16 by autocast, loss scaled | float32 where autocast keeps it |
 
-The weights are float32 in every mode. With FSDP the weights of a block's attention and MLP travel in the
+The weights are float32 in every mode. With FSDP the weights of the model's units are gathered in the
 format of the matrix products (`sa1b.engine.parallel.wrap`): autocast would round them to it anyway.
 """
 
@@ -35,7 +35,7 @@ from sa1b.errors import UsageError
 
 @contextmanager
 def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around forward and backward of one micro-batch: gradients travel between ranks at a step's last only.
+    """Around forward and backward of one micro-batch: gradients are reduced at a step's last only.
 
     Until then each rank keeps whole gradients in float32, under FSDP too.
     """

@@ -69,7 +69,7 @@ class ParallelConfig:
         replicas: fsdp: copies of the model; each is sharded over world size / replicas ranks.
         offload: fsdp: where shards and optimizer rest: on the device, in host memory (cpu), or in pinned host
             memory (pinned: faster copies, GPU only).
-        bucket: ddp: MiB of gradients that travel together.
+        bucket: ddp: MiB of gradients that are sent together.
         static_graph: ddp: promise that every step runs the same graph; lets torch plan from the first step.
         timeout_first: Seconds that a rank waits for the others until the first step is done: reading,
             compiling and connecting happen here.

@@ -1,7 +1,7 @@
 """The ranks of a run: this process, work that succeeds or fails on all ranks, equality of models.
 
-A rank that raises while the others go on leaves them waiting for it. So results and errors travel together,
-and every caller of a result gets the error of any rank.
+A rank that raises while the others go on leaves them waiting for it. So results and errors are exchanged
+together, and every caller of a result gets the error of any rank.
 
 Ranks that initialise their weights from different seeds, read different checkpoints or build different models
 would not be detected by training itself: DDP would apply gradients of one model to the weights of another,
