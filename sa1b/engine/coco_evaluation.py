@@ -40,10 +40,10 @@ from sa1b.masks.dense import runs_of
 from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import rasterize
 from sa1b.masks.runs import MaskError, Runs
-from sa1b.sam.interactive import Targets
 from sa1b.sam.prediction import framed_image
 from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol
 from sa1b.sam.score import Score
+from sa1b.sam.targets import Targets
 
 _AP = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # the first of COCOeval's figures
 

@@ -13,16 +13,14 @@ of one iteration are ever in memory (see `sa1b.sam.early_gradients`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from sa1b.hashing import Purpose
 from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
 from sa1b.sam.early_gradients import EarlyGradients
@@ -31,75 +29,14 @@ from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
-from sa1b.sam.random_values import kept_branches, random_words
+from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import Recipe
+from sa1b.sam.targets import Samples, Targets, inputs_of
 
 SCORED_CLICKS = (1, 3, 5)  # after which an evaluation scores the masks; a box comes last
 
 
 EvaluationProtocol = Callable[[Sam, Tensor, Tensor], dict[str, Tensor]]  # see sa1b.sam.protocol
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Targets:
-    """What belongs to the M masks of a micro-batch of B images.
-
-    Attributes:
-        masks: uint8 [M, R, R], 1 is foreground; the padded square in R x R pixels, R at least
-            image_size / 4.
-        boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square: the centres of the first and last column
-            and row; see sa1b.masks.grid.
-        points: float32 [M, 2], x and y in the padded square of a foreground pixel's centre.
-        image: int64 [M], the image in the micro-batch that each mask belongs to.
-        weights: float32 [M], how much a mask counts; 0 for fillers, and for masks that have no pixel at R.
-        keys: int64 [M], a hash for each mask; the mask's random values are made from it.
-        sizes: int64 [B, 2], rows and columns of each image in the padded square.
-        counts: how many masks each image has, B numbers on the host; `image` is ascending then. The masks of
-            an image share products with its embedding. None: each mask gets a copy of the embedding.
-    """
-
-    masks: Tensor
-    boxes: Tensor
-    points: Tensor
-    image: Tensor
-    weights: Tensor
-    keys: Tensor
-    sizes: Tensor
-    counts: Sequence[int] | None = None
-
-
-class MaskIndex(Protocol):
-    """Which image each mask of a batch belongs to; see `Samples`."""
-
-    @property
-    def image(self) -> Tensor: ...
-    @property
-    def image_size(self) -> int: ...
-    @property
-    def counts(self) -> Sequence[int] | None: ...
-
-
-class Samples(Protocol):
-    """A micro-batch of B images and M masks as `Interactive.inputs` reads it: `sa1b.stream.batch.Batch`."""
-
-    @property
-    def images(self) -> Tensor: ...
-    @property
-    def masks(self) -> MaskIndex: ...
-    @property
-    def dense(self) -> Tensor | None: ...
-    @property
-    def boxes(self) -> Tensor: ...
-    @property
-    def points(self) -> Tensor: ...
-    @property
-    def mask_index(self) -> Tensor: ...
-    @property
-    def framed_sizes(self) -> Tensor: ...
-    @property
-    def positions(self) -> Tensor: ...
-    @property
-    def valid(self) -> Tensor: ...
 
 
 class _Scene(NamedTuple):
@@ -160,25 +97,8 @@ class Interactive(nn.Module):
     shown: Mapping[str, str] = {"IoU": "iou_last"}
 
     def inputs(self, batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
-        """Images, targets and image keys of a micro-batch: the arguments of `forward`.
-
-        A mask counts if its image is valid and it has a pixel at the size of the dense masks.
-        """
-        assert batch.dense is not None, "the loader was not asked for dense masks"
-        image, positions = batch.masks.image, batch.positions
-        key = torch.full((), seed, dtype=torch.int64, device=positions.device)
-        targets = Targets(
-            masks=batch.dense,
-            boxes=batch.boxes,
-            points=batch.points,
-            image=image,
-            weights=(batch.valid[image] & batch.dense.flatten(1).any(dim=1)).float(),
-            # By the index, not the id: masks without an id all have -1.
-            keys=random_words(key, int(Purpose.PROMPT), positions[image], batch.mask_index),
-            sizes=batch.framed_sizes,
-            counts=batch.masks.counts,
-        )
-        return batch.images, targets, random_words(key, int(Purpose.VISIT), positions)
+        """Images, targets and image keys of a micro-batch, the arguments of `forward`; see `inputs_of`."""
+        return inputs_of(batch, seed)
 
     def weights(self) -> Sam:
         """What a checkpoint holds, by the published names."""

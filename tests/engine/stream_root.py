@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.ranks import RankInfo
-from sa1b.sam.interactive import Interactive, Targets
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.targets import Targets
 from sa1b.stream.batch import Batch
 from tests.train.command import make_root
 

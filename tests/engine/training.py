@@ -17,9 +17,10 @@ from sa1b.engine.model import unwrap
 from sa1b.engine.optim import OptimConfig, freeze, lr_at, make_optimizer, set_lr
 from sa1b.engine.parallel import ParallelConfig, wrap
 from sa1b.engine.ranks import RankInfo, agree
-from sa1b.sam.interactive import Interactive, Targets
+from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
+from sa1b.sam.targets import Targets
 
 SIZE, RASTER = 32, 8
 MODEL = ModelConfig(

@@ -1,0 +1,98 @@
+"""What the masks of a micro-batch are trained and evaluated against."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sa1b.hashing import Purpose
+from sa1b.sam.random_values import random_words
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Targets:
+    """What belongs to the M masks of a micro-batch of B images.
+
+    Attributes:
+        masks: uint8 [M, R, R], 1 is foreground; the padded square in R x R pixels, R at least
+            image_size / 4.
+        boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square: the centres of the first and last column
+            and row; see sa1b.masks.grid.
+        points: float32 [M, 2], x and y in the padded square of a foreground pixel's centre.
+        image: int64 [M], the image in the micro-batch that each mask belongs to.
+        weights: float32 [M], how much a mask counts; 0 for fillers, and for masks that have no pixel at R.
+        keys: int64 [M], a hash for each mask; the mask's random values are made from it.
+        sizes: int64 [B, 2], rows and columns of each image in the padded square.
+        counts: how many masks each image has, B numbers on the host; `image` is ascending then. The masks of
+            an image share products with its embedding. None: each mask gets a copy of the embedding.
+    """
+
+    masks: Tensor
+    boxes: Tensor
+    points: Tensor
+    image: Tensor
+    weights: Tensor
+    keys: Tensor
+    sizes: Tensor
+    counts: Sequence[int] | None = None
+
+
+class MaskIndex(Protocol):
+    """Which image each mask of a batch belongs to; see `Samples`."""
+
+    @property
+    def image(self) -> Tensor: ...
+    @property
+    def image_size(self) -> int: ...
+    @property
+    def counts(self) -> Sequence[int] | None: ...
+
+
+class Samples(Protocol):
+    """A micro-batch of B images and M masks as `inputs_of` reads it: `sa1b.stream.batch.Batch`."""
+
+    @property
+    def images(self) -> Tensor: ...
+    @property
+    def masks(self) -> MaskIndex: ...
+    @property
+    def dense(self) -> Tensor | None: ...
+    @property
+    def boxes(self) -> Tensor: ...
+    @property
+    def points(self) -> Tensor: ...
+    @property
+    def mask_index(self) -> Tensor: ...
+    @property
+    def framed_sizes(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def valid(self) -> Tensor: ...
+
+
+def inputs_of(batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
+    """Images, targets and image keys of a micro-batch: the arguments of `Interactive.forward`.
+
+    A mask counts if its image is valid and it has a pixel at the size of the dense masks.
+
+    Args:
+        seed: of the run; keys are hashes of it and of positions and mask indices.
+    """
+    assert batch.dense is not None, "the loader was not asked for dense masks"
+    image, positions = batch.masks.image, batch.positions
+    key = torch.full((), seed, dtype=torch.int64, device=positions.device)
+    targets = Targets(
+        masks=batch.dense,
+        boxes=batch.boxes,
+        points=batch.points,
+        image=image,
+        weights=(batch.valid[image] & batch.dense.flatten(1).any(dim=1)).float(),
+        # By the index, not the id: masks without an id all have -1.
+        keys=random_words(key, int(Purpose.PROMPT), positions[image], batch.mask_index),
+        sizes=batch.framed_sizes,
+        counts=batch.masks.counts,
+    )
+    return batch.images, targets, random_words(key, int(Purpose.VISIT), positions)
