@@ -78,7 +78,7 @@ def make(folder: Path, images: int, data: Path | str | None = None) -> Material:
     else:
         dataset = sa1b.open(data)
         rows = np.unique(np.linspace(0, len(dataset) - 1, images).astype(int)).tolist()
-        rows = rows[: len(rows) // 2 * 2]  # whole batches: what is left over, not everybody delivers
+        rows = rows[: len(rows) // 2 * 2]  # whole batches: not all contenders deliver the rest
         origin = f"{len(rows)} images taken evenly from shards of {len(dataset):,}"
         copy = copied(dataset, rows, folder / "root-stored")
         if dataset.manifest["options"]["image_size"] is not None:

@@ -31,8 +31,8 @@ def block(document: dict[str, Any], path: str) -> str:
         f"{material['runs_per_mask']:.0f} runs an image. Ratios are medians of interleaved rounds "
         "(`pytest benchmarks/test_peers.py`).",
         "",
-        "| the same tensors from everybody, 64 masks | here | the best peer | times faster (range) | than a "
-        "peer tuned beyond its documentation |",
+        "| the same tensors from all contenders, 64 masks | here | the best peer | times faster (range) "
+        "| than a peer tuned beyond its documentation |",
         "|---|---|---|---|---|",
     ]
     for question in document["comparison"]:

@@ -49,7 +49,7 @@ class Size:
 
 
 def image_ids(size: Size) -> npt.NDArray[np.uint64]:
-    """All ids, sorted: a block for each source with a gap behind it, as in SA-1B."""
+    """All ids, sorted: a block for each source with a gap after it, as in SA-1B."""
     ids = np.arange(size.images, dtype=np.uint64)
     sources = np.searchsorted(size.first_images(), ids.astype(np.int64), side="right") - 1
     return ids + sources.astype(np.uint64) * np.uint64(2)

@@ -4,10 +4,11 @@
     pytest benchmarks/test_peers.py --data ROOT      on one's own shards
     pytest benchmarks/test_peers.py --full           all outputs, workers, sizes
 
-Same images, same masks, same output from everybody: pictures as uint8 in the padded square of 1024 pixels and
-at most 64 masks, (a) at 1024 x 1024, (b) at 256 x 256, nearest, as torch tensors on the CPU. Contenders run
-in turns, each in a process of its own, and are compared round by round: a machine's speed drifts, the ratios
-of a round much less. The tables come at the end, as benchmarks/results/<machine>.json, and as report.html.
+Same images, same masks, same output of all contenders: images as uint8 in the padded square of 1024
+pixels and at most 64 masks, (a) at 1024 x 1024, (b) at 256 x 256, nearest, as torch tensors on the CPU.
+Contenders run in turns, each in a process of its own, and are compared round by round: a machine's speed
+drifts, the ratios of a round much less. The tables come at the end, as
+benchmarks/results/<machine>.json, and as report.html.
 
 The other loaders: `pip install --no-deps -r benchmarks/peers/requirements.txt`.
 """
@@ -267,7 +268,7 @@ def test_device(images: material.Material, document: dict[str, Any]) -> None:
 
 
 def numbers_of_workers(contender: Contender, key: str, *, full: bool) -> tuple[int, ...]:
-    """All that there are, or of the others, and of ours behind the first question, one."""
+    """All numbers of workers for our default and the limits; without --full the cores alone for others."""
     every = full or contender.kind == "limit" or (contender.kind == "ours" and key == DEFAULT[0])
     return contender.workers if every else (CORES,)
 

@@ -1,6 +1,6 @@
 """The alternatives, each as its own documentation recommends, delivering the same tensors as this package.
 
-    task.py                 what everybody delivers, and which masks
+    task.py                 what all contenders deliver, and which masks
     pixels.py               how those without run lengths make pixels: pycocotools and OpenCV
     ours.py                 sa1b.Loader, and sa1b.Stream in a DataLoader
     webdataset_tars.py      webdataset over shards of jpg and json

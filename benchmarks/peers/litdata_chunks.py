@@ -15,7 +15,7 @@ CHUNK_BYTES = "64MB"  # as in its documentation
 
 
 def convert(pairs: Iterable[Pair], folder: Path) -> None:
-    # It leaves handlers behind that end the process with code 0, whoever it belongs to.
+    # It leaves handlers that end the process with code 0, in processes that are not its own too.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         litdata.optimize(

@@ -53,7 +53,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """An image and its annotation file as bytes: the source of everybody's files."""
+    """An image and its annotation file as bytes: the source of all contenders' files."""
 
     image_id: int
     jpeg: bytes

@@ -1,4 +1,4 @@
-"""What a process holds, and what processes leave behind when they are gone."""
+"""What a process holds, and what processes leave when they are gone."""
 
 import gc
 import multiprocessing

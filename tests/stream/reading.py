@@ -159,7 +159,7 @@ def signalled(method: str, root: Path) -> None:
 
 
 def murders(root: Path) -> None:
-    """Kill one of two workers at four moments, each time going on behind the last batch that was taken."""
+    """Kill one of two workers at four moments, each time resuming after the last batch that was taken."""
     stream = stream_of(root)
     before = held()
     state = stream.state_dict()
@@ -178,7 +178,7 @@ def murders(root: Path) -> None:
 def one_life(stream: sa1b.Stream, life: int) -> tuple[list[tuple[str, dict[str, Any]]], str, int]:
     """Read, kill a worker, read on until that is noticed.
 
-    Returns each batch's digest with the state behind it, the error, and how often the DataLoader waited for a
+    Returns each batch's digest with the state after it, the error, and how often the DataLoader waited for a
     batch in vain, 5 seconds each, until the error came.
     """
     reading = iter(batches("workers", stream))

@@ -54,7 +54,7 @@ def digest(batch: Batch) -> str:
 
 
 def batch_of(dataset: sa1b.Dataset, positions: Sequence[int], position: int, seed: int = 0) -> Batch:
-    """The samples at these positions, one after the other, as a batch behind which `position` comes."""
+    """The samples at these positions, one after the other, as a batch after which the stream stands at `position`."""
     order = Order(len(dataset), dataset.table.ids_digest, seed)
     recipe = SampleOptions(**RECIPE)
     images = torch.zeros((len(positions), recipe.image_size, recipe.image_size, 3), dtype=torch.uint8)

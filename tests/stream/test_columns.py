@@ -1,4 +1,4 @@
-"""Columns joined by id: aligned with images or masks, however they are stored and whoever reads them."""
+"""Columns joined by id: aligned with images or masks, however they are stored and read."""
 
 import gzip
 import json

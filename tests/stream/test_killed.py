@@ -1,4 +1,4 @@
-"""Killed readers: the caller hears of it at once, nothing stays behind, and the sequence goes on exactly."""
+"""Killed readers: the caller gets the error at once, nothing is left, and the sequence resumes exactly."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Pa
         assert life["digests"] == whole[first : first + len(life["digests"])]
         assert life["waits"] <= 1  # by the signal, or when the DataLoader next looks at its workers
         assert life["before"] == life["after"]
-    # Each life went on behind the last whole step of the one before.
+    # Each life went on after the last whole step of the one before.
     ends = [piece(life["begun"]) + len(life["digests"]) for life in lives[:-1]]
     assert [piece(life["begun"]) for life in lives[1:]] == [end // PIECES * PIECES for end in ends]
     assert session(process.pid) == []

@@ -99,7 +99,7 @@ def test_a_step_is_the_same_set_of_samples_at_any_world_size(root: Path, world_s
         assert torch.equal(torch.cat([b.images for b in pieces]), one.images)
         assert torch.equal(torch.cat([b.masks.runs for b in pieces]), one.masks.runs)
         assert torch.equal(torch.cat([b.points for b in pieces]), one.points)
-        # Where every rank stands behind the step is the same.
+        # Where every rank stands after the step is the same.
         assert {rank[(step + 1) * per_step - 1].position for rank in batches} == {one.position}
 
 

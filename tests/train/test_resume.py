@@ -75,7 +75,7 @@ def test_world_sizes_2_1_3_train_on_the_same_samples_each_once(
             mode=mode,
             mishap={**what, "into": str(into)},
         )
-        assert (into / "0.timeouts").read_text() == "77.0\n"  # behind the first step, also of a resumed run
+        assert (into / "0.timeouts").read_text() == "77.0\n"  # after the first step, also of a resumed run
         for step, parts in recorded(into, ranks).items():
             assert step not in seen
             assert len(parts) == ranks

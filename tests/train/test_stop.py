@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: all ranks stop behind the same step with a checkpoint, and the same command goes on."""
+"""SIGTERM and Ctrl-C: all ranks stop after the same step with a checkpoint, and the same command goes on."""
 
 import os
 import signal
