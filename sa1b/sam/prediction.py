@@ -10,6 +10,7 @@ is the model's image_size, as the stream resizes it.
 """
 
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import cv2
@@ -68,23 +69,28 @@ def predict(
         model: of `sa1b.load_model`, on any device.
         image: uint8 RGB [height, width, 3], or a PIL image of any mode; any size.
         points: [N, 2], one point (x, y) for each prompt, or [N, P, 2], P points for each prompt; pixels of
-            the image.
+            the image, within it.
         labels: [N] or [N, P], 1 for foreground, 0 for background, -1 for a place holder, which fills up
             prompts with fewer points and changes nothing. By default 1.
-        boxes: [N, 4], x0, y0, x1, y1, the first and the last pixel of the object; pixels of the image.
+        boxes: [N, 4], x0, y0, x1, y1, the first and the last pixel of the object; pixels of the image,
+            within it: x1 and y1 may be its width and height.
         multimask: True: the best of three candidates for every prompt; False: the single mask; None: see
             above.
 
     Raises:
         ValueError: an argument has another shape, type or range; the message names it.
     """
+    if not hasattr(model, "pixel_mean"):  # not isinstance: a compiled model is another class
+        loaded = f"load_model({str(model)!r})" if isinstance(model, str | PathLike) else "load_model(path)"
+        raise ValueError(f"model is {_type(model)}: pass sa1b.{loaded}")
     pixels = _rgb(image)
     height, width = pixels.shape[:2]
     prompts, tags = _prompts(points, labels, boxes, height, width)
     kinds = (tags != NOTHING).sum(axis=1)  # prompts of as many points and corners are decoded together
     if boxes is None and not kinds.all():
         raise ValueError(
-            f"labels of prompt {int(kinds.argmin())} have no point that counts, and no box is passed"
+            f"prompt {int(kinds.argmin())} has no box and no point but place holders (label -1): "
+            "it asks for nothing"
         )
     size = model.config.image_size
     rows, columns = framed_size(height, width, size)
@@ -148,8 +154,12 @@ def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], i
 
 
 def _rgb(image: Any) -> npt.NDArray[np.uint8]:
+    if isinstance(image, str | PathLike):
+        raise ValueError(f"image is {_type(image)}: open it with PIL.Image.open")
     if hasattr(image, "convert"):  # PIL's, which is not imported for this
         image = image.convert("RGB")
+    elif not hasattr(image, "__array__"):
+        raise ValueError(f"image is {_type(image)}: pass uint8 RGB [height, width, 3] or a PIL image")
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
         raise ValueError(
@@ -179,39 +189,42 @@ def _prompts(
     Those that count come first; the last one never does.
     """
     if points is None and boxes is None:
-        raise ValueError("predict needs points or boxes")
+        said = "" if labels is None else "labels are passed without points: "
+        raise ValueError(f"{said}predict needs points or boxes")
     if labels is not None and points is None:
-        raise ValueError("labels are those of points, and no points are passed")
+        raise ValueError("labels are passed without points: pass the points that they belong to")
     where, tags = [], []
     if points is not None:
         at = _numbers("points", points)
         if at.ndim not in (2, 3) or at.shape[-1] != 2 or 0 in at.shape[:-1]:
             raise ValueError(f"points are {list(at.shape)}: pass [N, 2] or [N, P, 2], (x, y) in pixels")
-        of_points = np.full(at.shape[:-1], FOREGROUND) if labels is None else np.asarray(labels)
+        of_points = np.full(at.shape[:-1], FOREGROUND) if labels is None else _numbers("labels", labels)
         if of_points.shape != at.shape[:-1]:
             raise ValueError(f"labels are {list(of_points.shape)}, but points are {list(at.shape)}")
         if not np.isin(of_points, (FOREGROUND, BACKGROUND, NOTHING)).all():
             raise ValueError(
                 "labels must be 1 (foreground), 0 (background) or -1 (a point that does not count)"
             )
-        outside = ((at < -0.5) | (at > (width - 0.5, height - 0.5))).any(axis=-1) & (of_points != NOTHING)
-        if outside.any():
-            first = at[outside][0].tolist()
-            raise ValueError(
-                f"points has {tuple(first)}, which is outside of the image of {width} x {height} pixels: "
-                "points are (x, y)"
-            )
+        _check_inside("point", at, (width - 0.5, height - 0.5), of_points != NOTHING, width, height)
         where.append(at.reshape(len(at), -1, 2))
         tags.append(of_points.reshape(len(at), -1).astype(np.int64))
     if boxes is not None:
         corners = _numbers("boxes", boxes)
         if corners.ndim != 2 or corners.shape[1] != 4 or not len(corners):
             raise ValueError(f"boxes are {list(corners.shape)}: pass [N, 4], x0, y0, x1, y1 in pixels")
-        if (corners[:, :2] > corners[:, 2:]).any():
-            wrong = corners[(corners[:, :2] > corners[:, 2:]).any(axis=1)][0].tolist()
-            raise ValueError(f"boxes has {tuple(wrong)}, which ends before it begins: x0, y0, x1, y1")
+        ends_before = (corners[:, :2] > corners[:, 2:]).any(axis=1)
+        if ends_before.any():
+            first = int(ends_before.argmax())
+            raise ValueError(
+                f"box {_tuple(corners[first])} of prompt {first} ends before it begins: "
+                "boxes are x0, y0, x1, y1"
+            )
+        _check_inside("box", corners, (width, height) * 2, np.ones(len(corners), bool), width, height)
         if where and len(where[0]) != len(corners):
-            raise ValueError(f"points are of {len(where[0])} prompts, boxes of {len(corners)}")
+            raise ValueError(
+                f"points has {len(where[0])} prompts, but boxes has {len(corners)}: "
+                "pass a box for each prompt"
+            )
         where.append(corners.reshape(-1, 2, 2))
         tags.append(np.tile([TOP_LEFT, BOTTOM_RIGHT], (len(corners), 1)))
     where.append(np.zeros((len(where[0]), 1, 2)))
@@ -221,11 +234,38 @@ def _prompts(
     return np.take_along_axis(at, order[..., None], axis=1), np.take_along_axis(kinds, order, axis=1)
 
 
+def _check_inside(
+    kind: str,
+    values: npt.NDArray[np.float64],
+    limits: tuple[float, ...],
+    counted: npt.NDArray[np.bool_],
+    width: int,
+    height: int,
+) -> None:
+    """Refuse points or boxes that are partly outside of the image, of those that count."""
+    outside = ((values < -0.5) | (values > limits)).any(axis=-1) & counted
+    if outside.any():
+        first = tuple(np.argwhere(outside)[0].tolist())
+        order = "points are (x, y)" if kind == "point" else "boxes are x0, y0, x1, y1"
+        raise ValueError(
+            f"{kind} {_tuple(values[first])} of prompt {first[0]} is outside of the image of "
+            f"{width} x {height} pixels (width x height): {order}, in pixels of the image"
+        )
+
+
+def _tuple(values: npt.NDArray[np.float64]) -> str:
+    return f"({', '.join(f'{value:g}' for value in values.tolist())})"
+
+
+def _type(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
     try:
         found = np.asarray(values, np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} are no array of numbers") from None
+        raise ValueError(f"{name} cannot be read as an array of numbers") from None
     if not np.isfinite(found).all():
-        raise ValueError(f"{name} have a number that is not finite")
+        raise ValueError(f"{name} contains a number that is not finite")
     return found

@@ -23,6 +23,7 @@ from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.storage.atomic import commit, flush, naming_path
 
 FORMATS = (".pth", ".safetensors")
+_SIZES = ("width", "depth", "heads", "patch_size", "channels", "image_size", "window", "global_blocks")
 _DIGEST = "sa1b_sha256"
 
 
@@ -151,30 +152,31 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     if shapes == needed:
         return None
-    wanted = preset_of(model) or "another one"
     try:
         found = config_of(weights)
     except (KeyError, ValueError, IndexError, ZeroDivisionError):
         return f"{len(weights)} tensors that are not those of a SAM, such as {min(weights, default='none')}"
-    if (preset := preset_of(found)) is not None:
-        return f"{preset} weights, but the model is {wanted}: pass --preset {preset}"
-    for name in (
-        "width",
-        "depth",
-        "heads",
-        "patch_size",
-        "channels",
-        "image_size",
-        "window",
-        "global_blocks",
-    ):
-        has, wants = getattr(found, name), getattr(model, name)
-        if has != wants:
-            value = " ".join(map(str, has)) if isinstance(has, tuple) else has
-            flag = f"--model.{name.replace('_', '-')}"
-            return f"weights of a model with {name} {has}, but the run has {wants}: pass {flag} {value}"
+    if (preset := preset_of(found)) is not None and preset_of(model) is not None:
+        return f"{preset} weights, but the model is {preset_of(model)}: pass --preset {preset}"
+    differing = [name for name in _SIZES if getattr(found, name) != getattr(model, name)]
+    if differing:
+        flags = {name: f"--model.{name.replace('_', '-')}" for name in differing}
+        sizes = ", ".join(
+            f"{flag} is {_value(model, name)}, the weights have {_value(found, name)}"
+            for name, flag in flags.items()
+        )
+        if preset is not None:
+            return f"{preset} weights: {sizes}: pass --preset {preset} without {', '.join(flags.values())}"
+        remedy = " ".join(f"{flag} {_value(found, name)}" for name, flag in flags.items())
+        return f"weights of other sizes: {sizes}: pass {remedy}"
     first = min(name for name in shapes.keys() | needed.keys() if shapes.get(name) != needed.get(name))
     return f"weights of another model than --model says: {first} is {list(shapes.get(first, ()))}"
+
+
+def _value(config: ModelConfig, name: str) -> str:
+    """A size as its flag takes it."""
+    size = getattr(config, name)
+    return " ".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 
 def _config(path: Path, found: Mapping[str, Tensor]) -> ModelConfig:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import sa1b
+from sa1b.errors import UsageError
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.prediction import Prediction
 from sa1b.sam.published import WeightsError, write_weights
@@ -148,19 +149,34 @@ def test_images_of_any_size_are_taken(model: Sam, shape: tuple[int, int]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "needs points or boxes"),
+        ({}, "predict needs points or boxes"),
+        ({"labels": [1]}, "labels are passed without points"),
         ({"points": [[1, 2, 3]]}, r"points are \[1, 3\]: pass \[N, 2\]"),
         ({"points": []}, "points are"),
-        ({"points": [["a", 2]]}, "points are no array of numbers"),
-        ({"points": [[1, float("nan")]]}, "points have a number that is not finite"),
-        ({"points": [[1, 100]]}, r"points has \(1.0, 100.0\), which is outside of the image of 123 x 90"),
+        ({"points": [["a", 2]]}, "points cannot be read as an array of numbers"),
+        ({"points": [[1, 2], [3]]}, "points cannot be read as an array of numbers"),
+        ({"points": [[1, float("nan")]]}, "points contains a number that is not finite"),
+        (
+            {"points": [[1, 2], [1, 100]]},
+            r"point \(1, 100\) of prompt 1 is outside of the image of 123 x 90 pixels",
+        ),
+        ({"points": [[[1, 2], [-1, 2]]]}, r"point \(-1, 2\) of prompt 0 is outside of the image"),
         ({"points": [[1, 2]], "labels": [1, 0]}, r"labels are \[2\], but points are \[1, 2\]"),
         ({"points": [[1, 2]], "labels": [2]}, "labels must be 1"),
-        ({"points": [[1, 2], [3, 4]], "labels": [1, -1]}, "labels of prompt 1 have no point that counts"),
+        ({"points": [[1, 2]], "labels": [[1], [1, 0]]}, "labels cannot be read as an array of numbers"),
+        ({"points": [[1, 2], [3, 4]], "labels": [1, -1]}, "prompt 1 has no box and no point but place"),
         ({"boxes": [[1, 2, 3]]}, r"boxes are \[1, 3\]: pass \[N, 4\]"),
-        ({"boxes": [[5, 2, 3, 4]]}, r"boxes has \(5.0, 2.0, 3.0, 4.0\), which ends before it begins"),
-        ({"boxes": [[1, 2, 3, 4]], "labels": [1]}, "labels are those of points"),
-        ({"boxes": [[1, 2, 3, 4]], "points": [[1, 2], [3, 4]]}, "points are of 2 prompts, boxes of 1"),
+        ({"boxes": [[5, 2, 3, 4]]}, r"box \(5, 2, 3, 4\) of prompt 0 ends before it begins"),
+        (
+            {"boxes": [[1, 2, 3, 4], [0, 0, 123, 91]]},
+            r"box \(0, 0, 123, 91\) of prompt 1 is outside of the image of 123 x 90 pixels",
+        ),
+        ({"boxes": [[-1, 2, 3, 4]]}, r"box \(-1, 2, 3, 4\) of prompt 0 is outside of the image"),
+        ({"boxes": [[1, 2, 3, 4]], "labels": [1]}, "labels are passed without points"),
+        (
+            {"boxes": [[1, 2, 3, 4]], "points": [[1, 2], [3, 4]]},
+            "points has 2 prompts, but boxes has 1: pass a box for each prompt",
+        ),
     ],
 )
 def test_prompts_that_make_no_sense_are_refused_by_name(
@@ -170,12 +186,43 @@ def test_prompts_that_make_no_sense_are_refused_by_name(
         sa1b.predict(model, image, **arguments)
 
 
+def test_a_box_may_end_at_the_edges_of_the_image(model: Sam, image: np.ndarray) -> None:
+    assert len(sa1b.predict(model, image, boxes=[[0, 0, WIDTH, HEIGHT]])) == 1
+
+
 @pytest.mark.parametrize(
-    "wrong", [np.zeros((3, 4)), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8), "file.jpg"]
+    "wrong",
+    [np.zeros((3, 4)), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8), np.array("file.jpg"), None, [1]],
 )
 def test_images_that_are_none_are_refused_by_name(model: Sam, wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"image is .*: pass uint8 RGB \[height, width, 3\] or a PIL image"):
         sa1b.predict(model, wrong, points=[[0, 0]])
+
+
+@pytest.mark.parametrize("wrong", ["file.jpg", Path("file.jpg")])
+def test_the_path_of_an_image_is_not_opened(model: Sam, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"image is a (str|PosixPath): open it with PIL\.Image\.open"):
+        sa1b.predict(model, wrong, points=[[0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("r1", r"model is a str: pass sa1b\.load_model\('r1'\)"),
+        (Path("r1"), r"model is a PosixPath: pass sa1b\.load_model\('r1'\)"),
+        (None, r"model is None: pass sa1b\.load_model\(path\)"),
+        ({"a": 1}, r"model is a dict: pass sa1b\.load_model\(path\)"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_the_way_to_one(wrong: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sa1b.predict(wrong, np.zeros((4, 4, 3), np.uint8), points=[[0, 0]])
+
+
+@pytest.mark.parametrize("wrong", [3, None, {"a": 1}])
+def test_load_model_takes_a_path_only(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r"source is .*: pass the path of"):
+        sa1b.load_model(wrong)
 
 
 def test_a_file_of_weights_gives_the_same_masks(model: Sam, image: np.ndarray, tmp_path: Path) -> None:

@@ -192,16 +192,21 @@ def shapes(config: ModelConfig) -> dict[str, Tensor]:
     ("weights", "model", "sentence"),
     [
         (PRESETS["vit_b"], PRESETS["vit_l"], "vit_b weights, but the model is vit_l: pass --preset vit_b"),
-        (PRESETS["vit_h"], SMALL, "vit_h weights, but the model is another one: pass --preset vit_h"),
+        (
+            PRESETS["tiny"],
+            dataclasses.replace(PRESETS["tiny"], width=96),
+            "tiny weights: --model.width is 96, the weights have 128: pass --preset tiny without --model.width",
+        ),
         (
             SMALL,
             dataclasses.replace(SMALL, width=48),
-            "weights of a model with width 24, but the run has 48: pass --model.width 24",
+            "weights of other sizes: --model.width is 48, the weights have 24: pass --model.width 24",
         ),
         (
             dataclasses.replace(SMALL, global_blocks=(0, 2)),
             SMALL,
-            "weights of a model with global_blocks (0, 2), but the run has (1,): pass --model.global-blocks 0 2",
+            "weights of other sizes: --model.global-blocks is 1, the weights have 0 2: "
+            "pass --model.global-blocks 0 2",
         ),
     ],
 )

@@ -98,8 +98,9 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
     (line,) = done.stderr.splitlines()
     assert f"{text} is damaged, or holds more than tensors" in line
     for source, target, complaint in (
-        (empty, out, "empty is no checkpoint"),
-        (tmp_path / "missing.pth", out, r"missing.pth: no such file or folder; weights are the folder of a"),
+        (empty, out, "empty is a folder without weights: pass the folder of a run"),
+        (folder / "checkpoints", out, f"folder of a run's checkpoints: pass {folder}"),
+        (tmp_path / "missing.pth", out, r"missing.pth: no such file or folder; pass the folder of a run"),
         (folder, tmp_path / "empty.pth", "empty.pth is a folder"),
         (folder, tmp_path / "out.bin", "must end with .safetensors or .pth"),
         (folder, text, "text.pth exists: pass --overwrite"),
@@ -126,7 +127,7 @@ def test_the_snippet_that_is_printed_loads_the_file(trained, tmp_path):
     assert_equal(found["model"].state_dict(), weights[20])
     assert_equal(sa1b.load_model(folder).state_dict(), weights[20])
     assert_equal(sa1b.load_model(folder / "checkpoints" / "step-00000010").state_dict(), weights[10])
-    with pytest.raises(CheckpointError, match="no such file or folder; weights are"):
+    with pytest.raises(CheckpointError, match="no such file or folder; pass the folder of a run"):
         sa1b.load_model(tmp_path / "gone")
 
 

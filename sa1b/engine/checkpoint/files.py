@@ -54,6 +54,11 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether it is a folder with the name of a committed checkpoint, good or damaged."""
+    return folder.is_dir() and _NAME.fullmatch(folder.name) is not None
+
+
 def read(folder: Path) -> Found:
     """Check one checkpoint: all digests, the table of tensors, the state.
 
@@ -65,7 +70,9 @@ def read(folder: Path) -> Found:
     """
     name = _NAME.fullmatch(folder.name)
     if not name or not folder.is_dir():
-        raise CheckpointError(f"{folder} is no checkpoint: those are folders named step-00000100")
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: checkpoints are folders with names such as step-00000100"
+        )
     step = int(name[1])
     files = check(folder, step)
     for file in (METADATA, STATE):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from sa1b.sam.published import (
 PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package builds by name
 
 _KINDS = (
-    "weights are the folder of a run (--out of sa1b/train.py), a checkpoint in it, a .safetensors or a .pth"
+    "the folder of a run (--out of sa1b/train.py), a checkpoint in it (RUN/checkpoints/step-...), "
+    "a .safetensors or a .pth"
 )
 
 
@@ -101,18 +103,19 @@ def find_weights(
         OSError: it cannot be read.
     """
     if not source.exists():
-        raise CheckpointError(f"{source}: no such file or folder; {_KINDS}")
+        raise CheckpointError(f"{source}: no such file or folder; pass {_KINDS}")
     if not source.is_dir():
         return source, read_file(source)
     if (source / "checkpoints").is_dir():
         found = files.newest(source / "checkpoints")
         if found is None:
             raise CheckpointError(f"{source} has no checkpoint yet")
+    elif source.name == "checkpoints" and files.steps(source):
+        raise CheckpointError(f"{source} is the folder of a run's checkpoints: pass {source.parent}")
+    elif not files.is_checkpoint(source):
+        raise CheckpointError(f"{source} is a folder without weights: pass {_KINDS}")
     else:
-        try:
-            found = files.read(source)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_KINDS}") from None
+        found = files.read(source)
     return found.folder, tensors.read_weights(found.folder, found.metadata)
 
 
@@ -138,10 +141,13 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
             checkpoint in it, or a .pth or .safetensors with the published names.
 
     Raises:
+        UsageError: the source is not a path.
         CheckpointError: no such file or folder, or a damaged checkpoint.
         WeightsError: a damaged file, or one that holds no SAM.
         OSError: it cannot be read.
     """
+    if not isinstance(source, str | PathLike):
+        raise UsageError(f"source is {source!r}: pass the path of weights: {_KINDS}")
     where, found = find_weights(Path(source))
     try:
         model = Sam(config_of(found))
