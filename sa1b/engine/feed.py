@@ -187,7 +187,7 @@ class Feed:
         return self.loader.state_dict() if self._peeked is None else self._peeked[0]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken. Raises sa1b.stream.dataset.ResumeError."""
+        """Go on where a state was taken. Raises sa1b.stream.resume.ResumeError."""
         self.close()
         self.loader.load_state_dict(state)
 

@@ -20,7 +20,7 @@ from sa1b.engine.parallel import wrap
 from sa1b.engine.ranks import RankInfo, agree, check_shared_folder
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
-from sa1b.stream.dataset import ResumeError
+from sa1b.stream.resume import ResumeError
 
 
 class Run:

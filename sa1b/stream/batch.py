@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sa1b.errors import Sa1bError
 from sa1b.masks import raster, raster_torch
-from sa1b.masks.runs import Runs
+from sa1b.masks.runs import Runs, check_size
 from sa1b.stream.buffers import fresh
 from sa1b.stream.sample import SampleMasks
 
@@ -98,8 +98,11 @@ class RaggedMasks(_Tensors):
 
         Bit for bit the same on every device: see sa1b.masks.grid. On a CUDA device nothing is copied and the
         host does not wait, provided that triton is installed, as it is with CUDA builds of torch.
+
+        Raises:
+            sa1b.masks.SizeError: no size of a square of pixels.
         """
-        size = size or self.image_size
+        size = self._size(size)
         if self.runs.device.type != "cpu":
             rasterize = _back_end(self.runs.device.type).rasterize_frame
             masks = (self.runs, self.offsets, *self.sizes.unbind(1))
@@ -118,12 +121,18 @@ class RaggedMasks(_Tensors):
         point, box and scores, as a target without foreground: leave it out of the loss, or do not choose it
         (`Stream(min_pixels=)`). Computed from the runs, without pixels; equal to
         `~(self.dense(size) != 0).flatten(1).any(1)`.
+
+        Raises:
+            sa1b.masks.SizeError: no size of a square of pixels.
         """
         heights, widths = self.sizes.unbind(1)
-        size = size or self.image_size
+        size = self._size(size)
         return raster_torch.empty_frames(
             self.runs, self.offsets, heights, widths, self.image_size, size, taken=self.taken
         )
+
+    def _size(self, size: int | None) -> int:
+        return self.image_size if size is None else check_size(size, size)[0]
 
     def raster_jobs(
         self, size: int, out: Tensor, boxes: npt.NDArray[np.int64] | None = None

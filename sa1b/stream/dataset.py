@@ -18,6 +18,9 @@ comes from worker i mod n, which is the order in which a DataLoader collects the
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from sa1b.errors import Sa1bError
+from sa1b.arguments import number, path, whole_number
 from sa1b.shards.dataset import Dataset
 from sa1b.stream.batch import Batch, send_errors
 from sa1b.stream.buffers import fresh
@@ -36,15 +39,12 @@ from sa1b.stream.iterations import Iterations
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.pending import PendingBatch
 from sa1b.stream.plan import MicroBatch, Plan, process_rank
+from sa1b.stream.resume import ResumeError, check_state
 from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
 from sa1b.views.view import open_view
 
 _PREFETCH = 1  # micro-batches that are being read while one is decoded
-
-
-class ResumeError(Sa1bError):
-    """A saved state that does not belong to this stream; the message names what differs."""
 
 
 class Stream(IterableDataset[Batch]):
@@ -76,7 +76,7 @@ class Stream(IterableDataset[Batch]):
             transform, min_pixels, min_pixels_size, decoder.
 
     Raises:
-        ValueError: sizes that do not fit; the message names the argument.
+        ValueError: an argument that does not fit; the message names it. TypeError: an unknown one.
         sa1b.shards.ManifestError: no dataset in root.
         sa1b.storage.errors.StorageError: the URL cannot be read.
         ColumnError: a table that cannot be joined.
@@ -103,7 +103,7 @@ class Stream(IterableDataset[Batch]):
     ) -> None:
         if order not in ("shuffle", "sequential"):
             raise ValueError(f"order is {order!r}; known are 'shuffle' and 'sequential'")
-        if epochs not in (1, None):
+        if epochs is not None and (isinstance(epochs, bool) or epochs != 1):
             raise ValueError(
                 f"epochs={epochs!r} must be 1, an epoch in each iteration, or None, an endless iteration; "
                 "iterate again for more epochs"
@@ -112,13 +112,30 @@ class Stream(IterableDataset[Batch]):
             raise ValueError(
                 "epochs=None needs order='shuffle': a sequential iteration ends with its last image"
             )
-        if (micro_batch is not None and micro_batch < 1) or not deadline > 0:
-            raise ValueError(f"micro_batch={micro_batch} must be at least 1, deadline={deadline} above 0")
-        if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
-            raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**63 - 1")
+        if not isinstance(root, Dataset):
+            path("root", root, "the folder that tools/reshard.py made, its URL, or an open dataset")
+        if view is not None:
+            path("view", view, "the name, digest or path of a view")
+        path("damage_log", damage_log)
+        global_batch = whole_number("global_batch", global_batch, 1)
+        micro_batch = None if micro_batch is None else whole_number("micro_batch", micro_batch, 1)
+        block_size = whole_number("block_size", block_size, 1)
+        seed = whole_number("seed", seed, 0, (1 << 63) - 1)
+        deadline = number("deadline", deadline, above=0)
+        if storage_options is not None and not isinstance(storage_options, Mapping):
+            raise ValueError(
+                f"storage_options={storage_options!r} must be a mapping, such as "
+                '{"endpoint_url": "https://..."}'
+            )
+        if join is not None and not isinstance(join, Mapping):
+            raise ValueError(
+                f"join={join!r} must be a mapping of names of columns to their files, such as "
+                'join={"caption": "captions.parquet"}'
+            )
         found_rank, found_size = process_rank()
-        self.rank = found_rank if rank is None else rank
-        self.world_size = found_size if world_size is None else world_size
+        self.rank = found_rank if rank is None else whole_number("rank", rank)
+        self.world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
+        self._check_options(options)
         self._arguments = {
             "root": root,
             "global_batch": global_batch,
@@ -167,6 +184,16 @@ class Stream(IterableDataset[Batch]):
         self.stats = PipelineStats()
         self._iterations = Iterations()
 
+    @classmethod
+    def _check_options(cls, options: Mapping[str, Any]) -> None:
+        known = [one.name for one in fields(SampleOptions)]
+        every = [*(name for name in signature(cls).parameters if name not in ("root", "options")), *known]
+        for name in options:
+            if name not in known:
+                near = get_close_matches(name, every, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(every)}"
+                raise TypeError(f"Stream has no argument {name!r}; {hint}")
+
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], Iterations]]:
         # A worker process maps table and view itself, those of the dataset as it was opened here.
         opened = {"root": self.dataset, "join": self.columns}
@@ -190,17 +217,15 @@ class Stream(IterableDataset[Batch]):
 
     @position.setter
     def position(self, position: int) -> None:
-        self._iterations.position = position
+        self._iterations.position = whole_number("position", position)
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next iteration begin at the start of this epoch, 0 for the first.
 
         Raises:
-            ValueError: a negative epoch.
+            ValueError: no whole number, or negative.
         """
-        if epoch < 0:
-            raise ValueError(f"epoch {epoch} is negative; the first one is 0")
-        self.position = epoch * self.plan.order.count
+        self.position = whole_number("epoch", epoch) * self.plan.order.count
 
     def begin(self) -> int:
         """Begin an iteration: returns its position.
@@ -319,49 +344,17 @@ class Stream(IterableDataset[Batch]):
                 condition on masks, the seed, the order or the block size.
         """
         own = self.state_dict()
-        if missing := own.keys() - state.keys():
-            raise ResumeError(f"no state of a stream: {', '.join(sorted(missing))} missing")
-        names = ["order", "block_size", "ids_sha256", "masks_where", "seed"]
-        if self.plan.block_size > 1:
-            names.append("epochs")  # the endless form cuts the blocks of later epochs at other rows
-        for name in names:
-            if state[name] != own[name]:
-                raise ResumeError(
-                    f"the saved state has {name} {state[name]}, this stream {own[name]}: "
-                    "its sequence is another one, and samples would be repeated and left out"
-                    + self._remedy(name, state[name])
-                )
-        options = {**own["options"], **state["options"]}
-        if changed := [name for name, value in options.items() if own["options"].get(name) != value]:
-            now = own["options"]
-            differences = ", ".join(f"{name} {options[name]}, now {now.get(name)}" for name in changed)
-            warnings.warn(
-                f"the state was saved by a stream with other options: {differences}. The sequence of images "
-                "is the same, the samples made from them are not",
-                stacklevel=2,
-            )
-        if state["bytes_sha256"] != own["bytes_sha256"]:
-            warnings.warn(
-                f"{self.root} has changed since the state was saved (sample table "
-                f"{state['bytes_sha256'][:12]}, now {own['bytes_sha256'][:12]}): the images are the same, "
-                "their stored bytes may not be",
-                stacklevel=2,
-            )
-        self.position = int(state["position"])
-
-    def _remedy(self, differs: str, saved: Any) -> str:
-        """What to do about a state that differs in something."""
-        if differs == "block_size":
-            return f". Pass block_size={saved} (--data.block-size {saved})"
-        if differs != "ids_sha256":
-            return "" if differs == "masks_where" else f". Pass {differs}={saved!r}"
-        if self.view.digest != self.dataset.table.ids_digest:
-            return ". Pass the view that the state was saved with; a digest is printed by tools/view.py"
-        return (
-            f". If sources were added to {self.root} since, make a view of the images that it was trained "
-            f"on (tools/view.py {self.root} --ids FILE --name NAME) and pass it as view: a view keeps its "
-            "images and its sequence when a directory grows"
-        )
+        grown = self.view.digest == self.dataset.table.ids_digest
+        view = self._arguments["view"]
+        name = "all images of the directory" if view is None else f"the view {str(view)!r}"
+        check_state(own, state, name, self.root, grown=grown)
+        try:
+            position = whole_number("position", state["position"])
+            if isinstance(self.plan.order, Order):
+                self.plan.order.check_step(position)
+        except ValueError as error:
+            raise ResumeError(f"no state of a stream: {error}; pass what state_dict() returned") from None
+        self.position = position
 
 
 def _reopen(arguments: dict[str, Any], iterations: Iterations) -> Stream:

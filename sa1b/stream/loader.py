@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from sa1b.arguments import number, whole_number
 from sa1b.stream.batch import Batch
 from sa1b.stream.buffers import BufferPool, MaskBufferPool
 from sa1b.stream.dataset import Stream
@@ -52,7 +53,7 @@ class Loader:
         quiet: do not print the memory it takes.
 
     Raises:
-        ValueError: threads or prefetch below 1, or a device that is not there.
+        ValueError: an argument that does not fit, or a device that is not there; the message names it.
     """
 
     def __init__(
@@ -68,12 +69,15 @@ class Loader:
         quiet: bool = False,
     ) -> None:
         self.stream = stream
-        self.threads = threads if threads is not None else available_cpus()
-        self.prefetch = prefetch
-        self.device = torch.device(device)
-        self.dense = dense
-        if self.threads < 1 or prefetch < 1:
-            raise ValueError(f"threads={self.threads} and prefetch={prefetch} must be at least 1")
+        if not isinstance(stream, Stream):
+            raise ValueError(
+                f"stream={stream!r} must be a sa1b.Stream: Loader(Stream(root, global_batch=256))"
+            )
+        self.threads = available_cpus() if threads is None else whole_number("threads", threads, 1)
+        self.prefetch = prefetch = whole_number("prefetch", prefetch, 1)
+        self.device = _device(device)
+        self.dense = dense = None if dense is None else whole_number("dense", dense, 1)
+        stall_seconds = number("stall_seconds", stall_seconds, above=0)
         self._cuda = self.device.type == "cuda"
         if self._cuda and not torch.cuda.is_available():
             raise ValueError("device='cuda', but torch sees no GPU here; device='cpu' works everywhere")
@@ -160,3 +164,10 @@ class Loader:
         if self.device.type == "cpu":
             return text + " of memory"
         return f"{text} on the device, {(self.prefetch + 1) * image_bytes / 1e6:,.0f} MB of pinned memory"
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} must be a device of torch, such as 'cuda' or 'cpu'") from None

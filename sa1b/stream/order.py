@@ -171,8 +171,7 @@ def check_global_batch(global_batch: int, world_size: int, block_size: int = 1) 
     """
     if global_batch % block_size:
         raise ValueError(
-            f"the global batch {global_batch} is not a multiple of the block of {block_size} samples: "
-            "it would cut one"
+            f"global_batch={global_batch} is not a multiple of block_size={block_size}: it would cut a block"
         )
     units = global_batch // block_size
     if world_size > units:
@@ -195,7 +194,10 @@ def rank_slice(
         ValueError: a rank out of range or a negative position.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of {world_size}")
+        raise ValueError(
+            f"rank {rank} of {world_size}: ranks are numbered 0 to {world_size - 1}; pass rank and "
+            "world_size together"
+        )
     if position < 0:
         raise ValueError(f"position {position} is negative")
     blocks = -(-samples // block_size)

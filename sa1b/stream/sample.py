@@ -21,6 +21,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import number, whole_number
 from sa1b.hashing import Purpose, below, permutation, random_word, random_words, uniforms
 from sa1b.masks import geometry, points
 from sa1b.masks.runs import Runs
@@ -68,19 +69,20 @@ class SampleOptions:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy is {self.strategy!r}; known are {', '.join(STRATEGIES)}")
-        if self.image_size < 1 or self.masks < 0 or not 0 <= self.flip <= 1:
-            raise ValueError(
-                f"image_size={self.image_size} must be at least 1, masks={self.masks} at least 0, "
-                f"flip={self.flip} a probability"
-            )
+        whole = {"image_size": 1, "masks": 0, "min_pixels": 0, "min_pixels_size": 1}
+        for name, least in whole.items():
+            value = getattr(self, name)
+            if value is not None or name != "min_pixels_size":
+                object.__setattr__(self, name, whole_number(name, value, least))
+        object.__setattr__(self, "flip", number("flip", self.flip, 0, 1))
         if self.resize not in RESIZES:
             raise ValueError(f"resize is {self.resize!r}; known are {', '.join(RESIZES)}")
-        if self.min_pixels < 0 or (self.min_pixels_size is not None and self.min_pixels_size < 1):
-            raise ValueError(
-                f"min_pixels={self.min_pixels} must be at least 0, min_pixels_size={self.min_pixels_size} at "
-                "least 1"
-            )
         for transform in self.transforms:
+            if isinstance(transform, type):
+                raise ValueError(
+                    f"transform {transform.__name__} is a class; pass an object of it, such as "
+                    f"{transform.__name__}()"
+                )
             if not callable(transform):
                 raise ValueError(f"transform {transform!r} is not callable; see sa1b.stream.transform")
 

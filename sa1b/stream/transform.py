@@ -23,12 +23,14 @@ function of a module, or an object of a class like those below.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from operator import index
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from sa1b import arguments
 from sa1b.errors import Sa1bError
 from sa1b.hashing import Purpose, uniforms
 from sa1b.masks.grid import framed_size
@@ -150,10 +152,9 @@ class RandomCrop:
     aspect: tuple[float, float] | None = (3 / 4, 4 / 3)
 
     def __post_init__(self) -> None:
-        if not 0 < self.area[0] <= self.area[1] <= 1:
-            raise ValueError(f"area={self.area} must be two ascending numbers above 0, up to 1")
-        if self.aspect is not None and not 0 < self.aspect[0] <= self.aspect[1]:
-            raise ValueError(f"aspect={self.aspect} must be two ascending numbers above 0")
+        _check_range("area", self.area, 1)
+        if self.aspect is not None:
+            _check_range("aspect", self.aspect)
 
     def __call__(self, frame: Frame, visit: Visit) -> Frame:
         _, _, width, height = frame.window
@@ -181,8 +182,9 @@ class ScaleJitter:
     high: float = 2.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.low <= self.high:
-            raise ValueError(f"low={self.low} and high={self.high} must be above 0 and ascend")
+        low, high = arguments.number("low", self.low, above=0), arguments.number("high", self.high, above=0)
+        if low > high:
+            raise ValueError(f"low={low:g} must be at most high={high:g}")
 
     def __call__(self, frame: Frame, visit: Visit) -> Frame:
         size, right, down = visit.uniforms(3).tolist()
@@ -246,6 +248,17 @@ def name_of(function: object) -> str:
 
 def _message(function: object, image_id: int, what: str) -> str:
     return f"transform {name_of(function)} failed for image {image_id}: {what}"
+
+
+def _check_range(name: str, value: object, most: float = inf) -> None:
+    try:
+        low, high = cast(tuple[object, object], value)
+        if arguments.number(name, low, 0, most, above=0) <= arguments.number(name, high, 0, most, above=0):
+            return
+    except (TypeError, ValueError):
+        pass
+    limit = "" if most == inf else f", up to {most:g}"
+    raise ValueError(f"{name}={value!r} must be two ascending numbers above 0{limit}, such as (0.5, 1)")
 
 
 def _between(low: float, high: float, part: float) -> float:

@@ -221,7 +221,7 @@ def test_what_epochs_cannot_be_is_refused(root: Path) -> None:
         stream_of(root, epochs=3)
     with pytest.raises(ValueError, match="epochs=None needs order='shuffle'"):
         stream_of(root, epochs=None, order="sequential")
-    with pytest.raises(ValueError, match="epoch -1 is negative"):
+    with pytest.raises(ValueError, match="epoch=-1 must be at least 0"):
         stream_of(root).set_epoch(-1)
 
 

@@ -436,7 +436,7 @@ def test_options_that_make_no_sense_are_refused_by_name(root: Path) -> None:
         ({"transform": 3}, "transform 3 is not callable"),
         ({"transform": [broken, "x"]}, "transform 'x' is not callable"),
         ({"min_pixels": -1}, "min_pixels=-1 must be at least 0"),
-        ({"min_pixels_size": 0}, "min_pixels_size=0 at least 1"),
+        ({"min_pixels_size": 0}, "min_pixels_size=0 must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             stream_of(root, **options)

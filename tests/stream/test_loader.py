@@ -15,8 +15,8 @@ import sa1b
 from sa1b.masks import raster
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.stream.dataset import ResumeError
 from sa1b.stream.pending import PendingBatch, PickedSample
+from sa1b.stream.resume import ResumeError
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.stats import STAGES
 from sa1b.synthetic import source_tars as synthetic

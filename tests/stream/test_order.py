@@ -238,7 +238,7 @@ def test_slices_that_cannot_be_are_refused():
     for arguments, message in (
         ((3, 4), "4 ranks for a global batch of 3 samples.*fewer ranks"),
         ((24, 4, 8), "4 ranks for a global batch of 3 blocks of 8 samples"),
-        ((20, 2, 8), "global batch 20 is not a multiple"),
+        ((20, 2, 8), "global_batch=20 is not a multiple of block_size=8"),
     ):
         with pytest.raises(ValueError, match=message):
             check_global_batch(*arguments)

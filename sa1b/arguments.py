@@ -1,0 +1,68 @@
+"""Checks of arguments, where they are passed: the message names the argument, the value and what is accepted.
+
+numpy's whole numbers are whole numbers; True and 1.0 are not.
+"""
+
+import os
+import reprlib
+from numbers import Real
+from operator import index
+from typing import SupportsIndex, cast
+
+
+def whole_number(name: str, value: object, least: int = 0, most: int | None = None) -> int:
+    """The value as an int.
+
+    Raises:
+        ValueError: no whole number, or out of range.
+    """
+    whole = (
+        f"a whole number from {least} to {most}" if most is not None else f"a whole number, at least {least}"
+    )
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        found = index(cast(SupportsIndex, value))
+    except TypeError:
+        raise _wrong(name, value, whole) from None
+    if most is not None and not least <= found <= most:
+        raise _wrong(name, found, whole)
+    if found < least:
+        raise _wrong(name, found, f"at least {least}")
+    return found
+
+
+def number(
+    name: str, value: object, least: float = 0.0, most: float = float("inf"), *, above: float = -float("inf")
+) -> float:
+    """The value as a float from `least` to `most`, and above `above`.
+
+    Raises:
+        ValueError: no number, not a number (nan), or out of range.
+    """
+    what = f"a number above {above:g}" if above >= least else f"a number, at least {least:g}"
+    if most < float("inf"):
+        what = (
+            f"a number above {above:g}, up to {most:g}" if above >= least else f"from {least:g} to {most:g}"
+        )
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _wrong(name, value, what)
+    found = float(value)
+    if not (least <= found <= most and found > above):
+        raise _wrong(name, value, what)
+    return found
+
+
+def path(name: str, value: object, what: str = "a path") -> str | os.PathLike[str]:
+    """The value, where it is a string or a path.
+
+    Raises:
+        ValueError: it is something else, or empty.
+    """
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise _wrong(name, value, what)
+    return value
+
+
+def _wrong(name: str, value: object, what: str) -> ValueError:
+    return ValueError(f"{name}={reprlib.repr(value)} must be {what}")

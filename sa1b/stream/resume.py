@@ -1,0 +1,97 @@
+"""Whether a saved state belongs to a stream."""
+
+import reprlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from sa1b.errors import Sa1bError
+
+_SEQUENCE = ("order", "block_size", "ids_sha256", "masks_where", "seed")
+
+
+class ResumeError(Sa1bError):
+    """A saved state that does not belong to this stream; the message names what differs and the way out.
+
+    Attributes:
+        argument: of the stream that differs, such as "seed" or "view"; None where it is no state at all.
+    """
+
+    def __init__(self, message: str, argument: str | None = None) -> None:
+        super().__init__(message)
+        self.argument = argument
+
+    def __reduce__(self) -> tuple[type["ResumeError"], tuple[str, str | None]]:
+        return ResumeError, (str(self), self.argument)
+
+
+def check_state(own: Mapping[str, Any], state: object, view: str, root: str, *, grown: bool) -> None:
+    """Check that a state has the sequence of a stream; warn of what else differs.
+
+    Args:
+        own: state of the stream.
+        state: what was saved.
+        view: the stream's view in words; root: its directory.
+        grown: the stream reads all images of the directory, which may be more than when the state was saved.
+
+    Raises:
+        ResumeError: it has another sequence, or is no state of a stream.
+    """
+    if not isinstance(state, Mapping):
+        raise ResumeError(f"{reprlib.repr(state)} is no state of a stream; pass what state_dict() returned")
+    if missing := own.keys() - state.keys():
+        raise ResumeError(f"no state of a stream: {', '.join(sorted(missing))} missing")
+    if not isinstance(state["options"], Mapping):
+        raise ResumeError(f"no state of a stream: options is {reprlib.repr(state['options'])}")
+    # With blocks, the endless form cuts those of later epochs at other rows.
+    for name in (*_SEQUENCE, "epochs") if own["block_size"] != 1 else _SEQUENCE:
+        if state[name] != own[name]:
+            raise _other_sequence(name, state[name], own[name], view, root, grown)
+    if changed := [
+        f"{name} {value}, now {own['options'].get(name)}"
+        for name, value in {**own["options"], **state["options"]}.items()
+        if own["options"].get(name) != value
+    ]:
+        warnings.warn(
+            f"the state was saved by a stream with other options: {', '.join(changed)}. The sequence of "
+            "images is the same, the samples made from them are not",
+            stacklevel=3,
+        )
+    if state["bytes_sha256"] != own["bytes_sha256"]:
+        warnings.warn(
+            f"{root} has changed since the state was saved (sample table {_short(state['bytes_sha256'])}, "
+            f"now {_short(own['bytes_sha256'])}): the images are the same, their stored bytes may not be",
+            stacklevel=3,
+        )
+
+
+def _other_sequence(name: str, saved: Any, own: Any, view: str, root: str, grown: bool) -> ResumeError:
+    argument = "view" if name in ("ids_sha256", "masks_where") else name
+    if name == "ids_sha256":
+        differs = f"other images ({_short(saved)}) than {view} ({_short(own)})"
+        remedy = "Pass the view that the state was saved with; tools/view.py prints the digests of views"
+        if grown:
+            remedy = (
+                f"If sources were added to {root} since, make a view of the images that it was trained on "
+                f"(tools/view.py {root} --ids FILE --name NAME) and pass it as view: a view keeps its images "
+                "and its sequence when a directory grows"
+            )
+    elif name == "masks_where":
+        differs = f"condition on masks {_condition(saved)}, {view} {_condition(own)}"
+        remedy = "Pass the view that the state was saved with, as view"
+    else:
+        differs = f"{name} {saved}, this stream {own}"
+        remedy = f"Pass {name}={saved!r}"
+    return ResumeError(
+        f"the saved state has {differs}: its sequence is another one, and samples would be repeated and left "
+        f"out. {remedy}",
+        argument,
+    )
+
+
+def _condition(text: Any) -> str:
+    return "none" if text is None else repr(text)
+
+
+def _short(digest: Any) -> str:
+    return str(digest)[:12]

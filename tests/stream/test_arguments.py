@@ -1,0 +1,185 @@
+"""Wrong arguments of Stream, Loader, batches and transforms are refused where they are passed, by name."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sa1b
+from sa1b.masks import SizeError
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.stream.resume import ResumeError
+from sa1b.stream.transform import RandomCrop, ScaleJitter
+from sa1b.synthetic import source_tars
+from tests.shards import tiny
+
+IMAGES = 8
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("arguments")
+    source_tars.write_tar(folder / "sa_000001.tar", images=IMAGES, first_id=1, long_side=48)
+    tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=4)
+    write_dataset(folder / "root", read_tasks(folder / "root"))
+    return folder / "root"
+
+
+def stream_of(root: Any, **arguments: Any) -> sa1b.Stream:
+    return sa1b.Stream(root, **{"global_batch": 4, "image_size": 32, "masks": 2, **arguments})
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *({"global_batch": value} for value in ("4", 8.0, True, 0, -1, None)),
+        *({"micro_batch": value} for value in ("2", 1.0, 0)),
+        *({"block_size": value} for value in ("4", 0, True)),
+        *({"deadline": value} for value in (None, "3", 0, float("nan"))),
+        *({"seed": value} for value in (True, 1.5, "1", None, 1 << 63)),
+        *({"epochs": value} for value in (True, 2, "1")),
+        *({"image_size": value} for value in ("128", (128, 128), 128.0, 0)),
+        *({"masks": value} for value in (None, "all", 1.5, -1)),
+        *({"flip": value} for value in ("0.5", None, True, 1.5)),
+        *({"min_pixels": value} for value in ("a", 1.5, -1)),
+        *({"min_pixels_size": value} for value in ("a", 1.5, 0)),
+        *({"world_size": value} for value in ("2", 0, 1.0)),
+        *({"rank": value} for value in ("0", -1, 0.0)),
+        {"storage_options": 3},
+        {"view": 3},
+        {"damage_log": None},
+        *({"join": value} for value in ("captions.parquet", 3)),
+        *({"root": value} for value in (None, 3, "")),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_by_name_and_value(root: Path, argument: dict[str, Any]) -> None:
+    ((name, value),) = argument.items()
+    with pytest.raises(ValueError, match=rf"^{name}={re.escape(repr(value))} must be "):
+        stream_of(**{"root": root, **argument})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"join": "captions.parquet"}, 'join={"caption": "captions.parquet"}'),
+        ({"rank": 1, "world_size": 1}, "rank 1 of 1: ranks are numbered 0 to 0; pass rank and world_size"),
+        ({"global_batch": 8, "block_size": 3}, "global_batch=8 is not a multiple of block_size=3"),
+        ({"transform": [RandomCrop]}, "transform RandomCrop is a class; pass an object of it"),
+        ({"transform": RandomCrop}, "transform RandomCrop is a class; pass an object of it"),
+    ],
+)
+def test_messages_say_what_to_pass(root: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        stream_of(root, **arguments)
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_one(root: Path) -> None:
+    with pytest.raises(TypeError, match="^Stream has no argument 'imagesize'; did you mean 'image_size'"):
+        stream_of(root, imagesize=3)
+    with pytest.raises(TypeError, match="^Stream has no argument 'microbatch'; did you mean 'micro_batch'"):
+        stream_of(root, microbatch=3)
+    with pytest.raises(TypeError, match="^Stream has no argument 'zzz'; known are .*min_pixels_size"):
+        stream_of(root, zzz=3)
+
+
+def test_whole_numbers_of_numpy_are_taken(root: Path) -> None:
+    three = np.int64(3)
+    stream = stream_of(root, seed=three, global_batch=np.int32(4), masks=three, image_size=np.int16(32))
+    assert stream.state_dict() == stream_of(root, seed=3, masks=3).state_dict()
+    stream.set_epoch(np.int64(2))
+    assert stream.position == 2 * IMAGES
+
+
+@pytest.mark.parametrize("epoch", [1.5, "1", None, True, -1])
+def test_an_epoch_that_is_no_whole_number_is_refused(root: Path, epoch: Any) -> None:
+    for of in (stream_of(root), sa1b.Loader(stream_of(root), threads=1, quiet=True)):
+        with pytest.raises(ValueError, match=f"^epoch={epoch!r} must be "):
+            of.set_epoch(epoch)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *({"threads": value} for value in ("2", 1.5, 0, True)),
+        *({"prefetch": value} for value in ("x", 1.0, 0, None)),
+        *({"dense": value} for value in ("x", 1.5, 0)),
+        *({"device": value} for value in ("gpu", None)),
+        *({"stall_seconds": value} for value in ("x", None, 0)),
+        {"stream": "shards"},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_a_loader_are_refused_by_name(root: Path, argument: dict[str, Any]) -> None:
+    ((name, value),) = argument.items()
+    with pytest.raises(ValueError, match=rf"^{name}={re.escape(repr(value))} must be "):
+        sa1b.Loader(**{"stream": stream_of(root), "quiet": True, **argument})
+
+
+def test_masks_refuse_sizes_that_are_none(root: Path) -> None:
+    masks = next(iter(stream_of(root))).masks
+    for size in (0, -1, "256", 1.5, True):
+        for function in (masks.dense, masks.empty):
+            with pytest.raises(SizeError):
+                function(size)
+    assert masks.dense(np.int64(8)).shape[1:] == (8, 8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomCrop(0.5),
+        lambda: RandomCrop((0.5,)),
+        lambda: RandomCrop("x"),
+        lambda: RandomCrop((0.1, "1")),
+        lambda: RandomCrop(aspect=2),
+        lambda: ScaleJitter("a", "b"),
+        lambda: ScaleJitter(0.5, None),
+        lambda: ScaleJitter(2, 1),
+    ],
+)
+def test_transforms_refuse_ranges_that_are_none(make: Any) -> None:
+    with pytest.raises(ValueError, match="area=|aspect=|low=|high="):
+        make()
+
+
+@pytest.mark.parametrize("change", [None, "x", [1], {"position": -5}, {"position": "x"}, {"options": None}])
+def test_what_is_no_state_is_refused_when_it_is_loaded(root: Path, change: Any) -> None:
+    stream = stream_of(root)
+    state = {**stream.state_dict(), **change} if isinstance(change, dict) else change
+    with pytest.raises(ResumeError, match="no state of a stream") as caught:
+        stream.load_state_dict(state)
+    assert caught.value.argument is None
+    assert stream.position == 0
+
+
+def test_a_position_that_cuts_a_block_is_refused_when_it_is_loaded(root: Path) -> None:
+    stream = stream_of(root, block_size=4)
+    with pytest.raises(ResumeError, match="position 2 cuts a block"):
+        stream.load_state_dict({**stream.state_dict(), "position": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "argument", "message"),
+    [
+        ({"seed": 5}, "seed", r"has seed 5, this stream 0: .* out\. Pass seed=5$"),
+        ({"order": "sequential"}, "order", r"\. Pass order='sequential'$"),
+        ({"block_size": 2}, "block_size", r"\. Pass block_size=2$"),
+        (
+            {"ids_sha256": "ab" * 32},
+            "view",
+            r"other images \(abababababab\) than all images of the directory \(",
+        ),
+        ({"masks_where": "area > 5"}, "view", r"condition on masks 'area > 5', all .* none: .*Pass the view"),
+    ],
+)
+def test_a_state_of_another_sequence_names_the_argument_and_one_way_out(
+    root: Path, change: dict[str, Any], argument: str, message: str
+) -> None:
+    stream = stream_of(root)
+    with pytest.raises(ResumeError, match=message) as caught:
+        stream.load_state_dict({**stream.state_dict(), **change})
+    assert caught.value.argument == argument
