@@ -15,13 +15,13 @@ every world_size-th image.
 import contextlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cv2
 import numpy as np
@@ -45,6 +45,8 @@ from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol
 from sa1b.sam.score import Score
 from sa1b.sam.targets import Targets
 
+T = TypeVar("T")
+_SHOWN = 60  # characters of a value in a message
 _AP = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # the first of COCOeval's figures
 
 
@@ -78,7 +80,6 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     Raises:
         UsageError: a file is not what it should be, images are missing, or pycocotools is needed and missing;
             the message names the flag and the file.
-        OSError: a file cannot be read.
     """
     document = _json("--evaluation.coco", annotations)
     if not isinstance(document, dict) or not all(
@@ -86,33 +87,47 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     ):
         raise UsageError(f"--evaluation.coco {annotations} has no lists of images and annotations")
     boxes = [] if detections is None else _json("--evaluation.detections", detections)
+    if detections is not None and not isinstance(document.get("categories"), list):
+        raise UsageError(f"--evaluation.coco {annotations} has no list of categories")
     if not isinstance(boxes, list):
         raise UsageError(f"--evaluation.detections {detections} is no list of COCO results")
-    polygons = any(isinstance(one.get("segmentation"), list) for one in document["annotations"])
+    polygons = any(
+        isinstance(one, dict) and isinstance(one.get("segmentation"), list) for one in document["annotations"]
+    )
     if (polygons or detections is not None) and find_spec("pycocotools") is None:
         reason = "--evaluation.detections" if detections is not None else f"polygons in {annotations}"
         raise UsageError(f"{reason} need pycocotools: pip install 'sa1b[interop]'")
-    try:
-        images = {
-            int(one["id"]): CocoImage(
-                int(one["id"]), folder / one["file_name"], int(one["height"]), int(one["width"]), [], []
-            )
-            for one in document["images"]
-        }
-        for one in document["annotations"]:
-            if not one.get("iscrowd"):
-                _image_of(one, images).annotations.append(one)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"--evaluation.coco {annotations} is no COCO annotation file: {error!r}") from None
-    try:
-        for one in boxes:
-            _corners(one)
-            float(one["score"]), int(one["category_id"])
-            _image_of(one, images).detections.append(one)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"--evaluation.detections {detections} are no COCO results of {annotations}: {error!r}"
-        ) from None
+    images: dict[int, CocoImage] = {}
+
+    def take_image(one: Any) -> None:
+        number = _field(one, "id", int)
+        if number in images:
+            raise _EntryError(f"has id {number}, which an image before it has too")
+        path = folder / _field(one, "file_name", str)
+        images[number] = CocoImage(
+            number, path, _field(one, "height", int), _field(one, "width", int), [], []
+        )
+
+    def take_annotation(one: Any) -> None:
+        image = _image_of(one, images)
+        if detections is not None:  # what pycocotools reads
+            for name in ("id", "category_id", "iscrowd", "area"):
+                _field(one, name, float)
+        if not one.get("iscrowd"):
+            image.annotations.append(one)
+
+    def take_detection(one: Any) -> None:
+        image = _image_of(one, images)
+        _field(one, "bbox", _corners), _field(one, "score", float), _field(one, "category_id", int)
+        image.detections.append(one)
+
+    _take_each(document["images"], f"--evaluation.coco {annotations}: images", take_image)
+    _take_each(document["annotations"], f"--evaluation.coco {annotations}: annotations", take_annotation)
+    _take_each(boxes, f"--evaluation.detections {detections}: results", take_detection)
+    if images and not any(image.annotations for image in images.values()):
+        raise UsageError(f"--evaluation.coco {annotations} has no annotations other than crowds")
+    if detections is not None and not boxes:
+        raise UsageError(f"--evaluation.detections {detections} has no detections")
     if missing := [image.path for image in images.values() if not image.path.is_file()]:
         raise UsageError(
             f"--evaluation.images {folder} lacks {len(missing):,} of the {len(images):,} images of "
@@ -123,10 +138,38 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     return [images[number] for number in sorted(images)]
 
 
-def _image_of(one: Mapping[str, Any], images: Mapping[int, CocoImage]) -> CocoImage:
-    number = int(one["image_id"])
+class _EntryError(ValueError):
+    """What is wrong with an entry of a file, as the end of a sentence: "has no height"."""
+
+
+def _take_each(entries: list[Any], where: str, take: Callable[[Any], None]) -> None:
+    for number, one in enumerate(entries):
+        try:
+            take(one)
+        except _EntryError as error:
+            raise UsageError(f"{where}, entry {number} (from 0), {error}") from None
+
+
+def _field(one: Any, name: str, read: Callable[[Any], T]) -> T:
+    """A field of an entry, as `read` makes it."""
+    if not isinstance(one, dict):
+        raise _EntryError("is not a JSON object")
+    if name not in one:
+        raise _EntryError(f"has no {name}")
+    try:
+        return read(one[name])
+    except (_EntryError, MaskError) as error:
+        raise _EntryError(f"has a {name} that cannot be used: {error}") from None
+    except Exception:  # of pycocotools too, which raises nothing more special
+        value = json.dumps(one[name])
+        shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+        raise _EntryError(f"has a {name} that cannot be used: {shown}") from None
+
+
+def _image_of(one: Any, images: Mapping[int, CocoImage]) -> CocoImage:
+    number = _field(one, "image_id", int)
     if number not in images:
-        raise ValueError(f"image_id {number} has no image")
+        raise _EntryError(f"has image_id {number}, but the annotation file has no image with this id")
     return images[number]
 
 
@@ -160,11 +203,11 @@ def evaluate_coco(
     score = Score.empty(device, PROMPTS)
     empty = torch.zeros(1, dtype=torch.int64, device=device)
     results: list[dict[str, Any]] = []
-    for image, pixels, truth, areas in _loaded(images, rank_info):
+    for image, pixels, truth, areas in _loaded(images, annotations, rank_info):
         inputs = _inputs(pixels, image_size, device)
         with autocast(parallel.precision, device):
             if detected:
-                boxes = [] if image is None else [_corners(one) for one in image.detections]
+                boxes = [] if image is None else [_corners(one["bbox"]) for one in image.detections]
                 source = (1, 1) if image is None else (image.height, image.width)
                 protocol = BoxMasks(np.array(boxes, np.float64).reshape(-1, 4), source)
                 masks = module(*inputs, protocol=protocol)["masks"]
@@ -195,12 +238,12 @@ def detection_line(scores: Mapping[str, float]) -> str:
 Loaded = tuple[CocoImage | None, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[np.int64]]
 
 
-def _loaded(images: list[CocoImage], rank_info: RankInfo) -> Iterator[Loaded]:
+def _loaded(images: list[CocoImage], annotations: Path, rank_info: RankInfo) -> Iterator[Loaded]:
     """This rank's images, read by a thread one ahead; every rank gives equally many, some of them None."""
     own = images[rank_info.rank :: rank_info.world_size]
     steps = -(-len(images) // rank_info.world_size)
     with ThreadPoolExecutor(1) as pool:
-        jobs = [partial(_load, image) for image in own]
+        jobs = [partial(load_image, image, annotations) for image in own]
         pending = pool.submit(jobs[0]) if jobs else None
         for step in tqdm(range(steps), desc="evaluate", unit="image", disable=rank_info.rank > 0):
             if pending is None:
@@ -211,7 +254,12 @@ def _loaded(images: list[CocoImage], rank_info: RankInfo) -> Iterator[Loaded]:
             pending = following
 
 
-def _load(image: CocoImage) -> Loaded:
+def load_image(image: CocoImage, annotations: Path) -> Loaded:
+    """An image of `read_coco`: pixels uint8 [height, width, 3] RGB, its masks and boxes, its areas int64 [N].
+
+    Raises:
+        CocoError: its file or an annotation of it cannot be decoded; the message names both files.
+    """
     data = np.fromfile(image.path, np.uint8)
     # Annotations belong to the pixels as stored, whatever orientation a camera noted.
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
@@ -228,12 +276,12 @@ def _load(image: CocoImage) -> Loaded:
     areas = np.zeros(len(image.annotations), np.int64)
     for i, one in enumerate(image.annotations):
         try:
-            masks[i] = _mask(one["segmentation"], image.height, image.width)
-            boxes[i] = _corners(one)
-            areas[i] = int(one.get("area", masks[i].sum()))
-        except (KeyError, TypeError, ValueError, MaskError) as error:
+            masks[i] = _field(one, "segmentation", partial(_mask, height=image.height, width=image.width))
+            boxes[i] = _field(one, "bbox", _corners)
+            areas[i] = _field(one, "area", int) if "area" in one else masks[i].sum()
+        except _EntryError as error:
             raise CocoError(
-                f"--evaluation.coco: annotation {one.get('id')} of image {image.id} cannot be read: {error!r}"
+                f"--evaluation.coco {annotations}: annotation {one.get('id')} of image {image.id} {error}"
             ) from None
     pixels = np.ascontiguousarray(decoded[..., ::-1], np.uint8)  # OpenCV's order is blue, green, red
     return image, pixels, ImageTruth(masks, boxes), areas
@@ -247,22 +295,24 @@ def _mask(segmentation: Any, height: int, width: int) -> npt.NDArray[np.bool_]:
         joined = mask.merge(mask.frPyObjects(segmentation, height, width))
         return np.asarray(mask.decode(joined), np.bool_)
     if list(segmentation["size"]) != [height, width]:
-        raise ValueError(f"a mask of {segmentation['size']} in an image of {[height, width]}")
+        raise _EntryError(
+            f"a mask of {segmentation['size']} in an image of {[height, width]} (height, width)"
+        )
     counts = segmentation["counts"]
     if isinstance(counts, list):
         lengths = np.array(counts, np.uint32)
         if lengths.sum(dtype=np.int64) != height * width:
-            raise ValueError("runs that do not add up to the image")
+            raise _EntryError("its runs do not add up to the pixels of the image")
         runs = Runs(lengths, np.array([0, len(lengths)]), height, width)
     else:
         runs = coco.decode([counts], height, width)
     return np.asarray(rasterize(runs, dtype=np.bool_)[0], np.bool_)
 
 
-def _corners(one: Mapping[str, Any]) -> tuple[float, float, float, float]:
-    x, y, width, height = map(float, one["bbox"])
+def _corners(box: Any) -> tuple[float, float, float, float]:
+    x, y, width, height = map(float, box)
     if not np.isfinite([x, y, width, height]).all() or width < 0 or height < 0:
-        raise ValueError(f"bbox {one['bbox']}")
+        raise _EntryError(f"{box} is not x, y, width, height")
     return x, y, x + width, y + height
 
 
@@ -334,5 +384,5 @@ def _json(flag: str, path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag} {path} is not JSON: {error}") from None
-    except IsADirectoryError:
-        raise UsageError(f"{flag} {path} is a folder") from None
+    except OSError as error:
+        raise UsageError(f"{flag} {path} cannot be read: {error.strerror}") from None

@@ -242,7 +242,7 @@ def score_line(scores: Mapping[str, float]) -> str:
     ]
     without = f"; left out: {', '.join(left_out)}" if left_out else ""
     if not scores["masks"]:
-        return f"mIoU: the held-out images have no mask{without}"
+        return f"mIoU: there is no mask to evaluate on{without}"
     words = []
     for prompt, label in prompts.items():
         oracle = scores.get(f"miou_{prompt}_oracle")

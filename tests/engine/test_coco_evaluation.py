@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.engine.coco_evaluation import read_coco
+from sa1b.engine.coco_evaluation import CocoError, load_image, read_coco
 from sa1b.engine.evaluation import EvaluationConfig
 from sa1b.errors import UsageError
 from sa1b.sam.model import ModelConfig, Sam
@@ -202,8 +202,27 @@ def test_the_command_needs_no_dataset_and_prints_a_line(
     ("change", "message"),
     [
         (lambda document: document.pop("annotations"), "has no lists of images and annotations"),
-        (lambda document: document["images"][0].pop("height"), "is no COCO annotation file: KeyError"),
-        (lambda document: document["annotations"][0].update(image_id=5), "image_id 5 has no image"),
+        (
+            lambda document: document["images"][0].pop("height"),
+            r"--evaluation.coco .*annotations.json: images, entry 0 .from 0., has no height$",
+        ),
+        (
+            lambda document: document["images"][0].update(width="wide"),
+            'images, entry 0 .from 0., has a width that cannot be used: "wide"',
+        ),
+        (
+            lambda document: document["images"][2].update(id=11),
+            "images, entry 2 .from 0., has id 11, which an image before it has too",
+        ),
+        (
+            lambda document: document["annotations"][1].update(image_id=5),
+            "annotations, entry 1 .from 0., has image_id 5, but the annotation file has no image with this id",
+        ),
+        (
+            lambda document: document["annotations"].__setitem__(0, 3),
+            "annotations, entry 0 .from 0., is not a JSON",
+        ),
+        (lambda document: document["annotations"].clear(), "has no annotations other than crowds"),
         (
             lambda document: document["images"][1].update(file_name="gone.png"),
             "lacks 1 of the 3 images .* gone.png",
@@ -225,9 +244,20 @@ def test_files_that_do_not_fit_are_refused_by_name(
     [
         ("{", r"--evaluation.detections .*detections.json is not JSON"),
         ("{}", "is no list of COCO results"),
-        ('[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3], "score": 1}]', "are no COCO results of"),
-        ('[{"image_id": 7, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 1}]', "image_id 7 has no image"),
-        ('[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3, 4]}]', "'score'"),
+        ("[]", r"--evaluation.detections .*detections.json has no detections"),
+        (
+            '[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3], "score": 1}]',
+            r"detections.json: results, entry 0 .from 0., has a bbox that cannot be used: \[1, 2, 3\]",
+        ),
+        (
+            '[{"image_id": 11, "category_id": 1, "bbox": [1, 2, -3, 4], "score": 1}]',
+            r"bbox that cannot be used: \[1, 2, -3, 4\] is not x, y, width, height",
+        ),
+        (
+            '[{"image_id": 7, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 1}]',
+            "entry 0 .from 0., has image_id 7, but the annotation file has no image with this id",
+        ),
+        ('[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3, 4]}]', "entry 0 .from 0., has no score$"),
     ],
 )
 def test_detections_that_do_not_fit_are_refused(
@@ -238,6 +268,57 @@ def test_detections_that_do_not_fit_are_refused(
         read_coco(
             files["folder"] / "annotations.json", files["folder"] / "images", tmp_path / "detections.json"
         )
+
+
+@pytest.mark.parametrize("missing", ["annotations.json", "detections.json"])
+def test_a_file_that_is_not_there_is_refused_with_its_flag(
+    files: dict[str, Any], tmp_path: Path, missing: str
+) -> None:
+    folder = files["folder"]
+    given = {"annotations.json": folder / "annotations.json", "detections.json": folder / "detections.json"}
+    flag = "--evaluation.coco" if missing == "annotations.json" else "--evaluation.detections"
+    given[missing] = tmp_path / missing
+    with pytest.raises(UsageError, match=f"{flag} .*{missing} cannot be read: No such file or directory"):
+        read_coco(given["annotations.json"], folder / "images", given["detections.json"])
+
+
+@pytest.mark.parametrize("field", ["categories", "iscrowd"])
+def test_what_average_precision_needs_is_missed_before_the_evaluation(
+    files: dict[str, Any], tmp_path: Path, field: str
+) -> None:
+    document = json.loads(json.dumps(files["document"]))
+    (document if field in document else document["annotations"][0]).pop(field)
+    (tmp_path / "annotations.json").write_text(json.dumps(document))
+    folder = files["folder"]
+    with pytest.raises(UsageError, match=f"has no (list of )?{field}"):
+        read_coco(tmp_path / "annotations.json", folder / "images", folder / "detections.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bbox": [1, 2, 3]}, r"annotation 1 of image 11 has a bbox that cannot be used: \[1, 2, 3\]$"),
+        (
+            {"segmentation": {"size": [90, 120], "counts": [1, 2]}},
+            "annotation 1 of image 11 has a segmentation that cannot be used: its runs do not add up",
+        ),
+        (
+            {"segmentation": {"size": [4, 4], "counts": [16]}},
+            r"a mask of \[4, 4\] in an image of \[90, 120\]",
+        ),
+        ({"segmentation": [3]}, r"has a segmentation that cannot be used: \[3\]"),
+    ],
+)
+def test_an_annotation_that_cannot_be_read_is_named_with_its_file(
+    files: dict[str, Any], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    document = json.loads(json.dumps(files["document"]))
+    document["annotations"][0].update(change)
+    path = tmp_path / "annotations.json"
+    path.write_text(json.dumps(document))
+    first = read_coco(path, files["folder"] / "images")[0]
+    with pytest.raises(CocoError, match=f"--evaluation.coco {path}: .*{message}"):
+        load_image(first, path)
 
 
 @pytest.mark.parametrize("mode", ["none", "ddp"])

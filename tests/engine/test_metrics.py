@@ -183,7 +183,7 @@ def test_an_evaluation_is_a_line_of_its_own_and_a_sentence(
     assert left_out.endswith(
         "on 1,234 masks; left out: masks without a pixel 3, damaged images 2 (see damaged.jsonl)"
     )
-    assert score_line({"masks": 0}) == "mIoU: the held-out images have no mask"
+    assert score_line({"masks": 0}) == "mIoU: there is no mask to evaluate on"
 
 
 def test_curves_have_the_figures_and_the_scores(tmp_path: Path) -> None:
