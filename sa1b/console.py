@@ -44,3 +44,8 @@ def run(main: Callable[..., int], description: str | None) -> None:
 def _print_error(message: str, code: int) -> None:
     if "--json" in sys.argv[1:]:
         print(json.dumps({"error": message, "exit_code": code}), flush=True)
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number and its noun: "1 step", "2,000 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

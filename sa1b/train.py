@@ -21,22 +21,32 @@ from typing import NoReturn
 if __name__ == "__main__":
     # Until there is something to save, Ctrl-C ends at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if (
+        int(os.environ.get("WORLD_SIZE", "1")) == 1
+    ):  # several ranks wait for each other where Python does not run
+
+        def interrupted(number: int, _: object) -> NoReturn:
+            os.write(2, b"\ninterrupted: nothing was written\n")
+            os._exit(128 + number)
+
+        signal.signal(signal.SIGINT, interrupted)
 
 # torchrun starts this file by its path: its folder is then where Python looks first, not the package's.
 if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sa1b.engine import config as settings
 from sa1b.engine import estimate
+from sa1b.engine.checkpoint import files
 from sa1b.engine.config import Config, build
 from sa1b.engine.control import StepTime
 from sa1b.engine.evaluation import score
 from sa1b.engine.gradients import finish, micro_batch, warm_up
 from sa1b.engine.health import HealthError
 from sa1b.engine.metrics import ChromeTrace
-from sa1b.engine.optim import lr_at, lr_line, set_lr, update_ema
+from sa1b.engine.optim import lr_at, set_lr, update_ema
 from sa1b.engine.parallel import set_timeout, start, stop
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.ranks import explain
@@ -102,10 +112,17 @@ def run(config: Config) -> None:
     if config.dry_run:
         estimate.plan(config, rank_info)
     elif config.evaluate_only:
-        score(config, build(config, config.init or config.out), rank_info)
+        score(config, partial(scored_model, config), rank_info)
     else:
         train_and_close(Run(config, rank_info))
     stop()  # only here: a rank that raises would wait for the others
+
+
+def scored_model(config: Config) -> nn.Module:
+    """The model that --evaluate-only scores: with the weights of --init, else of the run's checkpoint."""
+    if config.init is None and not files.steps(config.out / "checkpoints"):
+        raise UsageError(f"--evaluate-only: --out {config.out} has no checkpoint; pass --init")
+    return build(config, config.init or config.out)
 
 
 def train_and_close(run: Run) -> None:
@@ -114,7 +131,6 @@ def train_and_close(run: Run) -> None:
     if rank_info.rank == 0:
         with control.writing():
             write_whole(config.out / "config.json", json_bytes(config.document()))
-        print(lr_line(config.optim, config.data.global_batch), flush=True)
     control.install()
     try:
         train(run)
@@ -147,7 +163,7 @@ def main(presets: Mapping[str, Config] = PRESETS) -> int:
         return _refused(rank, 2)
     except Exception as error:
         # In one write: the lines of several ranks would mix.
-        sys.stderr.write(explain(error, rank))
+        sys.stderr.write(explain(error, rank, int(os.environ.get("WORLD_SIZE", "1"))))
         return 1
     return 0
 

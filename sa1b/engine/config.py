@@ -29,11 +29,11 @@ from sa1b.engine.evaluation import EvaluationConfig
 from sa1b.engine.feed import DataConfig
 from sa1b.engine.health import HealthConfig
 from sa1b.engine.metrics import LoggingConfig
-from sa1b.engine.model import declared
+from sa1b.engine.model import Model, declared
 from sa1b.engine.optim import OptimConfig
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.ranks import DisagreementError, RankInfo
-from sa1b.errors import UsageError
+from sa1b.errors import Sa1bError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +105,28 @@ def build(config: Config, weights: Path | None) -> nn.Module:
     """The model from the seed, then with weights loaded if there are any; rank 0 prints what was loaded.
 
     Raises:
-        UsageError: they do not fit the model.
-        CheckpointError, Sa1bError, OSError: they cannot be read.
+        UsageError: they cannot be read, or do not fit the model.
     """
     torch.manual_seed(config.seed)  # the same on every rank
     module = config.build()
     if weights is not None:
-        line = load_weights(declared(module), weights)
+        line = load_initial(declared(module), weights)
         if int(os.environ.get("RANK", "0")) == 0:
             # Not to stdout, where --json prints the scores.
             sys.stderr.write(f"{line}\n")
     return module
+
+
+def load_initial(model: Model, weights: Path) -> str:
+    """Load what --init names; returns a line that says what was loaded.
+
+    Raises:
+        UsageError: they cannot be read, or do not fit the model.
+    """
+    try:
+        return load_weights(model, weights)
+    except (Sa1bError, OSError) as error:
+        raise UsageError(f"--init: {error}") from None
 
 
 def initial_weights(config: Config) -> Path | None:
@@ -146,7 +157,7 @@ def parse(arguments: Sequence[str], description: str | None, presets: Mapping[st
         default = presets.get(preset, presets[first])
         config: Config = tyro.cli(
             type(default),
-            prog=f"torchrun {Path(sys.argv[0]).name}",
+            prog=f"{'torchrun' if 'TORCHELASTIC_RUN_ID' in os.environ else 'python'} {sys.argv[0]}",
             description=description,
             args=list(arguments),
             default=default,

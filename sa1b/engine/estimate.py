@@ -5,12 +5,12 @@ import warnings
 import torch
 from torch import nn
 
-from sa1b.engine.checkpoint.weights import load_weights
-from sa1b.engine.config import Config, build, initial_weights
+from sa1b.console import counted
+from sa1b.engine.config import Config, build, initial_weights, load_initial
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.feed import Feed
 from sa1b.engine.model import Model, declared
-from sa1b.engine.optim import lr_line
+from sa1b.engine.optim import freeze, lr_line
 from sa1b.engine.ranks import RankInfo
 
 _DENSE_BF16 = {  # operations a second, matrix products without sparsity, by the vendors' data sheets
@@ -49,11 +49,12 @@ def plan(config: Config, rank_info: RankInfo) -> None:
     held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.out, feed.stream)
     with torch.device("meta"):
         module = build(config, None)
+    freeze(module, config.optim)
     if rank_info.rank == 0:
         if (weights := initial_weights(config)) is not None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
-                load_weights(declared(module), weights)
+                load_initial(declared(module), weights)
         print(describe(config, rank_info, module, feed.micro_batches, len(feed.stream.view)))
         print(lr_line(config.optim, config.data.global_batch))
 
@@ -86,10 +87,10 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
         [
             f"ranks         {rank_info.world_size} x {rank_info.device.type}, mode {config.parallel.mode}, "
             f"precision {config.parallel.precision}",
-            f"batch         {batch} images = {rank_info.world_size} ranks x {micro_batches} "
-            f"micro-batches of up to {micro}",
-            f"run           {config.optim.steps:,} steps = {config.optim.steps * batch / images:.1f} epochs "
-            f"of {images:,} images",
+            f"batch         {counted(batch, 'image')} = {counted(rank_info.world_size, 'rank')} x "
+            f"{counted(micro_batches, 'micro-batch', 'es')} of up to {micro}",
+            f"run           {counted(config.optim.steps, 'step')} = "
+            f"{config.optim.steps * batch / images:.1f} epochs of {counted(images, 'image')}",
             f"model         {parameters / 1e6:.1f} M parameters at {config.image_size} x {config.image_size}",
             f"memory        {state:.2f} GB a rank for weights, gradients and optimizer; "
             f"{image_bytes + mask_bytes:.2f} GB for batches read ahead; activations come on top",

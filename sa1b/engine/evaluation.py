@@ -9,6 +9,7 @@ Two protocols:
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -247,14 +248,18 @@ def prediction_lines(
     return made
 
 
-def score(config: "Config", module: nn.Module, rank_info: RankInfo) -> None:
-    """Evaluate a model without training and print the scores: --evaluate-only."""
+def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo) -> None:
+    """Evaluate a model without training and print the scores: --evaluate-only.
+
+    Args:
+        build: makes the model, after the data was opened.
+    """
     if config.evaluation.coco is not None:
-        _print(config, _coco_scores(config, config.evaluation.coco, module, rank_info), rank_info)
+        _print(config, _coco_scores(config, config.evaluation.coco, build, rank_info), rank_info)
         return
     held_out = held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.out, None)
     assert held_out is not None  # refused by Config.check
-    module = wrap(module, config.parallel, rank_info)
+    module = wrap(build(), config.parallel, rank_info)
     control = Control(rank_info)
     scores = evaluate(module, held_out, config.evaluation, config.parallel, rank_info, config.out, control)
     control.check()
@@ -263,12 +268,12 @@ def score(config: "Config", module: nn.Module, rank_info: RankInfo) -> None:
 
 
 def _coco_scores(
-    config: "Config", annotations: Path, module: nn.Module, rank_info: RankInfo
+    config: "Config", annotations: Path, build: Callable[[], nn.Module], rank_info: RankInfo
 ) -> dict[str, float]:
     folder, detections = config.evaluation.images, config.evaluation.detections
     assert folder is not None  # refused by EvaluationConfig
     images = read_coco(annotations, folder, detections)
-    module = wrap(module, config.parallel, rank_info)
+    module = wrap(build(), config.parallel, rank_info)
     return evaluate_coco(
         module,
         images,

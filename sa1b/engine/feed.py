@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sa1b.engine.ranks import RankInfo
-from sa1b.errors import UsageError
+from sa1b.errors import ManifestError, Sa1bError, UsageError
+from sa1b.shards.dataset import Dataset
+from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch
 from sa1b.stream.dataset import Stream
 from sa1b.stream.loader import Loader
@@ -93,7 +95,7 @@ class Feed:
 
     Raises:
         UsageError: what was asked for does not fit together; the message names the flag.
-        ManifestError, StorageError: the data cannot be opened.
+        StorageError: the data cannot be read.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Feed:
                 rank=rank_info.rank,
                 world_size=rank_info.world_size,
                 deadline=config.deadline,
-                storage_options={"endpoint_url": config.endpoint} if config.endpoint else None,
+                storage_options=_options(config),
                 image_size=image_size,
                 masks=config.masks,
                 strategy=config.strategy,
@@ -132,6 +134,9 @@ class Feed:
             )
         except ValueError as error:
             raise UsageError(f"--data: {error}") from None
+        except (ManifestError, MissingError) as error:
+            flag = "--data.view" if view is None else "--evaluation.view"
+            raise UsageError(f"{flag if self._opens(config) else '--data.root'}: {error}") from None
         self.loader = Loader(
             self.stream,
             threads=config.threads,
@@ -144,6 +149,15 @@ class Feed:
         self.waited = 0.0
         self._batches: Generator[Batch, None, None] | None = None
         self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before it
+
+    @staticmethod
+    def _opens(config: DataConfig) -> bool:
+        """Whether the dataset is there, so that its view is what is not."""
+        try:
+            Dataset(config.root, deadline=config.deadline, storage_options=_options(config))
+        except Sa1bError:
+            return False
+        return True
 
     def step(self) -> Iterator[Batch]:
         """The next step's `micro_batches` batches; none where a sequential feed has ended.
@@ -196,3 +210,7 @@ class Feed:
         batches, self._batches, self._peeked = self._batches, None, None
         if batches is not None:
             batches.close()
+
+
+def _options(config: DataConfig) -> dict[str, Any] | None:
+    return {"endpoint_url": config.endpoint} if config.endpoint else None

@@ -22,8 +22,8 @@ class HealthConfig:
     """What happens when a loss is not finite: all ranks skip the step, and the images are logged.
 
     Attributes:
-        patience: Such steps in a row that a run survives. With fp16, overflows that the scaler answers by a
-            smaller scale count too.
+        patience: A run survives so many steps in a row whose loss or gradient is not finite. With fp16,
+            overflows that the scaler answers by a smaller scale count too.
     """
 
     patience: int = 20

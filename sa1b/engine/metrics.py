@@ -98,6 +98,8 @@ class Metrics:
         if done and last is not None and done not in steps_there and done % config.every == 0:
             self._write(last)
         self._write({"run": {"step": done, **(about or {})}})
+        if done >= steps:
+            return
         self._bar = tqdm(
             total=steps,
             initial=done,
@@ -270,7 +272,8 @@ def figures_of(
     parts = {name: getattr(seconds, name) for name in PARTS}
     waits = sum(figures.data) / len(figures.data)
     slowest = figures.slowest
-    found = {**figures.means, "masks": figures.count, "images": figures.images}
+    whole = int(figures.count) if figures.count.is_integer() else figures.count
+    found = {**figures.means, "masks": whole, "images": figures.images}
     found |= {"lr": lr, "grad_norm": figures.norm}
     found |= {"images_per_s": figures.images / total, "masks_per_s": figures.count / total}
     found |= {"data_wait": min(waits / total, 1.0), "seconds": total}

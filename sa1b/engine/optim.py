@@ -2,8 +2,8 @@
 
 The defaults are the published recipe of ViT-H ("Segment Anything", Kirillov et al. 2023, appendix A): AdamW
 with betas 0.9 and 0.999, weight decay 0.1, layer-wise decay 0.8, 8e-4 at a batch of 256 images, 250 steps of
-linear warm-up, a tenth of the rate at 60,000 and again at 86,666 of 90,000 steps. It names no limit of the
-gradient's norm, here 1; SAM 2's is 0.1.
+linear warm-up, a tenth of the learning rate at 60,000 and again at 86,666 of 90,000 steps. It names no limit
+of the gradient's norm, here 1; SAM 2's is 0.1.
 """
 
 import math
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from sa1b.console import counted
 from sa1b.engine.model import declared
 from sa1b.errors import UsageError
 
@@ -30,26 +31,27 @@ class OptimConfig:
 
     Attributes:
         lr: Learning rate of the last layer after warm-up, at the reference batch.
-        reference_batch: Images in the global batch that the rate is meant for.
-        batch_scaling: How the rate follows the global batch: linear, sqrt, or none: not at all.
-        schedule: step: a tenth at each milestone. cosine: half a cosine down to min_lr_ratio times the rate.
-            rsqrt: 1 / sqrt(1 + t / timescale), t steps after warm-up, and linearly to zero at the end (Zhai
-            et al., "Scaling Vision Transformers", 2022).
+        reference_batch: Images in the global batch that the learning rate is meant for.
+        batch_scaling: How the learning rate follows the global batch: linear, sqrt, or none: not at all.
+        schedule: step: a tenth at each milestone. cosine: half a cosine down to --optim.min-lr-ratio times
+            the learning rate. rsqrt: 1 / sqrt(1 + t / timescale), t steps after warm-up, and linearly to zero
+            at the end (Zhai et al., "Scaling Vision Transformers", 2022).
         steps: Length of the schedule in steps.
-        warmup: Steps in which the rate rises linearly.
-        milestones: step: where the rate falls to a tenth.
-        min_lr_ratio: cosine: part of the rate that is left at the end.
-        timescale: rsqrt: steps after warm-up until the rate has fallen by the square root of 2.
-        cooldown: rsqrt: last steps, in which the rate falls linearly to zero.
-        layer_decay: Factor on the rate from each layer to the one before it; 1: the same everywhere. The
-            model numbers its layers.
+        warmup: Steps in which the learning rate rises linearly.
+        milestones: step: steps after which the learning rate falls to a tenth.
+        min_lr_ratio: cosine: part of the learning rate that is left at the end.
+        timescale: rsqrt: steps after warm-up until the learning rate has fallen by the square root of 2.
+        cooldown: rsqrt: last steps, in which the learning rate falls linearly to zero.
+        layer_decay: Factor on the learning rate from each layer to the one before it; 1: the same everywhere.
+            The model numbers its layers.
         weight_decay: On weights; biases, norms and position embeddings have none.
         beta1: Decay of the running mean of gradients.
-        beta2: Decay of the running mean of their squares.
-        epsilon: Added to the root of the latter.
+        beta2: Decay of the running mean of squared gradients.
+        epsilon: Added to the root of the running mean of squared gradients.
         grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
         ema: Decay of the running mean of the weights, which is evaluated and exported in place of them, such
-            as 0.9999; 0: none. The first steps have less: (1 + step) / (10 + step).
+            as 0.9999; 0: none. The first steps have less: (1 + step) / (10 + step). A run that has one must
+            go on with one; a run without may go on with one, which begins with the weights it then has.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
     """
 
@@ -118,7 +120,7 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
     Call it before `wrap` and `make_optimizer`, on all ranks alike.
 
     Raises:
-        UsageError: the model has no such part; the message names those it has.
+        UsageError: the model has no such part, and the message names those it has; or nothing is left.
     """
     weights = declared(module).weights()
     for part in config.freeze:
@@ -127,13 +129,15 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
         except AttributeError:
             parts = ", ".join(name for name, _ in weights.named_children())
             raise UsageError(f"--optim.freeze {part}: the model's parts are {parts}") from None
+    if not any(parameter.requires_grad for parameter in weights.parameters()):
+        raise UsageError(f"--optim.freeze {' '.join(config.freeze)} leaves no parameter to train")
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
     """AdamW over the parameters that are trained, one group per layer and kind of decay.
 
     Groups are in order of layers, parameters in order of the module's: the same in all modes and on all
-    ranks. Each group has its factor on the rate in "lr_scale", for `set_lr`.
+    ranks. Each group has its factor on the learning rate in "lr_scale", for `set_lr`.
 
     Args:
         module: wrapped or not; after `wrap`, because FSDP replaces parameters.
@@ -184,10 +188,11 @@ def peak_lr(config: OptimConfig, batch: int) -> float:
 
 
 def lr_line(config: OptimConfig, batch: int) -> str:
-    """One line that says where the rate comes from."""
+    """One line that says where the learning rate comes from."""
     return (
-        f"learning rate {peak_lr(config, batch):g}: {config.lr:g} at {config.reference_batch} images, "
-        f"scaled to {batch} ({config.batch_scaling}); {config.warmup} steps of warm-up, "
+        f"learning rate {peak_lr(config, batch):g}: {config.lr:g} at "
+        f"{counted(config.reference_batch, 'image')}, "
+        f"scaled to {batch} ({config.batch_scaling}); {counted(config.warmup, 'step')} of warm-up, "
         f"then {config.schedule}"
     )
 
@@ -196,7 +201,7 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
     """Learning rate of the last layer in a step, counted from 0; a function of its arguments only.
 
     Step 0 has 1 / warmup of the peak, step warmup - 1 is the first that has all of it. After the schedule's
-    end the rate stays the same.
+    end it stays the same.
 
     Raises:
         UsageError: step is negative, or batch is not positive.
@@ -217,7 +222,7 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
 
 
 def set_lr(optimizer: Optimizer, rate: float) -> None:
-    """Set each group's rate for the next step: `rate` times the group's "lr_scale"."""
+    """Set each group's learning rate for the next step: `rate` times the group's "lr_scale"."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
 
@@ -227,11 +232,10 @@ def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
     """Update the running mean of the weights after an optimizer step, counted from 0.
 
     It is kept in the optimizer's state, as "ema" of each parameter: in float32, sharded, saved and loaded as
-    the rest of it. Parameters that are not trained have none.
+    the rest of it. Parameters that are not trained have none. Where there is none yet, it begins with the
+    weights after this step.
     """
     if not config.ema:
-        for state in optimizer.state.values():
-            state.pop("ema", None)  # of a run that goes on without it
         return
     pairs = [(parameter, state) for parameter, state in optimizer.state.items() if state]
     for parameter, state in pairs:

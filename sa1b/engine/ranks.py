@@ -61,20 +61,21 @@ _SHOWN_AFTER = 5.0  # seconds until each host must see a file that another one h
 _PEER_LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-def explain(error: Exception, rank: int) -> str:
+def explain(error: Exception, rank: int, world_size: int) -> str:
     """What a failing rank prints: its reason, or in one line that it lost a rank that has failed.
 
     Errors of this package and of the operating system explain themselves; all others come with a traceback.
     """
     lines = [f"rank {rank}: {note}" for note in getattr(error, "__notes__", [])]
+    where = "error" if world_size == 1 else f"error on rank {rank}"
     if isinstance(error, Sa1bError | OSError):
-        return "\n".join([*lines, f"error on rank {rank}: {error}\n"])
+        return "\n".join([*lines, f"{where}: {error}\n"])
     text = str(error)
     if isinstance(error, dist.DistError) or any(sign in text for sign in _PEER_LOST):
         reason = (text.splitlines() or [type(error).__name__])[0]
         return f"rank {rank} ends because another rank ended or does not answer ({reason})\n"
     trace = "".join(traceback.format_exception(error))
-    return f"{trace}error on rank {rank}: {type(error).__name__}: {text}\n"
+    return f"{trace}{where}: {type(error).__name__}: {text}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +154,14 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
     may show new files late.
 
     Raises:
-        UsageError: on all ranks; the message names those with another folder, and their hosts.
-        OSError: it cannot be made or written.
+        UsageError: on all ranks; the message names those with another folder, and their hosts. Or, on this
+            rank, it cannot be made.
+        OSError: it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder} cannot be made: {error.strerror}") from None
     if rank_info.world_size == 1:
         return
     names: list[str] = [f".shared-{secrets.token_hex(8)}"]

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sa1b.engine import estimate, metrics
+from sa1b.console import counted
+from sa1b.engine import estimate, metrics, resume
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.config import Config, build, initial_weights
 from sa1b.engine.control import Control, StepFigures, StepTime
 from sa1b.engine.evaluation import evaluate, held_out_feed
@@ -15,7 +17,7 @@ from sa1b.engine.feed import Feed
 from sa1b.engine.gradients import autocast, grad_scaler, loss_divisor
 from sa1b.engine.health import Health
 from sa1b.engine.model import declared
-from sa1b.engine.optim import averaged, freeze, make_optimizer
+from sa1b.engine.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.parallel import wrap
 from sa1b.engine.ranks import RankInfo, agree, check_shared_folder
 from sa1b.errors import UsageError
@@ -49,6 +51,8 @@ class Run:
         self.checkpoints = Checkpoints(config.out, config.checkpoint)
         last = self._resume()
         self.health = Health(config.health, config.out, rank_info, self.control)
+        if rank_info.rank == 0 and not self.ended:
+            print(lr_line(config.optim, data.global_batch), flush=True)  # before there is a progress bar
         self.metrics = metrics.Metrics(
             config.logging,
             config.out,
@@ -67,21 +71,38 @@ class Run:
             raise UsageError(
                 f"--resume no, but {self.config.out} has checkpoints: choose another --out, or move it away"
             )
-        state = self.checkpoints.resume(self.module, self.optimizer)
+        out, own = self.config.out, self.config.document()
+        try:
+            state = self.checkpoints.resume(self.module, self.optimizer)
+        except MismatchError:
+            if (found := self.checkpoints.newest()) is not None:
+                resume.check_model(found.state.get("config", {}), own, out)
+            raise
         if state is not None:
+            saved = state.get("config", {})
+            resume.check_mean(saved, own, out)
             self.step = int(state["step"])
             try:
                 self.feed.load_state_dict(state["stream"])
-            except ResumeError as error:
-                raise ResumeError(
-                    f"{error}. Pass the --seed and --data.view that {self.config.out} began with, or "
-                    "another --out"
-                ) from None
+            except ResumeError:
+                resume.check_sequence(saved, own, out)
+                raise
             self.scaler.load_state_dict(state["scaler"])
             if self.rank_info.rank == 0:
-                print(f"going on after step {self.step:,} at position {state['stream']['position']:,}")
+                self._say_what_goes_on(saved, state["stream"]["position"])
         agree(self.module, self.rank_info)
         return None if state is None else state.get("metrics")
+
+    def _say_what_goes_on(self, saved: resume.Settings, position: int) -> None:
+        steps = self.config.optim.steps
+        if self.step >= steps:
+            more = "" if self.step == steps else f" and is at step {self.step:,}"
+            has = f"{self.config.out} has all {counted(steps, 'step')}{more}"
+            print(f"{has}: raise --optim.steps to train on")
+            return
+        print(f"going on after step {self.step:,} at position {position:,}")
+        for line in resume.changes(saved, self.config.document(), self.step):
+            print(line)
 
     def save(self, line: dict[str, Any] | None) -> None:
         """A checkpoint of what was trained so far.

@@ -31,19 +31,19 @@ class ModelConfig:
     """Sizes of the model, by default those of vit_b.
 
     Attributes:
-        image_size: pixels of the padded square that holds an image.
-        patch_size: pixels of a patch, which is a token of the encoder.
-        width: numbers a token of the encoder.
-        depth: blocks of the encoder.
-        heads: attention heads of a block; head dimension is width / heads.
-        global_blocks: blocks whose attention sees the whole image; the others see windows.
-        window: tokens of a window per axis.
-        channels: of the image embedding, the prompts and the decoder, a multiple of 32.
-        drop_path: rate at which an image skips the attention of the last block, and independently its MLP;
-            linear from 0 at the first.
-        checkpoint_blocks: compute each block's activations again in the backward pass, to save memory.
-        compile_blocks: torch.compile each block of the encoder.
-        compile_decoder: torch.compile the mask decoder.
+        image_size: Pixels of the padded square that holds an image.
+        patch_size: Pixels of a patch, which is a token of the encoder.
+        width: Width of the encoder: size of a token's vector.
+        depth: Blocks of the encoder.
+        heads: Attention heads of a block; head dimension is width / heads.
+        global_blocks: Blocks whose attention sees the whole image; the others see windows.
+        window: Tokens of a window per axis.
+        channels: Width of the image embedding, the prompts and the decoder, a multiple of 32.
+        drop_path: Probability that an image skips the attention of the last block, and independently its
+            MLP; linear from 0 at the first.
+        checkpoint_blocks: Compute each block's activations again in the backward pass, to save memory.
+        compile_blocks: Compile (torch.compile) each block of the encoder.
+        compile_decoder: Compile (torch.compile) the mask decoder.
     """
 
     image_size: int = 1024
@@ -62,18 +62,23 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("image_size", "patch_size", "width", "depth", "heads", "window", "channels"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be at least 1")
         for whole, part in (("image_size", "patch_size"), ("width", "heads")):
             if getattr(self, whole) % getattr(self, part):
                 raise ValueError(
-                    f"{whole} {getattr(self, whole)} is not a multiple of {part} {getattr(self, part)}"
+                    f"{_flag(whole)} {getattr(self, whole)} is not a multiple of {_flag(part)} "
+                    f"{getattr(self, part)}"
                 )
         if self.channels % CHANNELS_MULTIPLE:
-            raise ValueError(f"channels {self.channels} is not a multiple of {CHANNELS_MULTIPLE}")
+            raise ValueError(f"--model.channels {self.channels} is not a multiple of {CHANNELS_MULTIPLE}")
         if not set(self.global_blocks) <= set(range(self.depth)):
-            raise ValueError(f"global_blocks {self.global_blocks}: blocks are 0 to {self.depth - 1} (depth)")
+            given = " ".join(map(str, self.global_blocks))
+            raise ValueError(
+                f"--model.global-blocks {given}: blocks are 0 to {self.depth - 1} "
+                f"(--model.depth {self.depth})"
+            )
         if not 0 <= self.drop_path < 1:
-            raise ValueError(f"drop_path {self.drop_path}: a rate from 0 to below 1")
+            raise ValueError(f"--model.drop-path {self.drop_path} must be from 0 to below 1")
 
     @property
     def side(self) -> int:
@@ -94,6 +99,10 @@ PRESETS: dict[str, ModelConfig] = {
     "vit_l": ModelConfig(width=1024, depth=24, heads=16, global_blocks=(5, 11, 17, 23)),
     "vit_h": ModelConfig(width=1280, depth=32, heads=16, global_blocks=(7, 15, 23, 31)),
 }
+
+
+def _flag(name: str) -> str:
+    return f"--model.{name.replace('_', '-')}"
 
 
 class Sam(nn.Module):

@@ -56,14 +56,18 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("box_probability", "focal_alpha"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it lies from 0 to 1")
+                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be from 0 to 1")
         amounts = ("box_noise", "box_noise_limit", "clicks", "unprompted", "focal_gamma")
         for name in (*amounts, "focal_weight", "dice_weight", "iou_weight"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is 0 or more")
+                raise ValueError(f"{_flag(name)} {getattr(self, name)} must not be negative")
         if self.iou_loss not in ("squared", "absolute"):
-            raise ValueError(f"iou_loss is {self.iou_loss!r}; known are squared, absolute")
+            raise ValueError(f"--recipe.iou-loss {self.iou_loss!r}: known are squared, absolute")
         if self.iou_masks not in ("best", "all"):
-            raise ValueError(f"iou_masks is {self.iou_masks!r}; known are best, all")
+            raise ValueError(f"--recipe.iou-masks {self.iou_masks!r}: known are best, all")
         if self.iteration_loss not in ("mean", "sum"):
-            raise ValueError(f"iteration_loss is {self.iteration_loss!r}; known are mean, sum")
+            raise ValueError(f"--recipe.iteration-loss {self.iteration_loss!r}: known are mean, sum")
+
+
+def _flag(name: str) -> str:
+    return f"--recipe.{name.replace('_', '-')}"

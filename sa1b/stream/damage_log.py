@@ -5,6 +5,8 @@ import sys
 import threading
 from pathlib import Path
 
+from tqdm import tqdm
+
 from sa1b.errors import Sa1bError
 from sa1b.storage.atomic import append_line
 
@@ -31,6 +33,7 @@ class DamageLog:
         self.rank = rank
         self._lock = threading.Lock()
         self._unwritten: list[dict[str, object]] = []
+        self._said = False
 
     def __reduce__(self) -> tuple[type["DamageLog"], tuple[Path, int]]:
         return DamageLog, (self.path, self.rank)
@@ -46,7 +49,7 @@ class DamageLog:
         reason: str,
         once: bool = False,
     ) -> None:
-        """Write a line; print it to stderr if the file cannot be written.
+        """Write a line; tell of the first on stderr, and of all of them if the file cannot be written.
 
         Args:
             read: samples that this rank has read so far in all, also before a restart, whose lines are in the
@@ -69,6 +72,7 @@ class DamageLog:
                 return
             try:
                 self._append(line)
+                self._say(line)
             except OSError as error:
                 self._keep(line, error)
             count = len(self.entries())
@@ -87,6 +91,16 @@ class DamageLog:
             text = ""
         lines = [line for text_line in text.splitlines() if (line := _parsed(text_line)) is not None]
         return [line for line in lines if line["rank"] == self.rank] + self._unwritten
+
+    def _say(self, line: dict[str, object]) -> None:
+        """Tell people of the first one, beside the progress bar of a run."""
+        if not self._said:
+            self._said = True
+            tqdm.write(
+                f"sa1b: a damaged sample is left out (rank {self.rank}, shard {line['shard']}, image "
+                f"{line['image_id']}); this one and any more are listed in {self.path}",
+                file=sys.stderr,
+            )
 
     def _append(self, line: dict[str, object]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

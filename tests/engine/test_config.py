@@ -136,8 +136,9 @@ def test_what_does_not_fit_is_refused_by_the_name_of_its_flag(flags: list[str], 
         (["--data.nosuch", "1"], "--data.nosuch"),
         (["--preset", "vit_g"], "--preset"),
         (["--optim.steps", "many"], "--optim.steps"),
-        (["--model.heads", "5"], "width 768 is not a multiple of heads 5"),
-        (["--recipe.clicks", "-1"], "clicks is -1"),
+        (["--model.heads", "5"], "--model.width 768 is not a multiple of --model.heads 5"),
+        (["--model.depth", "0"], "--model.depth 0 must be at least 1"),
+        (["--recipe.clicks", "-1"], "--recipe.clicks -1 must not be negative"),
     ],
 )
 def test_what_cannot_be_read_ends_with_2_and_names_it(

@@ -117,8 +117,6 @@ def test_the_running_mean_of_weights_is_that_of_the_formula_and_starts_fast() ->
         assert float(weight.detach()) == pytest.approx(expected, rel=1e-6)
     assert torch.equal(weight.detach(), before)
     assert float(optimizer.state[weight]["ema"]) == pytest.approx(expected, rel=1e-6)
-    update_ema(optimizer, OptimConfig(), 8)
-    assert "ema" not in optimizer.state[weight]
 
 
 def test_without_freezing_every_parameter_is_trained() -> None:

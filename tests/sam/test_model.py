@@ -371,12 +371,12 @@ def test_images_of_another_size_or_type_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image_size": 100}, "image_size 100 is not a multiple of patch_size 16"),
-        ({"heads": 5}, "width 48 is not a multiple of heads 5"),
-        ({"channels": 48}, "channels 48 is not a multiple of 32"),
+        ({"image_size": 100}, "--model.image-size 100 is not a multiple of --model.patch-size 16"),
+        ({"heads": 5}, "--model.width 48 is not a multiple of --model.heads 5"),
+        ({"channels": 48}, "--model.channels 48 is not a multiple of 32"),
         ({"global_blocks": (3,)}, "blocks are 0 to 2"),
-        ({"drop_path": 1.0}, "drop_path"),
-        ({"window": 0}, "window is 0"),
+        ({"drop_path": 1.0}, "--model.drop-path 1.0 must be from 0"),
+        ({"window": 0}, "--model.window 0 must be at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:

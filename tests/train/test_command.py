@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sa1b
 from sa1b.engine.config import parse
 from sa1b.engine.presets import PRESETS
 from tests.train.command import FLAGS, STEPS, lines, losses, newest, start, starts, train_to_end
@@ -110,21 +111,81 @@ def test_resume_no_is_refused_where_there_are_checkpoints(root: Path, whole: Who
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "message"),
+    ("flag", "value", "saved"),
     [
-        ("--model.width", "64", "is of another model"),
-        ("--seed", "1", "the saved state has seed 0, this stream 1"),
+        ("--model.width", "64", "32"),
+        ("--seed", "1", "0"),
+        ("--data.block-size", "5", "1"),
+        ("--optim.freeze", "image_encoder", "(none)"),
     ],
 )
-def test_a_checkpoint_of_another_model_or_seed_is_refused_where_a_run_goes_on(
-    root: Path, whole: Whole, tmp_path: Path, flag: str, value: str, message: str
+def test_a_checkpoint_of_another_model_or_order_is_refused_by_the_flag_and_its_value(
+    root: Path, whole: Whole, tmp_path: Path, flag: str, value: str, saved: str
 ) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole("none", 1), out)
     ended = start(root, out, flag, value)
-    assert ended.codes == [1]
-    assert message in ended.outputs[0]
-    assert "Traceback" not in ended.outputs[0]
+    assert ended.codes == [2]
+    remedy = f"drop {flag}" if saved == "(none)" else f"pass {flag} {saved}"
+    trained = f"no {flag}" if saved == "(none)" else f"{flag} {saved}"
+    assert ended.outputs[0].strip().splitlines()[-1] == (
+        f"error: {out} was trained with {trained}, this run has {flag} {value}: {remedy}, or another --out "
+        f"with --init {out}"
+    )
+
+
+@pytest.mark.parametrize(("steps", "more"), [(STEPS, ""), (STEPS - 1, f" and is at step {STEPS}")])
+def test_a_run_that_has_all_its_steps_says_so_and_shows_no_progress(
+    root: Path, whole: Whole, tmp_path: Path, steps: int, more: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole("none", 1), out)
+    ended = start(root, out, "--optim.steps", str(steps))
+    assert ended.codes == [0]
+    said = f"{out} has all {steps} steps{more}: raise --optim.steps to train on"
+    assert ended.outputs[0].strip().splitlines() == [said]
+
+
+def test_the_learning_rate_is_said_before_there_is_a_progress_bar(root: Path, tmp_path: Path) -> None:
+    ended = start(root, tmp_path / "run", "--optim.steps", "2", "--optim.warmup", "1")
+    assert ended.outputs[0].startswith("learning rate ")
+    assert "; 1 step of warm-up, then " in ended.outputs[0].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--data.root", "nowhere"), "--data.root: nowhere/dataset.json: not there"),
+        (("--data.view", "nosuch"), "--data.view: "),
+        (("--out", "/proc/nosuch"), "--out /proc/nosuch cannot be made: No such file or directory"),
+        (("--init", "nosuch.pth"), "--init: nosuch.pth: no such file or folder"),
+        (("--optim.freeze", "nosuch"), "--optim.freeze nosuch: the model's parts are image_encoder"),
+        (("--optim.freeze", "nosuch", "--dry-run"), "--optim.freeze nosuch: the model's parts are"),
+        (("--evaluate-only", "--evaluation.view", "nosuch"), "--evaluation.view: "),
+    ],
+)
+def test_what_is_not_there_ends_with_2_and_the_name_of_its_flag(
+    root: Path, tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    ended = start(root, tmp_path / "run", *flags)
+    assert ended.codes == [2]
+    assert f"error: {message}" in ended.outputs[0]
+
+
+def test_a_damaged_sample_is_said_once_while_training(root: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "root"
+    shutil.copytree(root, damaged)
+    dataset = sa1b.open(damaged)
+    for row in (3, 4):
+        with (damaged / dataset.shards[int(dataset.table.shard[row])]).open("r+b") as file:
+            file.seek(int(dataset.table.offset[row]) + 200)
+            file.write(bytes(50))
+    ended = start(damaged, tmp_path / "run")
+    assert ended.codes == [0]
+    logged = [json.loads(line) for line in (tmp_path / "run" / "damaged.jsonl").read_text().splitlines()]
+    assert {line["image_id"] for line in logged} == {int(dataset.table.image_id[row]) for row in (3, 4)}
+    (said,) = [line for line in ended.outputs[0].splitlines() if "damaged sample" in line]
+    assert f"rank 0, shard {logged[0]['shard']}, image {logged[0]['image_id']})" in said
 
 
 @pytest.mark.parametrize(
@@ -138,7 +199,7 @@ def test_weights_that_cannot_be_read_are_refused_in_a_line(
     if content is not None:
         weights.write_bytes(content)
     ended = start(root, tmp_path / "run", "--init", str(weights))
-    assert ended.codes == [1]
+    assert ended.codes == [2]
     assert message in ended.outputs[0]
     assert "Traceback" not in ended.outputs[0]
 
@@ -154,6 +215,7 @@ def test_one_line_a_step_with_finite_figures_and_shares_of_its_time(whole: Whole
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     for line in found:
         assert line["images"] == 5
+        assert isinstance(line["masks"], int)
         assert 0 < line["masks"] <= 20
         parts = ("data", "compute", "update", "checkpoint", "other")
         assert sum(line[f"seconds_{part}"] for part in parts) == pytest.approx(line["seconds"])

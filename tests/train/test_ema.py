@@ -64,12 +64,29 @@ def test_it_is_what_a_checkpoint_exports(run: Run) -> None:
     assert any(not torch.equal(weight, saved[f"model.{name}"]) for name, weight in found.items())
 
 
-def test_a_run_that_goes_on_without_it_drops_it(root: Path, run: Run, tmp_path: Path) -> None:
+def test_a_run_that_has_it_does_not_go_on_without_it(root: Path, run: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train_to_end(root, out, *EMA, mishap={"what": "stop", "step": 2}, model="reconstruction")
+    ended = start(root, out, *SETTINGS, model="reconstruction")
+    assert ended.codes == [2]
+    assert ended.outputs[0].strip().splitlines()[-1] == (
+        f"error: {out} was trained with --optim.ema 0.5, this run has none: pass --optim.ema 0.5, or another "
+        f"--out with --init {out}"
+    )
     assert means(out) != {}
-    train_to_end(root, out, model="reconstruction")
-    assert means(out) == {}
+    train_to_end(root, out, *EMA, model="reconstruction")
+    assert_same_state(out, run("none", 1))
+
+
+def test_a_run_without_it_may_go_on_with_it_and_says_so(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train_to_end(root, out, *SETTINGS, mishap={"what": "stop", "step": 2}, model="reconstruction")
+    ended = start(root, out, *EMA, "--optim.lr", "0.002", model="reconstruction")
+    assert ended.codes == [0]
+    assert "settings that differ from those of step 3: --optim.lr" in ended.outputs[0]
+    assert "--optim.ema 0.0 -> 0.5\n" in ended.outputs[0]
+    assert "the running mean (--optim.ema) begins with the weights of step 3\n" in ended.outputs[0]
+    assert means(out) != {}
 
 
 def test_a_decay_of_one_is_refused(root: Path, tmp_path: Path) -> None:

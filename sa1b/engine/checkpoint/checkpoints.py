@@ -61,7 +61,8 @@ class CheckpointConfig:
         keep_last: Newest checkpoints that are kept; two, so that a damaged one costs little. The disk needs
             room for one more.
         keep_every: Also keep the checkpoints whose step is a multiple of this; 0: none.
-        asynchronous: Write while training goes on; costs host memory for a copy of each rank's tensors.
+        asynchronous: Whether training goes on while a checkpoint is written (the default), at the cost of
+            host memory for a copy of each rank's tensors; with --checkpoint.no-asynchronous it waits.
         tolerate: Failed writes in a row that the run survives, going on with the older checkpoint.
     """
 

@@ -1,0 +1,101 @@
+"""Settings of a run that are not those of the checkpoint it goes on from: refused, or named in a line."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sa1b.errors import UsageError
+
+Settings = Mapping[str, Any]  # `Config.document` of a run
+
+_SEQUENCE = ("seed", "data.view", "data.block_size")  # they decide which images come when
+_OF_TRAINING = ("data.global_batch", "data.target_size", "parallel.precision")
+_OTHER_PARTS = ("data", "parallel", "checkpoint", "evaluation", "health", "logging")
+
+
+def check_sequence(saved: Settings, own: Settings, out: Path) -> None:
+    """Refuse settings that make the order of images another one than the checkpoint's.
+
+    Raises:
+        UsageError: the message names the flags with the values that `out` was trained with.
+    """
+    _refuse([one for one in _differences(saved, own) if one[0] in _SEQUENCE], out)
+
+
+def check_model(saved: Settings, own: Settings, out: Path) -> None:
+    """Refuse sizes of a model, or frozen parts, that are not the checkpoint's, by the names of their flags.
+
+    Raises:
+        UsageError: as `check_sequence`.
+    """
+    parts = ("model.", "optim.freeze")
+    _refuse([one for one in _differences(saved, own) if one[0].startswith(parts)], out)
+
+
+def check_mean(saved: Settings, own: Settings, out: Path) -> None:
+    """Refuse to go on without the running mean of the weights that a checkpoint has.
+
+    Raises:
+        UsageError: as `check_sequence`.
+    """
+    decays = [settings.get("optim", {}).get("ema", 0.0) for settings in (saved, own)]
+    if decays[0] and not decays[1]:
+        raise UsageError(
+            f"{out} was trained with --optim.ema {decays[0]}, this run has none: pass --optim.ema "
+            f"{decays[0]}, or another --out with --init {out}"
+        )
+
+
+def changes(saved: Settings, own: Settings, step: int) -> list[str]:
+    """Lines for people: settings that change the training and are not those of the checkpoint of a step."""
+    found = [one for one in _differences(saved, own) if _of_training(one[0])]
+    lines = []
+    if found:
+        named = ", ".join(f"{_flag(name)} {_shown(before)} -> {_shown(now)}" for name, before, now in found)
+        lines.append(f"settings that differ from those of step {step:,}: {named}")
+    if ("optim.ema", 0.0) in [(name, before) for name, before, _ in found]:
+        lines.append(f"the running mean (--optim.ema) begins with the weights of step {step:,}")
+    return lines
+
+
+def _of_training(name: str) -> bool:
+    part, dot, _ = name.partition(".")
+    return name in _OF_TRAINING or bool(dot and part not in _OTHER_PARTS)
+
+
+def _refuse(differing: list[tuple[str, Any, Any]], out: Path) -> None:
+    if not differing:
+        return
+    saved = ", ".join(_given(name, before) for name, before, _ in differing)
+    own = ", ".join(_given(name, now) for name, _, now in differing)
+    remedy = ", ".join(
+        f"pass {_given(name, before)}" if before not in (None, []) else f"drop {_flag(name)}"
+        for name, before, _ in differing
+    )
+    raise UsageError(
+        f"{out} was trained with {saved}, this run has {own}: {remedy}, or another --out with --init {out}"
+    )
+
+
+def _differences(saved: Any, own: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, saved and own value of the settings that both have."""
+    for name in own:
+        if name not in saved:
+            continue
+        full = f"{path}{name}"
+        if isinstance(own[name], dict) and isinstance(saved[name], dict):
+            yield from _differences(saved[name], own[name], f"{full}.")
+        elif saved[name] != own[name]:
+            yield full, saved[name], own[name]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _given(name: str, value: Any) -> str:
+    return f"no {_flag(name)}" if value in (None, []) else f"{_flag(name)} {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) or "(none)" if isinstance(value, list) else str(value)
