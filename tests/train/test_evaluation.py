@@ -94,8 +94,9 @@ def test_evaluating_changes_nothing_in_the_training(parted: Path, trained: Path,
 
 def test_without_weights_there_is_nothing_to_evaluate(parted: Path, tmp_path: Path) -> None:
     ended = start(parted, tmp_path / "run", *EVALUATED, "--evaluate-only")
-    assert ended.codes == [1]
-    assert "Traceback" not in ended.outputs[0]
+    assert ended.codes == [2]
+    missing = f"error: --evaluate-only: --out {tmp_path / 'run'} has no checkpoint; pass --init\n"
+    assert ended.outputs == [missing]
 
 
 def test_no_evaluation_is_noted_twice_when_a_run_begins_again(
