@@ -101,7 +101,7 @@ class Loader:
             masks=MaskBufferPool(images * stream.options.masks, dense or 0, prefetch + 3),
         )
         if not quiet:
-            print(f"sa1b.Loader: {self.threads} threads, {self._memory()}")
+            print(f"sa1b.Loader: {self.threads} thread{'' if self.threads == 1 else 's'}, {self._memory()}")
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """The batches of one epoch, the next one in each iteration; see `Stream` for epochs=None."""
