@@ -1,4 +1,4 @@
-"""From nothing to verified shards, a trained model and a page of pictures: what `make demo` runs.
+"""From nothing to verified shards, a trained model and a page of images: what `make demo` runs.
 
 Every step is one of the command lines you would use on real tars; each is printed before it runs. Safe to
 run again: finished steps are recognised.

@@ -1,4 +1,4 @@
-"""Make synthetic SA-1B source tars: the download's form and statistics, with drawn pictures.
+"""Make synthetic SA-1B source tars: the download's form and statistics, with drawn images.
 
 Example: python tools/synthesize.py source --long-side 640
 """
@@ -30,7 +30,7 @@ def main(
     overwrite: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Make synthetic SA-1B source tars: the download's form and statistics, with drawn pictures.
+    """Make synthetic SA-1B source tars: the download's form and statistics, with drawn images.
 
     The tars are gzip with ./sa_<id>.jpg and ./sa_<id>.json in random order, as downloaded. The same options
     give the same bytes, whatever the workers. A full-size picture takes about 0.4 s and 1 MB, one of 640

@@ -143,8 +143,10 @@ def _values(outcomes: list[_Outcome[T]]) -> list[T]:
 
 def _text(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {_text(part[0])}" for rank, part in error.failures.items())
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return "; ".join(f"{_text(part[0])} (rank {rank})" for rank, part in error.failures.items())
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    return str(error) if isinstance(error, Sa1bError) else f"{type(error).__name__}: {error}"
 
 
 def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:

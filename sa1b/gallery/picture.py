@@ -64,7 +64,7 @@ class Picture:
         return self.annotations.image_id
 
 
-# What pictures can be ordered by: the number of a picture, and whether the largest comes first.
+# What images can be ordered by: the number of an image, and whether the largest comes first.
 SORTS: dict[str, tuple[Callable[[Annotations], float], bool, str]] = {
     "stability_score": (lambda a: _mean(a.stability_score), False, "mean stability score, lowest first"),
     "predicted_iou": (lambda a: _mean(a.predicted_iou), False, "mean predicted IoU, lowest first"),
@@ -75,7 +75,7 @@ SORTS: dict[str, tuple[Callable[[Annotations], float], bool, str]] = {
 
 
 def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = None) -> Picture:
-    """Decode an image and its masks; keeps at most `longer_side` pixels of the picture.
+    """Decode an image and its masks; keeps at most `longer_side` pixels of the image.
 
     With predictions, only the masks that have one.
 
@@ -120,16 +120,16 @@ def _paired(
 
 
 def display_masks(picture: Picture, longer_side: int) -> Runs:
-    """The masks of a picture as the page draws them: at display size, largest first."""
+    """The masks of an image as the page draws them: at display size, largest first."""
     height, width = _display_size(picture, longer_side)
     return geometry.resize(picture.runs, height, width)
 
 
 def figure(picture: Picture, longer_side: int, quality: int) -> str:
-    """The HTML of one picture: image, empty stage for the masks, and their data.
+    """The HTML of one image: pixels, empty stage for the masks, and their data.
 
     Args:
-        longer_side: pixels, at most; a smaller picture keeps its size.
+        longer_side: pixels, at most; a smaller image keeps its size.
         quality: of the JPEG, 1 to 100.
     """
     annotations = picture.annotations

@@ -1,1 +1,1 @@
-"""Synthetic source tars: SA-1B's form, laws and quirks, with drawn pictures."""
+"""Synthetic source tars: SA-1B's form, laws and quirks, with drawn images."""

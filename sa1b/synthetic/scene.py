@@ -1,9 +1,9 @@
-"""Synthetic scenes: pictures of drawn objects whose masks are known to the pixel.
+"""Synthetic scenes: images of drawn objects whose masks are known to the pixel.
 
 The laws follow SA-1B: sizes and JPEG qualities, about 100 masks an image, areas lognormal plus two or three
 large masks, outlines rough enough that a mask has 300 to 340 runs at full size. Objects are painted from
 large to small. One that lies on another becomes a part of it (masks nest); one that lies across an outline
-hides what is behind it (masks are the visible region), so that every mask ends at an edge of the picture.
+hides what is behind it (masks are the visible region), so that every mask ends at an edge of the image.
 """
 
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ TILE = 1024  # pixels, side of the periodic texture tiles
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a picture will be, before anything is drawn.
+    """What an image will be, before anything is drawn.
 
     Attributes:
         width, height: pixels.
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Shape:
-    """An object in the picture.
+    """An object in the image.
 
     Attributes:
         x, y: pixels, where the top left pixel of `mask` lies in the image.
@@ -76,7 +76,7 @@ def plan(rng: np.random.Generator, long_side: int | None = None) -> Plan:
 
     Args:
         rng: source of all draws.
-        long_side: pixels of the longer side; None for full size. Smaller pictures hold fewer masks
+        long_side: pixels of the longer side; None for full size. Smaller images hold fewer masks
             (about 40 at 640 pixels), with the same law of area fractions.
     """
     if long_side is not None and long_side < LONG_SIDE_LEAST:
@@ -103,7 +103,7 @@ def draw(rng: np.random.Generator, scene: Plan) -> tuple[Mask, list[Shape]]:
     """Paints the scene.
 
     Returns:
-        The picture, uint8 [height, width, 3] RGB, and its objects in painting order. Objects that ended up
+        The image, uint8 [height, width, 3] RGB, and its objects in painting order. Objects that ended up
         hidden are left out.
     """
     height, width = scene.height, scene.width

@@ -1,13 +1,13 @@
-"""Synthetic source tars: SA-1B's form, laws and quirks, with drawn pictures and no SA-1B byte.
+"""Synthetic source tars: SA-1B's form, laws and quirks, with drawn images and no SA-1B byte.
 
 The tars look like the download: gzip, `./` prefix, members in random order so that the two halves of a pair
-lie apart. Every picture is a function of (seed, image id, long side) alone, so that a tar is reproducible
+lie apart. Every image is a function of (seed, image id, long side) alone, so that a tar is reproducible
 byte by byte with the same library versions.
 
-At full size, means of 200 pictures: JPEG 1.30 MB (q95) and 0.52 MB (q75), decoded in 9 ms; JSON 62 kB; 92
+At full size, means of 200 images: JPEG 1.30 MB (q95) and 0.52 MB (q75), decoded in 9 ms; JSON 62 kB; 92
 masks of 316 runs; area fraction p50 0.21 %, mean 0.91 %.
-`pytest tests/synthetic/test_source_tars.py -k calibration -s` measures 48 pictures.
-One core draws 3 pictures a second at full size, 30 at 640 pixels.
+`pytest tests/synthetic/test_source_tars.py -k calibration -s` measures 48 images.
+One core draws 3 images a second at full size, 30 at 640 pixels.
 """
 
 import gzip
@@ -31,7 +31,7 @@ from sa1b.workers import Failure, supervise
 
 IDS_PER_TAR = 11_187  # as in the download, so that a tar's ids stay the same whatever its number of images
 MTIME = 1_680_000_000  # seconds; any fixed time
-_SHUFFLE = 0x7A6  # tells the draws of a tar from those of a picture
+_SHUFFLE = 0x7A6  # tells the draws of a tar from those of an image
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class SyntheticSummary:
 
 
 def scene(image_id: int, seed: int = 0, long_side: int | None = None) -> tuple[bytes, AnnotationFile]:
-    """One picture and its annotation file.
+    """One image and its annotation file.
 
     Args:
         image_id: SA-1B image id, at least 0.
@@ -115,10 +115,10 @@ def write_tar(
         long_side: pixels of the longer side; None for full size.
         compress: gzip, as downloaded; False for a plain tar.
         directory: begin with an entry for `./`.
-        progress: called with 1 for every picture drawn.
+        progress: called with 1 for every image drawn.
 
     Returns:
-        Counts and bytes. Memory stays at a few pictures: members wait in a spill file to be shuffled.
+        Counts and bytes. Memory stays at a few images: members wait in a spill file to be shuffled.
     """
     path = Path(path)
     temporary = _temporary_path(path)
@@ -190,7 +190,7 @@ def write_tars(
         seed, long_side, compress: see `write_tar`.
         workers: processes, each with one tar at a time.
         overwrite: replace tars that exist already.
-        progress: called with 1 for every picture drawn.
+        progress: called with 1 for every image drawn.
 
     Raises:
         FileExistsError: one of the tars exists; nothing was written.
