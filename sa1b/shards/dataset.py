@@ -2,15 +2,17 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import path as check_path
 from sa1b.errors import ManifestError, TableError
 from sa1b.masks.runs import Runs
 from sa1b.shards import jpeg, manifest
@@ -94,6 +96,9 @@ class Dataset:
                 break
 
     def _open(self, root: Path | str, deadline: float, storage_options: Mapping[str, Any] | None) -> None:
+        check_path("root", root, "the folder that tools/reshard.py made, or its URL")
+        if PurePath(root).name == manifest.DATASET and not Path(root).is_dir():
+            raise ManifestError(f"{root}: pass the folder that it is in: {str(PurePath(root).parent)!r}")
         self._arguments = root, deadline, storage_options
         self.reader = Reader(root, deadline=deadline, options=storage_options)
         self.root = self.reader.root
@@ -113,7 +118,7 @@ class Dataset:
             ) from None
         self._samples = path or self._fetch_samples()
         # Where other processes find this version once its files have lost their names.
-        self._files = (self._samples.open("rb"), self._manifest_file)
+        self._files = (self._keep(self._samples), self._manifest_file)
         self.table: SampleTable = open_table(self._samples)
         if (self.table.digest, self.table.ids_digest) != promised:
             raise ManifestError(
@@ -211,7 +216,7 @@ class Dataset:
         if self.reader.is_local:
             path = Path(self.root) / manifest.DATASET
             with contextlib.suppress(FileNotFoundError):  # then the next line says more
-                self._manifest_file = path.open("rb")
+                self._manifest_file = self._keep(path)
                 return manifest.parse_dataset(self._manifest_file.read(), path)
             return manifest.read_dataset(Path(self.root))
         url = self.reader.url(manifest.DATASET)
@@ -221,6 +226,12 @@ class Dataset:
             raise ManifestError(
                 f"{error}; is {self.root} a copy of the --out folder of tools/reshard.py?"
             ) from None
+
+    def _keep(self, path: Path) -> BufferedReader:
+        """A file that is open as long as the dataset."""
+        file = path.open("rb")
+        weakref.finalize(self, file.close)
+        return file
 
     def _table_name(self) -> str:
         return str(self.manifest["samples"].get("name", manifest.OLD_SAMPLES))
@@ -254,7 +265,7 @@ def _reopen(
     with contextlib.suppress(OSError, ValueError, ManifestError, TableError):
         # What the first process has closed is not there, or is another file by now.
         table, document = map(Path, kept)
-        dataset._manifest_file = document.open("rb")
+        dataset._manifest_file = dataset._keep(document)
         dataset.manifest = manifest.parse_dataset(dataset._manifest_file.read(), document)
         dataset._map_table(table)
         return dataset

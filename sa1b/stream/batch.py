@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from sa1b.errors import Sa1bError
+from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import raster, raster_torch
 from sa1b.masks.runs import Runs, check_size
 from sa1b.stream.buffers import fresh
@@ -362,3 +363,13 @@ def _batch(columns: bytes) -> Batch:
 
 def _fail(message: str) -> NoReturn:
     raise TransportError(message)
+
+
+def _collate_batches(batches: object, **options: object) -> NoReturn:
+    raise UsageError(
+        "a sa1b.Stream gives whole batches: pass batch_size=None, as in DataLoader(stream, batch_size=None), "
+        "and choose their size with Stream(global_batch=, micro_batch=)"
+    )
+
+
+default_collate_fn_map[Batch] = _collate_batches

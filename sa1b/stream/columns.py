@@ -39,6 +39,7 @@ import numpy.typing as npt
 from sa1b.errors import Sa1bError
 from sa1b.storage.atomic import commit, flush, lock, naming_path
 from sa1b.storage.cache import cache_folder
+from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader, pieces_of
 
 if TYPE_CHECKING:
@@ -95,8 +96,17 @@ class Column:
         return values
 
     def warn_of_missing(self, ids: npt.NDArray[np.int64]) -> None:
-        """Warn if some of these ids have no row; how many is a part of the message."""
+        """Warn if some of these ids have no row; how many is a part of the message.
+
+        Raises:
+            ColumnError: none of them has one.
+        """
         _, found = self._rows(ids)
+        if len(ids) and not found.any():
+            raise ColumnError(
+                f"join[{self.name!r}]: {self.source} has none of the {len(ids):,} images of the stream; are "
+                f"its {self.key}s those of SA-1B, such as {ids[0]}?"
+            )
         if not found.all():
             warnings.warn(
                 f"{self.source} has no {self.name} for {np.sum(~found):,} of {len(ids):,} images; "
@@ -174,7 +184,12 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
         source = str(Path(source).absolute())
     parent, _, file = source.rpartition("/")
     with Reader(parent or "/", options=storage_options) as reader:
-        size = reader.size(file)
+        try:
+            size = reader.size(file)
+        except MissingError as error:
+            raise MissingError(
+                f"join[{name!r}]: {source} does not exist; give the path of a table", url=source
+            ) from error
         state = [
             size,
             Path(source).stat().st_mtime_ns if reader.is_local else _state(source, storage_options),
@@ -273,8 +288,8 @@ def _sorted(table: "pa.Table", name: str, source: str) -> "pa.RecordBatch":
     repeated = np.flatnonzero(ids[1:] == ids[:-1])
     if len(repeated):
         raise ColumnError(
-            f"{source}: column {key!r} has {ids[repeated[0]]} more than once, and {len(repeated):,} rows too "
-            "many in all; keep one row for each id"
+            f"{source}: id {ids[repeated[0]]} occurs more than once in column {key!r}; {len(repeated):,} "
+            "rows are too many in all: keep one row for each id"
         )
     return pa.record_batch([pa.array(ids), values.take(pa.array(order))], names=[key, name])
 

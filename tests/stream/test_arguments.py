@@ -1,13 +1,17 @@
 """Wrong arguments of Stream, Loader, batches and transforms are refused where they are passed, by name."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 import sa1b
+from sa1b.errors import ManifestError, UsageError
 from sa1b.masks import SizeError
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
@@ -183,3 +187,27 @@ def test_a_state_of_another_sequence_names_the_argument_and_one_way_out(
     with pytest.raises(ResumeError, match=message) as caught:
         stream.load_state_dict({**stream.state_dict(), **change})
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("arguments", [{}, {"batch_size": 4}])
+def test_a_data_loader_that_would_batch_batches_is_told_what_to_pass(
+    root: Path, arguments: dict[str, int]
+) -> None:
+    with pytest.raises(UsageError, match=r"DataLoader\(stream, batch_size=None\)"):
+        next(iter(DataLoader(stream_of(root), **arguments)))
+
+
+def test_a_file_as_root_is_refused_with_its_folder(root: Path) -> None:
+    with pytest.raises(ManifestError, match=rf"dataset\.json: pass the folder that it is in: '{root}'$"):
+        stream_of(root / "dataset.json")
+
+
+def test_a_stream_that_is_dropped_closes_its_files(root: Path) -> None:
+    script = (
+        f"import sa1b; stream = sa1b.Stream({str(root)!r}, global_batch=4, image_size=32); "
+        "next(iter(stream)); stream = None"
+    )
+    command = [sys.executable, "-X", "dev", "-W", "always::ResourceWarning", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root.parent)
+    assert "dataset.json" not in done.stderr
+    assert "samples-" not in done.stderr

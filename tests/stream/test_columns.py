@@ -267,7 +267,7 @@ def test_a_url_is_read_and_converted_once() -> None:
             "neither a column 'mask_id' nor 'image_id' .*it has id, caption",
         ),
         (pa.table({"image_id": [1], "text": ["a"]}), "has no column 'caption'; it has image_id"),
-        (table_of([3, 1, 3, 1, 3]), "column 'image_id' has 1 more than once, and 3 rows too many"),
+        (table_of([3, 1, 3, 1, 3]), "id 1 occurs more than once in column 'image_id'; 3 rows are too many"),
         (pa.table({"image_id": ["1"], "caption": ["a"]}), "column 'image_id' is string; ids are integers"),
         (pa.table({"image_id": [1.0], "caption": ["a"]}), "column 'image_id' is double; ids are integers"),
         (pa.table({"image_id": [1, None], "caption": ["a", "b"]}), "column 'image_id' has no id in 1 rows"),
@@ -311,7 +311,7 @@ def test_sources_of_another_form_are_refused(tmp_path: Path) -> None:
             open_columns({"caption": source})
     with pytest.raises(ColumnError, match=r"join\['image_id'\]: give the name of a column"):
         open_columns({"image_id": table_of([1])})
-    with pytest.raises(MissingError, match=r"missing\.parquet"):
+    with pytest.raises(MissingError, match=r"^join\['caption'\]: \S+missing\.parquet does not exist"):
         open_columns({"caption": tmp_path / "missing.parquet"})
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 but nothing else")
     (tmp_path / "broken.jsonl").write_text('{"image_id": 1, "caption": "a"}\n{"image_id": 2, ')
@@ -322,5 +322,11 @@ def test_sources_of_another_form_are_refused(tmp_path: Path) -> None:
 
 def test_a_stream_refuses_a_table_by_its_name(root: Path, tmp_path: Path) -> None:
     write(tmp_path / "c.parquet", table_of([1, 1]))
-    with pytest.raises(ColumnError, match=r"c\.parquet: column 'image_id' has 1 more than once"):
+    with pytest.raises(ColumnError, match=r"c\.parquet: id 1 occurs more than once"):
+        stream_of(root, {"caption": tmp_path / "c.parquet"})
+
+
+def test_a_table_of_none_of_the_images_is_refused(root: Path, tmp_path: Path) -> None:
+    write(tmp_path / "c.parquet", table_of([10**9]))
+    with pytest.raises(ColumnError, match=r"^join\['caption'\]: .*c\.parquet has none of the \d+ images"):
         stream_of(root, {"caption": tmp_path / "c.parquet"})
