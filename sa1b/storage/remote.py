@@ -163,6 +163,12 @@ class RemoteOrigin:
         options = {**self._options, "skip_instance_cache": True}
         try:
             kind = fsspec.get_filesystem_class(protocol)
+        except ValueError:
+            raise StorageError(
+                f"{self._root}: fsspec knows no protocol {protocol!r}; pass a folder, or a URL such as "
+                "s3://BUCKET/FOLDER or https://HOST/FOLDER",
+                url=self._root,
+            ) from None
         except ImportError as error:
             advice = "pip install 'sa1b[s3]'" if protocol in ("s3", "s3a") else "install it"
             raise StorageError(f"{self._root}: {error}: {advice}", url=self._root) from None

@@ -42,6 +42,7 @@ from sa1b.stream.plan import MicroBatch, Plan, process_rank
 from sa1b.stream.resume import ResumeError, check_state
 from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
+from sa1b.stream.transform import check_pickles
 from sa1b.views.view import open_view
 
 _PREFETCH = 1  # micro-batches that are being read while one is decoded
@@ -197,6 +198,7 @@ class Stream(IterableDataset[Batch]):
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], Iterations]]:
         # A worker process maps table and view itself, those of the dataset as it was opened here.
         opened = {"root": self.dataset, "join": self.columns}
+        check_pickles(self.options.transforms)
         return _reopen, ({**self._arguments, **opened}, self._iterations)
 
     def __len__(self) -> int:

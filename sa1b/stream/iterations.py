@@ -54,7 +54,7 @@ class Iterations:
     """
 
     def __init__(self, position: int = 0) -> None:
-        self._file = _anonymous_file()
+        self._file = _closed_with(self, _anonymous_file())
         self._write({"position": position, "unknown": False, "joined": [], "closed": False})
         _MADE.add(self)
 
@@ -153,8 +153,13 @@ class Iterations:
 
 def _inherited(descriptor: Any) -> Iterations:
     iterations = Iterations.__new__(Iterations)
-    iterations._file = os.fdopen(descriptor.detach(), "r+b", buffering=0)
+    iterations._file = _closed_with(iterations, os.fdopen(descriptor.detach(), "r+b", buffering=0))
     return iterations
+
+
+def _closed_with(iterations: Iterations, file: BinaryIO) -> BinaryIO:
+    weakref.finalize(iterations, file.close).atexit = False  # _close_all still writes to it
+    return file
 
 
 def _anonymous_file() -> BinaryIO:

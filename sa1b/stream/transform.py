@@ -24,6 +24,7 @@ function of a module, or an object of a class like those below.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from math import exp, inf, log, sqrt
+from multiprocessing.reduction import ForkingPickler
 from operator import index
 from typing import cast
 
@@ -236,6 +237,23 @@ def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) 
             _message(function, image_id, f"it returned {found} for an image uint8 {list(image.shape)}")
         )
     return changed
+
+
+def check_pickles(transforms: Sequence[Transform]) -> None:
+    """Check that worker processes that are spawned can be given the transforms.
+
+    Raises:
+        TransformError: one cannot be pickled.
+    """
+    for transform in transforms:
+        try:
+            ForkingPickler.dumps(transform)
+        except Exception as error:
+            raise TransformError(
+                f"transform {name_of(transform)} cannot be pickled for a worker process ({error}): make it a "
+                "function of a module, or an object of a class of a module, or read with sa1b.Loader, whose "
+                "threads need no pickling"
+            ) from error
 
 
 def name_of(function: object) -> str:

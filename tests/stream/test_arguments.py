@@ -15,8 +15,9 @@ from sa1b.errors import ManifestError, UsageError
 from sa1b.masks import SizeError
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
+from sa1b.storage.errors import StorageError
 from sa1b.stream.resume import ResumeError
-from sa1b.stream.transform import RandomCrop, ScaleJitter
+from sa1b.stream.transform import RandomCrop, ScaleJitter, TransformError
 from sa1b.synthetic import source_tars
 from tests.shards import tiny
 
@@ -211,3 +212,20 @@ def test_a_stream_that_is_dropped_closes_its_files(root: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root.parent)
     assert "dataset.json" not in done.stderr
     assert "samples-" not in done.stderr
+    assert "unclosed" not in done.stderr
+
+
+def test_a_protocol_that_nothing_reads_is_named_with_what_is_possible() -> None:
+    with pytest.raises(
+        StorageError, match="^foo://x: fsspec knows no protocol 'foo'; pass a folder, or a URL"
+    ):
+        stream_of("foo://x")
+
+
+def test_a_transform_that_a_spawned_worker_cannot_get_is_named(root: Path) -> None:
+    stream = stream_of(root, transform=lambda frame, visit: frame)
+    loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(
+        TransformError, match=r"^transform .*<lambda> cannot be pickled.*function of a module"
+    ):
+        next(iter(loader))
