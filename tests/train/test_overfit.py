@@ -1,0 +1,40 @@
+"""The smallest preset can learn: it overfits eight images."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+# Masks of a few pixels have none at the size of the decoder's masks.
+LARGE = "area_fraction >= 0.005 and area_fraction <= 0.5"
+
+
+def command(script: str, *arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_eight_images_are_overfitted_to_an_iou_above_0_9_at_five_clicks(tmp_path: Path) -> None:
+    source, shards, run = tmp_path / "source", tmp_path / "shards", tmp_path / "run"
+    command(
+        "tools/synthesize.py", source, "--tars", 1, "--images-per-tar", 8, "--long-side", 640, "--workers", 1
+    )
+    command("tools/reshard.py", source, "--out", shards, "--workers", 1)
+    command("tools/view.py", shards, "--masks-where", LARGE, "--name", "eight")
+    trained = ("--preset", "tiny", "--data.root", shards, "--out", run, "--data.view", "eight")
+    schedule = ("--optim.steps", 450, "--optim.lr", 2e-3, "--optim.warmup", 20, "--optim.weight-decay", 0)
+    command("sa1b/train.py", *trained, *schedule, "--recipe.clicks", 2, "--checkpoint.every", 450)
+    evaluated = ("--preset", "tiny", "--data.root", shards, "--out", run, "--evaluation.view", "eight")
+    scores = json.loads(command("sa1b/train.py", *evaluated, "--evaluate-only", "--json"))
+    assert scores["masks"] > 50
+    assert scores["miou_5_clicks"] > 0.9
