@@ -41,7 +41,10 @@ def test_a_dry_run_prints_and_writes_nothing(root: Path, tmp_path: Path) -> None
 
 def test_a_dry_run_looks_at_all_that_a_run_needs(root: Path, whole: Whole, tmp_path: Path) -> None:
     for flags, complaint in (
-        (("--init", str(tmp_path / "gone.pth")), "gone.pth: no such file or folder; pass the folder of a run"),
+        (
+            ("--init", str(tmp_path / "gone.pth")),
+            "gone.pth: no such file or folder; pass the folder of a run",
+        ),
         (("--init", str(whole("none", 1)), "--model.width", "64"), "pass --model.width 32"),
         (("--evaluation.view", "nosuch", "--evaluation.every", "3"), "'nosuch' in"),
     ):
