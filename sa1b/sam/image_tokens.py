@@ -103,14 +103,18 @@ def added(product: Tensor, tokens: Tensor) -> Tensor:
     return product + tokens if torch.compiler.is_compiling() else product.add_(tokens)
 
 
-class _WithTransposed(torch.autograd.Function):
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return a @ b.transpose(-2, -1)
+class _OfTwo(torch.autograd.Function):
+    """A function of two tensors that its backward pass needs."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+
+
+class _WithTransposed(_OfTwo):
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b.transpose(-2, -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,14 +122,10 @@ class _WithTransposed(torch.autograd.Function):
         return gradient @ b, gradient.transpose(-2, -1) @ a
 
 
-class _OfTransposed(torch.autograd.Function):
+class _OfTransposed(_OfTwo):
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
         return a.transpose(-2, -1) @ b
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
