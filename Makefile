@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench docs lint clean
 
 demo: .venv/installed
 	$(BIN)/python tools/demo.py demo
@@ -12,6 +12,10 @@ test: .venv/installed-dev
 
 bench: .venv/installed-dev
 	$(BIN)/pytest benchmarks
+
+# To build/site; a broken link or anchor ends it.
+docs: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -67,7 +67,8 @@ class Stream(IterableDataset[Batch]):
         seed: of the order and of every random value.
         block_size: neighbouring samples that are kept and read together, see sa1b.stream.order.Order.
         damage_log: file for damaged samples; one for all ranks.
-        rank, world_size: by default from torch.distributed, else from torchrun's variables, else one process.
+        rank: of this process; by default from torch.distributed, else from torchrun's variables, else 0.
+        world_size: processes that share the steps; by default as `rank`, else 1.
         deadline: seconds that one read may take over all its attempts. After it the stream stops and reports
             the URL and the error: samples are never substituted for unavailable data.
         storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.

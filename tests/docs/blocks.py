@@ -1,0 +1,66 @@
+"""The fenced blocks of a page of documentation, and the comments that say how the test treats them.
+
+See `tests/docs/test_pages.py` for the rules.
+"""
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+LANGUAGES = ("bash", "python", "sql")
+
+_BLOCK = re.compile(
+    r"(?:^ *<!-- (?P<comment>not run|exit code): (?P<value>.+?) -->\s*?\n\s*)?"
+    r"^(?P<indent> *)(?P<fence>```+) *(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^(?P=indent)(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+_MATERIALS = re.compile(r"<!-- with: (.+?) -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block.
+
+    Attributes:
+        language: the first word after the fence; empty if there is none.
+        code: what lies between the fences, without their indentation.
+        line: number of the first line of `code` in the page, from 1.
+        not_run: why the block is not run; None for a block that is.
+        exit_code: the code with which a `bash` block ends.
+    """
+
+    language: str
+    code: str
+    line: int
+    not_run: str | None = None
+    exit_code: int = 0
+
+
+def blocks_of(text: str) -> list[Block]:
+    """All fenced blocks of a page, in order."""
+    found = []
+    for match in _BLOCK.finditer(text):
+        value = {match["comment"]: match["value"]}
+        found.append(
+            Block(
+                match["language"],
+                textwrap.dedent(match["code"]),
+                text.count("\n", 0, match.start("code")) + 1,
+                value.get("not run"),
+                int(value.get("exit code", 0)),
+            )
+        )
+    return found
+
+
+def materials_of(text: str) -> list[str]:
+    """The names in a page's `<!-- with: ... -->` comments."""
+    return [name.strip() for names in _MATERIALS.findall(text) for name in names.split(",")]
+
+
+def without_blocks(text: str) -> str:
+    """The page's prose: as many lines, those of fenced blocks empty."""
+    return _BLOCK.sub(lambda match: "\n" * match[0].count("\n"), text)

@@ -1,0 +1,66 @@
+"""The commands of a `bash` block that is not run: their verbs and flags exist and take such values."""
+
+import functools
+import re
+import shlex
+from importlib import import_module
+
+import tyro
+
+
+def commands_of(code: str) -> list[list[str]]:
+    """The words of each simple command; variables have the value 1, comments and redirections are left out."""
+    code = re.sub(r"\\\n", " ", code)
+    code = re.sub(r"\$\{?\w+\}?|\$\([^)]*\)", "1", code)
+    lexer = shlex.shlex(code, posix=True, punctuation_chars="\n;&|()<>")
+    lexer.commenters = ""  # shlex would take the end of the line with the comment
+    lexer.whitespace = " \t"
+    lexer.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    comment = redirected = False
+    for word in lexer:
+        if set(word) <= set("\n;&|()"):
+            comment = comment and "\n" not in word
+            if not comment:
+                commands.append([])
+                redirected = False
+        elif comment or word.startswith("#"):
+            comment = True
+        elif set(word) <= set("<>"):
+            redirected = True
+        elif not redirected:
+            commands[-1].append(word)
+    return [command for command in commands if command]
+
+
+def check_flags(code: str) -> None:
+    """Parse each `sa1b VERB ...` and `-m sa1b.train ...` of a block, without running it.
+
+    Raises:
+        SystemExit: the verb or a flag does not exist, or takes no such value.
+        Sa1bError: the flags do not fit together.
+    """
+    for words in commands_of(code):
+        if "sa1b.train" in words:
+            _check_verb("train", words[words.index("sa1b.train") + 1 :])
+        elif "sa1b" in words:
+            verb, *arguments = words[words.index("sa1b") + 1 :]
+            _check_verb(verb, arguments)
+
+
+def _check_verb(verb: str, arguments: list[str]) -> None:
+    if verb.startswith("-"):
+        return
+    if verb == "train":
+        from sa1b.engine.config import parse
+        from sa1b.engine.presets import PRESETS
+
+        parse(arguments, None, PRESETS)
+        return
+    main = import_module(f"sa1b.cli.{verb}").main
+
+    @functools.wraps(main)
+    def nothing(*_: object, **__: object) -> int:
+        return 0
+
+    tyro.cli(nothing, args=arguments, config=(tyro.conf.FlagCreatePairsOff,))

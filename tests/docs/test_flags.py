@@ -1,0 +1,21 @@
+"""How the flags of blocks that are not run are found."""
+
+from tests.docs.flags import check_flags, commands_of
+
+
+def test_a_block_is_split_into_simple_commands() -> None:
+    code = """\
+sa1b view shards --masks-where "area_fraction < 0.9 and x > 2" \\
+    --name train  # the part to train on; not & held out
+NAME=x srun sa1b reshard downloads --task $SLURM_ARRAY_TASK_ID/8 > log.txt && echo done | cat
+"""
+    assert commands_of(code) == [
+        ["sa1b", "view", "shards", "--masks-where", "area_fraction < 0.9 and x > 2", "--name", "train"],
+        ["NAME=x", "srun", "sa1b", "reshard", "downloads", "--task", "1/8"],
+        ["echo", "done"],
+        ["cat"],
+    ]
+
+
+def test_flags_that_exist_are_accepted_and_nothing_is_run() -> None:
+    check_flags("torchrun --nproc_per_node=8 -m sa1b.train --preset vit_b --data.root s3://bucket/shards")

@@ -1,0 +1,128 @@
+"""Every command and snippet of README.md and docs/*.md runs as shown.
+
+The fenced blocks of a page whose language is `bash`, `python` or `sql` are run in order, in one temporary folder
+for each page. The folder holds `downloads/` with two source tars, `sa_000020.tar` (images 223750 to 223757) and
+`sa_000021.tar` (images 234940 to 234947), longer side 256 pixels, and nothing else; a page makes the rest by its
+own commands. Other languages (`text` for output, `json`, `yaml`, ...) and blocks without one are not run.
+
+- `bash`: a shell that stops at the first command that fails. `sa1b` and `python` are those of this checkout.
+  `cd` and variables end with the block. `sa1b train` has flags appended that make model and run tiny (64 pixels,
+  2 steps of 2 images: `TRAINING` in `tests/docs/materials.py`), so a page can show the flags of a real run.
+- `python`: the blocks of a page share one namespace and one process. No `if __name__ == "__main__"` is needed.
+- `sql`: DuckDB, in the page's folder.
+
+Comments, which readers do not see, change this:
+
+- `<!-- with: shards, run -->` anywhere in the page: these materials are copied into the folder before the first
+  block. `shards`: the dataset directory of `downloads`. `run`: a finished training run on it. `photo.jpg`.
+  `captions.parquet`: columns image_id and caption, without a row for the last image. `sam_vit_b_01ec64.pth`:
+  random weights in the published form, of the tiny model. Another one is a function in `materials.py`.
+- `<!-- not run: REASON -->` on the line before a block: it cannot run on a test machine. The flags of its
+  `sa1b VERB` and `-m sa1b.train` are still parsed, its Python is still compiled.
+- `<!-- exit code: 3 -->` on the line before a `bash` block: it ends with this code.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs import materials
+from tests.docs.blocks import LANGUAGES, PAGES, blocks_of, materials_of
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the materials of all pages."""
+    return tmp_path_factory.mktemp("materials")
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the commands `sa1b` and `python`."""
+    folder = tmp_path_factory.mktemp("commands") / "bin"
+    materials.write_commands(folder)
+    return folder
+
+
+def run_page(page: Path, folder: Path, made: Path, commands: Path) -> subprocess.CompletedProcess[str]:
+    """Run the blocks of a page in a folder, with the materials that it asks for."""
+    for name in ["downloads", *materials_of(page.read_text(encoding="utf-8"))]:
+        materials.copy_to(folder, name, made)
+    return subprocess.run(
+        [sys.executable, "-c", f"from tests.docs import page; page.main({str(page)!r})"],
+        cwd=folder,
+        env=materials.environment(commands),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_page_runs_as_shown(page: Path, tmp_path: Path, made: Path, commands: Path) -> None:
+    if any(block.language in LANGUAGES for block in blocks_of(page.read_text(encoding="utf-8"))):
+        done = run_page(page, tmp_path, made, commands)
+        assert done.returncode == 0, done.stdout
+
+
+def written(folder: Path, text: str) -> Path:
+    page = folder / "page.md"
+    page.write_text(text)
+    return page
+
+
+def test_blocks_share_the_folder_and_python_blocks_the_namespace(
+    tmp_path: Path, made: Path, commands: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    page = written(
+        tmp_path,
+        """\
+<!-- with: shards -->
+```bash
+ls downloads > names.txt
+```
+```python
+names = open("names.txt").read().split()
+```
+```text
+not run
+```
+    ```python
+    import sa1b
+    assert len(sa1b.open("shards")) == 8 * len(names)
+    ```
+```sql
+COPY (SELECT count(*) AS n FROM 'shards/*.parquet') TO 'count.csv';
+```
+<!-- exit code: 3 -->
+```bash
+exit 3
+```
+""",
+    )
+    done = run_page(page, folder, made, commands)
+    assert done.returncode == 0, done.stdout
+    assert (folder / "count.csv").read_text().split() == ["n", "16"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("```bash\nfalse\ntrue\n```", "returned non-zero exit status 1"),
+        ("```python\nx = 1\nx.nonsense\n```", 'page.md", line 3'),
+        ("```sql\nSELECT nonsense\n```", "nonsense"),
+        ("<!-- not run: eight GPUs -->\n```bash\ntorchrun -m sa1b.train --data.rot shards\n```", "data.rot"),
+        ("<!-- not run: eight GPUs -->\n```python\nx =\n```", "SyntaxError"),
+    ],
+)
+def test_a_block_that_fails_fails_its_page(
+    text: str, reason: str, tmp_path: Path, made: Path, commands: Path
+) -> None:
+    done = run_page(written(tmp_path, text), tmp_path, made, commands)
+    assert done.returncode != 0
+    assert reason in done.stdout
