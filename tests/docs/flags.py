@@ -4,6 +4,7 @@ import functools
 import re
 import shlex
 from importlib import import_module
+from importlib.util import find_spec
 
 import tyro
 
@@ -57,7 +58,8 @@ def _check_verb(verb: str, arguments: list[str]) -> None:
 
         parse(arguments, None, PRESETS)
         return
-    main = import_module(f"sa1b.cli.{verb}").main
+    package = "sa1b.cli" if find_spec("sa1b.cli") else "tools"
+    main = import_module(f"{package}.{verb}").main
 
     @functools.wraps(main)
     def nothing(*_: object, **__: object) -> int:
