@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sa1b.engine.checkpoint.weights import load_model
     from sa1b.sam.prediction import predict
-    from sa1b.shards.dataset import Dataset, Sample
+    from sa1b.shards.dataset import Dataset
     from sa1b.shards.dataset import open_dataset as open
+    from sa1b.shards.record import webdataset_decoder
+    from sa1b.shards.sample import Sample
     from sa1b.stream.batch import Batch
     from sa1b.stream.dataset import Stream
     from sa1b.stream.loader import Loader
@@ -20,12 +22,13 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "open": ("sa1b.shards.dataset", "open_dataset"),
     "Dataset": ("sa1b.shards.dataset", "Dataset"),
-    "Sample": ("sa1b.shards.dataset", "Sample"),
+    "Sample": ("sa1b.shards.sample", "Sample"),
     "Stream": ("sa1b.stream.dataset", "Stream"),
     "Loader": ("sa1b.stream.loader", "Loader"),
     "Batch": ("sa1b.stream.batch", "Batch"),
     "load_model": ("sa1b.engine.checkpoint.weights", "load_model"),
     "predict": ("sa1b.sam.prediction", "predict"),
+    "webdataset_decoder": ("sa1b.shards.record", "webdataset_decoder"),
 }
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "load_model",
     "open",
     "predict",
+    "webdataset_decoder",
 ]
 
 

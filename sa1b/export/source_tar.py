@@ -15,7 +15,8 @@ import numpy.typing as npt
 from isal import igzip
 
 from sa1b.names import member_name
-from sa1b.shards.dataset import Sample, open_dataset
+from sa1b.shards.dataset import open_dataset
+from sa1b.shards.sample import Sample
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import commit, flush, naming_path
 

@@ -24,6 +24,7 @@ from sa1b.gallery.summary import GallerySummary
 from sa1b.gallery.warning_list import read_warnings
 from sa1b.names import image_name
 from sa1b.progress import bar
+from sa1b.shards.display import size_text
 from sa1b.storage.atomic import write_whole
 
 MAX_PAGE_BYTES = 19_990_000
@@ -217,7 +218,7 @@ def _facts(gathered: Gathered, shown: str) -> str:
         ("Image sizes", listed or "none"),
         (
             "Stored",
-            _bytes(stored) + (f" in {len(gathered.parts):,} parts" if len(gathered.parts) > 1 else ""),
+            size_text(stored) + (f" in {len(gathered.parts):,} parts" if len(gathered.parts) > 1 else ""),
         ),
         *gathered.facts,
         ("Shown here", shown),
@@ -242,7 +243,7 @@ def _parts(gathered: Gathered) -> str:
     if len(gathered.parts) < 2:
         return ""
     rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{_count(images)}</td><td>{_count(masks)}</td><td>{_bytes(size)}</td></tr>"
+        f"<tr><td>{escape(name)}</td><td>{_count(images)}</td><td>{_count(masks)}</td><td>{size_text(size)}</td></tr>"
         for name, images, masks, size in gathered.parts[:_LISTED]
     )
     more = len(gathered.parts) - _LISTED
@@ -274,10 +275,3 @@ def _skipped(gathered: Gathered) -> str:
 
 def _count(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
-
-
-def _bytes(size: int) -> str:
-    for unit, power in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= power:
-            return f"{size / power:,.1f} {unit}"
-    return f"{size:,} bytes"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-import cv2
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
@@ -25,6 +24,7 @@ from sa1b.masks.runs import MaskError, Runs
 from sa1b.names import image_name
 from sa1b.shards import jpeg
 from sa1b.shards.annotation import Annotations
+from sa1b.shards.overlay import display_size, largest_first, scaled
 
 _NUMBERS = (
     "mask_id",
@@ -89,11 +89,11 @@ def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = No
         runs = exhibit.annotations.runs()
     except MaskError as error:
         raise BadSample("bad_rle", str(error)) from None
-    order = np.argsort(-geometry.area(runs), kind="stable")
+    order = largest_first(runs)
     if predicted is not None:
         order, predicted = _paired(exhibit.annotations, order, predicted)
     return Picture(
-        exhibit.annotations, exhibit.place, _scaled(pixels, longer_side), runs.select(order), order, predicted
+        exhibit.annotations, exhibit.place, scaled(pixels, longer_side), runs.select(order), order, predicted
     )
 
 
@@ -134,7 +134,7 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
     """
     annotations = picture.annotations
     height, width = _display_size(picture, longer_side)
-    data = simplejpeg.encode_jpeg(_scaled(picture.pixels, longer_side), quality, "RGB", "420", fastdct=False)
+    data = simplejpeg.encode_jpeg(scaled(picture.pixels, longer_side), quality, "RGB", "420", fastdct=False)
     image = base64.b64encode(data).decode("ascii")
     keys = " ".join(
         f'data-{name.replace("_", "-")}="{_finite(number(annotations))}"'
@@ -226,18 +226,7 @@ def _script_json(document: Any) -> str:
 
 def _display_size(picture: Picture, longer_side: int) -> tuple[int, int]:
     height, width = picture.pixels.shape[:2]
-    if max(height, width) <= longer_side:
-        return height, width
-    return jpeg.scaled_size(height, width, longer_side)
-
-
-def _scaled(pixels: npt.NDArray[np.uint8], longer_side: int) -> npt.NDArray[np.uint8]:
-    height, width = pixels.shape[:2]
-    if max(height, width) <= longer_side:
-        return pixels
-    height, width = jpeg.scaled_size(height, width, longer_side)
-    scaled = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
-    return np.asarray(scaled, np.uint8)
+    return display_size(height, width, longer_side)
 
 
 def _mean(values: npt.NDArray[Any]) -> float:

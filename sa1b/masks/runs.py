@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,9 @@ class Runs:
     height: int
     width: int
 
+    def __repr__(self) -> str:
+        return f"Runs({len(self):,} masks, {len(self.runs):,} runs, {self.width} x {self.height} pixels)"
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -101,6 +105,25 @@ class Runs:
             chosen = chosen.astype(np.int64)
         rows: npt.NDArray[np.int64] = np.arange(len(self), dtype=np.int64)[chosen.reshape(-1)]
         return rows
+
+    def to_coco(self, *, text: bool = False) -> list[dict[str, Any]]:
+        """The masks as pycocotools takes and returns them, exactly; nothing is decoded to pixels.
+
+        The inverse is `sa1b.masks.decode([mask["counts"] for mask in found], height, width)`.
+
+        Args:
+            text: `counts` as str, for JSON, in place of bytes; pycocotools takes both.
+
+        Returns:
+            For each mask {"size": [height, width], "counts": COCO's compressed string}, in pixels of the
+            image the masks belong to.
+        """
+        from sa1b.masks import coco
+
+        return [
+            {"size": [self.height, self.width], "counts": string.decode("ascii") if text else string}
+            for string in coco.encode(self)
+        ]
 
     def check(self) -> "Runs":
         """Itself, after checking all that the class promises.

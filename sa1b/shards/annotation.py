@@ -75,6 +75,9 @@ class Annotations:
     runs_count: npt.NDArray[np.uint32]
     text: bytes | None = None
 
+    def __repr__(self) -> str:
+        return f"Annotations({self.image_id}: {len(self):,} masks, {self.width} x {self.height} pixels)"
+
     def __len__(self) -> int:
         return len(self.mask_id)
 

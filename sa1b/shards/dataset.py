@@ -4,65 +4,38 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sa1b.arguments import path as check_path
 from sa1b.errors import ManifestError, TableError
-from sa1b.masks.runs import Runs
-from sa1b.shards import jpeg, manifest
-from sa1b.shards.annotation import Annotations
+from sa1b.shards import manifest
+from sa1b.shards.display import SHEET_DEADLINE, SHEET_IMAGES, Displayed, contact_sheet, size_text
+from sa1b.shards.sample import Sample
 from sa1b.shards.sample_read import PendingRead, location_of, submit
 from sa1b.shards.sample_table import SampleTable, is_intact, open_table
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _ATTEMPTS = 3  # to open a directory that sources are added to
 MANIFEST_CAP = 256 << 20  # bytes of a dataset.json: 5 MB for the 11,000 shards of all of SA-1B
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """One image with its masks, as stored.
-
-    Attributes:
-        jpeg: the bytes of `sa_<id>.jpg`.
-        annotations: all masks with all their numbers, in pixels of the source image.
-        shard: name of the shard; offset: of the jpg's content in it, in bytes.
-    """
-
-    image_id: int
-    jpeg: bytes
-    annotations: Annotations
-    shard: str
-    offset: int
-
-    @property
-    def image(self) -> npt.NDArray[np.uint8]:
-        """The decoded image, RGB uint8 [height, width, 3]; decoded on every use.
-
-        Smaller than the masks' frame if the shards were made with --image-size.
-        """
-        return jpeg.decode(self.jpeg)
-
-    @property
-    def runs(self) -> Runs:
-        """All masks as runs at source resolution; decoded on every use."""
-        return self.annotations.runs()
-
-
-class Dataset:
+class Dataset(Displayed):
     """The samples of a dataset directory, sorted by image id. Opening reads the manifest and maps the table.
 
-    `ds[i]`, `ds.by_id(image_id)`, `len(ds)`, iteration. Safe to share between threads. An open dataset stays
-    as it was opened, also in worker processes that it is pickled for, while sources are added to the
-    directory; opening it again gives the new version.
+    `ds[i]`, `ds.by_id(image_id)`, `len(ds)`, iteration. A notebook shows a few of its images with their
+    masks, always the same ones. Safe to share between threads. An open dataset stays as it was opened, also
+    in worker processes that it is pickled for, while sources are added to the directory; opening it again
+    gives the new version.
 
     Args:
         root: folder that tools/reshard.py made, or its URL (s3://...). Of a URL the sample table is copied to
@@ -132,8 +105,27 @@ class Dataset:
         return _reopen, (self._arguments, self.table.digest, kept)
 
     def __repr__(self) -> str:
-        shown = f"Dataset({str(self.root)!r}: {len(self):,} images in {len(self.shards):,} shards"
+        counts = [f"{len(self):,} images"]
+        totals = self.manifest.get("totals", {})  # an early version wrote none
+        if {"masks", "shard_bytes"} <= totals.keys():
+            counts += [f"{totals['masks']:,} masks", size_text(totals["shard_bytes"])]
+        shards = f"{len(self.shards):,} shard{'' if len(self.shards) == 1 else 's'}"
+        shown = f"Dataset({str(self.root)!r}: {', '.join(counts)} in {shards}"
         return f"{shown}; {self.lacks()})" if self.lacks() else f"{shown})"
+
+    def _preview(self) -> "Image":
+        """A contact sheet of images evenly spread over the ids: one read each, under a short deadline."""
+        count = len(self)
+        rows = sorted({i * count // SHEET_IMAGES for i in range(SHEET_IMAGES)} if count else ())
+        root, deadline, options = self._arguments
+        with Reader(root, deadline=min(deadline, SHEET_DEADLINE), options=options) as reader:
+            reads: list[Callable[[], Sample]]
+            try:  # all at the same time
+                locations = [location_of(self.table, row, self.shards) for row in rows]
+                reads = [partial(_sample, submit(reader, [location])[0]) for location in locations]
+            except (IndexError, OverflowError):  # the table is damaged: reading says so in each cell
+                reads = [partial(self.__getitem__, row) for row in rows]
+            return contact_sheet(list(zip(self.table.image_id[rows].tolist(), reads, strict=True)), count)
 
     def lacks(self) -> str:
         """What a partial dataset lacks, in words; empty where every known source is in it."""
@@ -158,10 +150,8 @@ class Dataset:
         count = len(self)
         if not -count <= i < count:
             raise IndexError(f"sample {i} of {count}")
-        (reading,) = self.submit([i % count])
-        jpeg, annotations = reading.result()
-        location = reading.location
-        return Sample(location.image_id, bytes(jpeg), annotations, location.shard, location.start)
+        (pending,) = self.submit([i % count])
+        return _sample(pending)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
@@ -244,6 +234,12 @@ class Dataset:
                 "run tools/index.py on the folder and copy dataset.json again"
             )
         return fetch_once(self.reader, self._table_name(), digest or "")
+
+
+def _sample(pending: PendingRead) -> Sample:
+    jpeg, annotations = pending.result()
+    location = pending.location
+    return Sample(location.image_id, bytes(jpeg), annotations, location.shard, location.start)
 
 
 def _reopen(

@@ -148,15 +148,21 @@ def _end_of_scan(data: bytes, position: int) -> int:
     return found.start()
 
 
-def decode(data: bytes | memoryview) -> npt.NDArray[np.uint8]:
+def decode(data: bytes | memoryview, *, min_height: int = 0, min_width: int = 0) -> npt.NDArray[np.uint8]:
     """RGB pixels, uint8 [height, width, 3].
+
+    Args:
+        min_height, min_width: if both are given, the decoder's DCT may scale the image down to the smallest
+            n/8 of its size that is not below them.
 
     Raises:
         BadSample: a decoder error or warning: data cut off or corrupt.
         MemoryError: no memory for the pixels; a progressive file takes 9 bytes a pixel.
     """
     try:
-        image: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", strict=True)
+        image: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(
+            data, "RGB", min_height=min_height, min_width=min_width, strict=True
+        )
     except ValueError as error:
         if "insufficient memory" in str(error).lower():  # says nothing about the file
             raise MemoryError(str(error)) from None

@@ -160,6 +160,22 @@ def decode(data: bytes | memoryview) -> Annotations:
     return annotations
 
 
+def webdataset_decoder(key: str, data: bytes) -> Annotations | None:
+    """Decode mask records in a webdataset pipeline.
+
+        WebDataset("shards/sa1b-000020-{0000..0010}.tar").decode("pil", sa1b.webdataset_decoder)
+
+    Each sample's "masks" becomes its `Annotations`; other members are left to the other decoders.
+
+    Args:
+        key: the member's ending, such as ".masks"; data: its bytes.
+
+    Raises:
+        RecordError: not a record, another format version, or damaged; webdataset passes it to its `handler`.
+    """
+    return decode(data) if key.rpartition(".")[2] == "masks" else None
+
+
 def _decompress(data: bytes | memoryview) -> bytes:
     try:
         size = zstandard.frame_content_size(data)

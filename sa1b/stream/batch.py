@@ -91,6 +91,12 @@ class RaggedMasks(_Tensors):
     taken: Tensor
     image_size: int
 
+    def __repr__(self) -> str:
+        return (
+            f"RaggedMasks({len(self):,} masks of {len(self.counts)} images, {len(self.runs):,} runs, "
+            f"frame of {self.image_size} pixels, {self.runs.device})"
+        )
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -209,6 +215,16 @@ class Batch(_Tensors):
     dense: Tensor | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
     buffer: Tensor | None = None
+
+    def __repr__(self) -> str:
+        # Shapes only: values would make the host wait for the device.
+        parts = [f"images {list(self.images.shape)}", f"{len(self.masks):,} masks"]
+        if self.dense is not None:
+            parts.append(f"dense {list(self.dense.shape)}")
+        parts += [str(self.ids.device), f"position {self.position:,}"]
+        if self.extra:
+            parts.append(f"extra {', '.join(self.extra)}")
+        return f"Batch({'; '.join(parts)})"
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -202,6 +202,13 @@ class Stream(IterableDataset[Batch]):
         check_pickles(self.options.transforms)
         return _reopen, ({**self._arguments, **opened}, self._iterations)
 
+    def __repr__(self) -> str:
+        return (
+            f"Stream({str(self.root)!r}, {self.view!r}: {self.steps_per_epoch:,} steps an epoch of "
+            f"{self.plan.global_batch:,} images, rank {self.rank} of {self.world_size}, "
+            f"position {self.position:,})"
+        )
+
     def __len__(self) -> int:
         """Micro-batches of this rank in an epoch. Raises TypeError for an endless stream (epochs=None)."""
         return len(self.plan)

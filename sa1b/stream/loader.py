@@ -33,6 +33,7 @@ from sa1b.stream.batch import Batch
 from sa1b.stream.buffers import BufferPool, MaskBufferPool
 from sa1b.stream.dataset import Stream
 from sa1b.stream.pipeline import Pipeline, PipelineSettings
+from sa1b.stream.stats import Snapshot
 from sa1b.workers import available_cpus
 
 
@@ -103,6 +104,12 @@ class Loader:
         if not quiet:
             print(f"sa1b.Loader: {self.threads} thread{'' if self.threads == 1 else 's'}, {self._memory()}")
 
+    def __repr__(self) -> str:
+        dense = "" if self.dense is None else f", masks at {self.dense} pixels"
+        return (
+            f"Loader({self.stream!r}: {self.threads} threads, prefetch {self.prefetch}, {self.device}{dense})"
+        )
+
     def __iter__(self) -> Generator[Batch, None, None]:
         """The batches of one epoch, the next one in each iteration; see `Stream` for epochs=None."""
         begun = self.stream.begin()
@@ -147,8 +154,11 @@ class Loader:
         self.stream.load_state_dict(state)
         self._state = self.stream.state_dict()
 
-    def stats(self) -> dict[str, Any]:
-        """What each stage did since the stream was made, and which one limits; see sa1b.stream.stats."""
+    def stats(self) -> Snapshot:
+        """What each stage did since the stream was made, and which one limits: a dict that prints as a table.
+
+        See `sa1b.stream.stats.PipelineStats.snapshot` for its keys and units.
+        """
         return self.stream.stats.snapshot()
 
     def _memory(self) -> str:

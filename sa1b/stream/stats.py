@@ -28,6 +28,26 @@ class Stage:
     depth: float = 0.0
 
 
+class Snapshot(dict[str, Any]):
+    """What `PipelineStats.snapshot` returns: a plain dict, for JSON too, that prints as a table."""
+
+    def __repr__(self) -> str:
+        lines = [f"{'stage':<8}{'items':>10}{'MB':>12}{'busy s':>10}{'waiting':>9}"]
+        lines += [
+            f"{name:<8}{stage['items']:>10,}{stage['bytes'] / 1e6:>12,.1f}{stage['seconds']:>10,.2f}"
+            f"{stage['depth']:>9.1f}"
+            for name, stage in self.items()
+            if name in STAGES
+        ]
+        if self["limiting"] is None:
+            return "\n".join([*lines, "nothing was read yet"])
+        limiting = f"{self['limiting']} limits: {self['limiting_share']:.0%} of the busy time"
+        waited = (
+            f"the caller waited {self['waited_seconds']:.2f} s, {self['ready_batches']:.1f} batches ready"
+        )
+        return "\n".join([*lines, limiting, waited])
+
+
 @dataclass(slots=True)
 class PipelineStats:
     """All stages of one stream or loader; safe to share between threads.
@@ -70,10 +90,13 @@ class PipelineStats:
         with self._lock:
             self.waited_seconds += seconds
 
+    def __repr__(self) -> str:
+        return repr(self.snapshot())
+
     def __reduce__(self) -> tuple[type["PipelineStats"], tuple[()]]:
         return PipelineStats, ()
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """Stage -> items, bytes, busy seconds, queue depth; and which stage limits.
 
         `limiting`: the stage that keeps threads busy longest. `limiting_share`: its part of all busy seconds,
@@ -82,7 +105,7 @@ class PipelineStats:
         `ready_batches`: complete batches when one was asked for, mean: `prefetch` where the caller limits.
         """
         with self._lock:
-            found: dict[str, Any] = {name: asdict(stage) for name, stage in self.stages.items()}
+            found = Snapshot({name: asdict(stage) for name, stage in self.stages.items()})
             seconds = {name: stage.seconds for name, stage in self.stages.items()}
             found["waited_seconds"], found["ready_batches"] = self.waited_seconds, self.ready
         total = sum(seconds.values())

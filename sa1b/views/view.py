@@ -39,6 +39,7 @@ from sa1b.views.view_document import (
     views_at,
 )
 
+SHOWN_DIGEST = 12  # characters of a digest in a repr; `open_view` takes them
 _SHOWN = 5
 _PIECE = 1 << 12  # ids looked up at a time
 
@@ -65,6 +66,10 @@ class View:
     ids_digest: str
     bytes_digest: str
     masks_where: Predicate | None = None
+
+    def __repr__(self) -> str:
+        condition = "" if self.masks_where is None else f", masks with {self.masks_where.text}"
+        return f"View({self.digest[:SHOWN_DIGEST]}: {self.count:,} images{condition})"
 
     def __len__(self) -> int:
         return self.count

@@ -1,10 +1,15 @@
 """The ragged pair itself."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pycocotools import mask as coco_mask
 
+from sa1b.masks import coco
+from sa1b.masks.dense import runs_of
 from sa1b.masks.runs import MaskError, Runs, SizeError
 from tests.masks.samples import assert_same, examples, masks_and_runs, pixel_masks, to_pixels, to_runs
 
@@ -55,3 +60,20 @@ def test_check_refuses_what_the_class_does_not_promise():
         pair([0], [0, 1], 0, 3).check()
     with pytest.raises(MaskError):  # would be 6 if sums wrapped at 32 bits
         pair([2**32 - 1, 7], [0, 2]).check()
+
+
+def test_to_coco_gives_the_dicts_of_pycocotools_and_decode_takes_them_back() -> None:
+    pixels = np.random.default_rng(5).random((4, 17, 23)) < 0.4
+    pixels[1], pixels[2] = False, True
+    runs = runs_of(pixels)
+    expected = coco_mask.encode(np.asfortranarray(pixels.transpose(1, 2, 0).astype(np.uint8)))
+    found = runs.to_coco()
+    assert found == [{"size": [17, 23], "counts": mask["counts"]} for mask in expected]
+    np.testing.assert_array_equal(coco_mask.decode(found), pixels.transpose(1, 2, 0))
+    texts = json.loads(json.dumps(runs.to_coco(text=True)))
+    assert [mask["counts"].encode() for mask in texts] == [mask["counts"] for mask in found]
+    for masks in (found, texts):
+        back = coco.decode([mask["counts"] for mask in masks], 17, 23)
+        np.testing.assert_array_equal(back.runs, runs.runs)
+        np.testing.assert_array_equal(back.offsets, runs.offsets)
+    assert runs.select([]).to_coco() == []

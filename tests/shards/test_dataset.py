@@ -5,7 +5,6 @@ import json
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -143,24 +142,31 @@ def test_a_cut_shard_is_named(root: Path, tmp_path: Path) -> None:
         ds[last]
 
 
-def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """The decoder for `.masks` that the README shows."""
-    sample["masks"] = record.decode(sample["masks"])
-    return sample
-
-
 def test_plain_webdataset_reads_the_shards(root: Path) -> None:
     shards = [str(path) for path in sorted(root.glob("sa1b-*.tar"))]
-    dataset = webdataset.WebDataset(shards, shardshuffle=False, empty_check=False).map(decode_sample)
+    dataset = webdataset.WebDataset(shards, shardshuffle=False, empty_check=False)
     ds = sa1b.open(root)
     seen = set()
-    for sample in dataset:
+    for sample in dataset.decode("pil", sa1b.webdataset_decoder):
         image_id = int(sample["__key__"].removeprefix("sa_"))
         own = ds.by_id(image_id)
-        assert sample["jpg"] == own.jpeg
-        assert sample["masks"].to_json() == json.loads(sample["json"]) == own.annotations.to_json()
+        assert sample["jpg"].size == own.pil.size
+        assert sample["masks"].to_json() == sample["json"] == own.annotations.to_json()
         seen.add(image_id)
     assert len(seen) == IMAGES
+
+
+def test_the_webdataset_decoder_leaves_other_members_alone_and_names_damage(root: Path) -> None:
+    (sample, *_) = sa1b.open(root)
+    stored = record.encode(sample.annotations)
+    for key in (".masks", "masks", ".part.masks"):
+        found = sa1b.webdataset_decoder(key, stored)
+        assert found is not None
+        assert found.to_json() == sample.annotations.to_json()
+    for key in (".jpg", ".json", ".txt", "", ".unmasks", ".masks.json"):
+        assert sa1b.webdataset_decoder(key, stored) is None
+    with pytest.raises(record.RecordError):
+        sa1b.webdataset_decoder(".masks", stored[:-5])
 
 
 def test_pyarrow_reads_the_index(root: Path) -> None:

@@ -1,0 +1,157 @@
+"""Samples and datasets in notebooks and image viewers: PIL images, PNG and HTML.
+
+A dataset is shown as a contact sheet: a few of its images, always the same ones, evenly spread over its image
+ids. A sample that cannot be read takes its cell with the reason in it. PIL is imported on first use.
+"""
+
+import base64
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from html import escape
+from importlib import import_module
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from sa1b.errors import Sa1bError, UsageError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from sa1b.shards.sample import Sample
+
+SHEET_IMAGES = 6  # in a contact sheet
+SHEET_DEADLINE = 10.0  # seconds that a contact sheet waits for a remote read
+SAMPLE_SIDE = 640  # pixels of the longer side of a sample in a notebook
+_CELL_SIDE, _COLUMNS, _GAP, _LINE = 240, 3, 8, 18  # pixels, but for the columns
+_UNREADABLE = (Sa1bError, OSError, ValueError, IndexError, MemoryError)
+
+
+class Displayed:
+    """What notebooks ask an object for. A class that is displayed has `_preview`."""
+
+    __slots__ = ()
+
+    def _preview(self) -> "Image":
+        """The image that a notebook shows, RGB; never raises for a damaged or unavailable file."""
+        raise NotImplementedError
+
+    def _repr_png_(self) -> bytes:
+        return encoded(self._preview(), "PNG")
+
+    def _repr_html_(self) -> str:
+        return _html(self._preview(), repr(self))
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """Both of the above from one preview: IPython asks for every form of an object."""
+        image = self._preview()
+        return {
+            "text/plain": repr(self),
+            "text/html": _html(image, repr(self)),
+            "image/png": base64.b64encode(encoded(image, "PNG")).decode("ascii"),
+        }
+
+
+def encoded(image: "Image", kind: str) -> bytes:
+    """The bytes of an image as "PNG" or "JPEG"."""
+    file = BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def _html(image: "Image", caption: str) -> str:
+    data = base64.b64encode(encoded(image, "JPEG")).decode("ascii")
+    return (
+        f'<figure style="margin:0"><img alt="{escape(caption)}" width="{image.width}" '
+        f'height="{image.height}" style="max-width:100%;height:auto" src="data:image/jpeg;base64,{data}">'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def size_text(size: int) -> str:
+    """A number of bytes as text: "1.5 GB"."""
+    for unit, power in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= power:
+            return f"{size / power:,.1f} {unit}"
+    return f"{size:,} bytes"
+
+
+def preview(read: Callable[[], "Sample"], side: int) -> tuple["Image", str]:
+    """An image with its masks, the longer side at most `side` pixels, and a line of text.
+
+    Args:
+        read: returns the sample, or raises: the image then contains the reason.
+    """
+    words = ""
+    try:
+        sample = read()
+        words = f"{len(sample.annotations):,} masks"
+        return sample.overlay(max_side=side), words
+    except _UNREADABLE as error:
+        return _notice(str(error) or type(error).__name__, side), words or "unreadable"
+
+
+def contact_sheet(reads: Sequence[tuple[int, Callable[[], "Sample"]]], images: int) -> "Image":
+    """Some images of a dataset with their masks, three in a row.
+
+    Args:
+        reads: image id, and what reads the sample.
+        images: in the dataset.
+    """
+    from PIL import Image, ImageDraw
+
+    cells = [(image_id, *preview(read, _CELL_SIDE)) for image_id, read in reads]
+    rows = [cells[i : i + _COLUMNS] for i in range(0, len(cells), _COLUMNS)]
+    heights = [max(image.height for _, image, _ in row) + _LINE + _GAP for row in rows]
+    width = _COLUMNS * (_CELL_SIDE + _GAP) + _GAP
+    sheet = Image.new("RGB", (width, sum(heights) + _LINE + 2 * _GAP), "white")
+    pen, top = ImageDraw.Draw(sheet), _GAP
+    for row, height in zip(rows, heights, strict=True):
+        for column, (image_id, image, words) in enumerate(row):
+            left = _GAP + column * (_CELL_SIDE + _GAP)
+            sheet.paste(image, (left, top))
+            _write(pen, (left, top + image.height + 2), f"{image_id}: {words}")
+        top += height
+    more = images - len(cells)
+    _write(pen, (_GAP, top), f"{len(cells):,} of {images:,} images" + (f"; {more:,} more" if more else ""))
+    return sheet
+
+
+def _notice(text: str, side: int) -> "Image":
+    """A grey image with a text."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (side, side * 3 // 4), (225, 225, 225))
+    lines = textwrap.wrap(text, max(side // 7, 8))[: image.height // _LINE - 1]
+    pen = ImageDraw.Draw(image)
+    for number, line in enumerate(lines):
+        _write(pen, (6, 6 + number * _LINE), line)
+    return image
+
+
+def _write(pen: Any, place: tuple[int, int], text: str) -> None:
+    from PIL import ImageFont
+
+    pen.text(place, text, fill="black", font=ImageFont.load_default(size=12))
+
+
+def show(image: "Image", title: str) -> None:
+    """Show an image in the notebook that this process belongs to, else in PIL's viewer.
+
+    Raises:
+        UsageError: this machine has no display, or no program that shows images.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if getattr(shell, "kernel", None) is not None:  # not a terminal, which shows no images
+        import_module("IPython.display").display(image)
+        return
+    from PIL import ImageShow
+
+    instead = "save it instead: sample.overlay().save('sample.png')"
+    has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    if sys.platform not in ("darwin", "win32") and not has_display:
+        raise UsageError(f"show(): this machine has no display (DISPLAY is not set); {instead}")
+    if not ImageShow.show(image, title=title):
+        raise UsageError(f"show(): no image viewer is installed; install one (xdg-utils), or {instead}")
