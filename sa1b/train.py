@@ -1,7 +1,7 @@
 """Train a model on SA-1B: one loop, from one CPU process to many nodes, that resumes exactly.
 
-    python sa1b/train.py --preset tiny --data.root shards --out run
-    torchrun --nproc_per_node=8 sa1b/train.py --preset vit_b --data.root s3://bucket/shards
+    sa1b train --preset tiny --data.root shards --out run
+    torchrun --nproc_per_node=8 -m sa1b.train --preset vit_b --data.root s3://bucket/shards
         --parallel.mode ddp --parallel.precision bf16 --data.micro-batch 4 --out run
 
 The same command goes on where a run ended or was killed, with any number of ranks and in any mode. Exit code
@@ -10,30 +10,16 @@ The same command goes on where a run ended or was killed, with any number of ran
 
 import logging
 import os
-import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
+from sa1b.console import end_at_interrupt
+
 if __name__ == "__main__":
-    # Until there is something to save, Ctrl-C ends at once and without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if (
-        int(os.environ.get("WORLD_SIZE", "1")) == 1
-    ):  # several ranks wait for each other where Python does not run
-
-        def interrupted(number: int, _: object) -> NoReturn:
-            os.write(2, b"\ninterrupted: nothing was written\n")
-            os._exit(128 + number)
-
-        signal.signal(signal.SIGINT, interrupted)
-
-# torchrun starts this file by its path: its folder is then where Python looks first, not the package's.
-if __name__ == "__main__" and sys.path[0] == str(Path(__file__).resolve().parent):
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    end_at_interrupt()  # until there is something to save
 
 from torch import Tensor, nn
 
@@ -145,16 +131,23 @@ def train_and_close(run: Run) -> None:
         print(f"stopped after step {run.step:,} with a checkpoint; the same command goes on from there")
 
 
-def main(presets: Mapping[str, Config] = PRESETS) -> int:
-    """The command line.
+def main(
+    presets: Mapping[str, Config] = PRESETS,
+    *,
+    arguments: Sequence[str] | None = None,
+    prog: str | None = None,
+) -> int:
+    """The command line; returns the exit code.
 
     Args:
         presets: settings by the name that `--preset` takes; those of another model train that model.
+        arguments: by default those of this process.
+        prog: the command, as the help shows it; by default the one that started this process.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rank = int(os.environ.get("RANK", "0"))
     try:
-        run(settings.parse(sys.argv[1:], __doc__, presets))
+        run(settings.parse(sys.argv[1:] if arguments is None else arguments, __doc__, presets, prog))
     except SystemExit as error:  # of help, or of a flag that cannot be read
         return _refused(rank, int(error.code or 0))
     except UsageError as error:

@@ -9,7 +9,6 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 MODULES = sorted(path for folder in ("sa1b", "tools") for path in (REPOSITORY / folder).rglob("*.py"))
-TOOLS = sorted(path.name for path in (REPOSITORY / "tools").glob("*.py") if path.stem != "__init__")
 
 
 def test_no_module_shares_a_name_with_the_standard_library() -> None:
@@ -71,14 +70,3 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = sa1b.nonsense
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_help_teaches_and_imports_no_torch(tool: str) -> None:
-    command = [sys.executable, "-X", "importtime", f"tools/{tool}", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    assert "usage" in done.stdout
-    options = re.findall(r"^│ (--[a-z0-9-]+)", done.stdout, re.MULTILINE)
-    assert len(options) == len(set(options))
-    assert "import time" in done.stderr
-    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)

@@ -1,71 +1,8 @@
-"""Make synthetic SA-1B source tars: the download's form and statistics, with drawn images.
+"""The same as `sa1b synthesize`, started from a clone."""
 
-Example: python tools/synthesize.py source --long-side 640
-"""
+import sys
 
-import json
-from pathlib import Path
-from typing import Annotated
-
-import tyro
-from tyro.conf import Positional
-
-from sa1b.console import run
-from sa1b.errors import UsageError
-from sa1b.progress import bar
-from sa1b.synthetic.source_tars import IDS_PER_TAR, write_tars
-from sa1b.workers import available_cpus
-
-
-def main(
-    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")],
-    /,
-    tars: int = 2,
-    images_per_tar: int = 100,
-    long_side: int | None = None,
-    first_tar: int = 0,
-    seed: int = 0,
-    plain: bool = False,
-    workers: int | None = None,
-    overwrite: bool = False,
-    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
-) -> int:
-    """Make synthetic SA-1B source tars: the download's form and statistics, with drawn images.
-
-    The tars are gzip with ./sa_<id>.jpg and ./sa_<id>.json in random order, as downloaded. The same options
-    give the same bytes, whatever the workers. A full-size picture takes about 0.4 s and 1 MB, one of 640
-    pixels 0.03 s and 0.1 MB.
-
-    Args:
-        out: Folder for sa_000000.tar, sa_000001.tar, ...; made if need be.
-        tars: How many tars.
-        images_per_tar: Pictures in each, at most 11187.
-        long_side: Pixels of the longer side; by default full size, mostly 2250x1500.
-        first_tar: Number of the first tar; image ids follow from it.
-        seed: Another seed, other pictures.
-        plain: Plain tars instead of gzip.
-        workers: Processes, each with one tar at a time; by default one for each CPU that this job may use.
-        overwrite: Replace tars that exist already.
-        json_output: Print the summary as JSON.
-    """
-    if tars < 1 or not 0 < images_per_tar <= IDS_PER_TAR or (long_side is not None and long_side < 32):
-        raise UsageError(f"--tars from 1, --images-per-tar from 1 to {IDS_PER_TAR}, --long-side from 32")
-    with bar(tars * images_per_tar, "synthesize", "image", json_output) as shown:
-        summary = write_tars(
-            out,
-            tars=tars,
-            images_per_tar=images_per_tar,
-            first_tar=first_tar,
-            seed=seed,
-            long_side=long_side,
-            compress=not plain,
-            workers=workers or available_cpus(),
-            overwrite=overwrite,
-            progress=shown.update,
-        )
-    print(json.dumps(summary.as_dict()) if json_output else summary.table())
-    return 0
-
+from sa1b.cli import main
 
 if __name__ == "__main__":
-    run(main, __doc__)
+    main(["synthesize", *sys.argv[1:]])

@@ -134,11 +134,14 @@ def initial_weights(config: Config) -> Path | None:
     return None if files.steps(config.out / "checkpoints") else config.init
 
 
-def parse(arguments: Sequence[str], description: str | None, presets: Mapping[str, Config]) -> Config:
+def parse(
+    arguments: Sequence[str], description: str | None, presets: Mapping[str, Config], prog: str | None = None
+) -> Config:
     """The settings of a command line. `--preset` first decides what all other flags default to.
 
     Args:
         presets: by name; the first is the default.
+        prog: the command, as the help shows it; by default the one that started this process.
 
     Raises:
         UsageError: what was asked for does not fit together; the message names the flag.
@@ -157,7 +160,7 @@ def parse(arguments: Sequence[str], description: str | None, presets: Mapping[st
         default = presets.get(preset, presets[first])
         config: Config = tyro.cli(
             type(default),
-            prog=f"{'torchrun' if 'TORCHELASTIC_RUN_ID' in os.environ else 'python'} {sys.argv[0]}",
+            prog=prog or f"{'torchrun' if 'TORCHELASTIC_RUN_ID' in os.environ else 'python'} {sys.argv[0]}",
             description=description,
             args=list(arguments),
             default=default,

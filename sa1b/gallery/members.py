@@ -16,6 +16,7 @@ from sa1b.masks.runs import MaskError
 from sa1b.names import image_name, member_name, parse_member_path
 from sa1b.shards import annotation, jpeg, record
 from sa1b.shards.annotation import Annotations
+from sa1b.shards.limits import MAX_STORED_PIXELS
 from sa1b.shards.record import RecordError
 from sa1b.sources.source import Source, SourceReader
 from sa1b.sources.tar_stream import Damage, Member
@@ -160,7 +161,7 @@ def _read_half(data: bytes, ending: str, image_id: int, rank: int) -> _Half:
         frame = jpeg.frame(data)
         return _Half(ending, rank, frame=(frame.height, frame.width), data=data, kept_bytes=len(data))
     if ending == "json":
-        annotations = annotation.parse_annotation(data, image_id, annotation.MAX_STORED_PIXELS).annotations
+        annotations = annotation.parse_annotation(data, image_id, MAX_STORED_PIXELS).annotations
     else:
         try:
             annotations = record.decode(data)

@@ -16,8 +16,8 @@ from sa1b.ingest.pipeline import Pipeline
 from sa1b.ingest.quarantine import Quarantine
 from sa1b.ingest.systematic import SystematicCheck
 from sa1b.names import shard_name
-from sa1b.shards.annotation import MAX_IMAGE_PIXELS
 from sa1b.shards.largest import Largest
+from sa1b.shards.limits import MAX_IMAGE_PIXELS
 from sa1b.shards.manifest import QUARANTINE, Options, ShardInfo, Task, versions
 from sa1b.shards.shard import Pair, ShardWriter, seal
 from sa1b.sources.pairing import MemberPair, Refusal, Spill, pair_up

@@ -30,11 +30,10 @@ from sa1b.shards.annotation_columns import (
 )
 from sa1b.shards.annotation_decoder import decode_usual
 from sa1b.shards.image_warnings import ImageWarnings
+from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 
 MAX_JSON_BYTES = 4 << 20  # real files: 63 kB on average; lists of nothing take 25 times their text in memory
 MAX_JSON_DEPTH = 100  # real files: 5; a reader deep in its stack must be able to parse it again
-MAX_IMAGE_PIXELS = 1 << 24  # real files: 2250 x 1500; decoding a progressive JPEG takes 9 bytes a pixel
-MAX_STORED_PIXELS = 1 << 28  # what --max-pixels may allow at most; every reader takes images of this size
 
 IMAGE_KEYS = ("image_id", "width", "height", "file_name")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')

@@ -15,7 +15,8 @@ import simplejpeg
 
 from sa1b.errors import BadSample
 from sa1b.masks.grid import scaled_side
-from sa1b.shards.annotation import MAX_STORED_PIXELS, pixels_message
+from sa1b.shards.annotation import pixels_message
+from sa1b.shards.limits import MAX_STORED_PIXELS
 
 MAX_JPEG_BYTES = 32 << 20  # real files: 1 MB on average
 MAX_SEGMENTS = 1000  # real files: 10; each scan of a progressive file costs a decoder a pass over the image

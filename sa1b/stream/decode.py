@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sa1b.errors import BadSample
-from sa1b.shards.annotation import MAX_STORED_PIXELS
+from sa1b.shards.limits import MAX_STORED_PIXELS
 from sa1b.stream.transform import Frame
 
 _THREAD = threading.local()

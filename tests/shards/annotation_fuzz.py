@@ -13,6 +13,7 @@ from typing import Any
 
 from sa1b.errors import BadSample
 from sa1b.shards import annotation, record
+from sa1b.shards.limits import MAX_IMAGE_PIXELS
 from tests.masks import oracle
 from tests.shards import tiny
 
@@ -103,7 +104,7 @@ def expected(text: bytes) -> bool:
     ):
         return False
     height, width = image["height"], image["width"]
-    if image["image_id"] != IMAGE_ID or not 0 < height * width <= annotation.MAX_IMAGE_PIXELS or height < 0:
+    if image["image_id"] != IMAGE_ID or not 0 < height * width <= MAX_IMAGE_PIXELS or height < 0:
         return False
     masks = document.get("annotations")
     if not isinstance(masks, list):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -19,7 +18,7 @@ from sa1b.synthetic.source_tars import IDS_PER_TAR, scene, write_tar, write_tars
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools
 
-TOOL = Path(__file__).parents[2] / "tools" / "synthesize.py"
+COMMAND = [sys.executable, "-m", "sa1b", "synthesize"]
 SMALL = {"images": 6, "first_id": 11_188, "seed": 3, "long_side": 320}
 
 
@@ -285,7 +284,7 @@ def test_calibration_at_full_size():
 
 def run_tool(*arguments, **options):
     return subprocess.run(
-        [sys.executable, str(TOOL), *map(str, arguments)],
+        [*COMMAND, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -308,7 +307,7 @@ def test_tool_writes_tars_and_says_what(tmp_path):
 
 @pytest.mark.parametrize("tars", [1, 2])
 def test_interrupt_leaves_no_partial_file(tmp_path, tars):
-    command = [sys.executable, str(TOOL), str(tmp_path), "--tars", str(tars), "--workers", "2"]
+    command = [*COMMAND, str(tmp_path), "--tars", str(tars), "--workers", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         while not list(tmp_path.glob("*.partial")):
             time.sleep(0.05)

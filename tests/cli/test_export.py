@@ -1,17 +1,14 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
-TOOL = Path(__file__).parents[2] / "tools" / "export.py"
-
 
 def run(*arguments):
-    command = [sys.executable, TOOL, *map(str, arguments)]
+    command = [sys.executable, "-m", "sa1b", "export", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -31,16 +28,8 @@ def test_export(root, tmp_path):
 
 
 def test_a_view_and_workers(root, tmp_path):
-    view = [
-        sys.executable,
-        TOOL.with_name("view.py"),
-        root,
-        "--images-where",
-        "image_id >= 5",
-        "--name",
-        "last",
-    ]
-    subprocess.run(list(map(str, view)), check=True, capture_output=True)
+    view = ("view", str(root), "--images-where", "image_id >= 5", "--name", "last")
+    subprocess.run([sys.executable, "-m", "sa1b", *view], check=True, capture_output=True)
     out = ("--out", tmp_path / "out", "--json")
     done = run(root, "--to", "sa1b", *out, "--view", "last", "--workers", 2, "--images-per-tar", 2)
     assert (done.returncode, done.stderr) == (0, "")

@@ -2,17 +2,14 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
 
-TOOL = Path(__file__).parents[2] / "tools" / "verify.py"
-
 
 def run(*arguments):
-    command = [sys.executable, TOOL, *map(str, arguments)]
+    command = [sys.executable, "-m", "sa1b", "verify", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

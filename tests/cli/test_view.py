@@ -2,7 +2,6 @@ import errno
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,9 @@ from sa1b.views.selection import Selection, select
 from sa1b.views.view import open_view
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
-TOOL = Path(__file__).parents[2] / "tools" / "view.py"
-
 
 def run(*arguments):
-    command = [sys.executable, TOOL, *map(str, arguments)]
+    command = [sys.executable, "-m", "sa1b", "view", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -2,7 +2,6 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +17,11 @@ from sa1b.sam.published import read_weights, write_weights
 from sa1b.sam.recipe import Recipe
 from tests.sam.published import stand_ins
 
-TOOL = Path(__file__).parents[2] / "tools" / "convert.py"
 SMALL = ModelConfig(image_size=32, width=16, depth=1, heads=2, global_blocks=(0,), window=2, channels=32)
 
 
 def run(*arguments):
-    command = [sys.executable, TOOL, *map(str, arguments)]
+    command = [sys.executable, "-m", "sa1b", "convert", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -1,0 +1,91 @@
+"""The installed command: `sa1b <verb>`, one module for each verb.
+
+A verb's module has the function `main`, whose typed arguments are the flags, and a docstring, which is the
+first part of its help. Nothing that takes long to import is imported before the command line is parsed.
+"""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from sa1b import __version__
+from sa1b.console import command, end, end_at_interrupt, run
+
+VERBS = (
+    "synthesize",
+    "reshard",
+    "verify",
+    "gallery",
+    "view",
+    "train",
+    "convert",
+    "index",
+    "export",
+)  # in the order of use
+
+TOUR = """\
+Train on SA-1B from indexed shards.
+
+usage: sa1b VERB [ARGUMENTS]         sa1b VERB --help explains the arguments of a verb
+
+Make shards
+  synthesize  synthetic source tars, to try everything without a download
+                sa1b synthesize downloads --long-side 640
+  reshard     source tars, as downloaded, to indexed shards
+                sa1b reshard downloads --out shards --workers 4
+  verify      check a dataset directory; every finding names its repair
+                sa1b verify shards --deep
+
+See and select
+  gallery     images with their masks, and distributions, as one HTML page
+                sa1b gallery shards
+  view        select images and masks by their numbers, and hold some out
+                sa1b view shards --masks-where "area_fraction < 0.9" --held-out 1% --name train
+
+Train
+  train       train a model; with several GPUs: torchrun --nproc_per_node=8 -m sa1b.train ...
+                sa1b train --preset tiny --data.root shards --data.view train --out run
+  convert     a checkpoint to one file of weights
+                sa1b convert run --out sam.safetensors
+
+Repair and give back
+  index       make lost or damaged indexes and tables again from the shards
+                sa1b index shards
+  export      write source tars again from the shards
+                sa1b export shards --to sa1b --out tars
+
+sa1b --version prints the version. "python -m sa1b" is the same command.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the verb that the first argument names, and exit with its code.
+
+    Args:
+        arguments: the words after `sa1b`; by default those of this process.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        end(2, TOUR, sys.stderr)  # no success: in a script, a variable may have been empty
+    first = words[0]
+    if first in VERBS:
+        _run(first, words[1:])
+    if first in ("-h", "--help", "help"):
+        end(0, TOUR)
+    if first == "--version":
+        end(0, f"sa1b {__version__}\n")
+    near = difflib.get_close_matches(first, VERBS, 1)
+    advice = f"did you mean `{command(near[0])}`?" if near else f"`{command('--help')}` lists the verbs"
+    end(2, f"error: {first}: no such verb of sa1b; {advice}\n", sys.stderr)
+
+
+def _run(verb: str, arguments: list[str]) -> NoReturn:
+    if verb == "train":
+        end_at_interrupt()
+        from sa1b import train
+
+        train.exit_at_once(train.main(arguments=arguments, prog=command("train")))
+    module = import_module(f"sa1b.cli.{verb}")
+    run(module.main, module.__doc__, arguments=arguments, prog=command(verb))

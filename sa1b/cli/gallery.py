@@ -1,0 +1,92 @@
+"""Show images with their masks, and the distributions of a whole input, as one HTML page.
+
+Example: sa1b gallery shards --count 12 --sort area
+
+The page needs no other file and no network, and stays below 20 MB: images are made smaller, then fewer,
+until it fits. Point at a mask to see its numbers, or use the keyboard (the page lists its keys).
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional, UseAppendAction
+
+from sa1b.console import loading
+from sa1b.errors import UsageError
+
+
+def main(
+    source: Annotated[Positional[Path], tyro.conf.arg(metavar="ROOT|SHARD.tar|SOURCE.tar")],
+    /,
+    ids: Annotated[
+        UseAppendAction[tuple[tuple[int, ...], ...]], tyro.conf.arg(name="id", metavar="N ...")
+    ] = (),
+    count: int = 24,
+    sort: str = "stability_score",
+    out: Path = Path("gallery.html"),
+    max_side: int = 1000,
+    seed: int = 0,
+    view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
+    warnings: bool = False,
+    survey: Literal["sample", "all"] = "sample",
+    predictions: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Show images with their masks, and the distributions of a whole input, as one HTML page.
+
+    Args:
+        source: What `sa1b reshard` made, one of its shards, a source tar (gzip or plain), a folder of
+            extracted pairs or of tars. With indexes beside the shards only the chosen images are read.
+        ids: Show these images instead of a sample.
+        count: Images to show, 1 to 100: a uniform sample of the input, the same one for a source and for
+            the shards made of it.
+        sort: Order of the images on the page: stability_score or predicted_iou (mean over an image's masks,
+            lowest first), masks (number, most first), area (mean part of the image, largest first), image_id.
+            It orders the sample; to see the extremes of a dataset, query its index for ids and use --id.
+        out: The page. An existing one is replaced.
+        max_side: Longer side of the images in pixels, 64 to 1000.
+        seed: Another seed, another sample.
+        view: A sample of this view of ROOT: its name, its digest or its path. All masks of its images are
+            shown, also if the view has a condition on masks.
+        warnings: Only images of ROOT that ingest kept with a warning; the page gives the reasons.
+        survey: Distributions of ROOT: over a sample of 64 shards at most, or over all.
+        predictions: File of a model's masks, as `sa1b train` writes it into its folder: shows its images,
+            with the model's masks beside the true ones.
+        json_output: Print the summary as JSON, without progress.
+    """
+    chosen = tuple(dict.fromkeys(image_id for some in ids for image_id in some))
+    if any(not 0 <= image_id < 1 << 63 for image_id in chosen):
+        raise UsageError("--id: image ids are whole numbers from 0 to 2**63 - 1")
+    with loading():
+        from sa1b.gallery.inputs import is_dataset
+        from sa1b.gallery.page import write_gallery
+        from sa1b.gallery.selection import Choice
+        from sa1b.shards.dataset import open_dataset
+        from sa1b.views.view import open_view
+    images, facts = None, []
+    if view is not None:
+        if not is_dataset(source):
+            raise UsageError(f"{source}: no dataset directory; --view and --warnings need one")
+        table = open_dataset(source).table
+        opened = open_view(source, table, view)
+        images = opened.image_ids(table)
+        name = "" if opened.digest.startswith(view) else f"{view}, "
+        facts.append(("View", f"{name}{opened.digest}"))
+        if opened.masks_where is not None:
+            facts.append(("Condition of the view", f"{opened.masks_where.text} (all masks are shown)"))
+    summary = write_gallery(
+        source,
+        out,
+        Choice(chosen, count, seed, images),
+        sort=sort,
+        max_side=max_side,
+        predictions=predictions,
+        warnings=warnings,
+        survey_all=survey == "all",
+        facts=facts,
+        quiet=json_output,
+    )
+    print(json.dumps(summary.document(), indent=1) if json_output else summary.text())
+    return 0

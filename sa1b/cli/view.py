@@ -1,0 +1,77 @@
+"""Select images and masks of a dataset directory by their numbers: a view to train on.
+
+Example: sa1b view shards --masks-where "stability_score >= 0.96 and area_fraction < 0.9"
+             --images-where "masks >= 5 and width >= 1500" --held-out 2% --name good
+
+Nothing is copied: a view is a list of image ids, in ROOT/views or where --out says. Exit code 0: written;
+2: not written; 3: written, and ids of --ids were missing (--missing skip or list); 130: interrupted.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from sa1b.console import loading
+from sa1b.errors import UsageError
+
+
+def main(
+    root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
+    /,
+    masks_where: Annotated[str | None, tyro.conf.arg(metavar="CONDITION")] = None,
+    images_where: Annotated[str | None, tyro.conf.arg(metavar="CONDITION")] = None,
+    subset: Annotated[str | None, tyro.conf.arg(metavar="PART")] = None,
+    held_out: Annotated[str | None, tyro.conf.arg(metavar="PART")] = None,
+    split: Literal["train", "held-out"] = "train",
+    ids: Annotated[str | None, tyro.conf.arg(metavar="FILE[:COLUMN]")] = None,
+    missing: Literal["refuse", "skip", "list"] = "refuse",
+    name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None,
+    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+    overwrite: bool = False,
+    workers: int = 1,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Select images and masks of a dataset directory by their numbers: a view to train on.
+
+    Conditions know comparisons, and, or, not, + - * /, parentheses, numbers and fields. The digest that is
+    printed is the view's identity: of its image ids and its condition on masks. The same command gives the
+    same digest whatever the shards; a view keeps its images and its order when sources are added later, and
+    the same command then gives another view.
+
+    Args:
+        root: Folder that `sa1b reshard` made; with --out it may be read-only, or a URL.
+        masks_where: Which masks of an image count. Fields: area, area_fraction (of the image), bbox_x,
+            bbox_y, bbox_width, bbox_height, predicted_iou, stability_score, point_x, point_y, crop_x,
+            crop_y, crop_width, crop_height, runs_count, mask_id; width, height of the image.
+        images_where: Which images. Fields: masks (those that --masks-where left), width, height of the
+            source, image_width, image_height as stored, image_id, jpg_bytes, masks_bytes.
+        subset: Only this part, such as 1%, by hash of the image id: 1% lies within 2%.
+        held_out: Keep this part, such as 2%, for evaluation; see --split.
+        split: With --held-out: the images to train on, or those held out. --subset thins the former only.
+        ids: Only these images: a text file with an id a line (223750, sa_223750 or sa_223750.jpg), a CSV, TSV
+            or Parquet file with such a column (image_id, id or file_name, or the one named after a colon),
+            or the .ids file of a view.
+        missing: Ids of --ids that ROOT lacks: refuse, skip (leave out and count) or list (leave out and print
+            all).
+        name: Readable alias of the digest.
+        out: Write the view here instead of ROOT/views: a folder, or a path that ends with .json. Open it by
+            passing the path (with a "/" in it) as the view.
+        overwrite: Give --name to this view although another one has it; replace the file --out.
+        workers: Threads that read index files.
+        json_output: Print the result as JSON, without progress.
+    """
+    if workers < 1:
+        raise UsageError("--workers must be at least 1")
+    if missing != "refuse" and ids is None:
+        raise UsageError(f"--missing {missing} needs --ids")
+    with loading():
+        from sa1b.views.selection import Selection, select
+    selection = Selection(masks_where, images_where, subset, held_out, split, ids, missing)
+    found = select(
+        root, selection, name=name, out=out, overwrite=overwrite, workers=workers, quiet=json_output
+    )
+    print(json.dumps(found.document(), indent=1) if json_output else found.table())
+    return 3 if len(found.missing) else 0

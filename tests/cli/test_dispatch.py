@@ -1,0 +1,85 @@
+"""`sa1b` itself: the tour, verbs, what is imported when."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sa1b
+from sa1b.cli import VERBS
+
+REPOSITORY = Path(__file__).parents[2]
+HEAVY = {"numpy", "numba", "pyarrow", "torch", "cv2", "fsspec", "tqdm", "PIL"}
+LIGHT_VERBS = sorted(set(VERBS) - {"train"})  # train's flags are its settings, which import torch
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-X", "importtime", "-m", "sa1b", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def imported(done: "subprocess.CompletedProcess[str]") -> set[str]:
+    """Top-level modules, of what -X importtime prints."""
+    return {
+        name.split(".")[0] for name in re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE)
+    }
+
+
+def printed(done: "subprocess.CompletedProcess[str]") -> list[str]:
+    return [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+
+
+def test_the_tour_fits_on_a_screen_and_names_every_verb_with_an_example() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 42
+    assert max(map(len, lines)) <= 100
+    assert re.findall(r"^  ([a-z]+)  ", done.stdout, re.MULTILINE) == list(VERBS)
+    assert [words.split()[1] for words in lines if words.startswith("      ")] == list(VERBS)
+    assert not imported(done) & {*HEAVY, "tyro"}
+
+
+def test_without_arguments_the_tour_goes_to_stderr_and_is_no_success() -> None:
+    done = run()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: sa1b VERB" in done.stderr
+
+
+def test_the_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"sa1b {sa1b.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [("verfy", "sa1b verify`?"), ("nonsense", "sa1b --help`"), ("--verify", "sa1b verify")],
+)
+def test_an_unknown_verb_is_refused_with_the_nearest_one(word: str, advice: str) -> None:
+    done = run(word)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = printed(done)
+    assert line.startswith(f"error: {word}: ")
+    assert advice in line
+
+
+@pytest.mark.parametrize("verb", LIGHT_VERBS)
+def test_help_teaches_and_imports_nothing_that_takes_long(verb: str) -> None:
+    done = run(verb, "--help")
+    assert done.returncode == 0
+    assert re.search(rf"^usage: .*sa1b {verb} ", done.stdout)
+    assert f"Example: sa1b {verb} " in done.stdout
+    options = re.findall(r"^│ (--[a-z0-9-]+)", done.stdout, re.MULTILINE)
+    assert options
+    assert len(options) == len(set(options))
+    assert "sa1b" in imported(done)
+    assert not imported(done) & HEAVY
+
+
+@pytest.mark.parametrize("verb", LIGHT_VERBS)
+def test_the_scripts_of_a_clone_are_the_same_commands(verb: str) -> None:
+    script = [sys.executable, f"tools/{verb}.py", "--help"]
+    done = subprocess.run(script, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == run(verb, "--help").stdout
