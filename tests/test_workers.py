@@ -1,9 +1,8 @@
 """The supervisor: a dead worker is retried, then named; nothing hangs, nothing is lost."""
 
 import errno
-import os
+import multiprocessing
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -12,42 +11,43 @@ from pathlib import Path
 
 import pytest
 
+from sa1b import workers
 from sa1b.workers import Failure, supervise
-
-Report = Callable[[object], None]
-STALL = 6  # seconds: more than a new process takes to start on a busy machine
-
-
-def double(value: int, report: Report) -> int:
-    report(value)
-    return 2 * value
-
-
-def fail(value: int, report: Report) -> int:
-    raise ValueError(f"cannot do {value}")
-
-
-def die(marker: str, times: int, report: Report) -> str:
-    """Killed `times` times, then done."""
-    path = Path(marker)
-    seen = len(path.read_text()) if path.exists() else 0
-    if seen < times:
-        path.write_text("x" * (seen + 1))
-        os.kill(os.getpid(), signal.SIGKILL)
-    return "alive"
+from tests.worker_tasks import (
+    STALL,
+    chatter,
+    die,
+    double,
+    fail,
+    full_disk,
+    leave,
+    mixed,
+    no_memory,
+    sleep_or_double,
+    stall,
+    stall_or_double,
+    stop,
+)
 
 
-def leave(report: Report) -> None:
-    os._exit(0)
+@pytest.fixture
+def forked() -> None:
+    """Workers start at once, so that a start on a busy machine does not look like a stall."""
 
 
-def sleep(marker: str, report: Report) -> None:
-    Path(marker).write_text(str(os.getpid()))
-    time.sleep(60)
+@pytest.fixture(autouse=True)
+def _new_interpreters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers start as they do for a user."""
+    if "forked" not in request.fixturenames:
+        monkeypatch.setattr(workers, "_CONTEXT", multiprocessing.get_context("spawn"))
 
 
-def mixed(kind: str, marker: str, report: Report) -> str:
-    return die(marker, 99, report) if kind == "dies" else kind
+def test_workers_are_new_interpreters() -> None:
+    """No threads, locks or handles of the parent come along."""
+    program = "from sa1b import workers; print(workers._CONTEXT.get_start_method())"
+    line = [sys.executable, "-c", program]
+    run = subprocess.run(line, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "spawn"
 
 
 def test_every_task_gives_its_result_and_progress() -> None:
@@ -84,33 +84,15 @@ def test_leaving_without_an_answer_is_a_death_even_with_code_0() -> None:
     assert "code 0" in events[0].value
 
 
-def stall(marker: str, times: int, report: Report) -> str:
-    """Silent for ever in its first `times` processes; then slower than the limit, but reporting."""
-    path = Path(marker)
-    seen = len(path.read_text()) if path.exists() else 0
-    path.write_text("x" * (seen + 1))
-    if seen < times:
-        report("begun")
-        time.sleep(600)
-    for _ in range(12):
-        report("alive")
-        time.sleep(STALL / 10)
-    return "done"
-
-
-def stall_or_double(kind: str, marker: str, report: Report) -> object:
-    return stall(marker, 99, report) if kind == "stall" else double(1, report)
-
-
 def test_a_worker_without_progress_is_killed_and_tried_again_and_progress_counts_as_life(
-    tmp_path: Path,
+    tmp_path: Path, forked: None
 ) -> None:
     events = list(supervise(stall, [(str(tmp_path / "marker"), 1)], workers=1, stall_timeout=STALL))
     ends = [(event.kind, event.value) for event in events if event.kind != "progress"]
     assert ends == [("died", f"no progress for {STALL} s"), ("done", "done")]
 
 
-def test_a_worker_that_stalls_twice_is_named_and_the_others_finish(tmp_path: Path) -> None:
+def test_a_worker_that_stalls_twice_is_named_and_the_others_finish(tmp_path: Path, forked: None) -> None:
     marker = tmp_path / "marker"
     tasks = [("stall", str(marker)), ("double", "")]
     events = supervise(stall_or_double, tasks, workers=2, retries=5, stall_timeout=STALL)
@@ -123,28 +105,16 @@ def test_a_worker_that_stalls_twice_is_named_and_the_others_finish(tmp_path: Pat
     assert len(marker.read_text()) == 2
 
 
-def stop(report: Report) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def test_reports_that_wait_for_a_busy_caller_are_signs_of_life(tmp_path: Path) -> None:
+def test_reports_that_wait_for_a_busy_caller_are_signs_of_life(tmp_path: Path, forked: None) -> None:
     events = supervise(stall, [(str(tmp_path / "marker"), 0)], workers=1, stall_timeout=STALL)
     assert next(events).kind == "progress"
     time.sleep(STALL + 1)  # the worker has long ended
     assert {event.kind for event in events} == {"progress", "done"}
 
 
-def test_a_stopped_process_is_a_stalled_one() -> None:
+def test_a_stopped_process_is_a_stalled_one(forked: None) -> None:
     events = [event.kind for event in supervise(stop, [()], workers=1, stall_timeout=STALL)]
     assert events == ["died", "lost"]
-
-
-def full_disk(report: Report) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device", "/disk/file")
-
-
-def no_memory(report: Report) -> None:
-    raise MemoryError("4 GB")
 
 
 def test_a_failure_says_which_error_of_the_operating_system_it_is() -> None:
@@ -159,11 +129,6 @@ def test_out_of_memory_is_a_message_with_the_way_out() -> None:
     (event,) = supervise(no_memory, [()], workers=1)
     assert event.value.expected
     assert event.value.message.startswith("out of memory (4 GB): use fewer workers")
-
-
-def chatter(count: int, report: Report) -> None:
-    for value in range(count):
-        report(value)
 
 
 def test_a_process_is_registered_once_and_not_at_every_event() -> None:
@@ -195,17 +160,10 @@ def test_closing_early_ends_the_workers(tmp_path: Path) -> None:
     assert not alive(pid)
 
 
-def sleep_or_double(kind: str, marker: str, report: Report) -> None:
-    if kind == "sleep":
-        sleep(marker, report)
-    while not Path(marker).exists() or not Path(marker).read_text():
-        time.sleep(0.01)
-
-
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     marker = tmp_path / "pid"
     code = (
-        "import sys; from sa1b.workers import supervise; from tests.test_workers import sleep\n"
+        "import sys; from sa1b.workers import supervise; from tests.worker_tasks import sleep\n"
         "list(supervise(sleep, [(sys.argv[1],)], workers=1))"
     )
     root = Path(__file__).parents[1]
@@ -230,17 +188,10 @@ def alive(pid: int) -> bool:
         return False
 
 
-def interrupts_blocked(report: Report) -> bool:
-    """Whether Ctrl-C was held back from the start of this process on."""
-    status = Path("/proc/self/status").read_text()
-    (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:")]
-    return bool(int(mask, 16) & 1 << signal.SIGINT - 1)
-
-
 def test_the_first_worker_starts_with_ctrl_c_blocked_too() -> None:
     """The first start of a process in an interpreter also starts multiprocessing's resource tracker."""
     program = (
-        "from sa1b.workers import supervise; from tests.test_workers import interrupts_blocked\n"
+        "from sa1b.workers import supervise; from tests.worker_tasks import interrupts_blocked\n"
         "print([event.value for event in supervise(interrupts_blocked, [()], workers=1)])"
     )
     line = [sys.executable, "-c", program]

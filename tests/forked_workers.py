@@ -1,0 +1,50 @@
+"""Worker processes that start as forks of a process that has imported and compiled what ingest needs.
+
+The package starts a new interpreter for each worker, which takes 0.8 s of processor time: tests/test_workers.py
+and the commands that tests start with `subprocess` do so. `use_server` is for a process that runs tests and
+has threads; `use_fork` is for a command that was forked itself.
+"""
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+from weakref import WeakSet
+
+from sa1b import workers
+
+
+def use_server() -> None:
+    """From now on, workers of this process are children of a server, which starts with the first of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.warm_up"])
+    workers._CONTEXT = context  # type: ignore[assignment]
+
+
+def use_fork() -> None:
+    """From now on, workers of this process are its own forks."""
+    workers._CONTEXT = _Fork()  # type: ignore[assignment]
+
+
+class _Fork:
+    """A context of multiprocessing whose processes keep none of the parent's ends of pipes open.
+
+    A worker ends when it sees that its parent's end is closed; a copy of that end in a worker would hide it.
+    """
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("fork")
+        self.ends: WeakSet[Connection] = WeakSet()
+
+    def Pipe(self) -> tuple[Connection, Connection]:
+        ours, theirs = self.context.Pipe()
+        self.ends.add(ours)
+        return ours, theirs
+
+    def Process(self, *, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> Any:
+        def run() -> None:
+            for end in list(self.ends):
+                end.close()
+            target(*args)
+
+        return self.context.Process(target=run, daemon=daemon)

@@ -1,0 +1,16 @@
+"""Importing this module loads what a worker of ingest or verify needs, compiled kernels included."""
+
+import tempfile
+from pathlib import Path
+
+import sa1b.verify.batches  # noqa: F401
+from tests.shards import tiny
+
+
+def _ingest() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.make_tar(Path(folder) / "sa_000000.tar", range(2))
+        tiny.ingest_tar(Path(folder) / "sa_000000.tar", Path(folder) / "root")
+
+
+_ingest()

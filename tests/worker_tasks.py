@@ -1,0 +1,92 @@
+"""What the workers of test_workers.py do. No import of pytest: a new process imports this module alone."""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Report = Callable[[object], None]
+STALL = 3  # seconds
+
+
+def double(value: int, report: Report) -> int:
+    report(value)
+    return 2 * value
+
+
+def fail(value: int, report: Report) -> int:
+    raise ValueError(f"cannot do {value}")
+
+
+def die(marker: str, times: int, report: Report) -> str:
+    """Killed `times` times, then done."""
+    path = Path(marker)
+    seen = len(path.read_text()) if path.exists() else 0
+    if seen < times:
+        path.write_text("x" * (seen + 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
+def leave(report: Report) -> None:
+    os._exit(0)
+
+
+def sleep(marker: str, report: Report) -> None:
+    Path(marker).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def mixed(kind: str, marker: str, report: Report) -> str:
+    return die(marker, 99, report) if kind == "dies" else kind
+
+
+def stall(marker: str, times: int, report: Report) -> str:
+    """Silent for ever in its first `times` processes; then slower than the limit, but reporting."""
+    path = Path(marker)
+    seen = len(path.read_text()) if path.exists() else 0
+    path.write_text("x" * (seen + 1))
+    if seen < times:
+        report("begun")
+        time.sleep(600)
+    for _ in range(12):
+        report("alive")
+        time.sleep(STALL / 10)
+    return "done"
+
+
+def stall_or_double(kind: str, marker: str, report: Report) -> object:
+    return stall(marker, 99, report) if kind == "stall" else double(1, report)
+
+
+def stop(report: Report) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def full_disk(report: Report) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "/disk/file")
+
+
+def no_memory(report: Report) -> None:
+    raise MemoryError("4 GB")
+
+
+def chatter(count: int, report: Report) -> None:
+    for value in range(count):
+        report(value)
+
+
+def sleep_or_double(kind: str, marker: str, report: Report) -> None:
+    if kind == "sleep":
+        sleep(marker, report)
+    while not Path(marker).exists() or not Path(marker).read_text():
+        time.sleep(0.01)
+
+
+def interrupts_blocked(report: Report) -> bool:
+    """Whether Ctrl-C was held back from the start of this process on."""
+    status = Path("/proc/self/status").read_text()
+    (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:")]
+    return bool(int(mask, 16) & 1 << signal.SIGINT - 1)
