@@ -6,11 +6,13 @@ reader of the output is gone (`| head`); 0, 1 and 3 are the verb's own.
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -118,10 +120,15 @@ def command(verb: str) -> str:
 
     The script `sa1b` counts if it is the one that PATH finds and belongs to this interpreter.
     """
-    found = shutil.which("sa1b")
+    return f"{_program(os.environ.get('PATH'))} {verb}"
+
+
+@cache
+def _program(path: str | None) -> str:
+    found = shutil.which("sa1b", path=path)
     if found is not None and Path(found).resolve().parent in _script_folders():
-        return f"sa1b {verb}"
-    return f"{_interpreter()} -m sa1b {verb}"
+        return "sa1b"
+    return f"{_interpreter()} -m sa1b"
 
 
 def _script_folders() -> set[Path]:
@@ -138,7 +145,7 @@ def _interpreter() -> str:
         # Not resolved: the interpreter of a virtual environment is a link to another environment's.
         if found and Path(found).parent.samefile(Path(sys.executable).parent):
             return name
-    return os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable
+    return shlex.quote(sys.executable)
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

@@ -2,9 +2,12 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from sa1b import console
 from sa1b.console import run
 from sa1b.errors import UsageError
 
@@ -54,3 +57,43 @@ def test_with_json_a_bug_and_a_wrong_flag_are_objects_too(
     with pytest.raises(SystemExit):
         run(main, None)
     assert json.loads(capsys.readouterr().out)["exit_code"] == 2
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A virtual environment of links, with a script `sa1b`."""
+    for name in ("python", "sa1b"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def advised(monkeypatch: pytest.MonkeyPatch, path: str, executable: Path, scripts: Path) -> str:
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setattr(sys, "executable", str(executable))
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(scripts))
+    console._program.cache_clear()
+    return console.command("verify")
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    yield
+    console._program.cache_clear()
+
+
+def test_advice_names_the_script_only_where_the_path_finds_the_one_of_this_installation(
+    environment: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, other = environment / "python", tmp_path_factory.mktemp("other installation")
+    assert advised(monkeypatch, str(environment), python, environment) == "sa1b verify"
+    # The script that is found belongs to another installation.
+    assert advised(monkeypatch, str(environment), python, other) == "python -m sa1b verify"
+    # A wheel without its folder on PATH, an environment that is not activated.
+    assert advised(monkeypatch, str(other), python, environment) == f"{python} -m sa1b verify"
+    # pipx and uv link to the script in an environment of their own.
+    (other / "sa1b").symlink_to(environment / "sa1b")
+    assert advised(monkeypatch, str(other), python, environment) == "sa1b verify"
+    # What is printed can be pasted, also with a space in it.
+    (other / "python").write_text("")
+    assert advised(monkeypatch, "", other / "python", other) == f"'{other / 'python'}' -m sa1b verify"

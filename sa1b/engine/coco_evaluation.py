@@ -1,6 +1,6 @@
 """Evaluation on a COCO-format annotation file: published tables from published weights with one command.
 
-    python sa1b/train.py --preset vit_h --init sam_vit_h_4b8939.pth --evaluate-only
+    sa1b train --preset vit_h --init sam_vit_h_4b8939.pth --evaluate-only
         --evaluation.coco instances_val2017.json --evaluation.images val2017
 
 Without detections the masks are scored by the protocol of sa1b.sam.protocol, with the annotations' boxes as

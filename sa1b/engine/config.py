@@ -175,7 +175,7 @@ def _check(config: Config) -> None:
     if coco and (not config.evaluate_only or config.dry_run):
         raise UsageError("--evaluation.coco is for --evaluate-only: pass that too, without --dry-run")
     if not config.data.root and not coco:
-        raise UsageError("--data.root is missing: the folder that tools/reshard.py made, or its URL")
+        raise UsageError("--data.root is missing: the folder that `sa1b reshard` made, or its URL")
     for flag, value in _numbers(config.document()):
         if not math.isfinite(value):
             raise UsageError(f"--{flag} is {value}")
@@ -198,7 +198,7 @@ def _check(config: Config) -> None:
         )
     if config.evaluation.every and config.evaluation.view is None:
         raise UsageError(
-            "--evaluation.every needs --evaluation.view: a view that tools/view.py made with --held-out and "
+            "--evaluation.every needs --evaluation.view: a view that `sa1b view` made with --held-out and "
             "--split held-out"
         )
     if config.evaluate_only and config.evaluation.view is None and not coco:

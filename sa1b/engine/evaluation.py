@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sa1b.console import command
 from sa1b.engine.coco_evaluation import detection_line, evaluate_coco, read_coco
 from sa1b.engine.control import Control
 from sa1b.engine.feed import DataConfig, Feed
@@ -50,8 +51,8 @@ class EvaluationConfig:
     """When and on what the model is evaluated.
 
     Attributes:
-        view: View to evaluate on (tools/view.py --held-out ... --split held-out); it must share no image with
-            the one trained on.
+        view: View to evaluate on (`sa1b view ROOT --held-out ... --split held-out`); it must share no image
+            with the one trained on.
         every: Steps from one evaluation to the next, and one at the end; 0: never while training.
         protocol: uniform: clicks at uniform pixels, IoU at the resolution of the losses, for curves. sam:
             clicks at the centres of errors, IoU at source resolution, as published figures.
@@ -62,7 +63,7 @@ class EvaluationConfig:
         detections: With coco: a file of COCO results whose boxes are the prompts; average precision is
             measured then.
         show: So many images, the first ones of the view, have the model's masks written to
-            OUT/predictions.jsonl: tools/gallery.py --predictions draws them beside the true ones.
+            OUT/predictions.jsonl: `sa1b gallery ROOT --predictions` draws them beside the true ones.
     """
 
     view: str | None = None
@@ -118,7 +119,7 @@ def held_out_feed(
     if shared := len(np.intersect1d(own, others)):
         raise UsageError(
             f"--evaluation.view {config.view} shares {shared:,} images with what is trained on; make two "
-            "views with the same tools/view.py --held-out PART, one with --split train and one with "
+            f"views with the same `{command('view')} --held-out PART`, one with --split train and one with "
             "--split held-out, and pass the first as --data.view"
         )
     return feed

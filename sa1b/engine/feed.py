@@ -27,8 +27,8 @@ class DataConfig:
     """Which samples, and how many at a time.
 
     Attributes:
-        root: Folder that tools/reshard.py made, or its URL (s3://...).
-        view: Name, digest or path of the view to train on (tools/view.py makes them); by default all images.
+        root: Folder that `sa1b reshard` made, or its URL (s3://...).
+        view: Name, digest or path of the view to train on (`sa1b view` makes them); by default all images.
         global_batch: Images of a step over all ranks.
         micro_batch: Images of a rank at a time; by default its whole share of a step. Less memory, same step.
         masks: At most so many masks an image; 0: images only, for models that read no mask.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.console import command
 from sa1b.errors import ManifestError, ShardError, UsageError
 from sa1b.export.export_record import ExportRecord, read_record
 from sa1b.export.source_tar import Rows, Written, content_digest, partial_path, write_source_tar
@@ -215,7 +216,7 @@ def _chosen(dataset: Dataset, ids: str | Path | None, images: npt.NDArray[np.uin
         if len(missing):
             raise UsageError(
                 f"{ids}: {listing(missing)}: not in {dataset.root}; take them out of the list, or make a "
-                "view with tools/view.py --ids FILE --missing skip"
+                f"view with `{command('view')} --ids FILE --missing skip`"
             )
         wanted &= np.isin(known, listed, assume_unique=True)
     if images is not None:
@@ -233,7 +234,7 @@ def _tars(dataset: Dataset, chosen: Rows, images_per_tar: int | None) -> Iterato
     if strange:
         raise ManifestError(
             f"{dataset.reader.url(DATASET)}: names no source for shards of {strange[0]!r}; "
-            "run tools/index.py to make it again"
+            f"run `{command('index')}` to make it again"
         )
     names = sorted(sources.values())
     numbers = {name: number for number, name in enumerate(names)}

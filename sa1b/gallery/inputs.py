@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
 from sa1b.gallery.histograms import Survey
 from sa1b.gallery.members import read_members
@@ -170,9 +171,9 @@ def _batches(shard: Path, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
         with pq.ParquetFile(index) as file:
             yield from file.iter_batches(_BATCH_IMAGES, columns=list(columns))
     except FileNotFoundError:
-        raise ShardError(f"{index}: missing; tools/index.py makes it again from the tar") from None
+        raise ShardError(f"{index}: missing; `{command('index')}` makes it again from the tar") from None
     except (pa.ArrowException, KeyError) as error:
-        raise ShardError(f"{index}: {error}; tools/index.py makes it again from the tar") from None
+        raise ShardError(f"{index}: {error}; `{command('index')}` makes it again from the tar") from None
 
 
 def _indexed_shard(shard: Path, choice: Choice, progress: Bar) -> Gathered:

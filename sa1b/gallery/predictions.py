@@ -73,7 +73,8 @@ def read_predictions(path: Path) -> dict[int, Predicted]:
                 found[int(document["image_id"])] = _parse(document["masks"])
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise UsageError(
-                    f"{path}: line {number} is no prediction ({error!r}); sa1b/train.py writes such files"
+                    f"{path}: line {number} is no prediction ({error!r}); "
+                    "`sa1b train` writes predictions.jsonl into its --out folder"
                 ) from None
     if not found:
         raise UsageError(f"{path}: holds no prediction")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sa1b.console import command
 from sa1b.ingest.finish import Finished
 from sa1b.shards import manifest
 from sa1b.shards.manifest import DATASET, Task
@@ -173,7 +174,7 @@ class ReshardSummary:
         if self.task is not None:
             return (
                 f"Task {self.task[0]} of {self.task[1]} is done. When all tasks have ended, write "
-                f"{root / DATASET} with: python tools/reshard.py --out {root} --finish"
+                f"{root / DATASET} with: `{command('reshard')} --out {root} --finish`"
             )
         if self.finished is None:
             return f"{root / DATASET} is as it was before this run."

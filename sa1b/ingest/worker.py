@@ -22,7 +22,7 @@ _REPORT_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a run goes about its sources; see tools/reshard.py for the flags.
+    """How a run goes about its sources; see `sa1b reshard` for the flags.
 
     Attributes:
         workers: processes at a time.

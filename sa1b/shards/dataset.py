@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sa1b.arguments import path as check_path
+from sa1b.console import command
 from sa1b.errors import ManifestError, TableError
 from sa1b.shards import manifest
 from sa1b.shards.display import SHEET_DEADLINE, SHEET_IMAGES, Displayed, contact_sheet, size_text
@@ -38,7 +39,7 @@ class Dataset(Displayed):
     gives the new version.
 
     Args:
-        root: folder that tools/reshard.py made, or its URL (s3://...). Of a URL the sample table is copied to
+        root: folder that `sa1b reshard` made, or its URL (s3://...). Of a URL the sample table is copied to
             this machine once, see sa1b.storage.cache.
         deadline: seconds that one read may take over all its attempts.
         storage_options: for fsspec's file system, see sa1b.storage.reader.
@@ -64,12 +65,12 @@ class Dataset(Displayed):
                 # Sources were added in this moment: the table has another name in the new manifest.
                 if attempt + 1 == _ATTEMPTS or self.manifest == self._read_manifest():
                     name = self.reader.url(self._table_name())
-                    raise TableError(f"{name}: missing; tools/index.py makes it again") from None
+                    raise TableError(f"{name}: missing; `{command('index')}` makes it again") from None
             else:
                 break
 
     def _open(self, root: Path | str, deadline: float, storage_options: Mapping[str, Any] | None) -> None:
-        check_path("root", root, "the folder that tools/reshard.py made, or its URL")
+        check_path("root", root, "the folder that `sa1b reshard` made, or its URL")
         if PurePath(root).name == manifest.DATASET and not Path(root).is_dir():
             raise ManifestError(f"{root}: pass the folder that it is in: {str(PurePath(root).parent)!r}")
         self._arguments = root, deadline, storage_options
@@ -86,8 +87,8 @@ class Dataset(Displayed):
             self.pending: list[str] = list(self.manifest.get("pending", []))
         except (KeyError, TypeError) as error:
             raise ManifestError(
-                f"{self.reader.url(manifest.DATASET)}: damaged, it lacks {error}; run tools/index.py to make "
-                "it again"
+                f"{self.reader.url(manifest.DATASET)}: damaged, it lacks {error}; "
+                f"run `{command('index')}` to make it again"
             ) from None
         self._samples = path or self._fetch_samples()
         # Where other processes find this version once its files have lost their names.
@@ -96,7 +97,7 @@ class Dataset(Displayed):
         if (self.table.digest, self.table.ids_digest) != promised:
             raise ManifestError(
                 f"{self._samples} is not the one {manifest.DATASET} was written with; "
-                "run tools/index.py to make both again"
+                f"run `{command('index')}` to make both again"
             )
 
     def __reduce__(self) -> tuple[Callable[..., "Dataset"], tuple[Any, ...]]:
@@ -198,7 +199,7 @@ class Dataset(Displayed):
         """
         if not is_intact(self.table):
             raise TableError(
-                f"{self._samples}: the columns do not match their digest; tools/index.py makes it again"
+                f"{self._samples}: the columns do not match their digest; `{command('index')}` makes it again"
             )
 
     def _read_manifest(self) -> dict[str, Any]:
@@ -214,7 +215,7 @@ class Dataset(Displayed):
             return manifest.parse_dataset(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
         except MissingError as error:
             raise ManifestError(
-                f"{error}; is {self.root} a copy of the --out folder of tools/reshard.py?"
+                f"{error}; is {self.root} a copy of the --out folder of `sa1b reshard`?"
             ) from None
 
     def _keep(self, path: Path) -> BufferedReader:
@@ -231,7 +232,7 @@ class Dataset(Displayed):
         if digest is None and not self.reader.is_local:
             raise ManifestError(
                 f"{self.reader.url(manifest.DATASET)}: made by an early version, without the table's digest; "
-                "run tools/index.py on the folder and copy dataset.json again"
+                f"run `{command('index')}` on the folder and copy dataset.json again"
             )
         return fetch_once(self.reader, self._table_name(), digest or "")
 
@@ -271,7 +272,7 @@ def _reopen(
 
 
 def open_dataset(root: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> Dataset:
-    """Open the root that tools/reshard.py made, a folder or a URL; see `Dataset`.
+    """Open the root that `sa1b reshard` made, a folder or a URL; see `Dataset`.
 
     Raises:
         sa1b.shards.ManifestError: no dataset there, or its files do not belong together.

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sa1b.console import command
 from sa1b.errors import ManifestError, TableError
 from sa1b.names import shard_order
 from sa1b.shards.document_fields import FieldError, check_dataset, check_task
@@ -181,7 +182,7 @@ def read_task(path: Path) -> Task:
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ManifestError(
-            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or run tools/reshard.py "
+            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or run `{command('reshard')}` "
             f"again with that source and --redo {path.stem}"
         ) from None
     return task
@@ -216,7 +217,7 @@ def read_dataset(root: Path) -> dict[str, Any]:
         hint = (
             f"{finished} sources are finished; run reshard again to finish the rest"
             if finished
-            else "is this the --out folder of tools/reshard.py?"
+            else "is this the --out folder of `sa1b reshard`?"
         )
         raise ManifestError(f"{path}: not there; {hint}")
     return parse_dataset(path.read_bytes(), path)
@@ -301,7 +302,7 @@ def parse_dataset(data: bytes, path: object) -> dict[str, Any]:
         check_dataset(document)
     except FieldError as error:
         raise ManifestError(
-            f"{path}: damaged: {error}; run tools/index.py --tables to make it again"
+            f"{path}: damaged: {error}; run `{command('index')} --tables` to make it again"
         ) from None
     return document
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from sa1b.console import command
 from sa1b.errors import ShardError
 from sa1b.names import member_name
 from sa1b.shards import record
@@ -107,7 +108,7 @@ class PendingRead:
                 return submit(self.reader, [location])[0].result()
             kind = "masks" if error.start >= location.masks_start else "jpg"
             name = member_name(location.image_id, kind)
-            raise ShardError(f"{name} is damaged: {error}; tools/verify.py lists all damage") from None
+            raise ShardError(f"{name} is damaged: {error}; `{command('verify')}` lists all damage") from None
         jpeg = data[location.start - self.origin :][: location.jpg_bytes]
         try:
             masks = data[location.masks_start - self.origin : location.stop - self.origin]
@@ -149,7 +150,8 @@ def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
     """
     if row["jpg_offset"] < 0 or row["jpg_offset"] + row["jpg_bytes"] > row["masks_offset"]:
         raise ShardError(
-            f"{shard}: the index has no place for image {row['image_id']}; tools/index.py makes it again"
+            f"{shard}: the index has no place for image {row['image_id']}; "
+            f"`{command('index')}` makes it again"
         )
     return SampleLocation(
         image_id=row["image_id"],

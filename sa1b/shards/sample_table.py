@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.console import command
 from sa1b.errors import TableError
 
 COLUMNS: dict[str, np.dtype[Any]] = {
@@ -187,7 +188,7 @@ def open_table(path: Path, *, check: bool = False) -> SampleTable:
     except ValueError:
         raise TableError(f"{path}: empty file") from None
     if len(view) < _HEADER_BYTES or view[:8] != _MAGIC:
-        raise TableError(f"{path}: not a sample table; `tools/index.py` makes it again from the tars")
+        raise TableError(f"{path}: not a sample table; `{command('index')}` makes it again from the tars")
     _, version, header_bytes, count, ids_sha256, sha256 = _HEADER.unpack_from(view)
     if version != _VERSION or header_bytes != _HEADER_BYTES:
         raise TableError(f"{path}: version {version}; this package reads version {_VERSION}")

@@ -2,7 +2,7 @@
 
 A shard is written in exactly one way (see sa1b.shards.shard). Headers, padding and the end of the tar follow
 from names and sizes: anything else is damage, and the walk stops there. Sealing compares what it yields with
-the index, `tools/index.py` makes the index from it. `tools/verify.py` continues after damage and therefore
+the index, `sa1b index` makes the index from it. `sa1b verify` continues after damage and therefore
 reads members with `sa1b.sources.tar_reader`.
 
     digest = hashlib.sha256()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.shards.manifest import QUARANTINE
 
@@ -56,7 +57,7 @@ def read_warnings(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, entry in read_lines(path):
             if entry is None or type(entry.get("image_id")) is not int:
                 raise ManifestError(
-                    f"{path}, line {number}: damaged; restore it from a copy, or run tools/reshard.py again "
-                    "with that source"
+                    f"{path}, line {number}: damaged; restore it from a copy, "
+                    f"or run `{command('reshard')}` again with that source"
                 )
             yield source, entry

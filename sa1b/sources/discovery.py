@@ -29,7 +29,7 @@ _PARTIAL_ENDINGS = (".part", ".partial", ".crdownload", ".download", ".aria2", "
 # Written by operating systems, file servers and tools, never by users: neither taken nor listed.
 _SYSTEM = (
     ".DS_Store",
-    ".export.json",  # the record of tools/export.py beside its tars
+    ".export.json",  # the record of `sa1b export` beside its tars
     "._*",
     ".Spotlight-V100",
     ".Trashes",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from sa1b.console import command
 from sa1b.errors import Sa1bError
 from sa1b.storage.atomic import append_line
 
@@ -79,8 +80,8 @@ class DamageLog:
         if count > max(LEAST, FRACTION * read):
             raise DamageLimitError(
                 f"{count} damaged samples on rank {self.rank}, more than {LEAST} and 0.1 % of what was read; "
-                f"they are listed {'on stderr' if self._unwritten else f'in {self.path}'}. tools/verify.py "
-                "checks the whole dataset directory"
+                f"they are listed {'on stderr' if self._unwritten else f'in {self.path}'}. "
+                f"`{command('verify')}` checks the whole dataset directory"
             )
 
     def entries(self) -> list[dict[str, object]]:

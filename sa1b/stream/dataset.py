@@ -52,11 +52,11 @@ class Stream(IterableDataset[Batch]):
     """Micro-batches of one rank, in the order of the formula.
 
     Args:
-        root: dataset directory that tools/reshard.py made, or its URL (s3://..., any file system of fsspec),
+        root: dataset directory that `sa1b reshard` made, or its URL (s3://..., any file system of fsspec),
             or an open dataset.
         global_batch: samples of a step over all ranks, G.
         micro_batch: samples of a rank at a time; by default its whole share of a step.
-        view: view that tools/view.py made: its name or digest (also its first 6 or more characters) in
+        view: view that `sa1b view` made: its name or digest (also its first 6 or more characters) in
             ROOT/views, or the path of its .json file or folder; by default all images. A view keeps its
             sequence when sources are added to the directory; all images do not.
         order: "shuffle" gives every epoch another order; "sequential" gives every sample once over all ranks,
@@ -115,7 +115,7 @@ class Stream(IterableDataset[Batch]):
                 "epochs=None needs order='shuffle': a sequential iteration ends with its last image"
             )
         if not isinstance(root, Dataset):
-            path("root", root, "the folder that tools/reshard.py made, its URL, or an open dataset")
+            path("root", root, "the folder that `sa1b reshard` made, its URL, or an open dataset")
         if view is not None:
             path("view", view, "the name, digest or path of a view")
         path("damage_log", damage_log)

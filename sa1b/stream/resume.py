@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from sa1b.console import command
 from sa1b.errors import Sa1bError
 
 _SEQUENCE = ("order", "block_size", "ids_sha256", "masks_where", "seed")
@@ -69,12 +70,14 @@ def _other_sequence(name: str, saved: Any, own: Any, view: str, root: str, grown
     argument = "view" if name in ("ids_sha256", "masks_where") else name
     if name == "ids_sha256":
         differs = f"other images ({_short(saved)}) than {view} ({_short(own)})"
-        remedy = "Pass the view that the state was saved with; tools/view.py prints the digests of views"
+        remedy = (
+            f"Pass the view that the state was saved with; `{command('view')}` prints the digests of views"
+        )
         if grown:
             remedy = (
                 f"If sources were added to {root} since, make a view of the images that it was trained on "
-                f"(tools/view.py {root} --ids FILE --name NAME) and pass it as view: a view keeps its images "
-                "and its sequence when a directory grows"
+                f"(`{command('view')} {root} --ids FILE --name NAME`) and pass it as view: a view keeps its "
+                "images and its sequence when a directory grows"
             )
     elif name == "masks_where":
         differs = f"condition on masks {_condition(saved)}, {view} {_condition(own)}"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
+from sa1b.console import command
 from sa1b.errors import ShardError
 from sa1b.shards.index import IndexWriter
 from sa1b.shards.largest import Largest
@@ -95,7 +96,7 @@ def rebuild_index(
         if isinstance(error, ShardError):
             raise ShardError(
                 f"{error}. No index is made from a damaged tar: restore it from a copy, or run "
-                "tools/reshard.py again with its source"
+                f"`{command('reshard')}` again with its source"
             ) from None
         raise
     return RebuiltIndex(info, jpg_bytes, largest.values, sorted(keep_json), sorted(scaled), quality)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from sa1b.console import command
 from sa1b.names import SHARD_PREFIX, shard_order, source_stem
 from sa1b.shards.manifest import DATASET, PARTIAL, TASKS, table_name
 from sa1b.shards.shard import index_path
@@ -26,7 +27,7 @@ def leftover_notes(root: Path, tasks: TaskCheck, shards: Collection[str]) -> lis
     if tasks.unlisted:
         notes.append(
             f"finished sources that {DATASET} does not list yet: {_some(sorted(tasks.unlisted))}; "
-            f"`python tools/reshard.py --out {root} --finish` takes them in"
+            f"`{command('reshard')} --out {root} --finish` takes them in"
         )
     beside = _beside_tasks(root, tasks.tasks.keys() | tasks.active.keys())
     failed = [name.removesuffix(".failed") for name in beside if name.endswith(".failed")]
@@ -39,10 +40,10 @@ def leftover_notes(root: Path, tasks: TaskCheck, shards: Collection[str]) -> lis
     if found:
         notes.append(
             f"{len(found):,} files that no task file lists, of an interrupted run: {_some(found)}; "
-            "finish that run with tools/reshard.py, or remove them"
+            f"finish that run with `{command('reshard')}`, or remove them"
         )
     if (root / INDEX_RECORD).exists():
-        notes.append(f"tools/index.py was not finished; `python tools/index.py {root}` goes on there")
+        notes.append(f"`{command('index')}` was not finished; `{command('index')} {root}` goes on there")
     staging = sorted(path.name for path in (root / PARTIAL).glob("*"))
     if staging:
         notes.append(

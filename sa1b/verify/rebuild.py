@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sa1b.console import command
 from sa1b.errors import LockedError, ManifestError, OutOfMemoryError, ShardError
 from sa1b.progress import bar
 from sa1b.shards import manifest
@@ -128,7 +129,7 @@ def rebuild_root(root: Path, *, workers: int = 1, quiet: bool = False) -> Rebuil
             lost = recover.lost_sources(root, recorded.tasks, recorded.dataset)
             named = {name: [one.name for one in task.shards] for name, task in recorded.tasks.items()} | lost
             if not named:
-                raise ManifestError(f"{root}: holds no shards of tools/reshard.py")
+                raise ManifestError(f"{root}: holds no shards of `sa1b reshard`")
             shards = [root / shard for name in sorted(named) for shard in named[name]]
             with bar(_bytes(shards), "index", "B", quiet) as progress:
                 built = _rebuild_all(shards, recorded, record, workers, summary, progress.update)
@@ -164,8 +165,8 @@ def rebuild_tables(root: Path) -> RebuildSummary:
             _write_tables(root, recorded, {}, {}, None, summary)
         except UNREADABLE as error:
             raise ManifestError(
-                f"{root}: an index cannot be read ({error}); tools/verify.py names it, and tools/index.py "
-                "without --tables makes it again"
+                f"{root}: an index cannot be read ({error}); `{command('verify')}` names it, and "
+                f"`{command('index')}` without --tables makes it again"
             ) from None
     summary.seconds = time.monotonic() - began
     return summary
@@ -293,13 +294,15 @@ def _rebuild(
             f"{shard}: the process reached its memory limit; run with fewer --workers, or raise the limit"
         ) from None
     except FileNotFoundError:
-        return f"{shard}: not there; restore it from a copy, or run tools/reshard.py again with its source"
+        return (
+            f"{shard}: not there; restore it from a copy, or run `{command('reshard')}` again with its source"
+        )
     if info is not None and built.info.sha256 != info.sha256:
         temporary.unlink()
         return (
             f"{shard}: sha256 is {built.info.sha256}, {info.sha256} when it was written: the shard has "
-            "changed since. tools/verify.py names what is damaged. Restore it from a copy, or run "
-            "tools/reshard.py again with its source and --redo and the source's name"
+            f"changed since. `{command('verify')}` names what is damaged. Restore it from a copy, or run "
+            f"`{command('reshard')}` again with its source and --redo and the source's name"
         )
     commit(temporary, index_path(shard))
     return built

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.names import SHARD_PREFIX
 from sa1b.shards import manifest
@@ -64,7 +65,7 @@ def check_digests(root: Path, recorded: Recorded, rewritten: Mapping[str, str]) 
             path = manifest.task_path(root, name)
             raise ManifestError(
                 f"{path}: not the one that {DATASET} lists; restore it from a copy, or run "
-                f"tools/reshard.py again with that source and --redo {name}. If {DATASET} is what is "
+                f"`{command('reshard')}` again with that source and --redo {name}. If {DATASET} is what is "
                 "damaged, remove that"
             )
 

@@ -7,6 +7,7 @@ reshard sees such a source as changed and does it again when it is given.
 from pathlib import Path
 from typing import Any
 
+from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.names import parse_shard_name, shard_name, shard_order, source_name, source_stem
 from sa1b.shards import manifest
@@ -39,8 +40,8 @@ def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | N
         if shards != expected:
             missing = sorted(set(expected) - set(shards))
             raise ManifestError(
-                f"{root / TASKS}/{source}.json is lost, and so is {', '.join(missing)}: run tools/reshard.py "
-                f"again with {source}, or restore either from a copy"
+                f"{root / TASKS}/{source}.json is lost, and so is {', '.join(missing)}: run "
+                f"`{command('reshard')}` again with {source}, or restore either from a copy"
             )
     return lost
 

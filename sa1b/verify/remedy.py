@@ -4,6 +4,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from sa1b.console import command
 from sa1b.shards.manifest import Options
 
 
@@ -23,15 +24,15 @@ class Remedy:
 
     def index(self, shard: str) -> str:
         """The index of one shard is damaged."""
-        return f"`python tools/index.py {self._quoted(shard)}` (first restore the shard if it is damaged too)"
+        return f"`{command('index')} {self._quoted(shard)}` (first restore the shard if it is damaged too)"
 
     def tables(self) -> str:
         """The sample table, a source's rows or dataset.json is damaged, everything else is not."""
-        return f"`python tools/index.py {self._quoted()} --tables`"
+        return f"`{command('index')} {self._quoted()} --tables`"
 
     def everything(self) -> str:
         """Nothing but the shards can be relied on."""
-        return f"`python tools/index.py {self._quoted()}`"
+        return f"`{command('index')} {self._quoted()}`"
 
     def source(self, source: str | None) -> str:
         """A shard, a task file or what was refused of a source is damaged: the source must be read again."""
@@ -40,11 +41,11 @@ class Remedy:
         # placeholder means nothing to a shell, so a command pasted as it is only reports a missing file.
         path = shlex.quote(f"PATH/TO/{name}" if name in self.folders else f"PATH/TO/{name}.tar")
         flags = "".join(f" {flag}" for flag in self.flags())
-        again = f"python tools/reshard.py {path} --out {self._quoted()} --redo {shlex.quote(name)}{flags}"
+        again = f"{command('reshard')} {path} --out {self._quoted()} --redo {shlex.quote(name)}{flags}"
         return f"restore it from a copy; or, with the real path of the source, `{again}`"
 
     def flags(self) -> list[str]:
-        """The flags of tools/reshard.py that differ from its defaults."""
+        """The flags of `sa1b reshard` that differ from its defaults."""
         if self.options is None:
             return []
         defaults, flags = Options().flags(), self.options.flags()

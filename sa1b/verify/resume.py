@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from sa1b.errors import UsageError
 
 FORMAT = "sa1b-resume-1"
-INDEX_RECORD = ".index-progress.jsonl"  # of tools/index.py, in the dataset directory
+INDEX_RECORD = ".index-progress.jsonl"  # of `sa1b index`, in the dataset directory
 
 
 class ResumeRecord:

@@ -74,7 +74,7 @@ def check_is_dataset(root: Path) -> None:
         or next((root / TASKS).glob("*.claim"), None)
         or next(shards_on_disk(root), None)
     ):
-        raise ManifestError(f"{root}: no dataset there; is this the --out folder of tools/reshard.py?")
+        raise ManifestError(f"{root}: no dataset there; is this the --out folder of `sa1b reshard`?")
 
 
 def _check_shards(

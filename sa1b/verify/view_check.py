@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sa1b.console import command
 from sa1b.shards.document_fields import FieldError, check_view
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import json_bytes
@@ -44,7 +45,7 @@ def check_views(root: Path, table: SampleTable | None) -> tuple[Findings, list[s
         except (OSError, ValueError, RecursionError) as error:
             document, problem = {}, short(error)
         if problem is not None:
-            remedy = f"remove {shlex.quote(str(path))} and make the view again with tools/view.py"
+            remedy = f"remove {shlex.quote(str(path))} and make the view again with `{command('view')}`"
             findings.add(Finding("view_unreadable", f"{VIEWS}/{name}", problem, remedy))
             continue
         for file, (kind, message) in _data(document, path, table).items():
@@ -129,4 +130,4 @@ def _again(root: Path, document: dict[str, Any]) -> str:
     chosen = document.get("chosen_by")
     flags = [f"--{flag} {shlex.quote(str(value))}" for flag, value in (chosen or {}).items()]
     flags += [f"--name {shlex.quote(str(name))}" for name in document["names"][:1]]
-    return f"`{' '.join(['python tools/view.py', shlex.quote(str(root)), *flags])}`"
+    return f"`{' '.join([command('view'), shlex.quote(str(root)), *flags])}`"

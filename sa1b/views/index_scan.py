@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sa1b.console import command
 from sa1b.errors import ShardError
 from sa1b.progress import bar
 from sa1b.shards.dataset import Dataset
@@ -99,7 +100,7 @@ def _part(path: Path, masks_where: Predicate | None, images_where: Predicate | N
             left = passed[ends] - passed[ends - counts]
     except UNREADABLE as error:
         raise ShardError(
-            f"{path}: {error}; tools/verify.py lists the damage, tools/index.py makes it again"
+            f"{path}: {error}; `{command('verify')}` lists the damage, `{command('index')}` makes it again"
         ) from None
     passes = np.ones(len(counts), np.bool_)
     if images_where is not None:

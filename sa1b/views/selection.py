@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
 from sa1b.hashing import Purpose, random_words
 from sa1b.shards.dataset import Dataset
@@ -227,7 +228,7 @@ def _check_seen(dataset: Dataset, missing: npt.NDArray[np.bool_]) -> None:
         path = index_path(Path(dataset.root) / dataset.shards[int(dataset.table.shard[row])])
         raise ShardError(
             f"{path}: image {int(dataset.table.image_id[row])} is in samples.bin and not in this index; "
-            "tools/index.py makes both again"
+            f"`{command('index')}` makes both again"
         )
 
 
@@ -304,6 +305,6 @@ def _rows(dataset: Dataset, ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]
         image_id = int(ids[known[rows] != ids][0])
         raise ShardError(
             f"image {image_id} is in an index of {dataset.root} and not in its samples.bin; "
-            "tools/index.py makes both again"
+            f"`{command('index')}` makes both again"
         )
     return rows

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import lock, write_whole
@@ -129,7 +130,7 @@ def open_view(
         root: folder or URL, or what reads there. Files of views at a URL are copied to this machine once.
         table: the sample table of `root`.
         which: a view's name in ROOT/views, or its digest or the first 6 or more characters of it. Or a path
-            on this machine that tools/view.py --out wrote, of the view's .json file or of the folder that
+            on this machine that `sa1b view --out` wrote, of the view's .json file or of the folder that
             holds it: what contains a "/" or ends with .json is a path, and so is every `Path`. None or the
             digest of all images: all images.
         check: verify the view's files by their digests: 0.1 s for 11 million images.
@@ -150,7 +151,7 @@ def open_view(
         if prefix and known <= {table.ids_digest} and not any(which in one.names for one in documents):
             return whole(table)
         document = find(documents, which, reader.root)
-    again = f"make it again: python tools/view.py {reader.root} {document.flags()}".rstrip()
+    again = f"make it again: `{command('view')} {reader.root} {document.flags()}".rstrip() + "`"
     path = source.url(f"{document.stem}.json")
     try:
         condition = document.condition()
@@ -273,7 +274,7 @@ def _look_up(table: SampleTable, ids: npt.NDArray[np.uint64], path: str, root: s
         listed = ", ".join(map(str, missing[:_SHOWN].tolist())) + (" ..." if len(missing) > _SHOWN else "")
         raise ManifestError(
             f"{path}: {len(missing):,} of its {len(ids):,} images are not in {root} ({listed}). Add their "
-            "sources again with tools/reshard.py, or make a view of the images that are left: "
-            f"tools/view.py {root} --ids {shlex.quote(path)} --missing skip"
+            f"sources again with `{command('reshard')}`, or make a view of the images that are left: "
+            f"`{command('view')} {root} --ids {shlex.quote(path)} --missing skip`"
         )
     return rows

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
+from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.document_fields import VIEW_SEAL, check_view, view_seal
 from sa1b.storage.atomic import json_bytes
@@ -83,7 +84,7 @@ class ViewDocument:
         return None if self.masks_where is None else mask_predicate(self.masks_where)
 
     def flags(self) -> str:
-        """The flags of tools/view.py that selected the view."""
+        """The flags of `sa1b view` that selected the view."""
         flags = [f"--{flag} {shlex.quote(value)}" for flag, value in self.chosen_by.items()]
         return " ".join([*flags, *(f"--name {name}" for name in self.names[:1])])
 
@@ -133,7 +134,7 @@ def read_document(reader: Reader, name: str) -> ViewDocument:
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
-            f"{path}: damaged ({str(error)[:200]}); remove it and run tools/view.py again"
+            f"{path}: damaged ({str(error)[:200]}); remove it and run `{command('view')}` again"
         ) from None
 
 
@@ -160,7 +161,7 @@ def find(documents: list[ViewDocument], which: str, where: str) -> ViewDocument:
     if len(found) == 1:
         return found[0]
     if not documents:
-        raise ManifestError(f"no view {which!r} in {where}: it has none; tools/view.py makes them")
+        raise ManifestError(f"no view {which!r} in {where}: it has none; `{command('view')}` makes them")
     problem = "stands for more than one view" if found else "is no view"
     if not found and len(which) < PREFIX and re.fullmatch("[0-9a-f]+", which):
         problem += f" (a digest may be shortened to {PREFIX} characters, not fewer)"
@@ -227,7 +228,7 @@ def document_at(which: str) -> tuple[Reader, ViewDocument]:
     path = Path(which).absolute()
     if path.suffix == ".json":
         if not path.is_file():
-            raise ManifestError(f"{which}: no such file; tools/view.py --out makes it")
+            raise ManifestError(f"{which}: no such file; `{command('view')} --out` makes it")
         return Reader(path.parent), read_document(Reader(path.parent), path.name)
     folder = path if path.is_dir() else path.parent
     reader = Reader(folder.parent)

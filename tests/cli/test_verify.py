@@ -36,7 +36,7 @@ def test_damage_as_json(whole, tmp_path):
     assert document["exit_code"] == 1
     (finding,) = document["findings"]
     assert (finding["kind"], finding["shard"]) == ("tar_missing", "sa1b-000001-0001.tar")
-    assert "tools/reshard.py" in finding["remedy"]
+    assert "sa1b reshard" in finding["remedy"]
 
 
 def test_warnings(whole):

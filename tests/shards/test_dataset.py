@@ -99,7 +99,7 @@ def test_a_folder_that_is_no_root_is_named(tmp_path: Path) -> None:
 
 def test_a_root_without_its_table_says_what_makes_it_again(root: Path, tmp_path: Path) -> None:
     shutil.copy(root / "dataset.json", tmp_path)
-    with pytest.raises(TableError, match=r"samples-\w+\.bin: missing; tools/index\.py makes it again"):
+    with pytest.raises(TableError, match=r"samples-\w+\.bin: missing; `.*sa1b index` makes it again"):
         sa1b.open(tmp_path)
 
 

@@ -102,7 +102,7 @@ def test_a_changed_byte_of_a_shard_is_in_the_damage_log_or_in_no_sample(
     offset, bits = a_byte(path, seed)
     with flipped(path, offset, bits):
         found, lines = epoch(root, tmp_path_factory.getbasetemp() / "damage_log")
-    # Headers and padding are in no sample; tools/verify.py finds damage there.
+    # Headers and padding are in no sample; `sa1b verify` finds damage there.
     owners = rows_at(table, shard, offset)
     assert {line["image_id"] for line in lines} == set(table.image_id[owners].tolist())
     for line in lines:

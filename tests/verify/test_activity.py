@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from sa1b.console import command
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
@@ -48,7 +49,7 @@ def test_a_source_that_dataset_json_does_not_list_yet_is_a_note(sources, tmp_pat
     assert report.findings == []
     (note,) = report.notes
     assert "does not list yet: sa_000001" in note
-    assert f"`python tools/reshard.py --out {root} --finish`" in note
+    assert f"`{command('reshard')} --out {root} --finish`" in note
 
 
 def test_an_unlisted_task_file_that_is_damaged_is_a_finding(root):
@@ -66,7 +67,7 @@ def test_leftovers_of_failed_and_interrupted_runs_are_notes(root):
     report = check(root)
     assert report.findings == []
     notes = "\n".join(report.notes)
-    for said in ("failed: sa_000009", "sa_000010.samples", "samples-0123456789abcdef.bin", "tools/index.py"):
+    for said in ("failed: sa_000009", "sa_000010.samples", "samples-0123456789abcdef.bin", "sa1b index"):
         assert said in notes
 
 

@@ -29,7 +29,7 @@ def test_a_byte_of_the_sample_table(root, name, also):
     assert "table_digest" in [finding.kind for finding in found]
     assert (also, 103) in [(finding.kind, finding.image_id) for finding in found]
     assert {finding.file for finding in found} == {table_name(root)}
-    assert all("tools/index.py" in finding.remedy for finding in found)
+    assert all("sa1b index" in finding.remedy for finding in found)
 
 
 def test_an_image_id_of_the_sample_table(root):

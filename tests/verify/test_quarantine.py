@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from sa1b.console import command
 from sa1b.shards import manifest
 from sa1b.shards.warning_list import warnings_path
 from sa1b.verify.quarantine_check import WarningList
@@ -65,7 +66,7 @@ def test_bytes_that_are_missing_or_cut(root):
     (root / FOLDER / first).unlink()
     (root / FOLDER / second).write_bytes(b"")
     assert found(root) == {("quarantine_file_missing", first), ("quarantine_file_bytes", second)}
-    assert all("tools/reshard.py PATH/TO/sa_000001.tar" in one.remedy for one in check(root).findings)
+    assert all(f"{command('reshard')} PATH/TO/sa_000001.tar" in one.remedy for one in check(root).findings)
 
 
 def test_a_changed_byte_of_what_was_refused(root):

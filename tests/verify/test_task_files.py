@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from sa1b.console import command
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.verify.rebuild import rebuild_root, rebuild_tables
@@ -23,7 +24,7 @@ def test_a_missing_task_file(root):
     finding = only(check(root))
     assert (finding.kind, finding.file) == ("task_missing", TASK)
     assert (
-        f"python tools/reshard.py PATH/TO/sa_000002.tar --out {root} --redo sa_000002 --images-per-shard 5"
+        f"{command('reshard')} PATH/TO/sa_000002.tar --out {root} --redo sa_000002 --images-per-shard 5"
         in finding.remedy
     )
 
@@ -32,7 +33,7 @@ def test_all_task_files_missing(root):
     shutil.rmtree(root / "tasks")
     finding = only(check(root))
     assert finding.kind == "tasks_missing"
-    assert f"`python tools/index.py {root}`" in finding.remedy
+    assert f"`{command('index')} {root}`" in finding.remedy
     rebuild_root(root, workers=0, quiet=True)
     assert "tasks_missing" not in kinds(check(root))
 
@@ -74,7 +75,7 @@ def test_any_value_in_a_task_file_is_guaranteed_by_dataset_json(root):
     (root / TASK).write_text((root / TASK).read_text().replace(sha256, sha256[::-1]))
     finding = only(check(root))
     assert (finding.kind, finding.file) == ("task_differs", TASK)
-    assert "tools/reshard.py" in finding.remedy
+    assert "sa1b reshard" in finding.remedy
 
 
 def test_the_task_file_of_another_dataset(root, roots):
@@ -133,7 +134,7 @@ def test_rows_of_a_source_that_are_missing(root):
     (root / ROWS).unlink()
     finding = only(check(root))
     assert (finding.kind, finding.file) == ("samples_missing", ROWS)
-    assert finding.remedy == f"`python tools/index.py {root} --tables`"
+    assert finding.remedy == f"`{command('index')} {root} --tables`"
     rebuild_tables(root)
     assert content(root) == written
 

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.ingest.finish import drop_source
 from sa1b.ingest.ingest import Policy
@@ -56,7 +57,7 @@ def test_a_document_that_its_digest_does_not_guarantee(root, view, change):
     edit_json(view, change)
     (finding,) = check(root).findings
     assert (finding.kind, finding.file) == ("view_unreadable", f"views/{view.name}")
-    assert "tools/view.py" in finding.remedy
+    assert "sa1b view" in finding.remedy
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_images_that_are_missing_or_damaged(root, view, ending):
     view.with_suffix(ending).unlink()
     (finding,) = check(root).findings
     assert finding.kind == "view_data_missing"
-    assert finding.remedy == f"`python tools/view.py {root} --limit 6 --name few`"
+    assert finding.remedy == f"`{command('view')} {root} --limit 6 --name few`"
 
 
 def test_row_numbers_of_other_images(root, view):

@@ -77,9 +77,7 @@ def test_all_images_of_a_directory_that_grew_are_another_sequence_and_the_messag
     _, state = trained(root, None)
     view = select(root, Selection(), name="all", quiet=True).view
     add_source(root, tmp_path)
-    with pytest.raises(
-        ResumeError, match=r"If sources were added to .*tools/view.py .* --ids FILE --name NAME"
-    ):
+    with pytest.raises(ResumeError, match=r"If sources were added to .*sa1b view .* --ids FILE --name NAME"):
         trained(root, None, state)
     with pytest.warns(UserWarning, match="has changed since the state was saved"):
         trained(root, "all", state)
@@ -152,9 +150,7 @@ def test_views_of_an_older_version_are_read_with_the_images_they_were_made_for(r
     assert json.loads(less.read_text())["names"] == []
     assert open_view(root, Dataset(root).table, other.digest).count == other.count
     add_source(root, tmp_path)
-    with pytest.raises(
-        ManifestError, match="made by an older version.*tools/view.py .*--subset 50% --name half"
-    ):
+    with pytest.raises(ManifestError, match="made by an older version.*sa1b view .*--subset 50% --name half"):
         open_view(root, Dataset(root).table, "half")
     assert path.exists()
 
@@ -181,7 +177,7 @@ def test_a_view_of_a_read_only_directory_is_written_and_opened_elsewhere(root, t
     assert trained(root, str(file))[0]
     with pytest.raises(ManifestError, match=r"a folder of 2 views \(.*name one: .*/NAME"):
         open_view(root, table, out)
-    with pytest.raises(ManifestError, match="no such file; tools/view.py --out makes it"):
+    with pytest.raises(ManifestError, match="no such file; `.*sa1b view --out` makes it"):
         open_view(root, table, tmp_path / "nothing.json")
     with pytest.raises(ManifestError, match="no view 'half'"):
         open_view(root, table, "half")

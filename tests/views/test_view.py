@@ -243,7 +243,7 @@ def test_views_are_found_by_name_key_and_beginning(root):
 
 def test_unknown_and_ambiguous_names_list_the_known(root):
     table = Dataset(root).table
-    with pytest.raises(ManifestError, match=r"no view 'good' in .*it has none; tools/view.py makes them"):
+    with pytest.raises(ManifestError, match=r"no view 'good' in .*it has none; `.*sa1b view` makes them"):
         open_view(root, table, "good")
     select(root, Selection(subset="50%", masks_where="area > 1"), name="one", quiet=True)
     view = select(root, Selection(subset="50%", masks_where="area > 2"), name="two", quiet=True).view
@@ -311,7 +311,7 @@ def test_damage_is_named_with_the_command_that_makes_it_again(root):
     view = select(root, Selection(images_where="masks != 2", subset="50%"), name="half", quiet=True).view
     rows, text = (root / "views" / f"{view.digest}{end}" for end in (".rows", ".json"))
     whole_rows, whole_text = rows.read_bytes(), text.read_bytes()
-    command = "python tools/view.py .* --images-where 'masks != 2' --subset 50% --name half"
+    command = "sa1b view .* --images-where 'masks != 2' --subset 50% --name half"
     rows.write_bytes(whole_rows[:-1] + bytes([whole_rows[-1] ^ 1]))
     with pytest.raises(ManifestError, match=f"not the .* row numbers of its view.*{command}"):
         open_view(root, table, "half")
@@ -330,7 +330,7 @@ def test_damage_is_named_with_the_command_that_makes_it_again(root):
         whole_text.replace(view.digest.encode(), b"0"),
     ):
         text.write_bytes(damaged)
-        with pytest.raises(ManifestError, match=f"{view.digest}.json: damaged.*tools/view.py"):
+        with pytest.raises(ManifestError, match=f"{view.digest}.json: damaged.*sa1b view"):
             open_view(root, table, "half")
     text.write_bytes(whole_text.replace(b"sa1b-view-2", b"sa1b-view-9"))
     with pytest.raises(ManifestError, match="format 'sa1b-view-9'"):
@@ -342,7 +342,7 @@ def test_a_damaged_or_foreign_index_is_named(root):
     data = index.read_bytes()
     for damaged in (data[:-9], b""):
         index.write_bytes(damaged)
-        with pytest.raises(ShardError, match=f"{index}: .*tools/index.py"):
+        with pytest.raises(ShardError, match=f"{index}: .*sa1b index"):
             select(root, Selection(images_where="masks > 1"), workers=2, quiet=True)
     index.unlink()
     with pytest.raises(ShardError, match=str(index)):

@@ -25,7 +25,7 @@ from sa1b.sam.published import (
 PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package builds by name
 
 _KINDS = (
-    "the folder of a run (--out of sa1b/train.py), a checkpoint in it (RUN/checkpoints/step-...), "
+    "the folder of a run (--out of `sa1b train`), a checkpoint in it (RUN/checkpoints/step-...), "
     "a .safetensors or a .pth"
 )
 
@@ -137,7 +137,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
     """The model in a run, a checkpoint or a file of weights, ready for `sa1b.predict`.
 
     Args:
-        source: the folder of a run (--out of sa1b/train.py; its newest good checkpoint is taken), a
+        source: the folder of a run (--out of `sa1b train`; its newest good checkpoint is taken), a
             checkpoint in it, or a .pth or .safetensors with the published names.
 
     Raises:
