@@ -30,6 +30,8 @@ def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
     source, shards, gallery = folder / "source", folder / "shards", folder / "gallery.html"
     run = folder / "run"
     began = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".gitignore").write_text("*\n")  # git ignores the folder wherever it is
     if not all((source / f"sa_00000{i}.tar").exists() for i in range(2)):
         _step("two synthetic source tars in the download's form", "synthesize.py", source, "--tars", 2,
               "--images-per-tar", 100, "--long-side", 640, "--workers", workers, "--overwrite")  # fmt: skip
@@ -46,8 +48,8 @@ def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
         *("--preset", "tiny", "--parallel.mode", "ddp", "--out", run, "--data.root", shards),
         *("--data.view", "train", "--evaluation.view", "held-out", "--evaluation.every", 100),
     )
-    _step("pictures with true and predicted masks", "gallery.py", shards, "--predictions",
-          run / "predictions.jsonl", "--out", gallery)  # fmt: skip
+    _step("pictures with true and predicted masks", "gallery.py", shards, "--view", "held-out",
+          "--predictions", run / "predictions.jsonl", "--out", gallery)  # fmt: skip
     before, after = _scores(run)
     print(f"""
 Done in {time.monotonic() - began:.0f} s.

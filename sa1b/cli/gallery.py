@@ -75,7 +75,8 @@ def main(
         name = "" if opened.digest.startswith(view) else f"{view}, "
         facts.append(("View", f"{name}{opened.digest}"))
         if opened.masks_where is not None:
-            facts.append(("Condition of the view", f"{opened.masks_where.text} (all masks are shown)"))
+            others = "all masks are shown" if predictions is None else "masks without a prediction are dashed"
+            facts.append(("Condition of the view", f"{opened.masks_where.text} ({others})"))
     summary = write_gallery(
         source,
         out,

@@ -2,11 +2,13 @@
 
 import math
 from html import escape
+from itertools import pairwise
 
 from sa1b.gallery.histograms import Distribution, Survey
 
 # The chart in SVG units, which are about pixels.
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 340, 190, 48, 20, 10, 42
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 348, 194, 56, 20, 10, 46
+_LETTER = 7  # the width of a digit at the font size of the labels, at most
 
 
 def charts(survey: Survey) -> str:
@@ -44,7 +46,7 @@ def _chart(distribution: Distribution) -> str:
     )
     along = "".join(
         f'<path class="tick" d="M{x(tick)} {bottom}v4"/>'
-        f'<text x="{x(tick)}" y="{bottom + 16}" text-anchor="middle">{label}</text>'
+        f'<text x="{x(tick)}" y="{bottom + 19}" text-anchor="middle">{label}</text>'
         for tick, label in _x_ticks(distribution, x_low, x_high)
     )
     labels = (
@@ -87,13 +89,33 @@ def _span(distribution: Distribution, start: float, stop: float) -> str:
 
 
 def _x_ticks(distribution: Distribution, low: float, high: float) -> list[tuple[float, str]]:
+    """Positions and labels along the x axis, as many as fit beside each other."""
     if not distribution.log:
         whole = distribution.step == 1
-        return [(tick, f"{tick:,.10g}") for tick in _ticks(low, high, 6, whole=whole) if low <= tick <= high]
+        for most in range(6, 0, -1):
+            values = [tick for tick in _ticks(low, high, most, whole=whole) if low <= tick <= high]
+            ticks = [(tick, f"{tick:,.10g}") for tick in values]
+            if _fit(ticks, low, high):
+                break
+        return ticks
     decades = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)
-    if len(decades) >= 2:
-        return [(decade, _percent(10.0**decade)) for decade in decades]
-    return [(low, _percent(10**low)), (high, _percent(10**high))]
+    if len(decades) < 2:
+        return [(low, _percent(10**low)), (high, _percent(10**high))]
+    for step in range(1, len(decades)):
+        ticks = [(decade, _percent(10.0**decade)) for decade in decades[::-1][::step]]
+        if _fit(ticks, low, high):
+            break
+    return ticks
+
+
+def _fit(ticks: list[tuple[float, str]], low: float, high: float) -> bool:
+    """Whether the labels, each centred on its tick, leave the width of a digit between neighbours."""
+    scale = (_WIDTH - _RIGHT - _LEFT) / (high - low)
+    spans = sorted(
+        ((value - low) * scale - len(label) * _LETTER / 2, (value - low) * scale + len(label) * _LETTER / 2)
+        for value, label in ticks
+    )
+    return all(left[1] + _LETTER <= right[0] for left, right in pairwise(spans))
 
 
 def _ticks(low: float, high: float, most: int, *, whole: bool) -> list[float]:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import simplejpeg
 
+from sa1b.console import counted
 from sa1b.errors import BadSample
 from sa1b.gallery.predictions import Predicted
 from sa1b.gallery.selection import Exhibit
@@ -47,7 +48,8 @@ class Picture:
         pixels: RGB uint8 [height, width, 3].
         runs: its masks at source resolution, in the order of `order`.
         order: int64 [N], mask indices by area, largest first: what is drawn later lies on top.
-        predicted: what a model drew for these masks, in the same order; drawn beside them.
+        predicted: the masks that a model predicted for these, in the same order; drawn beside them.
+        filtered: with predictions, the masks at source resolution that have none; drawn as dashed outlines.
         warnings: reasons why ingest kept the image with a warning, and the messages.
     """
 
@@ -57,6 +59,7 @@ class Picture:
     runs: Runs
     order: npt.NDArray[np.int64]
     predicted: Predicted | None = None
+    filtered: Runs | None = None
     warnings: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -77,7 +80,7 @@ SORTS: dict[str, tuple[Callable[[Annotations], float], bool, str]] = {
 def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = None) -> Picture:
     """Decode an image and its masks; keeps at most `longer_side` pixels of the image.
 
-    With predictions, only the masks that have one.
+    With predictions, the masks that have none are apart, in `filtered`.
 
     Raises:
         BadSample: JPEG or masks do not decode.
@@ -90,17 +93,26 @@ def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = No
     except MaskError as error:
         raise BadSample("bad_rle", str(error)) from None
     order = largest_first(runs)
+    filtered = None
     if predicted is not None:
+        every = order
         order, predicted = _paired(exhibit.annotations, order, predicted)
+        filtered = runs.select(every[~np.isin(every, order)])
     return Picture(
-        exhibit.annotations, exhibit.place, scaled(pixels, longer_side), runs.select(order), order, predicted
+        exhibit.annotations,
+        exhibit.place,
+        scaled(pixels, longer_side),
+        runs.select(order),
+        order,
+        predicted,
+        filtered,
     )
 
 
 def _paired(
     annotations: Annotations, order: npt.NDArray[np.int64], predicted: Predicted
 ) -> tuple[npt.NDArray[np.int64], Predicted]:
-    """Masks that a model drew, and its masks in the same order.
+    """The masks that have a prediction, and the predicted masks in the same order.
 
     Raises:
         BadSample: the predictions are of another image.
@@ -142,6 +154,9 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
     )
     count = len(picture.order)
     title = image_name(annotations.image_id)
+    masks = counted(count, "mask")
+    if picture.filtered is not None and len(picture.filtered):
+        masks = f"{count:,} of {counted(count + len(picture.filtered), 'mask')}"
     twin, words, noted = "", "", ""
     if picture.warnings:
         reasons = "".join(
@@ -150,12 +165,15 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
         noted = f'<ul class="noted">{reasons}</ul>'
     if picture.predicted is not None:
         twin = (
-            '<div class="stage twin" role="img" aria-label="What the model drew from one click each">'
+            '<div class="stage twin" role="img" aria-label="Masks of the model from one click each">'
             f'<img alt="" width="{width}" height="{height}">'
             f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>'
         )
         mean = f"{picture.predicted.iou.mean():.3f}" if count else "none"
-        words = f"<p>First the true masks, then the model's from one click each; mean IoU {mean}.</p>"
+        words = (
+            f"<p>True masks, then the model's masks from one click each; mean IoU {mean}. "
+            f"{_filtered(picture.filtered)}</p>"
+        )
     return (
         f'<figure class="picture" id="{title}" {keys} style="--ratio:{width / height:.6f}">'
         f'<div class="stage" tabindex="0" role="group" '
@@ -164,10 +182,19 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
         f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>{twin}'
         f'<figcaption><h2><a href="#{title}">{title}</a></h2>'
         f"<p>{annotations.width:,} × {annotations.height:,} px, "
-        f"{count:,} {'mask' if count == 1 else 'masks'}, {escape(picture.place)}</p>{words}{noted}"
+        f"{masks}, {escape(picture.place)}</p>{words}{noted}"
         f'<dl class="numbers" aria-live="polite"></dl></figcaption>'
         f'<script type="application/json">{_script_json(_masks(picture, longer_side))}</script></figure>'
     )
+
+
+def _filtered(runs: Runs | None) -> str:
+    """Which masks of the image have no prediction."""
+    if runs is None or not len(runs):
+        return "Every mask of the image has a prediction."
+    areas = geometry.area(runs)
+    size = f"{areas.min():,} px" if areas.min() == areas.max() else f"{areas.min():,} to {areas.max():,} px"
+    return f"Filtered, shown as dashed outlines: {counted(len(runs), 'mask')} of {size} without a prediction."
 
 
 def sort_key(picture: Picture, sort: str) -> tuple[bool, float, int]:
@@ -193,6 +220,9 @@ def _masks(picture: Picture, longer_side: int) -> dict[str, Any]:
             "iou": _plain(picture.predicted.iou),
             "model_iou": _plain(picture.predicted.predicted_iou),
         }
+    if picture.filtered is not None:
+        rest = geometry.resize(picture.filtered, masks.height, masks.width)
+        predicted["filtered"] = [string.decode("ascii") for string in coco.encode(rest)]
     return {
         "width": masks.width,
         "height": masks.height,

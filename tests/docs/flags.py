@@ -4,7 +4,6 @@ import functools
 import re
 import shlex
 from importlib import import_module
-from importlib.util import find_spec
 
 import tyro
 
@@ -58,8 +57,7 @@ def _check_verb(verb: str, arguments: list[str]) -> None:
 
         parse(arguments, None, PRESETS)
         return
-    package = "sa1b.cli" if find_spec("sa1b.cli") else "tools"
-    main = import_module(f"{package}.{verb}").main
+    main = import_module(f"sa1b.cli.{verb}").main
 
     @functools.wraps(main)
     def nothing(*_: object, **__: object) -> int:

@@ -128,12 +128,6 @@ def write_commands(folder: Path) -> None:
         "sa1b": f'if [ "${{1-}}" = train ] && [ "${{2-}}" != --help ]; then set -- "$@" {small}; fi\n'
         f'exec {sys.executable} -m sa1b "$@"',
     }
-    if not (REPOSITORY / "sa1b" / "__main__.py").exists():  # the scripts that the command replaces
-        program = f"{REPOSITORY}/sa1b/train.py"
-        scripts["sa1b"] = (
-            f'verb=$1; shift; if [ $verb = train ]; then exec {sys.executable} {program} "$@" {small}; fi\n'
-            f'exec {sys.executable} {REPOSITORY}/tools/$verb.py "$@"'
-        )
     folder.mkdir()
     for name, script in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")

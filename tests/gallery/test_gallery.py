@@ -32,6 +32,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.synthetic import source_tars as synthetic
+from tests.gallery.browser import BROWSER, dump_dom
 from tests.shards.tiny import (
     SIZE,
     document,
@@ -45,7 +46,6 @@ from tests.shards.tiny import (
 )
 
 IMAGES, FIRST_ID, LONG_SIDE = 14, 100, 160
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @dataclass
@@ -443,22 +443,8 @@ def test_drawn_outlines_are_the_edges_of_the_raster(inputs, make, tmp_path: Path
         pictures.map((each) => [each.id, build(each).paths.map((path) => path.getAttribute("d"))]));</script>"""
     file = tmp_path / "probe.html"
     file.write_text(page.text.replace("</body>", f"{probe}</body>"))
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
-        "--disable-background-networking",
-    ]
-    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
-    dom = subprocess.run(
-        [str(BROWSER), *flags, "--dump-dom", file.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    match = re.search(r'<pre id="probe">(.*?)</pre>', dom.stdout, re.DOTALL)
+    dom = dump_dom(file, tmp_path / "profile")
+    match = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
     assert match is not None
     drawn = json.loads(html.unescape(match[1]))
     assert len(drawn) == 6

@@ -78,6 +78,29 @@ def test_the_page_shows_the_images_of_the_file_with_both_masks_in_one_order(
         assert data["point_coords"] == own.points[at].tolist()
 
 
+def test_masks_without_a_prediction_are_counted_and_drawn_apart(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "predictions.jsonl"
+    true = Dataset(root).by_id(101).annotations
+    areas = geometry.area(true.runs())
+    asked = np.argsort(-areas)[:3]
+    file.write_text(drawn(root, 101, true.mask_id[asked].tolist()).line(101) + drawn(root, 103).line(103))
+    write_gallery(root, tmp_path / "page.html", Choice(), predictions=file, quiet=True)
+    page = Page((tmp_path / "page.html").read_text())
+    rest = np.sort(np.delete(areas, asked))
+    text = " ".join(page.texts)
+    assert f"3 of {len(true)} masks, " in text
+    outlines = f"Filtered, shown as dashed outlines: {len(rest)} masks of {rest[0]:,} to {rest[-1]:,} px"
+    assert f"{outlines} without a prediction." in text
+    assert "Every mask of the image has a prediction." in text
+    data = page.pictures[101]
+    others = coco.decode(data["filtered"], data["height"], data["width"])
+    expected = true.runs(np.setdiff1d(np.arange(len(true)), asked))
+    assert sorted(geometry.area(others)) == sorted(
+        geometry.area(geometry.resize(expected, data["height"], data["width"]))
+    )
+    assert page.pictures[103]["filtered"] == []
+
+
 def test_without_predictions_nothing_is_drawn_beside(root: Path, tmp_path: Path) -> None:
     write_gallery(root, tmp_path / "page.html", Choice(), quiet=True)
     page = Page((tmp_path / "page.html").read_text())

@@ -21,6 +21,7 @@ def test_the_demo_trains_a_model_that_beats_the_untrained_one_and_shows_its_mask
     assert losses[-1] < losses[0]
     assert f"{scores[-1]['miou_1_click']:.3f}" in done.stdout
     assert 'class="stage twin"' in (tmp_path / "demo/gallery.html").read_text()
+    assert (tmp_path / "demo/.gitignore").read_text() == "*\n"
     # Once more: finished steps are recognised, the model is not trained again.
     again = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert f"{scores[-1]['miou_1_click']:.3f}" in again.stdout

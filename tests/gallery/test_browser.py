@@ -1,0 +1,112 @@
+"""How the page looks in a browser, at the width of a desktop and of a telephone."""
+
+import html
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sa1b.gallery.chart import charts
+from sa1b.gallery.histograms import Survey
+from sa1b.gallery.page import write_gallery
+from sa1b.gallery.predictions import Predicted
+from sa1b.gallery.selection import Choice
+from sa1b.masks import geometry
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.synthetic import source_tars as synthetic
+from tests.gallery.browser import BROWSER, dump_dom
+from tests.shards.tiny import ingest_tar
+
+# Runs before the first frame, at the end of the page: what is drawn then, and what does not fit.
+PROBE = """<pre id="probe"></pre><script>addEventListener("load", () => {
+const overlap = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+const boxes = (chart) => [...chart.querySelectorAll("text")].map((each) => [each.textContent, each.getBoundingClientRect()]);
+const width = document.documentElement.clientWidth;
+document.querySelector("#probe").textContent = JSON.stringify({
+  drawn: pictures.map((each) => each.querySelectorAll(".stage .mask").length),
+  without_image: [...document.querySelectorAll(".stage img")].filter((each) => !each.src).length,
+  width: document.documentElement.scrollWidth - width,
+  too_wide: [...document.querySelectorAll(".picture, .stage, .chart, .chart svg")]
+    .filter((each) => each.getBoundingClientRect().right > width || each.getBoundingClientRect().left < 0).length,
+  overlapping: [...document.querySelectorAll(".chart")].flatMap((chart) => boxes(chart).flatMap(([text, box], at) =>
+    boxes(chart).slice(0, at).filter(([, other]) => overlap(box, other)).map(([other]) => [other, text]))),
+});
+});</script>"""
+# A frame: windows are never narrower than 500 pixels.
+FRAME = """<!doctype html><pre id="found"></pre>
+<iframe style="border: 0; width: {width}px; height: 844px" srcdoc="{page}"></iframe>
+<script>const frame = document.querySelector("iframe");
+frame.addEventListener("load", () => setTimeout(() => {{
+  document.querySelector("#found").textContent = frame.contentDocument.querySelector("#probe").textContent;
+}}, 0));</script>"""
+
+
+def probe(page: Path, width: int, folder: Path) -> dict[str, Any]:
+    """What the page looks like in a frame of this width."""
+    text = page.read_text(encoding="utf-8").replace("</body>", f"{PROBE}</body>")
+    file = folder / "frame.html"
+    file.write_text(FRAME.format(width=width, page=html.escape(text)), encoding="utf-8")
+    match = re.search(r'<pre id="found">(.+?)</pre>', dump_dom(file, folder / "profile"), re.DOTALL)
+    assert match is not None
+    found: dict[str, Any] = json.loads(html.unescape(match[1]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of two images with predictions for half of their masks."""
+    folder = tmp_path_factory.mktemp("page")
+    synthetic.write_tar(folder / "sa_000001.tar", images=2, first_id=100, long_side=160)
+    ingest_tar(folder / "sa_000001.tar", folder / "root")
+    write_dataset(folder / "root", read_tasks(folder / "root"))
+    lines = []
+    for sample in Dataset(folder / "root"):
+        chosen = np.arange(0, len(sample.annotations), 2)
+        runs = geometry.flip_horizontal(sample.annotations.runs(chosen))
+        points = np.full((len(chosen), 2), 5.0)
+        one = Predicted(sample.annotations.mask_id[chosen], points, chosen / 100, chosen / 100, runs)
+        lines.append(one.line(sample.image_id))
+    (folder / "predictions.jsonl").write_text("".join(lines))
+    write_gallery(
+        folder / "root", folder / "page.html", Choice(), predictions=folder / "predictions.jsonl", quiet=True
+    )
+    return folder / "page.html"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [1400, 390])
+def test_all_is_drawn_before_the_first_frame_and_fits(page: Path, width: int, tmp_path: Path) -> None:
+    found = probe(page, width, tmp_path)
+    assert len(found["drawn"]) == 2
+    assert all(number > 0 for number in found["drawn"])
+    assert found["without_image"] == 0
+    assert found["width"] <= 0
+    assert found["too_wide"] == 0
+    assert found["overlapping"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("area", [1e-9, 1e-7, 1e-3, 1.0]),
+        ("area", [2e-6, 3e-6]),
+        ("predicted_iou", [0.951, 0.952, 0.957]),
+        ("stability_score", [0.5]),
+        ("masks_per_image", [1, 1000]),
+    ],
+)
+def test_labels_of_an_axis_do_not_overlap_whatever_its_range(name: str, values: list[float]) -> None:
+    survey = Survey()
+    getattr(survey, name).add(np.array(values))
+    drawn = charts(survey)
+    labels = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" text-anchor="middle">([^<]+)</text>', drawn)
+    along = sorted((float(x), text) for x, y, text in labels if y == labels[0][1])
+    assert len(along) >= 1
+    for (left, first), (right, second) in pairwise(along):
+        assert right - left >= (len(first) + len(second)) / 2 * 6.5  # wider than a digit of 11 pixels
