@@ -1,0 +1,359 @@
+"""Python commands as real processes that need not import torch: forked from one that has imported it.
+
+`run` and `Process` replace `subprocess.run` and `subprocess.Popen` for commands of this Python:
+
+    processes.run([sys.executable, "tools/reshard.py", tar, "--out", out], capture_output=True, text=True)
+    processes.Process([sys.executable, "-m", "sa1b.train", *flags], stdout=log, start_new_session=True)
+
+Importing torch and the package takes 2 to 3 s of processor time, which is most of the time of a test that
+starts a command. A server, one for each process that runs tests, imports them once and forks a child for each
+command. The child has its own pid, working directory, environment, arguments, standard streams and, on
+request, session. It runs the script, module or `-c` program as `__main__`. Signals, exit codes and threads
+behave as in a new interpreter.
+
+Three things differ: the modules of `PRELOADED` are already imported, the parent of the child is the server, and
+at its end a process runs exit functions and waits for threads, but does not destroy its modules. Use
+`subprocess` in a test of imports, of start-up time, of resource limits, or of the end of the interpreter.
+Other programs, commands with
+interpreter options (`python -W error`), and commands with other values of the variables that are read at start
+(`AT_START`) are started by `subprocess`.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import multiprocessing.process
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+REPOSITORY = Path(__file__).parents[1]
+PRELOADED = (
+    "sa1b.train",
+    "sa1b.export.source_tars",
+    "sa1b.gallery.page",
+    "sa1b.ingest.reshard",
+    "sa1b.synthetic.source_tars",
+    "sa1b.verify.verify",
+    "sa1b.views.view",
+    "torch._dynamo",  # torch's optimizers import it at their first step
+)
+# Variables that Python or a library reads when it starts.
+AT_START = (
+    *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OMP_", "GOMP_", "KMP_", "OPENBLAS_", "MKL_", "NUMBA_"),
+    *("TORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "COVERAGE_", "HF_", "SA1B_NO_NUMBA"),
+)
+NUMBER = struct.Struct("<q")
+
+
+class Process:
+    """A running command, with the interface of `subprocess.Popen` as far as tests use it."""
+
+    def __init__(
+        self,
+        command: Sequence[object],
+        *,
+        stdin: Any = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        cwd: "str | os.PathLike[str] | None" = None,
+        env: Mapping[str, str] | None = None,
+        text: bool = False,
+        start_new_session: bool = False,
+    ) -> None:
+        self.args = [str(word) for word in command]
+        self.returncode: int | None = None
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._readers: dict[Any, threading.Thread] = {}
+        self._read: dict[Any, Any] = {}
+        environment = dict(os.environ if env is None else env)
+        folder = str(Path.cwd() if cwd is None else Path(cwd).absolute())
+        closed: list[int] = []  # the child's ends of pipes
+        self.stdin, child_stdin = _stream(stdin, 0, text, closed)
+        self.stdout, child_stdout = _stream(stdout, 1, text, closed)
+        both = stderr == subprocess.STDOUT
+        self.stderr, child_stderr = (None, child_stdout) if both else _stream(stderr, 2, text, closed)
+        try:
+            if _is_forkable(self.args, environment):
+                settings = {"command": self.args[1:], "folder": folder, "session": start_new_session}
+                self._status, writer = os.pipe()
+                closed.append(writer)
+                _server().start(
+                    {**settings, "environment": environment}, child_stdin, child_stdout, child_stderr, writer
+                )
+                os.close(closed.pop())
+                data = os.read(self._status, NUMBER.size)
+                assert data, "the server of processes has ended"
+                self.pid = NUMBER.unpack(data)[0]
+            else:
+                self._popen = subprocess.Popen(
+                    self.args, stdin=child_stdin, stdout=child_stdout, stderr=child_stderr, cwd=folder,
+                    env=environment, start_new_session=start_new_session,
+                )  # fmt: skip
+                self.pid = self._popen.pid
+        finally:
+            for descriptor in closed:
+                os.close(descriptor)
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._popen is not None:
+            self.returncode = self._popen.wait(timeout)
+            return self.returncode
+        with self._lock:
+            if self.returncode is None:
+                if not select.select([self._status], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0)
+                data = os.read(self._status, NUMBER.size)
+                os.close(self._status)
+                assert data, "the server of processes has ended"
+                self.returncode = NUMBER.unpack(data)[0]
+            return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+        """What the command prints to pipes until it ends; may be called again after a timeout."""
+        end = None if timeout is None else time.monotonic() + timeout
+        files = [file for file in (self.stdout, self.stderr) if file is not None]
+        for file in files:
+            if file not in self._readers:
+                self._readers[file] = threading.Thread(target=self._read_all, args=(file,), daemon=True)
+                self._readers[file].start()
+        if self.stdin is not None and not self.stdin.closed:
+            with suppress(BrokenPipeError):
+                if input:
+                    self.stdin.write(input)
+                self.stdin.close()
+        for file in files:
+            self._readers[file].join(None if end is None else max(0.0, end - time.monotonic()))
+            if self._readers[file].is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.wait(None if end is None else max(0.0, end - time.monotonic()))
+        for file in files:
+            file.close()
+        return self._read.get(self.stdout), self._read.get(self.stderr)
+
+    def _read_all(self, file: Any) -> None:
+        self._read[file] = file.read()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file is not None:
+                file.close()
+        self.wait()
+
+
+def run(
+    command: Sequence[object],
+    *,
+    input: Any = None,
+    capture_output: bool = False,
+    check: bool = False,
+    timeout: float | None = None,
+    text: bool = False,
+    **options: Any,
+) -> "subprocess.CompletedProcess[Any]":
+    """Run a command to its end, with the arguments of `subprocess.run`."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    process = Process(command, text=text, **options)
+    try:
+        stdout, stderr = process.communicate(input, timeout)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    done = subprocess.CompletedProcess(process.args, process.wait(), stdout, stderr)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _stream(given: Any, number: int, text: bool, closed: list[int]) -> tuple[Any, int]:
+    """This process's file for a standard stream, if it is a pipe, and the descriptor of the child."""
+    if given is None:
+        return None, number
+    if given == subprocess.DEVNULL:
+        closed.append(os.open(os.devnull, os.O_RDWR))
+        return None, closed[-1]
+    if given != subprocess.PIPE:
+        return None, given if isinstance(given, int) else given.fileno()
+    reader, writer = os.pipe()
+    ours, theirs, mode = (writer, reader, "w") if number == 0 else (reader, writer, "r")
+    closed.append(theirs)
+    return (open(ours, mode) if text else open(ours, f"{mode}b")), theirs  # noqa: PTH123
+
+
+def _is_forkable(command: list[str], environment: dict[str, str]) -> bool:
+    """Whether the server's child is the same as a new interpreter, but for its imports."""
+    if command[0] != sys.executable or len(command) < 2 or not hasattr(os, "pidfd_open"):
+        return False
+    is_program = command[1] in ("-c", "-m") if command[1].startswith("-") else True
+    return is_program and _read_at_start(environment) == _server().read_at_start
+
+
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(AT_START)}
+
+
+@cache
+def _server() -> "Server":
+    return Server()
+
+
+class Server:
+    """This process's end of the connection to the process that forks."""
+
+    def __init__(self) -> None:
+        self.read_at_start = _read_at_start(os.environ)
+        self._lock = threading.Lock()
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "tests.processes", str(theirs.fileno())]
+            self._process = subprocess.Popen(  # ends when the connection closes
+                command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, stdin=subprocess.DEVNULL
+            )
+
+    def start(self, settings: dict[str, Any], *descriptors: int) -> None:
+        data = json.dumps(settings).encode()
+        with self._lock:
+            socket.send_fds(self._connection, [NUMBER.pack(len(data))], descriptors)
+            self._connection.sendall(data)
+
+
+def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for each request and report how it ended. Returns in the forked process.
+
+    A request has four descriptors: the standard streams of the command, and the pipe for its pid and exit code.
+    """
+    children: dict[int, tuple[int, int]] = {}  # by descriptor of the process: pid, pipe
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready == connection.fileno():
+                header, streams, _, _ = socket.recv_fds(connection, NUMBER.size, 4)
+                if not header:
+                    os._exit(0)
+                data = bytearray()
+                while len(data) < NUMBER.unpack(header)[0]:
+                    data += connection.recv(NUMBER.unpack(header)[0] - len(data))
+                status = streams.pop()
+                pid = os.fork()
+                if pid == 0:
+                    connection.close()
+                    for descriptor in (status, *children, *(pipe for _, pipe in children.values())):
+                        os.close(descriptor)
+                    return json.loads(data), streams
+                for descriptor in streams:
+                    os.close(descriptor)
+                os.write(status, NUMBER.pack(pid))
+                child = os.pidfd_open(pid)
+                children[child] = (pid, status)
+                poll.register(child, select.POLLIN)
+            else:
+                pid, status = children.pop(ready)
+                poll.unregister(ready)
+                os.close(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with suppress(BrokenPipeError):
+                    os.write(status, NUMBER.pack(code))
+                os.close(status)
+
+
+def _become(settings: dict[str, Any], streams: list[int]) -> None:
+    """Run the command in this process, which was forked for it."""
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if settings["session"]:
+        os.setsid()
+    os.chdir(settings["folder"])
+    os.environ.clear()
+    os.environ.update(settings["environment"])
+    vars(multiprocessing.process)["ORIGINAL_DIR"] = settings["folder"]
+    multiprocessing.process.current_process().authkey = os.urandom(32)
+    first, *words = settings["command"]
+    if first == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[1:]], ""
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(words[0], "<string>", "exec"), vars(main))
+    elif first == "-m":
+        sys.argv, sys.path[0] = ["-m", *words[1:]], settings["folder"]
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [first, *words], str(Path(first).resolve().parent)
+        runpy.run_path(first, run_name="__main__")
+
+
+def _end(settings: dict[str, Any], streams: list[int]) -> NoReturn:
+    """Run the command and end this process as the interpreter does, without taking down its modules.
+
+    That alone would take 1.4 s of processor time, most of it for copies of memory shared with the server.
+    """
+    code = 0
+    try:
+        _become(settings, streams)
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            code = -signal.SIGINT
+    threading._shutdown()  # waits for the other threads
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        try:
+            file.flush()
+        except OSError:
+            code = 120  # Python's code if the last output cannot be written
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a child's collections do not copy the memory of these modules
+    _end(*_serve(requests))
