@@ -107,7 +107,10 @@ def run(config: Config) -> None:
 def scored_model(config: Config) -> nn.Module:
     """The model that --evaluate-only scores: with the weights of --init, else of the run's checkpoint."""
     if config.init is None and not files.steps(config.out / "checkpoints"):
-        raise UsageError(f"--evaluate-only: --out {config.out} has no checkpoint; pass --init")
+        raise UsageError(
+            f"--evaluate-only: --out {config.out} has no checkpoint; pass --init WEIGHTS, or the --out of "
+            "a run"
+        )
     return build(config, config.init or config.out)
 
 

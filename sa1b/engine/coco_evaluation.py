@@ -47,6 +47,7 @@ from sa1b.sam.targets import Targets
 
 T = TypeVar("T")
 _SHOWN = 60  # characters of a value in a message
+_COCO = "pass an annotation file in COCO's format, such as instances_val2017.json"
 _AP = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # the first of COCOeval's figures
 
 
@@ -85,18 +86,22 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     if not isinstance(document, dict) or not all(
         isinstance(document.get(name), list) for name in ("images", "annotations")
     ):
-        raise UsageError(f"--evaluation.coco {annotations} has no lists of images and annotations")
+        raise UsageError(f"--evaluation.coco {annotations}: has no lists of images and annotations; {_COCO}")
     boxes = [] if detections is None else _json("--evaluation.detections", detections)
     if detections is not None and not isinstance(document.get("categories"), list):
-        raise UsageError(f"--evaluation.coco {annotations} has no list of categories")
+        raise UsageError(f"--evaluation.coco {annotations}: has no list of categories; {_COCO}")
     if not isinstance(boxes, list):
-        raise UsageError(f"--evaluation.detections {detections} is no list of COCO results")
+        raise UsageError(f"--evaluation.detections {detections}: not a list; pass results in COCO's format")
     polygons = any(
         isinstance(one, dict) and isinstance(one.get("segmentation"), list) for one in document["annotations"]
     )
     if (polygons or detections is not None) and find_spec("pycocotools") is None:
-        reason = "--evaluation.detections" if detections is not None else f"polygons in {annotations}"
-        raise UsageError(f"{reason} need pycocotools: pip install 'sa1b[interop]'")
+        reason = (
+            "--evaluation.detections"
+            if detections is not None
+            else f"--evaluation.coco {annotations} with polygons"
+        )
+        raise UsageError(f"{reason}: pycocotools is missing; pip install 'sa1b[interop]'")
     images: dict[int, CocoImage] = {}
 
     def take_image(one: Any) -> None:
@@ -125,16 +130,18 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     _take_each(document["annotations"], f"--evaluation.coco {annotations}: annotations", take_annotation)
     _take_each(boxes, f"--evaluation.detections {detections}: results", take_detection)
     if images and not any(image.annotations for image in images.values()):
-        raise UsageError(f"--evaluation.coco {annotations} has no annotations other than crowds")
+        raise UsageError(f"--evaluation.coco {annotations}: has no annotations other than crowds; {_COCO}")
     if detections is not None and not boxes:
-        raise UsageError(f"--evaluation.detections {detections} has no detections")
+        raise UsageError(
+            f"--evaluation.detections {detections}: has no detections; pass a file with at least one"
+        )
     if missing := [image.path for image in images.values() if not image.path.is_file()]:
         raise UsageError(
-            f"--evaluation.images {folder} lacks {len(missing):,} of the {len(images):,} images of "
-            f"{annotations}, such as {missing[0].name}"
+            f"--evaluation.images {folder}: lacks {len(missing):,} of the {len(images):,} images of "
+            f"{annotations}, such as {missing[0].name}; pass the folder that holds all of them"
         )
     if not images:
-        raise UsageError(f"--evaluation.coco {annotations} has no image")
+        raise UsageError(f"--evaluation.coco {annotations}: has no image; {_COCO}")
     return [images[number] for number in sorted(images)]
 
 
@@ -265,11 +272,11 @@ def load_image(image: CocoImage, annotations: Path) -> Loaded:
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
     decoded = cv2.imdecode(data, flags) if len(data) else None
     if decoded is None:
-        raise CocoError(f"--evaluation.images: {image.path} does not decode")
+        raise CocoError(f"--evaluation.images: {image.path} cannot be decoded; download it again")
     if decoded.shape[:2] != (image.height, image.width):
         raise CocoError(
-            f"--evaluation.images: {image.path} has {decoded.shape[1]} x {decoded.shape[0]} pixels, but its "
-            f"annotation says {image.width} x {image.height}"
+            f"--evaluation.images: {image.path} has {decoded.shape[1]} x {decoded.shape[0]} pixels, its "
+            f"annotation {image.width} x {image.height}; pass the images that the annotations belong to"
         )
     masks = np.zeros((len(image.annotations), image.height, image.width), np.bool_)
     boxes = np.zeros((len(image.annotations), 4))
@@ -383,6 +390,8 @@ def _json(flag: str, path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{flag} {path} is not JSON: {error}") from None
+        raise UsageError(f"{flag} {path}: not JSON ({error}); download it again") from None
     except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be read: {error.strerror}") from None
+        raise UsageError(
+            f"{flag} {path}: cannot be read ({error.strerror}); pass a file that this user can read"
+        ) from None

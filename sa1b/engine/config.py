@@ -173,27 +173,29 @@ def parse(
 def _check(config: Config) -> None:
     coco = config.evaluation.coco is not None
     if coco and (not config.evaluate_only or config.dry_run):
-        raise UsageError("--evaluation.coco is for --evaluate-only: pass that too, without --dry-run")
+        raise UsageError(
+            "--evaluation.coco: is for evaluation without training; pass --evaluate-only, and no --dry-run"
+        )
     if not config.data.root and not coco:
-        raise UsageError("--data.root is missing: the folder that `sa1b reshard` made, or its URL")
+        raise UsageError("--data.root: missing; pass the folder that `sa1b reshard` made, or its URL")
     for flag, value in _numbers(config.document()):
         if not math.isfinite(value):
-            raise UsageError(f"--{flag} is {value}")
+            raise UsageError(f"--{flag} {value}: must be a finite number")
     if not 0 <= config.seed < 1 << 63:
-        raise UsageError(f"--seed is {config.seed}; it must be at least 0 and below 2**63")
+        raise UsageError(f"--seed {config.seed}: must be at least 0 and below 2**63")
     for flag in ("timeout", "timeout_first"):
         if config.parallel.mode != "none" and getattr(config.parallel, flag) <= config.data.deadline:
             raise UsageError(
-                f"--parallel.{flag.replace('_', '-')} {getattr(config.parallel, flag):g} is not longer than "
-                f"--data.deadline {config.data.deadline:g}: while a rank waits for its storage the others "
-                "would end the run; raise the first or lower the second"
+                f"--parallel.{flag.replace('_', '-')} {getattr(config.parallel, flag):g}: not longer than "
+                f"--data.deadline {config.data.deadline:g}, so that a rank which waits for its storage would "
+                "end the run; raise the first or lower the second"
             )
     if config.out.exists() and not config.out.is_dir():
-        raise UsageError(f"--out {config.out} is a file: name a folder, new or of a run to go on with")
+        raise UsageError(f"--out {config.out}: is a file; name a folder, new or of a run to resume")
     asked = config.evaluation.view is not None or config.evaluation.every or config.evaluate_only
     if asked and not config.evaluates:
         raise UsageError(
-            f"the model of {type(config).__name__} has no evaluation: drop --evaluation.view, "
+            f"--evaluation: the model of {type(config).__name__} has no evaluation; drop --evaluation.view, "
             "--evaluation.every and --evaluate-only"
         )
     if config.evaluation.every and config.evaluation.view is None:
@@ -203,12 +205,15 @@ def _check(config: Config) -> None:
         )
     if config.evaluate_only and config.evaluation.view is None and not coco:
         raise UsageError(
-            "--evaluate-only needs --evaluation.view, or --evaluation.coco with --evaluation.images"
+            "--evaluate-only: no images are named; pass --evaluation.view, or --evaluation.coco with "
+            "--evaluation.images"
         )
     if config.json_output and not config.evaluate_only:
-        raise UsageError("--json is for --evaluate-only")
+        raise UsageError("--json: is for --evaluate-only; a training run writes OUT/metrics.jsonl")
     if config.evaluation.view is not None and config.evaluation.view == config.data.view:
-        raise UsageError(f"--evaluation.view and --data.view are both {config.data.view!r}")
+        raise UsageError(
+            f"--evaluation.view {config.data.view}: is --data.view too; pass a view of other images"
+        )
 
 
 def _numbers(document: Any, path: str = "") -> Iterator[tuple[str, float]]:

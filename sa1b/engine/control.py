@@ -170,9 +170,9 @@ class Control:
         except OSError as error:
             if self.failure is None:
                 self.failure = WriteError(
-                    f"{error.filename or 'a file of the run'} cannot be written: "
-                    f"{error.strerror or error}. Free space or repair the disk, then start the same command "
-                    "again: it goes on from the newest checkpoint"
+                    f"{error.filename or 'a file of --out'}: cannot be written ({error.strerror or error}); "
+                    "free space or repair the disk, then start the same command again: it resumes from the "
+                    "newest checkpoint"
                 )
                 _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
 
@@ -185,7 +185,7 @@ class Control:
         if self.failure is not None:
             raise self.failure
         if self.failed:
-            raise WriteError("the run stopped because another rank cannot write its files; see its message")
+            raise WriteError("--out: another rank cannot write its files; see that rank's message")
 
     def _gather(self, own: Tensor, numbers: list[float]) -> list[list[float]]:
         """The values and numbers of each rank; takes the stop requests and failures on the way."""

@@ -78,14 +78,20 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.every < 0 or self.masks < 1 or self.show < 0:
             raise UsageError(
-                "--evaluation.masks must be at least 1, --evaluation.every and --evaluation.show 0 or more"
+                f"--evaluation.masks {self.masks}, --evaluation.every {self.every}, --evaluation.show "
+                f"{self.show}: must be at least 1, 0 and 0"
             )
         if (self.coco is None) != (self.images is None):
-            raise UsageError("--evaluation.coco and --evaluation.images go together: annotations and images")
+            raise UsageError(
+                "--evaluation.coco, --evaluation.images: one of them is missing; pass both, annotations "
+                "and images"
+            )
         if self.detections is not None and self.coco is None:
-            raise UsageError("--evaluation.detections needs --evaluation.coco, the annotations it belongs to")
+            raise UsageError(
+                "--evaluation.detections: --evaluation.coco is missing; pass the annotations it belongs to"
+            )
         if self.coco is not None and self.view is not None:
-            raise UsageError("--evaluation.coco and --evaluation.view are two sets of images: pass one")
+            raise UsageError("--evaluation.coco, --evaluation.view: two sets of images; pass one")
 
 
 def held_out_feed(
@@ -118,7 +124,7 @@ def held_out_feed(
     own, others = (view.table_rows(np.arange(len(view))) for view in (feed.stream.view, training.view))
     if shared := len(np.intersect1d(own, others)):
         raise UsageError(
-            f"--evaluation.view {config.view} shares {shared:,} images with what is trained on; make two "
+            f"--evaluation.view {config.view}: shares {shared:,} images with the training data; make two "
             f"views with the same `{command('view')} --held-out PART`, one with --split train and one with "
             "--split held-out, and pass the first as --data.view"
         )

@@ -71,14 +71,14 @@ class DataConfig:
         ):
             value = getattr(self, flag)
             if value is not None and value < 1:
-                raise UsageError(f"--data.{flag.replace('_', '-')} {value} must be at least 1")
+                raise UsageError(f"--data.{flag.replace('_', '-')} {value}: must be at least 1")
         for flag in ("masks", "min_pixels"):
             if getattr(self, flag) < 0:
-                raise UsageError(f"--data.{flag.replace('_', '-')} {getattr(self, flag)} must be at least 0")
+                raise UsageError(f"--data.{flag.replace('_', '-')} {getattr(self, flag)}: must be at least 0")
         if not 0 <= self.flip <= 1:
-            raise UsageError(f"--data.flip {self.flip} must be from 0 to 1")
+            raise UsageError(f"--data.flip {self.flip}: must be from 0 to 1")
         if not self.deadline > 0:
-            raise UsageError(f"--data.deadline {self.deadline} must be more than 0 seconds")
+            raise UsageError(f"--data.deadline {self.deadline}: must be more than 0 seconds")
 
 
 class Feed:

@@ -140,13 +140,13 @@ def set_float32(precision: Precision, device: torch.device) -> None:
         UsageError: tf32 or bf16 on a device that does not have it.
     """
     if precision == "tf32" and device.type != "cuda":
-        raise UsageError("--parallel.precision tf32 needs a GPU: pass fp32 or bf16")
+        raise UsageError("--parallel.precision tf32: needs a GPU; pass fp32 or bf16")
     if precision in ("tf32", "bf16") and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             raise UsageError(
-                f"--parallel.precision {precision} needs a GPU of compute capability 8.0, this one has "
-                f"{major}.{minor}: pass fp16 or fp32"
+                f"--parallel.precision {precision}: needs a GPU of compute capability 8.0, this one has "
+                f"{major}.{minor}; pass fp16 or fp32"
             )
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"

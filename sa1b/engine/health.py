@@ -30,7 +30,7 @@ class HealthConfig:
 
     def __post_init__(self) -> None:
         if self.patience < 0:
-            raise UsageError("--health.patience must not be negative")
+            raise UsageError(f"--health.patience {self.patience}: must not be negative")
 
 
 class Health:
@@ -92,9 +92,8 @@ class Health:
 
     def _error(self, steps: int, step: int, what: str) -> HealthError:
         return HealthError(
-            f"the last {steps} steps, until step {step}, had a loss or gradient that is not finite ({what}); "
-            f"images whose loss was not are listed in {self.path}. The same command goes on from the newest "
-            "checkpoint, which is from before: lower --optim.lr, or --parallel.precision bf16 in place of "
-            "fp16. If it fails at once, that checkpoint is too late: move its folder away and the one "
-            "before is taken"
+            f"step {step}: the last {steps} steps had a loss or gradient that is not finite ({what}); lower "
+            "--optim.lr, or pass --parallel.precision bf16 in place of fp16, and start the command again: it "
+            "resumes from the newest checkpoint, which is older. If it fails again at once, move the folder "
+            f"of that checkpoint away. Images whose loss was not finite are listed in {self.path}"
         )

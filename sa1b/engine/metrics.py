@@ -44,11 +44,13 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise UsageError("--logging.every must be at least 1")
+            raise UsageError(f"--logging.every {self.every}: must be at least 1")
         if self.profile is not None and not 0 <= self.profile[0] <= self.profile[1]:
-            raise UsageError("--logging.profile takes a first step and a last one that is not before it")
+            raise UsageError(
+                f"--logging.profile {self.profile}: must be a first and a last step, in this order"
+            )
         if self.tensorboard and find_spec("tensorboard") is None:
-            raise UsageError("--logging.tensorboard needs TensorBoard: pip install 'sa1b[tensorboard]'")
+            raise UsageError("--logging.tensorboard: TensorBoard is missing; pip install 'sa1b[tensorboard]'")
 
 
 class Metrics:

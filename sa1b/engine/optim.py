@@ -82,34 +82,36 @@ class OptimConfig:
         """
         for flag in ("lr", "reference_batch", "steps", "timescale", "epsilon"):
             if not getattr(self, flag) > 0:
-                raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)} must be more than 0")
+                raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)}: must be more than 0")
         for flag in ("warmup", "cooldown", "weight_decay", "grad_clip"):
             if not getattr(self, flag) >= 0:
-                raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)} must not be negative")
+                raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)}: must not be negative")
         for flag in ("beta1", "beta2", "ema"):
             if not 0 <= getattr(self, flag) < 1:
-                raise UsageError(f"--optim.{flag} {getattr(self, flag)} must be from 0 to below 1")
+                raise UsageError(f"--optim.{flag} {getattr(self, flag)}: must be from 0 to below 1")
         if not 0 < self.layer_decay <= 1:
-            raise UsageError(f"--optim.layer-decay {self.layer_decay} must be above 0 and at most 1")
+            raise UsageError(f"--optim.layer-decay {self.layer_decay}: must be above 0 and at most 1")
         if not 0 <= self.min_lr_ratio <= 1:
-            raise UsageError(f"--optim.min-lr-ratio {self.min_lr_ratio} must be from 0 to 1")
+            raise UsageError(f"--optim.min-lr-ratio {self.min_lr_ratio}: must be from 0 to 1")
         if self.min_lr_ratio and self.schedule != "cosine":
-            raise UsageError(f"--optim.min-lr-ratio is for --optim.schedule cosine, not {self.schedule}")
+            raise UsageError(
+                f"--optim.min-lr-ratio: is for --optim.schedule cosine, not {self.schedule}; drop one"
+            )
         if self.cooldown and self.schedule != "rsqrt":
-            raise UsageError(f"--optim.cooldown is for --optim.schedule rsqrt, not {self.schedule}")
+            raise UsageError(
+                f"--optim.cooldown: is for --optim.schedule rsqrt, not {self.schedule}; drop one"
+            )
         if self.cooldown and self.warmup + self.cooldown > self.steps:
             raise UsageError(
-                f"--optim.warmup {self.warmup} and --optim.cooldown {self.cooldown} are together more than "
-                f"--optim.steps {self.steps}"
+                f"--optim.warmup {self.warmup}, --optim.cooldown {self.cooldown}: must not be more than "
+                f"--optim.steps {self.steps} together"
             )
         if self.warmup >= self.steps:
-            raise UsageError(
-                f"--optim.warmup {self.warmup} does not end before the last of --optim.steps {self.steps}"
-            )
+            raise UsageError(f"--optim.warmup {self.warmup}: must be less than --optim.steps {self.steps}")
         marks = pairwise([self.warmup, *self.milestones])
         if self.schedule == "step" and any(one >= other for one, other in marks):
             raise UsageError(
-                f"--optim.milestones {self.milestones} must be in ascending order and after "
+                f"--optim.milestones {self.milestones}: must be in ascending order and after "
                 f"--optim.warmup {self.warmup}"
             )
 
@@ -128,9 +130,11 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
             weights.get_submodule(part).requires_grad_(False)
         except AttributeError:
             parts = ", ".join(name for name, _ in weights.named_children())
-            raise UsageError(f"--optim.freeze {part}: the model's parts are {parts}") from None
+            raise UsageError(f"--optim.freeze {part}: no such part; choose from {parts}") from None
     if not any(parameter.requires_grad for parameter in weights.parameters()):
-        raise UsageError(f"--optim.freeze {' '.join(config.freeze)} leaves no parameter to train")
+        raise UsageError(
+            f"--optim.freeze {' '.join(config.freeze)}: leaves no parameter to train; name fewer parts"
+        )
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
@@ -157,7 +161,7 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
             key = (last if layer is None else layer, model.decays(name, parameter))
             groups.setdefault(key, []).append(parameter)
     if not groups:
-        raise UsageError("no parameter is trained")
+        raise UsageError("--optim.freeze: no parameter of the model requires a gradient; freeze fewer parts")
     peak = peak_lr(config, batch)
     return AdamW(
         [
@@ -182,7 +186,7 @@ def peak_lr(config: OptimConfig, batch: int) -> float:
         UsageError: batch is not positive.
     """
     if batch < 1:
-        raise UsageError(f"a global batch of {batch} images has no learning rate")
+        raise UsageError(f"global batch {batch}: must be at least 1 image")
     ratio = batch / config.reference_batch
     return config.lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[config.batch_scaling]
 
@@ -207,7 +211,7 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
         UsageError: step is negative, or batch is not positive.
     """
     if step < 0:
-        raise UsageError(f"step {step} is negative")
+        raise UsageError(f"step {step}: must not be negative")
     peak = peak_lr(config, batch)
     if step < config.warmup:
         return peak * (step + 1) / config.warmup

@@ -105,7 +105,7 @@ def start(config: ParallelConfig) -> RankInfo:
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     device = _device(config, local_rank)
     if config.offload == "pinned" and device.type != "cuda":
-        raise UsageError("--parallel.offload pinned needs a GPU: pass --parallel.offload cpu or none")
+        raise UsageError("--parallel.offload pinned: needs a GPU; pass --parallel.offload cpu or none")
     set_float32(config.precision, device)
     if config.mode == "none":
         return RankInfo(rank, world_size, local_rank, device, None)
@@ -287,33 +287,35 @@ def _fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
 def _refuse(config: ParallelConfig, world_size: int) -> None:
     if config.mode == "none" and world_size > 1:
         raise UsageError(
-            f"--parallel.mode none is for one process, this run has {world_size}: "
+            f"--parallel.mode none: is for one process, this run has {world_size}; "
             "pass --parallel.mode ddp or fsdp"
         )
     for flag, default in (("shard", "full"), ("replicas", 1), ("offload", "none")):
         if config.mode != "fsdp" and getattr(config, flag) != default:
-            raise UsageError(f"--parallel.{flag} is for --parallel.mode fsdp, not {config.mode}")
+            raise UsageError(f"--parallel.{flag}: is for --parallel.mode fsdp, not {config.mode}; drop one")
     if config.static_graph and config.mode != "ddp":
-        raise UsageError(f"--parallel.static-graph is for --parallel.mode ddp, not {config.mode}")
+        raise UsageError(f"--parallel.static-graph: is for --parallel.mode ddp, not {config.mode}; drop one")
     if config.bucket < 1:
-        raise UsageError("--parallel.bucket must be at least 1 MiB")
+        raise UsageError(f"--parallel.bucket {config.bucket}: must be at least 1 MiB")
     if config.replicas < 1 or world_size % config.replicas:
         raise UsageError(
-            f"--parallel.replicas {config.replicas} does not divide the {world_size} ranks of this run"
+            f"--parallel.replicas {config.replicas}: must divide the {world_size} ranks of this run"
         )
     if config.replicas == world_size > 1:
         raise UsageError(
-            f"--parallel.replicas {world_size} on {world_size} ranks leaves nothing to shard: "
+            f"--parallel.replicas {world_size}: leaves nothing to shard on {world_size} ranks; "
             "pass --parallel.mode ddp"
         )
     for flag in ("timeout_first", "timeout"):
         if not getattr(config, flag) > 0:
-            raise UsageError(f"--parallel.{flag.replace('_', '-')} must be more than 0 seconds")
+            raise UsageError(
+                f"--parallel.{flag.replace('_', '-')} {getattr(config, flag)}: must be more than 0 seconds"
+            )
 
 
 def _device(config: ParallelConfig, local_rank: int) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--parallel.device cuda, but torch finds no GPU: pass --parallel.device cpu")
+        raise UsageError("--parallel.device cuda: torch finds no GPU; pass --parallel.device cpu")
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     visible = torch.cuda.device_count()
@@ -321,7 +323,7 @@ def _device(config: ParallelConfig, local_rank: int) -> torch.device:
     index = 0 if visible == 1 else local_rank
     if index >= visible:
         raise UsageError(
-            f"local rank {local_rank} has no GPU of its own, this process sees {visible}: "
+            f"local rank {local_rank}: no GPU is left for it, this process sees {visible}; "
             "start fewer processes on this machine, or pass --parallel.device cpu"
         )
     # Before anything else: whatever allocates on "the current device" must not do so on the first GPU.
@@ -341,7 +343,7 @@ def _refuse_shared_gpus(store: Store, rank: int, world_size: int, device: torch.
     for other in range(world_size):
         if other != rank and store.get(f"gpu/{other}").decode() == own:
             raise UsageError(
-                f"ranks {min(rank, other)} and {max(rank, other)} have the same GPU ({own}): start one "
+                f"ranks {min(rank, other)} and {max(rank, other)}: have the same GPU ({own}); start one "
                 "process for each GPU, or let each task see its own (srun --gpus-per-task=1)"
             )
 

@@ -47,12 +47,12 @@ class SamConfig(Config):
         """See `Config.check`."""
         Config.check(self)
         if self.data.masks == 0:
-            raise UsageError("--data.masks 0 leaves SAM nothing to learn: pass at least 1")
+            raise UsageError("--data.masks 0: leaves SAM nothing to learn; pass at least 1")
         low = self.image_size // 4
         if self.data.target_size is not None and self.data.target_size < low:
             raise UsageError(
-                f"--data.target-size {self.data.target_size} is below the {low} pixels of the decoder's "
-                f"masks (--model.image-size {self.image_size} / 4)"
+                f"--data.target-size {self.data.target_size}: must be at least the {low} pixels of the "
+                f"decoder's masks (--model.image-size {self.image_size} / 4)"
             )
 
 

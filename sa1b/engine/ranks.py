@@ -163,7 +163,9 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out {folder} cannot be made: {error.strerror}") from None
+        raise UsageError(
+            f"--out {folder}: cannot be created ({error.strerror}); pass a folder that this user can write"
+        ) from None
     if rank_info.world_size == 1:
         return
     names: list[str] = [f".shared-{secrets.token_hex(8)}"]
@@ -182,9 +184,9 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
     token.unlink(missing_ok=True)
     if others := [where for seen, where in of_all if not seen]:
         raise UsageError(
-            f"--out {folder} of rank {of_all[0][1]} is another folder on ranks {', '.join(others[:4])}"
-            f"{f' and {len(others) - 4} more' if len(others) > 4 else ''}: all ranks write their part of a "
-            "checkpoint into one folder; pass an absolute path on a file system that they share"
+            f"--out {folder}: the folder of rank {of_all[0][1]} differs on ranks {', '.join(others[:4])}"
+            f"{f' and {len(others) - 4} more' if len(others) > 4 else ''}; pass an absolute path on a file "
+            "system that all ranks share, since they write one checkpoint together"
         )
 
 
@@ -229,7 +231,7 @@ def agree(module: nn.Module, rank_info: RankInfo) -> None:
             found = digests[holders, column].tolist()
             if len(set(found)) > 1:
                 raise DisagreementError(
-                    f"{name} differs between ranks: {_parties(dict(zip(holders, found, strict=True)))}; "
+                    f"{name}: differs between ranks: {_parties(dict(zip(holders, found, strict=True)))}; "
                     "build the model from the same seed and load the same checkpoint on every rank"
                 )
 
@@ -242,7 +244,10 @@ def _compare_descriptions(described: list[str], digests: Tensor, rank_info: Rank
     longest = max(len(one) for one in lists)
     padded = [[*one, *["nothing"] * (longest - len(one))] for one in lists]
     first = next(column for column in zip(*padded, strict=True) if len(set(column)) > 1)
-    raise DisagreementError(f"ranks have built different models: {_parties(dict(enumerate(first)))}")
+    raise DisagreementError(
+        f"model: differs between ranks: {_parties(dict(enumerate(first)))}; pass the same "
+        "settings to all ranks"
+    )
 
 
 def _parties(values: dict[int, object]) -> str:

@@ -41,7 +41,7 @@ def check_mean(saved: Settings, own: Settings, out: Path) -> None:
     decays = [settings.get("optim", {}).get("ema", 0.0) for settings in (saved, own)]
     if decays[0] and not decays[1]:
         raise UsageError(
-            f"{out} was trained with --optim.ema {decays[0]}, this run has none: pass --optim.ema "
+            f"--out {out}: was trained with --optim.ema {decays[0]}, this run has none; pass --optim.ema "
             f"{decays[0]}, or another --out with --init {out}"
         )
 
@@ -73,7 +73,8 @@ def _refuse(differing: list[tuple[str, Any, Any]], out: Path) -> None:
         for name, before, _ in differing
     )
     raise UsageError(
-        f"{out} was trained with {saved}, this run has {own}: {remedy}, or another --out with --init {out}"
+        f"--out {out}: was trained with {saved}, this run has {own}; {remedy}, or pass another --out with "
+        f"--init {out}"
     )
 
 

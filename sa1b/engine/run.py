@@ -69,7 +69,7 @@ class Run:
         """Go on from the newest good checkpoint, if there is one; the metrics of its step."""
         if self.config.resume == "no" and self.checkpoints.newest() is not None:
             raise UsageError(
-                f"--resume no, but {self.config.out} has checkpoints: choose another --out, or move it away"
+                f"--resume no: --out {self.config.out} has checkpoints; pass another --out, or move it away"
             )
         out, own = self.config.out, self.config.document()
         try:

@@ -101,7 +101,7 @@ def test_failed_writes_are_reported_and_survived_as_often_as_tolerated(
         while "checkpoint failed" not in caplog.text:
             checkpoints.poll()
     partial = tmp_path / "checkpoints" / "step-00000002.partial"
-    assert f"{partial} cannot be written: File too large (rank 0)" in caplog.text
+    assert f"{partial}: cannot be written (File too large (rank 0))" in caplog.text
     assert not partial.exists()
     assert kept(tmp_path) == [1]
     checkpoints.save(3, small.model, small.optimizer, {})  # the disk has space again
@@ -119,7 +119,7 @@ def test_too_many_failed_writes_end_the_run_with_an_error(
     with files_of_at_most(2048):
         checkpoints.save(2, small.model, small.optimizer, {})
         checkpoints.save(3, small.model, small.optimizer, {})
-        with pytest.raises(CheckpointError, match="step-00000003.partial .*2 failed in a row"):
+        with pytest.raises(CheckpointError, match="step-00000003.partial: .*2 failed in a row"):
             checkpoints.save(4, small.model, small.optimizer, {})
     with pytest.raises(CheckpointError, match="2 failed in a row"):
         checkpoints.close()
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_another_model_is_named_as_such_and_no_older_one_is_trie
     with pytest.raises(MismatchError) as error:
         checkpoints.resume(other, optimizer)
     checkpoints.close()
-    assert "step-00000002 is of another model" in str(error.value)
+    assert "step-00000002: of another model" in str(error.value)
     assert "weight is torch.float32 [2, 3], the model's torch.float32 [5, 3]" in str(error.value)
 
 
@@ -190,7 +190,7 @@ def test_the_folder_tells_a_person_what_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["every", "keep_last", "keep_every", "tolerate"])
 def test_a_configuration_that_makes_no_sense_names_the_flag(field: str) -> None:
-    with pytest.raises(UsageError, match=f"--checkpoint.{field.replace('_', '-')} must be at least"):
+    with pytest.raises(UsageError, match=f"--checkpoint.{field.replace('_', '-')} -1: must be at least"):
         CheckpointConfig(**{field: -1})
 
 

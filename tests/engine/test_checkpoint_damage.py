@@ -82,7 +82,7 @@ def test_a_warning_names_the_file_and_what_is_wrong_with_it(
     assert found is not None
     assert found.step == 1
     size = file.stat().st_size
-    assert f"{file} has {size} bytes, not {size + 1}" in caplog.text
+    assert f"{file}: {size} bytes, {size + 1} expected" in caplog.text
 
 
 def test_where_none_is_good_there_is_no_fresh_start_but_an_error_that_lists_them_all(
@@ -95,7 +95,7 @@ def test_where_none_is_good_there_is_no_fresh_start_but_an_error_that_lists_them
     for find in (resume, lambda run: newest(run / "checkpoints")):
         with pytest.raises(CheckpointError) as error:
             find(run)
-        for part in ("step-00000001/manifest.json is missing", "step-00000002/.metadata has 0 bytes", "move"):
+        for part in ("step-00000001/manifest.json: missing", "step-00000002/.metadata: 0 bytes", "move"):
             assert part in str(error.value)
 
 

@@ -242,9 +242,9 @@ def test_files_that_do_not_fit_are_refused_by_name(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"--evaluation.detections .*detections.json is not JSON"),
-        ("{}", "is no list of COCO results"),
-        ("[]", r"--evaluation.detections .*detections.json has no detections"),
+        ("{", r"--evaluation.detections .*detections.json not JSON"),
+        ("{}", "not a list"),
+        ("[]", r"--evaluation.detections .*detections.json: has no detections"),
         (
             '[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3], "score": 1}]',
             r"detections.json: results, entry 0 .from 0., has a bbox that cannot be used: \[1, 2, 3\]",
@@ -278,7 +278,7 @@ def test_a_file_that_is_not_there_is_refused_with_its_flag(
     given = {"annotations.json": folder / "annotations.json", "detections.json": folder / "detections.json"}
     flag = "--evaluation.coco" if missing == "annotations.json" else "--evaluation.detections"
     given[missing] = tmp_path / missing
-    with pytest.raises(UsageError, match=f"{flag} .*{missing} cannot be read: No such file or directory"):
+    with pytest.raises(UsageError, match=f"{flag} .*{missing}: cannot be read .No such file or directory"):
         read_coco(given["annotations.json"], folder / "images", given["detections.json"])
 
 
@@ -333,19 +333,19 @@ def test_an_image_that_does_not_decode_ends_the_command_with_its_name(
     more = ("--evaluation.images", str(folder))
     ended = start(files["folder"], tmp_path / "run", *flags(files["folder"], *more), ranks=ranks, mode=mode)
     assert ended.codes[-1] == 1
-    assert f"--evaluation.images: {folder}/12.png does not decode" in ended.outputs[-1]
+    assert f"--evaluation.images: {folder}/12.png cannot be decoded" in ended.outputs[-1]
     assert "Traceback" not in ended.outputs[-1]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"coco": Path("a.json")}, "--evaluation.coco and --evaluation.images go together"),
-        ({"images": Path("a")}, "--evaluation.coco and --evaluation.images go together"),
-        ({"detections": Path("a.json")}, "--evaluation.detections needs --evaluation.coco"),
+        ({"coco": Path("a.json")}, "pass both, annotations and images"),
+        ({"images": Path("a")}, "pass both, annotations and images"),
+        ({"detections": Path("a.json")}, "--evaluation.detections: --evaluation.coco is missing"),
         (
             {"coco": Path("a.json"), "images": Path("a"), "view": "b"},
-            "--evaluation.coco and --evaluation.view",
+            "--evaluation.coco, --evaluation.view: two sets of images",
         ),
     ],
 )

@@ -127,8 +127,8 @@ def test_the_first_failed_write_is_named_with_the_remedy(
     with pytest.raises(WriteError) as raised:
         control.check()
     assert str(raised.value) == (
-        f"{tmp_path}/first/file cannot be written: No such file or directory. Free space or repair the disk, "
-        "then start the same command again: it goes on from the newest checkpoint"
+        f"{tmp_path}/first/file: cannot be written (No such file or directory); free space or repair the disk, "
+        "then start the same command again: it resumes from the newest checkpoint"
     )
     assert [record.getMessage() for record in caplog.records] == [f"rank 0: {raised.value}"]
 

@@ -252,7 +252,7 @@ def test_the_module_is_left_in_its_mode_and_the_same_comes_again(root: Path, tmp
 
 
 def test_a_view_that_shares_images_with_the_training_is_refused(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--evaluation.view both shares 2 images with what is trained on"):
+    with pytest.raises(UsageError, match=r"--evaluation.view both: shares 2 images with the training data"):
         feed_for(root, tmp_path, place_of(), view="both")
 
 

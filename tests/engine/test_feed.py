@@ -143,7 +143,7 @@ def test_masks_with_too_few_pixels_at_the_target_size_are_not_trained_on(root: P
     kept = [batch.dense.flatten(1).sum(dim=1) for batches in feed.steps() for batch in batches]
     feed.close()
     assert int(torch.cat(kept).min()) < 6
-    with pytest.raises(UsageError, match="--data.min-pixels -1 must be at least 0"):
+    with pytest.raises(UsageError, match="--data.min-pixels -1: must be at least 0"):
         DataConfig(min_pixels=-1)
 
 
@@ -242,5 +242,5 @@ def test_what_does_not_fit_the_ranks_is_refused(
 
 
 def test_a_configuration_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"--data.prefetch 0 must be at least 1"):
+    with pytest.raises(UsageError, match=r"--data.prefetch 0: must be at least 1"):
         DataConfig(prefetch=0)

@@ -46,7 +46,7 @@ def test_one_step_more_in_a_row_than_patience_allows_ends_the_run(tmp_path: Path
         assert not health.is_good(step, math.nan, 1.0, math.nan, IDS)
     with pytest.raises(HealthError, match=str(tmp_path / "not-finite.jsonl")) as raised:
         health.is_good(99, math.nan, 1.0, math.nan, IDS)
-    assert f"the last {patience + 1} steps, until step 99," in str(raised.value)
+    assert f"step 99: the last {patience + 1} steps had" in str(raised.value)
 
 
 def test_what_was_trained_is_in_doubt_until_a_loss_is_finite_again(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_what_was_trained_is_in_doubt_until_a_loss_is_finite_again(tmp_path: Pat
     for step in (1, 2):
         health.is_good(step, math.nan, 1.0, math.nan, IDS)
         assert health.lost == step
-        with pytest.raises(HealthError, match=rf"the last {step} steps, until step {step}, .* --optim.lr"):
+        with pytest.raises(HealthError, match=rf"step {step}: the last {step} steps had .* --optim.lr"):
             health.end(step)
     health.is_good(3, 1.0, math.inf, 1.0, IDS)  # an overflow of a gradient says nothing of the weights
     assert (health.lost, health.skipped) == (0, 3)
@@ -63,5 +63,5 @@ def test_what_was_trained_is_in_doubt_until_a_loss_is_finite_again(tmp_path: Pat
 
 
 def test_patience_below_zero_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"--health.patience must not be negative"):
+    with pytest.raises(UsageError, match=r"must not be negative"):
         HealthConfig(-1)

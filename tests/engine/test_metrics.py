@@ -149,7 +149,7 @@ def test_a_trace_that_was_cut_off_is_a_failed_write(tmp_path: Path, monkeypatch:
     trace.before(0)
     trace.after(0)
     with pytest.raises(
-        WriteError, match=r"trace-0\.json cannot be written: the trace was not written to its"
+        WriteError, match=r"trace-0\.json: cannot be written .the trace was not written to its"
     ):
         control.check()
 
@@ -214,6 +214,6 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, object], named: str)
 
 def test_tensorboard_that_is_asked_for_and_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sa1b.engine.metrics.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"--logging.tensorboard needs TensorBoard"):
+    with pytest.raises(UsageError, match=r"--logging.tensorboard: TensorBoard is missing"):
         LoggingConfig(tensorboard=True)
     assert LoggingConfig().tensorboard is None

@@ -155,7 +155,7 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one_bit_for_bit(
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_models_from_different_seeds_are_refused(ranks: dict[int, list[dict[str, Any]]], mode: str) -> None:
     for rank in ranks[2]:
-        assert "model.image_encoder.blocks.0.attn.proj.weight differs between ranks" in rank[f"seed, {mode}"]
+        assert "model.image_encoder.blocks.0.attn.proj.weight: differs between ranks" in rank[f"seed, {mode}"]
         assert "ranks [0] hold" in rank[f"seed, {mode}"]
         assert "ranks [1] hold" in rank[f"seed, {mode}"]
 
@@ -171,7 +171,7 @@ def test_a_weight_that_changed_on_one_rank_is_named(
     ranks: dict[int, list[dict[str, Any]]], world_size: int, others: list[int]
 ) -> None:
     for rank in ranks[world_size]:
-        assert rank["weight"].startswith("model.mask_decoder.iou_token.weight differs")
+        assert rank["weight"].startswith("model.mask_decoder.iou_token.weight: differs")
         assert f"ranks {others} hold" in rank["weight"]
         assert f"ranks [{world_size - 1}] hold" in rank["weight"]
 
@@ -180,12 +180,12 @@ def test_a_buffer_that_changed_on_one_rank_is_named_under_fsdp(
     ranks: dict[int, list[dict[str, Any]]],
 ) -> None:
     for rank in ranks[2]:
-        assert "positional_encoding_gaussian_matrix differs" in rank["buffer"]
+        assert "positional_encoding_gaussian_matrix: differs" in rank["buffer"]
 
 
 def test_a_shard_that_differs_from_its_replica_is_named(ranks: dict[int, list[dict[str, Any]]]) -> None:
     for rank in ranks[4]:
-        assert rank["replica"].startswith("model.image_encoder.blocks.0.attn.qkv.weight differs")
+        assert rank["replica"].startswith("model.image_encoder.blocks.0.attn.qkv.weight: differs")
         assert "ranks [1] hold" in rank["replica"]
         assert "ranks [3] hold" in rank["replica"]
 
@@ -243,22 +243,22 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
     ("config", "world_size", "message"),
     [
         (ParallelConfig(), 2, "--parallel.mode ddp or fsdp"),
-        (ParallelConfig(mode="ddp", shard="grad_op"), 2, "--parallel.shard is for --parallel.mode fsdp"),
-        (ParallelConfig(mode="ddp", replicas=2), 2, "--parallel.replicas is for --parallel.mode fsdp"),
-        (ParallelConfig(mode="ddp", offload="cpu"), 2, "--parallel.offload is for --parallel.mode fsdp"),
+        (ParallelConfig(mode="ddp", shard="grad_op"), 2, "--parallel.shard: is for --parallel.mode fsdp"),
+        (ParallelConfig(mode="ddp", replicas=2), 2, "--parallel.replicas: is for --parallel.mode fsdp"),
+        (ParallelConfig(mode="ddp", offload="cpu"), 2, "--parallel.offload: is for --parallel.mode fsdp"),
         (
             ParallelConfig(mode="fsdp", static_graph=True),
             2,
-            "--parallel.static-graph is for --parallel.mode ddp",
+            "--parallel.static-graph: is for --parallel.mode ddp",
         ),
-        (ParallelConfig(mode="fsdp", replicas=2), 3, "--parallel.replicas 2 does not divide"),
+        (ParallelConfig(mode="fsdp", replicas=2), 3, "--parallel.replicas 2: must divide"),
         (ParallelConfig(mode="fsdp", replicas=2), 2, "leaves nothing to shard"),
         (ParallelConfig(mode="ddp", bucket=0), 2, "--parallel.bucket"),
         (ParallelConfig(mode="ddp", timeout_first=0), 2, "--parallel.timeout-first"),
         (
             ParallelConfig(precision="tf32", device="cpu"),
             1,
-            "--parallel.precision tf32 needs a GPU: pass fp32 or bf16",
+            "--parallel.precision tf32: needs a GPU; pass fp32 or bf16",
         ),
         (ParallelConfig(mode="fsdp", offload="pinned", device="cpu"), 1, "--parallel.offload cpu or none"),
     ],
@@ -317,7 +317,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UsageError, match="local rank 2 has no GPU of its own, this process sees 2"):
+    with pytest.raises(UsageError, match="local rank 2: no GPU is left for it, this process sees 2"):
         parallel._device(DDP, 2)
 
 
@@ -329,7 +329,7 @@ def test_ranks_that_see_the_same_gpu_as_their_only_one_are_refused(monkeypatch: 
     store = torch.distributed.HashStore()
     store.set("gpu/0", "another host GPU-1")
     store.set("gpu/2", f"{socket.gethostname()} GPU-1")
-    with pytest.raises(UsageError, match=r"ranks 1 and 2 have the same GPU \(\S+ GPU-1\)"):
+    with pytest.raises(UsageError, match=r"ranks 1 and 2: have the same GPU \(\S+ GPU-1\)"):
         parallel._refuse_shared_gpus(store, 1, 3, torch.device("cuda", 0))
     store.set("gpu/2", f"{socket.gethostname()} GPU-2")
     parallel._refuse_shared_gpus(store, 1, 3, torch.device("cuda", 0))

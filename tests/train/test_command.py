@@ -68,7 +68,10 @@ def test_weights_to_begin_with_may_be_gone_when_a_run_goes_on(
 def test_a_usage_error_is_printed_by_rank_0_only(root: Path, tmp_path: Path) -> None:
     ended = start(root, tmp_path / "run", "--optim.warmup", "10", ranks=2, mode="ddp")
     assert ended.codes == [2, 2]
-    assert ended.outputs == ["error: --optim.warmup 10 does not end before the last of --optim.steps 6\n", ""]
+    assert ended.outputs == [
+        "error: --optim.warmup 10: must be less than --optim.steps the last of --optim.steps 6\n",
+        "",
+    ]
 
 
 def test_an_unknown_flag_is_refused_by_name_by_rank_0_only(root: Path, tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_resume_no_is_refused_where_there_are_checkpoints(root: Path, whole: Who
     before = losses(out)
     ended = start(root, out, "--resume", "no")
     assert ended.codes == [2]
-    assert ended.outputs[0].startswith(f"error: --resume no, but {out} has checkpoints")
+    assert ended.outputs[0].startswith(f"error: --resume no: --out {out} has checkpoints")
     assert losses(out) == before
 
 
@@ -132,7 +135,7 @@ def test_a_checkpoint_of_another_model_or_order_is_refused_by_the_flag_and_its_v
     remedy = f"drop {flag}" if saved == "(none)" else f"pass {flag} {saved}"
     trained = f"no {flag}" if saved == "(none)" else f"{flag} {saved}"
     assert ended.outputs[0].strip().splitlines()[-1] == (
-        f"error: {out} was trained with {trained}, this run has {flag} {value}: {remedy}, or another --out "
+        f"error: --out {out}: was trained with {trained}, this run has {flag} {value}; {remedy}, or pass another --out "
         f"with --init {out}"
     )
 

@@ -70,7 +70,7 @@ def test_a_run_that_has_it_does_not_go_on_without_it(root: Path, run: Run, tmp_p
     ended = start(root, out, *SETTINGS, model="reconstruction")
     assert ended.codes == [2]
     assert ended.outputs[0].strip().splitlines()[-1] == (
-        f"error: {out} was trained with --optim.ema 0.5, this run has none: pass --optim.ema 0.5, or another "
+        f"error: --out {out}: was trained with --optim.ema 0.5, this run has none; pass --optim.ema 0.5, or another "
         f"--out with --init {out}"
     )
     assert means(out) != {}
@@ -92,4 +92,4 @@ def test_a_run_without_it_may_go_on_with_it_and_says_so(root: Path, tmp_path: Pa
 def test_a_decay_of_one_is_refused(root: Path, tmp_path: Path) -> None:
     ended = start(root, tmp_path / "run", "--optim.ema", "1", model="reconstruction")
     assert ended.codes == [2]
-    assert "--optim.ema 1.0 must be from 0 to below 1" in ended.outputs[0]
+    assert "--optim.ema 1.0: must be from 0 to below 1" in ended.outputs[0]

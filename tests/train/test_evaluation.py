@@ -82,7 +82,7 @@ def test_views_that_share_images_are_refused(parted: Path, tmp_path: Path) -> No
     flags = ("--evaluation.view", "held-out", "--evaluation.every", "3")
     ended = start(parted, tmp_path / "run", *flags)
     assert ended.codes == [2]
-    assert "error: --evaluation.view held-out shares " in ended.outputs[0]
+    assert "error: --evaluation.view held-out: shares " in ended.outputs[0]
     assert "images with what is trained on" in ended.outputs[0]
 
 
@@ -95,7 +95,7 @@ def test_evaluating_changes_nothing_in_the_training(parted: Path, trained: Path,
 def test_without_weights_there_is_nothing_to_evaluate(parted: Path, tmp_path: Path) -> None:
     ended = start(parted, tmp_path / "run", *EVALUATED, "--evaluate-only")
     assert ended.codes == [2]
-    missing = f"error: --evaluate-only: --out {tmp_path / 'run'} has no checkpoint; pass --init\n"
+    missing = f"error: --evaluate-only: --out {tmp_path / 'run'} has no checkpoint; pass --init WEIGHTS, or the --out of a run\n"
     assert ended.outputs == [missing]
 
 

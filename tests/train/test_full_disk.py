@@ -58,6 +58,6 @@ def test_lines_of_images_that_are_not_finite_stop_the_run_too(root: Path, disk: 
     (out / "not-finite.jsonl").mkdir()  # cannot be written, as on a full disk
     ended = start(root, out, ranks=2, mode="ddp", mishap={"what": "nan", "rank": 1, "step": 1, "times": 1})
     assert ended.codes == [1, 1], ended.outputs
-    assert f"error on rank 1: {out}/not-finite.jsonl cannot be written: Is a directory" in ended.outputs[1]
-    assert "error on rank 0: the run stopped because another rank cannot write its files" in ended.outputs[0]
+    assert f"error on rank 1: {out}/not-finite.jsonl: cannot be written (Is a directory)" in ended.outputs[1]
+    assert "error on rank 0: --out: another rank cannot write its files" in ended.outputs[0]
     assert checkpoint_steps(out) == [3]

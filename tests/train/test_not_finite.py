@@ -56,7 +56,7 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks_with_an_error_that_names_the
     ended = start(root, out, "--health.patience", "2", ranks=2, mode="ddp", mishap=mishap)
     assert ended.codes == [1, 1]
     for rank, output in enumerate(ended.outputs):
-        assert f"error on rank {rank}: the last 3 steps, until step 3," in output
+        assert f"error on rank {rank}: step 3: the last 3 steps had" in output
         assert str(out / "not-finite.jsonl") in output
         assert "Traceback" not in output
     assert [step for step, _ in figures(out, "loss")] == [1, 2, 3]
@@ -71,7 +71,7 @@ def test_no_checkpoint_is_written_of_what_is_in_doubt_and_the_run_has_not_ended_
     flags = ("--checkpoint.every", "1", "--health.patience", patience)
     ended = start(root, out, *flags, mishap=mishap)
     assert ended.codes == [1]
-    assert f"until step {STEPS if patience == '20' else 4}, had a loss" in ended.outputs[0]
+    assert f"step {STEPS if patience == '20' else 4}: the last" in ended.outputs[0]
     assert "step 4 is skipped: loss nan" in ended.outputs[0]
     assert sorted(path.name for path in (out / "checkpoints").iterdir() if path.is_dir()) == [
         "step-00000002",

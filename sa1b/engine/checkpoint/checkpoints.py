@@ -75,7 +75,9 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for flag, least in (("every", 1), ("keep_last", 1), ("keep_every", 0), ("tolerate", 0)):
             if getattr(self, flag) < least:
-                raise UsageError(f"--checkpoint.{flag.replace('_', '-')} must be at least {least}")
+                raise UsageError(
+                    f"--checkpoint.{flag.replace('_', '-')} {getattr(self, flag)}: must be at least {least}"
+                )
 
 
 class Checkpoints:
@@ -249,7 +251,7 @@ class Checkpoints:
         except CheckpointError as error:
             if self._ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk gets its space back
-            raise CheckpointError(f"{temporary} cannot be written: {error}") from None
+            raise CheckpointError(f"{temporary}: cannot be written ({error})") from None
         return step
 
     def _describe(self, temporary: Path, state: bytes) -> dict[str, SealedFile]:
@@ -293,6 +295,6 @@ class Checkpoints:
 
     def _failed(self) -> CheckpointError:
         return CheckpointError(
-            f"{self._failures[-1]} ({len(self._failures)} failed in a row): "
-            "free space or repair the disk, then start again; the run goes on from its last checkpoint"
+            f"{self._failures[-1]} ({len(self._failures)} failed in a row); free space or repair the disk, "
+            "then start the same command again: it resumes from the newest checkpoint"
         )

@@ -70,22 +70,20 @@ def read(folder: Path) -> Found:
     """
     name = _NAME.fullmatch(folder.name)
     if not name or not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is not a checkpoint: checkpoints are folders with names such as step-00000100"
-        )
+        raise CheckpointError(f"{folder}: not a checkpoint; pass a folder with a name such as step-00000100")
     step = int(name[1])
     files = check(folder, step)
     for file in (METADATA, STATE):
         if file not in files:
-            raise CheckpointError(f"{folder / file} is not named by the manifest")
+            raise _damaged(folder / file, "not named by the manifest")
     document = read_json(folder / STATE)
     fields = {"step": int, "world_size": int, "state": dict}
     if not isinstance(document, dict) or any(
         type(document.get(key)) is not kind for key, kind in fields.items()
     ):
-        raise CheckpointError(f"{folder / STATE} does not hold the state of a run")
+        raise _damaged(folder / STATE, "not the state of a run")
     if document["step"] != step:
-        raise CheckpointError(f"{folder / STATE} belongs to step {document['step']}")
+        raise _damaged(folder / STATE, f"of step {document['step']}, not {step}")
     metadata = read_metadata(folder, {file: entry.bytes for file, entry in files.items()})
     return Found(step, folder, document["state"], document["world_size"], metadata)
 
@@ -163,9 +161,13 @@ def none_good(folder: Path, refused: list[str]) -> CheckpointError:
     """The error when there are checkpoints and none of them can be used."""
     listed = "\n  ".join(refused)
     return CheckpointError(
-        f"{folder} has {len(refused)} checkpoints and none can be used:\n  {listed}\n"
-        "Restore one from a copy, or move the folder away to start afresh."
+        f"{folder}: none of its {len(refused)} checkpoints can be used; restore one from a copy, or move the "
+        f"folder away to start again from step 0:\n  {listed}"
     )
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {why}; restore it from a copy, or use an older checkpoint")
 
 
 MANIFEST = "manifest.json"
@@ -203,11 +205,13 @@ def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
     found = {path.name for path in folder.iterdir()}
     if missing := sorted(set(files) - found):
         raise CheckpointError(
-            f"{folder / missing[0]} was written by another rank and cannot be seen from the first: "
-            "checkpoints need a file system that all ranks share"
+            f"{folder / missing[0]}: written by another rank and not visible to rank 0; put --out on a file "
+            "system that all ranks share"
         )
     if foreign := sorted(found - set(files)):
-        raise CheckpointError(f"{folder / foreign[0]} was written by someone else")
+        raise CheckpointError(
+            f"{folder / foreign[0]}: not written by this run; start one run at a time with this --out"
+        )
     write_whole(folder / MANIFEST, _encode(step, files))
 
 
@@ -220,23 +224,22 @@ def check(folder: Path, step: int) -> dict[str, SealedFile]:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing: it is written last, so the rest may not be complete")
+        raise _damaged(path, "missing (it is written last, so the checkpoint may be incomplete)")
     files = _decode(path, read_json(path), step)
     found = {entry.name: entry for entry in os.scandir(folder)}
     for name in sorted({*files, MANIFEST} ^ set(found)):
-        state = "is missing" if name in files else "is not named by the manifest"
-        raise CheckpointError(f"{folder / name} {state}")
+        raise _damaged(folder / name, "missing" if name in files else "not named by the manifest")
     for name, file in files.items():
         status = found[name].stat(follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{folder / name} is a link or folder, not a plain file")
+            raise _damaged(folder / name, "a link or folder, not a plain file")
         if status.st_size != file.bytes:
-            raise CheckpointError(f"{folder / name} has {status.st_size} bytes, not {file.bytes}")
+            raise _damaged(folder / name, f"{status.st_size} bytes, {file.bytes} expected")
     with ThreadPoolExecutor(_THREADS) as pool:
         measured = dict(zip(files, pool.map(lambda name: measure(folder / name), files), strict=True))
     for name, file in files.items():
         if measured[name] != file:
-            raise CheckpointError(f"{folder / name} has other bytes than were written: its sha256 is wrong")
+            raise _damaged(folder / name, "the sha256 differs from the one that was written")
     return files
 
 
@@ -247,11 +250,11 @@ def read_json(path: Path) -> Any:
         CheckpointError: it is none.
     """
     if path.stat().st_size > _LONGEST:
-        raise CheckpointError(f"{path} is longer than {_LONGEST} bytes: it is not what a checkpoint holds")
+        raise _damaged(path, f"longer than {_LONGEST} bytes")
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
+        raise _damaged(path, f"not JSON ({error})") from None
 
 
 def _encode(step: int, files: dict[str, SealedFile]) -> bytes:
@@ -267,8 +270,8 @@ def _encode(step: int, files: dict[str, SealedFile]) -> bytes:
 def _decode(path: Path, document: Any, step: int) -> dict[str, SealedFile]:
     if isinstance(document, dict) and document.get("version") not in (None, VERSION):
         raise CheckpointError(
-            f"{path} is of version {document['version']}, this program reads {VERSION}: "
-            "use the version of sa1b that wrote it"
+            f"{path}: version {document['version']}, this program reads {VERSION}; use the version of sa1b "
+            "that wrote it"
         )
     try:
         files = {
@@ -276,12 +279,12 @@ def _decode(path: Path, document: Any, step: int) -> dict[str, SealedFile]:
         }
         written = _encode(document["step"], files)
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{path} is not the manifest of a checkpoint") from None
+        raise _damaged(path, "not the manifest of a checkpoint") from None
     if path.read_bytes() != written:
-        raise CheckpointError(f"{path} has other bytes than were written: its own sha256 is wrong")
+        raise _damaged(path, "its own sha256 is wrong")
     if document["step"] != step:
-        raise CheckpointError(f"{path} belongs to step {document['step']}: the folder was renamed or copied")
+        raise _damaged(path, f"of step {document['step']}, not {step}: the folder was renamed or copied")
     for name in files:
         if Path(name).name != name or name in (MANIFEST, ".", ".."):
-            raise CheckpointError(f"{path} names {name!r}, which is no file of this folder")
+            raise _damaged(path, f"names {name!r}, which is not a file of this folder")
     return files

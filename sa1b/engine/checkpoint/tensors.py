@@ -196,9 +196,9 @@ def _compare(folder: Path, metadata: Metadata, targets: Mapping[str, Tensor]) ->
     ]
     if differing:
         raise MismatchError(
-            f"{folder} is of another model: {'; '.join(differing[:3])}"
-            f"{f'; and {len(differing) - 3} more' if len(differing) > 3 else ''}: "
-            "start with the configuration that it was trained with"
+            f"{folder}: of another model ({', '.join(differing[:3])}"
+            f"{f' and {len(differing) - 3} more' if len(differing) > 3 else ''}); "
+            "pass the settings that it was trained with"
         )
 
 
@@ -223,8 +223,8 @@ def _empty_states(
         name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
         if name not in trained:
             raise MismatchError(
-                f"{folder} has optimizer state for {name or full}, which is not trained in this run: "
-                "resume with the parameters frozen that were, or start anew from its weights"
+                f"{folder}: has optimizer state for {name or full}, which is not trained in this run; pass "
+                "the --optim.freeze of that run, or start from its weights with --init"
             )
         like, dtype = trained[name], entry.properties.dtype
         if entry.size == like.shape:
@@ -232,6 +232,9 @@ def _empty_states(
         elif prod(entry.size) == 1:  # a count of steps
             value = torch.zeros(entry.size, dtype=dtype)
         else:
-            raise MismatchError(f"{folder}: {full} is {list(entry.size)}, its parameter {list(like.shape)}")
+            raise MismatchError(
+                f"{folder}: {full} is {list(entry.size)}, its parameter {list(like.shape)}; pass the "
+                "settings that it was trained with"
+            )
         states.setdefault(name, {})[key] = value
     return states

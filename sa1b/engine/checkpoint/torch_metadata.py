@@ -67,7 +67,7 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if name in _RECORDS.get(module, ()):
             return self.kinds.setdefault(name, type(name, (_Record,), {"kind": name}))
-        raise CheckpointError(f"it names {module}.{name}, which no table of contents needs")
+        raise ValueError(f"it names {module}.{name}, which no table of contents needs")
 
 
 def read_metadata(folder: Path, sizes: dict[str, int]) -> Metadata:
@@ -87,7 +87,10 @@ def read_metadata(folder: Path, sizes: dict[str, int]) -> Metadata:
     except OSError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} is not a table of tensors: {error or type(error).__name__}") from None
+        raise CheckpointError(
+            f"{path}: not a table of tensors ({error or type(error).__name__}); restore it from a copy, or "
+            "use an older checkpoint"
+        ) from None
 
 
 def _build(record: Any, sizes: dict[str, int]) -> Metadata:
@@ -98,44 +101,44 @@ def _build(record: Any, sizes: dict[str, int]) -> Metadata:
         index, place = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
         file, offset, length = place["relative_path"], place["offset"], place["length"]
         if place.get("transform_descriptors"):
-            raise CheckpointError(f"{index['fqn']} is stored transformed, which is never written here")
+            raise ValueError(f"{index['fqn']} is stored transformed, which is never written here")
         _whole((offset, length))
         if file not in sizes or offset + length > sizes[file]:
-            raise CheckpointError(f"{index['fqn']} lies at {file!r}, bytes {offset} + {length}: not there")
+            raise ValueError(f"{index['fqn']} lies outside of {file!r}: bytes {offset} + {length}")
         places[MetadataIndex(index["fqn"], _whole(index["offset"]))] = _StorageInfo(file, offset, length)
     chunks = {MetadataIndex(name, chunk.offsets) for name, entry in tensors.items() for chunk in entry.chunks}
     if chunks != set(places):
-        raise CheckpointError("the parts of tensors and their places do not match")
+        raise ValueError("the parts of tensors and their locations do not match")
     return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
 
 
 def _tensor(name: str, record: Any) -> TensorStorageMetadata:
     if getattr(record, "kind", "") == "BytesStorageMetadata":
-        raise CheckpointError(f"{name} is a pickled object, not a tensor")
+        raise ValueError(f"{name} is a pickled object, not a tensor")
     fields = _state(record, "TensorStorageMetadata")
     dtype = fields["properties"].state[0]
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{name} has no dtype")
+        raise ValueError(f"{name} has no dtype")
     size = _whole(fields["size"])
     chunks = []
     for chunk in fields["chunks"]:
         part = _state(chunk, "ChunkStorageMetadata")
         offsets, extent = _whole(part["offsets"]), _whole(part["sizes"])
         if any(first + more > all_ for first, more, all_ in zip(offsets, extent, size, strict=True)):
-            raise CheckpointError(f"{name} has a part outside of its size")
+            raise ValueError(f"{name} has a part outside of its size")
         chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(extent)))
     if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
-        raise CheckpointError(f"{name} is not whole")
+        raise ValueError(f"{name} is not whole")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
 
 
 def _state(record: Any, kind: str) -> dict[str, Any]:
     if not isinstance(record, _Record) or record.kind != kind or not isinstance(record.state, dict):
-        raise CheckpointError(f"it holds no {kind} where there must be one")
+        raise ValueError(f"it holds no {kind} where there must be one")
     return record.state
 
 
 def _whole(numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, tuple) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise CheckpointError(f"{numbers!r} are no sizes or offsets")
+        raise ValueError(f"{numbers!r} are no sizes or offsets")
     return numbers

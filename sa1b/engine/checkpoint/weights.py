@@ -109,11 +109,14 @@ def find_weights(
     if (source / "checkpoints").is_dir():
         found = files.newest(source / "checkpoints")
         if found is None:
-            raise CheckpointError(f"{source} has no checkpoint yet")
+            raise CheckpointError(
+                f"{source}: has no checkpoint yet; wait for the first one (--checkpoint.every), or pass "
+                "other weights"
+            )
     elif source.name == "checkpoints" and files.steps(source):
-        raise CheckpointError(f"{source} is the folder of a run's checkpoints: pass {source.parent}")
+        raise CheckpointError(f"{source}: the folder of a run's checkpoints; pass {source.parent}")
     elif not files.is_checkpoint(source):
-        raise CheckpointError(f"{source} is a folder without weights: pass {_KINDS}")
+        raise CheckpointError(f"{source}: a folder without weights; pass {_KINDS}")
     else:
         found = files.read(source)
     return found.folder, tensors.read_weights(found.folder, found.metadata)
@@ -130,7 +133,7 @@ def load_weights(model: Model, source: Path) -> str:
     try:
         return f"{where}: {model.load_weights(found)}"
     except UsageError as error:
-        raise UsageError(f"{where} holds {error}") from None
+        raise UsageError(f"{where}: {error}") from None
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
@@ -147,14 +150,16 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
         OSError: it cannot be read.
     """
     if not isinstance(source, str | PathLike):
-        raise UsageError(f"source is {source!r}: pass the path of weights: {_KINDS}")
+        raise UsageError(f"source {source!r}: not a path; pass {_KINDS}")
     where, found = find_weights(Path(source))
     try:
         model = Sam(config_of(found))
         model.load_state_dict(found)
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
         first = (str(error).splitlines() or [""])[0]
-        raise WeightsError(f"{where} holds no SAM ({type(error).__name__}: {first})") from None
+        raise WeightsError(
+            f"{where}: not the weights of a SAM ({type(error).__name__}: {first}); pass {_KINDS}"
+        ) from None
     return model.to(device).eval()
 
 
@@ -166,11 +171,11 @@ def convert(source: Path, target: Path, *, overwrite: bool = False) -> Converted
         CheckpointError, WeightsError, OSError: see `find_weights`.
     """
     if target.suffix not in FORMATS:
-        raise UsageError(f"--out {target} must end with .safetensors or .pth")
+        raise UsageError(f"--out {target}: must end with .safetensors or .pth")
     if target.is_dir():
-        raise UsageError(f"--out {target} is a folder")
+        raise UsageError(f"--out {target}: is a folder; name a file that ends with .safetensors or .pth")
     if target.exists() and not overwrite:
-        raise UsageError(f"--out {target} exists: pass --overwrite to replace it")
+        raise UsageError(f"--out {target}: exists; pass --overwrite to replace it")
     where, weights = find_weights(source)
     write_weights(target, weights)
     config = config_of(weights)
