@@ -1,14 +1,27 @@
 # Two commands for a fresh machine: `make demo` and `make test`. Both set up .venv by themselves.
 PYTHON ?= python3
 BIN := .venv/bin
+PROCESSES ?= 2
 
-.PHONY: demo test bench docs lint clean
+.PHONY: demo test test-all coverage bench docs lint clean
 
 demo: .venv/installed
 	$(BIN)/python tools/demo.py demo
 
+# The tests that a change must pass, in two processes.
 test: .venv/installed-dev
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n $(PROCESSES) --dist loadfile -m "not slow"
+
+# These and the slow ones, an hour or more.
+test-all: .venv/installed-dev
+	$(BIN)/pytest -n $(PROCESSES) --dist loadfile
+
+# Branches of the package that the tests reach, commands in processes of their own included.
+coverage: .venv/installed-dev
+	rm -f .coverage .coverage.*
+	-$(BIN)/coverage run -m pytest -n $(PROCESSES) --dist loadfile -m "not slow"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 bench: .venv/installed-dev
 	$(BIN)/pytest benchmarks

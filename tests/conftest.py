@@ -1,13 +1,23 @@
-"""One run of CI draws the same examples as the next; elsewhere every run draws new ones."""
+"""Settings of all tests.
+
+One run of CI uses the same examples of hypothesis as the next; elsewhere every run uses new ones. Tests run in
+random order: `pytest --randomly-seed=SEED` repeats a run that printed SEED, `pytest -p no:randomly` keeps the order
+of the files.
+"""
 
 import os
+
+# Before torch is imported. Two processes run the tests: more threads than cores only make them slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from sa1b import workers
-from tests import forked_workers
+from tests import forked_workers, skipped
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
@@ -21,3 +31,14 @@ def _workers_of_tests() -> Iterator[None]:
         patch.setattr(workers, "_CONTEXT", workers._CONTEXT)
         forked_workers.use_server()
         yield
+
+
+@pytest.fixture(autouse=True)
+def _seed_of_torch() -> None:
+    """Random tensors of a test do not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in skipped.lines(map(skipped.reason, terminalreporter.stats.get("skipped", []))):
+        terminalreporter.write_line(line)

@@ -132,22 +132,6 @@ def test_without_numba_the_plain_form_is_taken():
     python("import sys; sys.modules['numba'] = None\n" + code)
 
 
-def test_where_nothing_can_be_cached_kernels_compile_all_the_same(tmp_path):
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "loops.py").write_text(
-        "from sa1b.kernel import kernel\n@kernel\ndef double(x: int) -> int:\n    return 2 * x\n"
-    )
-    code = (
-        f"import sys; sys.path.insert(0, {str(package)!r})\n"
-        "from numba.core import caching\n"
-        "caching.CacheImpl._locator_classes = []\n"  # as if no folder could be written
-        "import loops; assert loops.double(4) == 8"
-    )
-    if COMPILED:
-        python(code)
-
-
 @pytest.mark.skipif(PLAIN, reason="is what runs this")
 def test_all_behaviour_without_numba():
     files = ["coco", "runs", "geometry", "points", "overlap", "raster", "fuzz"]
