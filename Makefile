@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROCESSES ?= 2
 
-.PHONY: demo test test-all coverage bench docs lint clean
+PARTS := demo reshard masks record stream order scale
+
+.PHONY: demo test test-all coverage bench figures docs lint clean
 
 demo: .venv/installed
 	$(BIN)/python tools/demo.py demo
@@ -25,6 +27,12 @@ coverage: .venv/installed-dev
 
 bench: .venv/installed-dev
 	$(BIN)/pytest benchmarks
+
+# The figures of the documentation that single benchmarks give: a quarter of an hour on two idle cores. Those
+# of the comparison: pytest benchmarks/test_peers.py, then python -m benchmarks.readme.
+figures: .venv/installed-dev
+	$(BIN)/pytest --record $(PARTS:%=benchmarks/test_%.py)
+	$(BIN)/python -m benchmarks.readme
 
 # To build/site; a broken link or anchor ends it.
 docs: .venv/installed-dev

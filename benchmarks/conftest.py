@@ -1,4 +1,4 @@
-"""Options of the comparison, its tables, and the ratios of the other benchmarks.
+"""Options of the comparison, its tables, and the ratios and figures of the other benchmarks.
 
 For each group of pytest-benchmark it prints how many times faster than the group's reference each one is: the
 reference of a group is the benchmark that sets `benchmark.extra_info["reference"] = True`.
@@ -9,10 +9,12 @@ from collections import defaultdict
 import pytest
 
 import sa1b
+from benchmarks import parts
 from sa1b.errors import ManifestError, TableError
 from sa1b.storage.errors import StorageError
 
 TABLES = pytest.StashKey[list[str]]()
+FIGURES = pytest.StashKey[dict[str, dict[str, object]]]()
 IMAGES, ROUNDS = 24, 3  # what the results of a machine are made of
 LEAST = 8  # images: two workers hold two batches of two each before the clock runs
 
@@ -33,12 +35,22 @@ def pytest_addoption(parser):
         help=f"images to compare on ({IMAGES}); even, at least {LEAST}",
     )
     group.addoption("--rounds", type=int, default=ROUNDS, help=f"interleaved repetitions ({ROUNDS})")
+    recording = parser.getgroup("recording", "figures of the single parts")
+    recording.addoption(
+        "--record",
+        action="store_true",
+        help="write the figures into benchmarks/results/<machine>-parts.json, from where "
+        "`python -m benchmarks.readme` takes them into the documentation",
+    )
     scale = parser.getgroup("scale", "benchmarks/test_scale.py: steps on a simulated dataset directory")
     scale.addoption("--scale", type=float, default=1.0, help="part of all of SA-1B to simulate (1.0)")
 
 
 def pytest_configure(config):
     config.stash[TABLES] = []
+    config.stash[FIGURES] = {}
+    if hasattr(config.option, "randomly_reorganize"):  # later benchmarks compare themselves with earlier ones
+        config.option.randomly_reorganize = False
     options = config.option
     if options.images < LEAST or options.images % 2:
         raise pytest.UsageError(f"--images {options.images}: an even number, at least {LEAST}")
@@ -55,6 +67,12 @@ def pytest_configure(config):
             raise pytest.UsageError(f"--data {options.data}: {images} images; at least {LEAST}")
 
 
+@pytest.fixture
+def figures(request):
+    """What this session has measured, by the part that was measured; each benchmark adds its own."""
+    return request.config.stash[FIGURES]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
@@ -62,6 +80,18 @@ def pytest_terminal_summary(terminalreporter, config):
     for benchmark in session.benchmarks if session else []:
         if not benchmark.has_error:
             groups[benchmark.group].append(benchmark)
+    found = config.stash[FIGURES]
+    for group, benchmarks in groups.items():
+        for reference in (each for each in benchmarks if each.extra_info.get("reference")):
+            found[group] = {
+                each.name: {
+                    "seconds": each.stats.median,
+                    "times_faster": reference.stats.median / each.stats.median,
+                }
+                for each in benchmarks
+            }
+    if config.option.record and found:
+        config.stash[TABLES].append(f"\n{parts.record(parts.RESULTS, found)}")
     for group, benchmarks in groups.items():
         references = [benchmark for benchmark in benchmarks if benchmark.extra_info.get("reference")]
         for reference in references:

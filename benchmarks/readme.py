@@ -1,9 +1,11 @@
-"""Writes the figures of a machine's results into README.md, between two marks.
+"""Writes the figures of results files into README.md and docs/benchmarks.md, between two marks.
 
-    python -m benchmarks.readme benchmarks/results/<machine>.json
+    python -m benchmarks.readme                                   from the files that the marks name
+    python -m benchmarks.readme benchmarks/results/<machine>.json     from those of another machine
 
-The marks are `<!-- figures: <results file> -->` and `<!-- end of figures -->`; what lies between them is made
-here alone, and a test holds it against the file.
+The marks are `<!-- figures: FILE -->`, or `<!-- figures: FILE headline -->` for three lines of it, and
+`<!-- end of figures -->`. What lies between them is made here alone; a test compares it with the file. FILE
+is what `pytest benchmarks/test_peers.py` writes, or a file of single parts, see benchmarks/parts.py.
 """
 
 import json
@@ -13,18 +15,52 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
+from benchmarks.parts import lines as parts_lines
 
 REPOSITORY = Path(__file__).parents[1]
-README = REPOSITORY / "README.md"
-_BLOCK = re.compile(r"<!-- figures: (?P<path>\S+) -->\n.*?<!-- end of figures -->", re.DOTALL)
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md"]
+_BLOCK = re.compile(
+    r"<!-- figures: (?P<path>\S+?)(?P<part> headline)? -->\n.*?<!-- end of figures -->", re.DOTALL
+)
 
 
-def block(document: dict[str, Any], path: str) -> str:
-    """The marked lines: one table, what it was measured on, and what limits that machine."""
+def headline(document: dict[str, Any]) -> list[str]:
+    """Three figures with their command: the loader beside the best peer, resharding, resuming."""
+    question = max(
+        (each for each in document["comparison"] if each["ratios"].get("peer")),
+        key=lambda each: each["ratios"]["peer"]["median"],
+    )
+    ratio, best = question["ratios"]["peer"], tables.best_row(question)
+    peer = next(
+        row["images_per_second"]
+        for row in question["rows"]
+        if (row["name"], row["workers"]) == (ratio["name"], ratio["workers"])
+    )
+    reshard, gzip = document["tools"]["reshard"], document["tools"]["gzip -dc"]
+    first = next(
+        found for each in document["comparison"] if (found := tables.best_row(each)["first_batch_seconds"])
+    )
+    machine = document["machine"]
+    return [
+        f"| {machine['processor']}, {machine['cores']} cores, {machine['date']} | measured | compared with |",
+        "|---|---|---|",
+        f"| images a second with 64 {question['title'].partition(') ')[2]} "
+        f"| {best['images_per_second']:.0f} | **{ratio['median']:.0f} times** the best of the other loaders: "
+        f"{peer:.1f} with {ratio['name']} |",
+        f"| source tar to verified, indexed shards | {reshard['bytes_per_second'] / 1e6:.0f} MB/s | "
+        f"`gzip -dc` alone: {gzip['bytes_per_second'] / 1e6:.0f} MB/s |",
+        f"| first batch after a resume at 90 % of an epoch | {first['0.9']:.2f} s | "
+        f"at the start of an epoch: {first['0']:.2f} s |",
+        "",
+        "`pytest benchmarks/test_peers.py` measures your machine in ten minutes.",
+    ]
+
+
+def comparison(document: dict[str, Any]) -> list[str]:
+    """One table, what it was measured on, and what limits that machine."""
     machine, material = document["machine"], document["material"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [
-        f"<!-- figures: {path} -->",
         f"{machine['date']}, {machine['processor']}, {machine['cores']} cores, GPU: "
         f"{machine['gpu'] or 'none, not run'}; Python {machine['python']}, {versions}. "
         f"{material['origin'].capitalize()}: {material['masks_per_image']:.0f} masks of "
@@ -48,8 +84,7 @@ def block(document: dict[str, Any], path: str) -> str:
             f"{_median(question['ratios'].get('tuned'))} |"
         )
     lines += ["", *_memory(document), *_resume(document), *_store(document)]
-    lines += ["", f"{document['verdict']['text']} {document['verdict']['change']}"]
-    return "\n".join([*lines, "<!-- end of figures -->"])
+    return [*lines, "", f"{document['verdict']['text']} {document['verdict']['change']}"]
 
 
 def _median(ratio: dict[str, Any] | None) -> str:
@@ -93,23 +128,42 @@ def _store(document: dict[str, Any]) -> list[str]:
     ]
 
 
-def rewritten(text: str, path: str | None = None) -> str:
-    """README's text with its block made anew, from the file it names or from another one.
+def rewritten(text: str, machine: str | None = None) -> str:
+    """A page's text with its blocks made anew.
+
+    Args:
+        text: the page; blocks whose file is not there yet stay as they are.
+        machine: stem of the results files to take instead of those that the marks name.
 
     Raises:
-        ValueError: the marks are not there.
+        ValueError: the page has no marks.
     """
-    found = _BLOCK.search(text)
-    if found is None:
-        raise ValueError("README.md has no lines <!-- figures: FILE --> and <!-- end of figures -->")
-    path = path or found["path"]
-    made = block(json.loads((REPOSITORY / path).read_text()), path)
-    return text[: found.start()] + made + text[found.end() :]
+    if not _BLOCK.search(text):
+        raise ValueError("the page has no lines <!-- figures: FILE --> and <!-- end of figures -->")
+
+    def made(found: re.Match[str]) -> str:
+        path = Path(found["path"])
+        if machine is not None:
+            parts = "-parts" if path.stem.endswith("-parts") else ""
+            path = path.with_name(f"{machine}{parts}.json")
+        if not (REPOSITORY / path).exists():
+            return found[0]
+        document = json.loads((REPOSITORY / path).read_text())
+        if found["part"]:
+            lines = headline(document)
+        else:
+            lines = list(parts_lines(document)) if "parts" in document else comparison(document)
+        mark = f"<!-- figures: {path}{found['part'] or ''} -->"
+        return "\n".join([mark, *lines, "<!-- end of figures -->"])
+
+    return _BLOCK.sub(made, text)
 
 
 def main() -> None:
-    path = Path(sys.argv[1]).resolve().relative_to(REPOSITORY) if len(sys.argv) > 1 else None
-    README.write_text(rewritten(README.read_text(), str(path) if path else None))
+    machine = Path(sys.argv[1]).stem.removesuffix("-parts") if len(sys.argv) > 1 else None
+    for page in PAGES:
+        if page.exists():
+            page.write_text(rewritten(page.read_text(), machine))
 
 
 if __name__ == "__main__":

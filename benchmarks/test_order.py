@@ -80,7 +80,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path.unlink()
 
 
-def test_a_fresh_process(samples: Path) -> None:
+def test_a_fresh_process(samples: Path, figures: dict[str, dict[str, object]]) -> None:
     command = [sys.executable, "-c", FRESH, str(samples)]
     runs = [
         json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
@@ -90,6 +90,7 @@ def test_a_fresh_process(samples: Path) -> None:
     best = {name: min(run[name] for run in runs) for name in runs[0]}
     for name, value in best.items():
         print(f"  {name:<42} {value:.4f}")
+    figures.setdefault("order", {}).update(best)
     assert best["open and first 256 positions, s"] < 0.5
     assert best["imports and compiled code, s"] + best["open and first 256 positions, s"] < 2
     assert best["a position in batches of 256, us"] < 1
@@ -98,9 +99,10 @@ def test_a_fresh_process(samples: Path) -> None:
 
 @pytest.mark.benchmark(group="rows of 1,000,000 positions")
 @pytest.mark.parametrize("run", [1, 8, 32])
-def test_rows(benchmark: BenchmarkFixture, run: int) -> None:
+def test_rows(benchmark: BenchmarkFixture, run: int, figures: dict[str, dict[str, object]]) -> None:
     order, positions = Order(COUNT, "d", 0, run), np.arange(1_000_000)
     benchmark(order.rows, positions)
+    figures.setdefault("order", {})[f"a position, block size {run}, ns"] = benchmark.stats.stats.min * 1e3
     print(f"\nrun={run}: {benchmark.stats.stats.min * 1e3:.1f} ns a position")
     assert benchmark.stats.stats.min < 1
 

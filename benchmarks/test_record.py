@@ -69,7 +69,13 @@ CANDIDATES: dict[str, Callable[[Runs], bytes]] = {
 
 @pytest.mark.parametrize("level", [3, 9])
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_decompress(benchmark: BenchmarkFixture, images: list[Runs], name: str, level: int) -> None:
+def test_decompress(
+    benchmark: BenchmarkFixture,
+    images: list[Runs],
+    name: str,
+    level: int,
+    figures: dict[str, dict[str, object]],
+) -> None:
     raw = [CANDIDATES[name](runs) for runs in images]
     stored = [zstandard.ZstdCompressor(level=level).compress(data) for data in raw]
     decompressor = zstandard.ZstdDecompressor()
@@ -77,4 +83,5 @@ def test_decompress(benchmark: BenchmarkFixture, images: list[Runs], name: str, 
     per_image = 1000 * benchmark.stats.stats.median / len(images)
     sizes = sum(map(len, raw)) // len(raw), sum(map(len, stored)) // len(stored)
     benchmark.extra_info["stored bytes an image"] = sizes[1]
+    figures.setdefault("mask record", {})[f"{name}, level {level}, bytes"] = sizes[1]
     print(f"\n{name:24s} level {level}: raw {sizes[0]:>8,} stored {sizes[1]:>7,} {per_image:.3f} ms an image")

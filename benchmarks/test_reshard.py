@@ -87,7 +87,11 @@ def two_cores() -> Iterator[None]:
 
 @pytest.mark.parametrize("flags", [{}, {"index_runs": False}], ids=["copy", "copy, no index runs"])
 def test_reshard(
-    benchmark: BenchmarkFixture, tar: tuple[Path, int], tmp_path: Path, flags: dict[str, bool]
+    benchmark: BenchmarkFixture,
+    tar: tuple[Path, int],
+    tmp_path: Path,
+    flags: dict[str, bool],
+    figures: dict[str, dict[str, object]],
 ) -> None:
     path, size = tar
     (source,) = discover([path]).sources
@@ -113,9 +117,14 @@ def test_reshard(
     clear()
     benchmark.pedantic(run, rounds=1)
     name = "reshard" + "".join(f" {flag}={value}" for flag, value in flags.items())
+    figures[name] = {}
     for clock in ("wall", "processor"):
         best = [min(getattr(cost, clock) for cost in costs) for costs in (gzip_rounds, rounds)]
         ratio = best[0] / best[1]
+        figures[name] |= {
+            f"bytes_per_second, {clock}": size / best[1],
+            f"gzip_bytes_per_second, {clock}": size / best[0],
+        }
         benchmark.extra_info[f"of gzip -dc, {clock} time"] = round(ratio, 2)
         print(
             f"\n{name}, {clock} time: {size / 1e6 / best[1]:.0f} MB/s of unpacked tar, "

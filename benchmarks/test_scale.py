@@ -59,7 +59,9 @@ def measure(name: str, root: Path, *arguments: object) -> dict[str, float]:
     return found
 
 
-def test_scale(size: Size, root: Path, pytestconfig: pytest.Config) -> None:
+def test_scale(
+    size: Size, root: Path, pytestconfig: pytest.Config, figures: dict[str, dict[str, object]]
+) -> None:
     folder = root.parent
     ids = folder / "ids.txt"
     chosen = np.random.default_rng(1).choice(simulated.image_ids(size), size.images // 10, replace=False)
@@ -78,6 +80,7 @@ def test_scale(size: Size, root: Path, pytestconfig: pytest.Config) -> None:
     }
     document = json.loads((root / "dataset.json").read_bytes())
     assert document["totals"]["images"] == size.images + 20
+    figures["scale"] = {"images": size.images, **found}
     lines = [
         f"{size.sources:,} sources, {size.shards:,} shards, {size.images:,} images",
         f"{'':<28} {'seconds':>9} {'peak MB':>9}  {'of it imports':>14}  to reach",

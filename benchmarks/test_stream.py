@@ -56,6 +56,12 @@ def cores(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(torch_threads)
 
 
+@pytest.fixture(autouse=True)
+def recorded(figures: dict[str, dict[str, object]]) -> Iterator[None]:
+    yield
+    figures["stream"] = {f"{name}, images/s": rate for name, rate in RATES.items()}
+
+
 def report(benchmark: BenchmarkFixture, name: str, beside: str | None) -> None:
     RATES[name] = IMAGES / benchmark.stats.stats.min
     ratio = f", {RATES[name] / RATES[beside]:.2f} of {beside}" if beside else ""

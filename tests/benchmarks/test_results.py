@@ -91,11 +91,11 @@ def test_smaller_jpegs_are_not_advised_to_who_has_them() -> None:
 def test_the_block_for_the_readme_has_date_machine_versions_and_ratio() -> None:
     made = document()
     made["verdict"] = own_time.verdict(made)
-    block = readme.block(made, "results/a.json")
+    block = "\n".join(readme.comparison(made))
     for part in ("2026-01-02", "A <processor>, 2 cores", "torch 2.13.0", "20 (19 to 21)"):
         assert part in block
 
 
-def test_a_readme_without_marks_is_refused() -> None:
+def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="end of figures"):
         readme.rewritten("# A project")
