@@ -19,6 +19,7 @@ VERBS = (
     "verify",
     "gallery",
     "view",
+    "bench",
     "train",
     "convert",
     "index",
@@ -43,6 +44,8 @@ See and select
                 sa1b gallery shards
   view        select images and masks by their numbers, and hold some out
                 sa1b view shards --masks-where "area_fraction < 0.9" --held-out 1% --name train
+  bench       images per second that this machine makes of the shards, and what limits them
+                sa1b bench shards
 
 Train
   train       train a model; with several GPUs: torchrun --nproc_per_node=8 -m sa1b.train ...

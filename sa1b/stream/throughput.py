@@ -1,0 +1,244 @@
+"""How many images a second a machine can make of a dataset directory, and what limits it.
+
+Three measurements of the same random images, one after the other:
+
+    storage   bytes of samples, read as the loader reads them and verified by CRC-32C; of local files what the
+              page cache has of them is dropped first
+    decode    JPEG files in memory to images of the padded square, in all threads
+    loader    `sa1b.Loader`: everything together, warm
+
+On a quiet machine the rates of the first two are upper bounds of the third. `benchmarks/own_time.py` instead
+measures what each stage of an image takes of one core.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import simplejpeg
+import torch
+
+from sa1b.console import command, counted
+from sa1b.errors import UsageError
+from sa1b.progress import bar
+from sa1b.shards.sample_read import PendingRead, location_of
+from sa1b.storage.errors import DamageError
+from sa1b.stream.dataset import Stream
+from sa1b.stream.decode import EncodedImage
+from sa1b.stream.loader import Loader
+from sa1b.stream.stats import STAGES
+from sa1b.workers import available_cpus
+
+LABELS = {
+    "read": "reading",
+    "pick": "choosing masks",
+    "decode": "JPEG decoding",
+    "collate": "collating",
+    "device": "copies and dense masks",
+}
+_SAMPLES = 64  # JPEG files that are kept in memory
+_PORTION = 8  # images that a thread decodes before it asks for more
+_MARGIN = 1.2  # storage that delivers less than this much more than the loader takes is what it waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """What was measured.
+
+    Attributes:
+        root: the dataset directory.
+        threads, image_size, masks, dense, batch, device: the settings of the loader.
+        images_per_second: of storage, decode and loader.
+        storage_bytes_per_second: bytes that were read, of JPEG files and mask records.
+        shares: part of the threads' busy time in each stage of the loader.
+        limit: "storage", or the stage of the loader with most of the busy time.
+        advice: what to change.
+    """
+
+    root: str
+    threads: int
+    image_size: int
+    masks: int
+    dense: int | None
+    batch: int
+    device: str
+    images_per_second: dict[str, float]
+    storage_bytes_per_second: float
+    shares: dict[str, float]
+    limit: str
+    advice: str
+
+    def document(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """For people."""
+        rates = self.images_per_second
+        output = "runs" if self.dense is None else f"pixels at {self.dense} x {self.dense}"
+        shares = ", ".join(
+            f"{LABELS[name]} {share:.0%}" for name, share in self.shares.items() if share >= 0.01
+        )
+        return (
+            f"images of {self.image_size} pixels, up to {counted(self.masks, 'mask')} as {output}, "
+            f"{counted(self.threads, 'thread')}, {self.device}\n\n"
+            f"  storage  {rates['storage']:10,.0f} images/s"
+            f"  {self.storage_bytes_per_second / 1e6:,.0f} MB/s\n"
+            f"  decode   {rates['decode']:10,.0f} images/s\n"
+            f"  loader   {rates['loader']:10,.0f} images/s\n\n"
+            f"Busy time of the loader: {shares}.\n"
+            f"Limit: {LABELS.get(self.limit, self.limit)}. {self.advice}"
+        )
+
+
+def measure(
+    stream: Stream,
+    *,
+    seconds: float = 15.0,
+    threads: int | None = None,
+    dense: int | None = None,
+    device: str = "cpu",
+    quiet: bool = False,
+) -> Throughput:
+    """Measure storage, decoder and loader on the images of an endless stream.
+
+    Args:
+        stream: Stream(root, global_batch=..., epochs=None, ...).
+        seconds: of all measurements together; warming up and a batch that takes long come on top.
+        threads, dense, device: as of `Loader`.
+        quiet: no progress bar.
+    """
+    if stream.epochs is not None:
+        raise UsageError("the throughput of a stream that ends cannot be measured: pass epochs=None")
+    threads = threads or available_cpus()
+    with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
+
+        def timed(steps: Iterator[int]) -> float:
+            """Units a second that the steps return, for a third of the time."""
+            began, units, known = time.perf_counter(), 0, 0.0
+            for number in steps:
+                units += number
+                passed = min(1.0, 3 * (time.perf_counter() - began) / seconds)
+                shown.update((passed - known) * 100 / 3)
+                known = passed
+                if passed == 1.0:
+                    break
+            return units / (time.perf_counter() - began)
+
+        sizes: list[int] = []
+        storage = timed(_reads(stream, pool, threads, sizes))
+        images = _images(stream)
+        decode = timed(_decodes(stream, images, pool, threads))
+        loader = Loader(stream, threads=threads, dense=dense, device=device, quiet=True)
+        batches = iter(loader)
+        for _ in range(loader.prefetch + 2):  # all memory is in use
+            next(batches)
+        before = stream.stats.snapshot()
+        rate = timed(map(len, batches))
+        after = stream.stats.snapshot()
+        batches.close()
+    busy = {name: after[name]["seconds"] - before[name]["seconds"] for name in STAGES}
+    shares = {name: value / sum(busy.values()) for name, value in busy.items()}
+    limit = limiting(storage, rate, shares)
+    mean_bytes = sum(sizes) / max(len(sizes), 1)
+    return Throughput(
+        root=str(stream.root),
+        threads=threads,
+        image_size=stream.options.image_size,
+        masks=stream.options.masks,
+        dense=dense,
+        batch=stream.plan.micro_batch,
+        device=device,
+        images_per_second={"storage": storage, "decode": decode, "loader": rate},
+        storage_bytes_per_second=storage * mean_bytes,
+        shares=shares,
+        limit=limit,
+        advice=_advice(limit, threads, dense, stream.options.image_size, images),
+    )
+
+
+def limiting(storage: float, loader: float, shares: Mapping[str, float]) -> str:
+    """What the loader waits for: "storage", or the stage with most of the busy time."""
+    return "storage" if storage < _MARGIN * loader else max(shares, key=lambda name: shares[name])
+
+
+def _reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes: list[int]) -> Iterator[int]:
+    """Read batches of samples, twice as many at a time as there are threads."""
+
+    def take(read: PendingRead) -> int:
+        with suppress(DamageError):
+            return len(read.begun.result())
+        return 0
+
+    pieces = stream.plan.micro_batches(0)
+    ahead = max(1, 2 * threads // stream.plan.micro_batch)
+    while True:
+        reads: list[PendingRead] = []
+        for piece in itertools.islice(pieces, ahead):
+            rows, _ = stream.rows(piece)
+            if stream.dataset.reader.is_local:
+                _forget(stream, rows)
+            reads += stream.dataset.submit(rows)
+        sizes += pool.map(take, reads)
+        yield len(reads)
+
+
+def _forget(stream: Stream, rows: list[int]) -> None:
+    """Drop what the page cache has of these samples."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for row in rows:
+        location = location_of(stream.dataset.table, row, stream.dataset.shards)
+        with suppress(OSError):
+            handle = os.open(Path(stream.dataset.reader.url(location.shard)), os.O_RDONLY)
+            try:
+                length = location.stop - location.start
+                os.posix_fadvise(handle, location.start, length, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(handle)
+
+
+def _images(stream: Stream) -> list[EncodedImage]:
+    """The JPEG files of the first samples."""
+    images: list[EncodedImage] = []
+    for piece in stream.plan.micro_batches(0):
+        pending = stream.submit(piece)
+        picked = [pending.pick(i) for i in range(len(pending))]
+        images += [one.image for one in picked if one.image is not None]
+        if len(images) >= _SAMPLES:
+            break
+    return images
+
+
+def _decodes(
+    stream: Stream, images: list[EncodedImage], pool: ThreadPoolExecutor, threads: int
+) -> Iterator[int]:
+    """Decode the same JPEG files again and again, each thread into memory of its own."""
+    shape = (1, *2 * (stream.options.image_size,), 3)
+
+    def work(number: int) -> int:
+        out = torch.empty(shape, dtype=torch.uint8, device=stream.decoder.device)
+        for i in range(number, number + _PORTION):
+            stream.decoder.decode([images[i % len(images)]], out)
+        return _PORTION
+
+    for first in itertools.count(0, threads * _PORTION):
+        yield sum(pool.map(work, range(first, first + threads * _PORTION, _PORTION)))
+
+
+def _advice(limit: str, threads: int, dense: int | None, size: int, images: list[EncodedImage]) -> str:
+    stored = max(max(simplejpeg.decode_jpeg_header(image.jpeg)[:2]) for image in images)
+    smaller = f", or shards with smaller images: `{command('reshard')} ... --image-size {size}`"
+    if stored <= size or limit not in ("storage", "decode"):
+        smaller = ""
+    if limit == "storage":
+        return f"Use faster storage{smaller}."
+    if limit == "device" and dense is not None:
+        return "Take dense masks at a smaller size, or leave them to a GPU: --device cuda."
+    return f"Use more {'threads (--threads)' if threads < available_cpus() else 'CPU cores'}{smaller}."

@@ -1,0 +1,78 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+import sa1b
+from sa1b.errors import UsageError
+from sa1b.stream.throughput import limiting, measure
+from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "sa1b", "bench", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    source = write_source(folder / "sa_000001.tar", pairs(range(8)))
+    return make_root(folder / "root", [source], ROOTS["plain"])
+
+
+def test_rates_and_what_limits_as_json_and_as_a_table(root):
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    common = ("--image-size", 64, "--batch", 3, "--threads", 2, "--seconds", 1)
+    done = run(root, *common, "--dense", 32, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert set(found["images_per_second"]) == {"storage", "decode", "loader"}
+    assert all(rate > 0 for rate in found["images_per_second"].values())
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert found["shares"]["device"] > 0  # masks were rasterised
+    assert found["limit"] in ("storage", *found["shares"])
+    assert (found["threads"], found["dense"], found["batch"]) == (2, 32, 3)
+    shown = run(root, *common)
+    assert shown.returncode == 0
+    assert "images of 64 pixels, up to 64 masks as runs, 2 threads, cpu" in shown.stdout
+    assert "bench" in shown.stderr
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--image-size", 0], "--image-size 0 must be at least 1"),
+        (["--threads", 0], "--threads 0 must be at least 1"),
+        (["--masks", -1], "--masks -1 must be at least 0"),
+        (["--seconds", "0.5"], "--seconds 0.5 must be from 1 to 3600"),
+        (["--device", "tpu"], "--device 'tpu' must be cpu or cuda"),
+        (["--view", "nothing"], "no view 'nothing'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_line(root, arguments, message):
+    done = run(root, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_folder_without_a_dataset_is_named(tmp_path):
+    done = run(tmp_path)
+    assert done.returncode == 2
+    assert str(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_stream_that_ends_is_refused(root):
+    with pytest.raises(UsageError, match="epochs=None"):
+        measure(sa1b.Stream(root, global_batch=2))
+
+
+def test_storage_limits_where_it_delivers_little_more_than_the_loader_takes():
+    shares = {"read": 0.2, "decode": 0.7, "pick": 0.1}
+    assert limiting(110.0, 100.0, shares) == "storage"
+    assert limiting(1000.0, 100.0, shares) == "decode"
