@@ -1,0 +1,234 @@
+"""Every example runs as its docstring says, on small synthetic data, in a process of its own."""
+
+import ast
+import base64
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import sa1b
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.published import read_weights, write_weights
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.synthetic import source_tars as synthetic
+from sa1b.views.view import write_view
+from tests.shards import tiny
+from tests.storage.service import Service
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+IMAGES = 11  # a prime: ranks and steps do not divide it
+HELD_OUT = 3
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `shards`, made from synthetic tars, with a training and a held-out view."""
+    folder = tmp_path_factory.mktemp("material")
+    synthetic.write_tar(folder / "sa_000000.tar", images=IMAGES, first_id=1, long_side=96)
+    root = folder / "shards"
+    tiny.ingest_tar(folder / "sa_000000.tar", root)
+    write_dataset(root, read_tasks(root))
+    table = sa1b.open(root).table
+    rows = table.image_id.argsort().astype("u4")
+    write_view(root, table, rows[:HELD_OUT], name="held-out")
+    write_view(root, table, rows[HELD_OUT:], name="train")
+    return folder
+
+
+@pytest.fixture
+def folder(material: Path, tmp_path: Path) -> Path:
+    """An empty folder beside which nothing lies but `shards`."""
+    shutil.copytree(material / "shards", tmp_path / "shards")
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    """Of a process that finds this package first, and in which no two processes compete for the CPUs."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in ranks}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(folder: Path, name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> str:
+    """What an example prints."""
+    command = [sys.executable, *launcher, str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def ids_of(printed: str) -> list[int]:
+    return [
+        int(number) for line in re.findall(r"images \[([\d, ]+)\]", printed) for number in line.split(",")
+    ]
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip without a package of the extra `examples`."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(
+        bool(missing), reason=f"needs {', '.join(missing)}: pip install -e '.[examples]'"
+    )
+
+
+def test_stream_from_disk_stops_and_resumes_within_an_epoch(folder: Path) -> None:
+    arguments = ("shards", "--image-size", 64, "--batch", 4)
+    first = run(folder, "stream_from_disk.py", *arguments, "--steps", 2)
+    assert "decode" in first
+    second = run(folder, "stream_from_disk.py", *arguments)
+    assert len(ids_of(first)) == 8
+    assert sorted(ids_of(first) + ids_of(second)) == list(range(1, IMAGES + 1))
+
+
+def test_stream_from_s3_reads_from_a_store(folder: Path) -> None:
+    (folder / "bucket").mkdir()
+    (folder / "shards").rename(folder / "bucket" / "shards")
+    with Service("range_server", folder) as service:
+        printed = run(
+            folder, "stream_from_s3.py", "s3://bucket/shards", "--endpoint", service.url, "--anonymous",
+            "--image-size", 64, "--steps", 3,
+        )  # fmt: skip
+        assert sorted(ids_of(printed)) == list(range(1, IMAGES + 1))
+
+
+@pytest.mark.slow
+def test_stream_from_s3_names_a_url_without_a_dataset(folder: Path) -> None:
+    with Service("range_server", folder) as service:
+        command = ["s3://bucket/none", "--endpoint", service.url, "--anonymous"]
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / "stream_from_s3.py", *command],
+            cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: s3://bucket/none/dataset.json")
+
+
+def lightning_state(folder: Path) -> tuple[int, int]:
+    """The epoch and the position of the training stream in Lightning's checkpoint."""
+    found = torch.load(folder / "lightning" / "last.ckpt", weights_only=False)
+    (stream,) = found["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    return found["epoch"], stream["position"]
+
+
+@needs("lightning")
+def test_lightning_trains_and_validates(folder: Path) -> None:
+    printed = run(folder, "lightning.py", "shards", "--image-size", 64, "--epochs", 1)
+    found = ast.literal_eval(printed.strip().splitlines()[-1])
+    assert 0 <= found["iou"] <= 1
+    assert found["loss"] > 0
+    assert lightning_state(folder) == (0, IMAGES - HELD_OUT)  # the epoch of the training view is complete
+
+
+@pytest.mark.slow
+@needs("lightning")
+def test_lightning_in_two_processes_resumes_in_one(folder: Path) -> None:
+    arguments = ("shards", "--image-size", 64)
+    run(folder, "lightning.py", *arguments, "--epochs", 1, "--devices", 2)
+    assert lightning_state(folder) == (0, IMAGES - HELD_OUT)
+    run(folder, "lightning.py", *arguments, "--epochs", 2, "--resume", "lightning/last.ckpt")
+    assert lightning_state(folder) == (1, 2 * (IMAGES - HELD_OUT))
+
+
+LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0")
+
+
+@needs("accelerate")
+def test_accelerate_reads_every_image_once_over_two_processes(folder: Path) -> None:
+    printed = run(folder, "accelerate.py", "shards", "--image-size", 64, "--epochs", 1, launcher=LAUNCH)
+    assert f"epoch 0: {IMAGES} images" in printed
+
+
+@pytest.mark.slow
+@needs("accelerate")
+def test_accelerate_resumes_with_another_number_of_processes(folder: Path) -> None:
+    arguments = ("shards", "--image-size", 64)
+    run(folder, "accelerate.py", *arguments, "--epochs", 1)
+    printed = run(folder, "accelerate.py", *arguments, "--epochs", 3, "--resume", launcher=LAUNCH)
+    found = re.findall(r"epoch (\d): (\d+) images", printed)
+    assert found == [("1", str(IMAGES)), ("2", str(IMAGES))]
+
+
+def test_finetune_published_sam_changes_the_decoder_only(folder: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"image_size": 64, "width": 64, "depth": 2, "heads": 2, "window": 2, "channels": 32}
+    write_weights(folder / "sam.pth", Sam(ModelConfig(**sizes, global_blocks=(1,))).state_dict())
+    printed = run(
+        folder, "finetune_published_sam.py", "shards", "--weights", "sam.pth", "--steps", 2, "--masks", 4,
+        "--lr", 1e-3, "--out", "tuned.safetensors",
+    )  # fmt: skip
+    assert len(re.findall(r"^step \d: loss [\d.]+, IoU [\d.]+", printed, re.MULTILINE)) == 2
+    assert re.search(r"^tuned.safetensors: image 1, predicted IoU", printed, re.MULTILINE)
+    before, after = (read_weights(folder / name) for name in ("sam.pth", "tuned.safetensors"))
+    changed = {name.partition(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"prompt_encoder", "mask_decoder"}
+
+
+@needs("nbclient", "ipykernel")
+def test_the_notebook_runs_and_shows_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(folder / name))
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(EXAMPLES / "explore.ipynb", as_version=4)
+    NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    dataset, sample, shown = (outputs_of(cell) for cell in cells[:3])
+    assert [kind for kind, _ in dataset] == ["execute_result"]
+    assert {"text/plain", "text/html", "image/png"} <= set(dataset[0][1])
+    assert dataset[0][1]["text/plain"].startswith(f"Dataset('shards': {IMAGES} images, ")
+    assert Image.open(BytesIO(base64.b64decode(sample[0][1]["image/png"]))).format == "PNG"
+    assert [kind for kind, _ in shown] == ["display_data", "execute_result"]  # show() returns None
+    assert "image/png" in shown[0][1]
+    assert (folder / "largest.png").exists()
+    assert outputs_of(cells[-1])[0][1]["text/plain"].startswith("stage ")
+
+
+def outputs_of(cell: Any) -> list[tuple[str, dict[str, str]]]:
+    return [(output.output_type, dict(output.get("data", {}))) for output in cell.outputs]
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    notebook = json.loads((EXAMPLES / "explore.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+
+
+def test_examples_are_short_and_listed() -> None:
+    files = {path.name: path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    listed = re.findall(r"^\| \[`([\w.]+)`\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(files)
+    notebook = json.loads(files["explore.ipynb"].read_text())
+    code = [line for cell in notebook["cells"] if cell["cell_type"] == "code" for line in cell["source"]]
+    lengths = {
+        name: len(path.read_text().splitlines()) for name, path in files.items() if path.suffix == ".py"
+    }
+    assert {
+        name: lines for name, lines in {**lengths, "explore.ipynb": len(code)}.items() if lines >= 80
+    } == {}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_a_docstring_is_the_command_that_runs_it(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False)
+    assert docstring
+    assert f"    python examples/{path.name} " in docstring
