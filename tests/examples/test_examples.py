@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says, on small synthetic data, in a process of its own."""
+"""Every example runs as its docstring says, on small synthetic data, in real processes."""
 
 import ast
 import base64
@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -24,6 +23,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.synthetic import source_tars as synthetic
 from sa1b.views.view import write_view
+from tests import processes
 from tests.shards import tiny
 from tests.storage.service import Service
 
@@ -56,20 +56,23 @@ def folder(material: Path, tmp_path: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Of a process that finds this package first, and in which no two processes compete for the CPUs."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in ranks}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    """Of a process that starts others: they find this package, and do not compete for the CPUs."""
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(folder: Path, name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> str:
+def run(folder: Path, name: str, *arguments: object, **options: Any) -> str:
     """What an example prints."""
-    command = [sys.executable, *launcher, str(EXAMPLES / name), *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=300
-    )
+    done = finished(folder, name, *arguments, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return str(done.stdout)
+
+
+def finished(
+    folder: Path, name: str, *arguments: object, launcher: tuple[str, ...] = (), starts_others: bool = False
+) -> Any:
+    command = [sys.executable, *launcher, str(EXAMPLES / name), *map(str, arguments)]
+    env = environment() if launcher or starts_others else None
+    return processes.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
 def ids_of(printed: str) -> list[int]:
@@ -106,14 +109,10 @@ def test_stream_from_s3_reads_from_a_store(folder: Path) -> None:
         assert sorted(ids_of(printed)) == list(range(1, IMAGES + 1))
 
 
-@pytest.mark.slow
 def test_stream_from_s3_names_a_url_without_a_dataset(folder: Path) -> None:
     with Service("range_server", folder) as service:
-        command = ["s3://bucket/none", "--endpoint", service.url, "--anonymous"]
-        done = subprocess.run(
-            [sys.executable, EXAMPLES / "stream_from_s3.py", *command],
-            cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=300,
-        )  # fmt: skip
+        arguments = ("s3://bucket/none", "--endpoint", service.url, "--anonymous")
+        done = finished(folder, "stream_from_s3.py", *arguments)
     assert done.returncode == 1
     assert done.stderr.startswith("error: s3://bucket/none/dataset.json")
 
@@ -138,7 +137,7 @@ def test_lightning_trains_and_validates(folder: Path) -> None:
 @needs("lightning")
 def test_lightning_in_two_processes_resumes_in_one(folder: Path) -> None:
     arguments = ("shards", "--image-size", 64)
-    run(folder, "lightning.py", *arguments, "--epochs", 1, "--devices", 2)
+    run(folder, "lightning.py", *arguments, "--epochs", 1, "--devices", 2, starts_others=True)
     assert lightning_state(folder) == (0, IMAGES - HELD_OUT)
     run(folder, "lightning.py", *arguments, "--epochs", 2, "--resume", "lightning/last.ckpt")
     assert lightning_state(folder) == (1, 2 * (IMAGES - HELD_OUT))
