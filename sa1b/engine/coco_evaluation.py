@@ -154,7 +154,7 @@ def _take_each(entries: list[Any], where: str, take: Callable[[Any], None]) -> N
         try:
             take(one)
         except _EntryError as error:
-            raise UsageError(f"{where}, entry {number} (from 0), {error}") from None
+            raise UsageError(f"{where}, entry {number} (from 0): {error}; correct the file") from None
 
 
 def _field(one: Any, name: str, read: Callable[[Any], T]) -> T:
@@ -288,7 +288,8 @@ def load_image(image: CocoImage, annotations: Path) -> Loaded:
             areas[i] = _field(one, "area", int) if "area" in one else masks[i].sum()
         except _EntryError as error:
             raise CocoError(
-                f"--evaluation.coco {annotations}: annotation {one.get('id')} of image {image.id} {error}"
+                f"--evaluation.coco {annotations}: annotation {one.get('id')} of image {image.id} {error}; "
+                "correct the file"
             ) from None
     pixels = np.ascontiguousarray(decoded[..., ::-1], np.uint8)  # OpenCV's order is blue, green, red
     return image, pixels, ImageTruth(masks, boxes), areas

@@ -200,8 +200,8 @@ def _check(config: Config) -> None:
         )
     if config.evaluation.every and config.evaluation.view is None:
         raise UsageError(
-            "--evaluation.every needs --evaluation.view: a view that `sa1b view` made with --held-out and "
-            "--split held-out"
+            f"--evaluation.every {config.evaluation.every}: needs --evaluation.view; make one with `sa1b "
+            "view` --held-out PART --split held-out"
         )
     if config.evaluate_only and config.evaluation.view is None and not coco:
         raise UsageError(

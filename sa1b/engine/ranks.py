@@ -245,8 +245,8 @@ def _compare_descriptions(described: list[str], digests: Tensor, rank_info: Rank
     padded = [[*one, *["nothing"] * (longest - len(one))] for one in lists]
     first = next(column for column in zip(*padded, strict=True) if len(set(column)) > 1)
     raise DisagreementError(
-        f"model: differs between ranks: {_parties(dict(enumerate(first)))}; pass the same "
-        "settings to all ranks"
+        f"ranks 0 to {rank_info.world_size - 1}: their models differ: {_parties(dict(enumerate(first)))}; "
+        "pass the same settings to all ranks"
     )
 
 

@@ -204,23 +204,23 @@ def test_the_command_needs_no_dataset_and_prints_a_line(
         (lambda document: document.pop("annotations"), "has no lists of images and annotations"),
         (
             lambda document: document["images"][0].pop("height"),
-            r"--evaluation.coco .*annotations.json: images, entry 0 .from 0., has no height$",
+            r"--evaluation.coco .*annotations.json: images, entry 0 .from 0.: has no height;",
         ),
         (
             lambda document: document["images"][0].update(width="wide"),
-            'images, entry 0 .from 0., has a width that cannot be used: "wide"',
+            'images, entry 0 .from 0.: has a width that cannot be used: "wide"',
         ),
         (
             lambda document: document["images"][2].update(id=11),
-            "images, entry 2 .from 0., has id 11, which an image before it has too",
+            "images, entry 2 .from 0.: has id 11, which an image before it has too",
         ),
         (
             lambda document: document["annotations"][1].update(image_id=5),
-            "annotations, entry 1 .from 0., has image_id 5, but the annotation file has no image with this id",
+            "annotations, entry 1 .from 0.: has image_id 5, but the annotation file has no image with this id",
         ),
         (
             lambda document: document["annotations"].__setitem__(0, 3),
-            "annotations, entry 0 .from 0., is not a JSON",
+            "annotations, entry 0 .from 0.: is not a JSON",
         ),
         (lambda document: document["annotations"].clear(), "has no annotations other than crowds"),
         (
@@ -242,12 +242,12 @@ def test_files_that_do_not_fit_are_refused_by_name(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"--evaluation.detections .*detections.json not JSON"),
+        ("{", r"--evaluation.detections .*detections.json: not JSON"),
         ("{}", "not a list"),
         ("[]", r"--evaluation.detections .*detections.json: has no detections"),
         (
             '[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3], "score": 1}]',
-            r"detections.json: results, entry 0 .from 0., has a bbox that cannot be used: \[1, 2, 3\]",
+            r"detections.json: results, entry 0 .from 0.: has a bbox that cannot be used: \[1, 2, 3\]",
         ),
         (
             '[{"image_id": 11, "category_id": 1, "bbox": [1, 2, -3, 4], "score": 1}]',
@@ -255,9 +255,9 @@ def test_files_that_do_not_fit_are_refused_by_name(
         ),
         (
             '[{"image_id": 7, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 1}]',
-            "entry 0 .from 0., has image_id 7, but the annotation file has no image with this id",
+            "entry 0 .from 0.: has image_id 7, but the annotation file has no image with this id",
         ),
-        ('[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3, 4]}]', "entry 0 .from 0., has no score$"),
+        ('[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3, 4]}]', "entry 0 .from 0.: has no score;"),
     ],
 )
 def test_detections_that_do_not_fit_are_refused(
@@ -297,7 +297,7 @@ def test_what_average_precision_needs_is_missed_before_the_evaluation(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bbox": [1, 2, 3]}, r"annotation 1 of image 11 has a bbox that cannot be used: \[1, 2, 3\]$"),
+        ({"bbox": [1, 2, 3]}, r"annotation 1 of image 11 has a bbox that cannot be used: \[1, 2, 3\];"),
         (
             {"segmentation": {"size": [90, 120], "counts": [1, 2]}},
             "annotation 1 of image 11 has a segmentation that cannot be used: its runs do not add up",

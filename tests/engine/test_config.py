@@ -90,7 +90,7 @@ def test_help_shows_every_field_with_its_text(
     [
         ([], "--data.root: missing"),
         ([*ROOT, "--data.target-size", "8"], "--data.target-size 8: must be at least the 256 pixels"),
-        ([*ROOT, "--evaluation.every", "5"], "--evaluation.every needs --evaluation.view"),
+        ([*ROOT, "--evaluation.every", "5"], "--evaluation.every 5: needs --evaluation.view"),
         ([*ROOT, "--evaluate-only"], "--evaluate-only: no images are named; pass --evaluation.view"),
         ([*ROOT, "--json"], "--json: is for --evaluate-only"),
         (

@@ -251,7 +251,7 @@ class Checkpoints:
         except CheckpointError as error:
             if self._ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk gets its space back
-            raise CheckpointError(f"{temporary}: cannot be written ({error})") from None
+            raise CheckpointError(f"{temporary}: {error}") from None
         return step
 
     def _describe(self, temporary: Path, state: bytes) -> dict[str, SealedFile]:
@@ -295,6 +295,6 @@ class Checkpoints:
 
     def _failed(self) -> CheckpointError:
         return CheckpointError(
-            f"{self._failures[-1]} ({len(self._failures)} failed in a row); free space or repair the disk, "
+            f"{self._failures[-1]}: {len(self._failures)} failed in a row; free space or repair the disk, "
             "then start the same command again: it resumes from the newest checkpoint"
         )

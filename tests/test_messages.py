@@ -1,0 +1,91 @@
+"""The form of every expected error, read from the source: "what failed: why; what to do".
+
+A message begins with the file, flag, image or argument, then says why after a colon, and what to do after a
+semicolon. A range needs no third part: "must be at least 1" says what to do. Messages that pass on another
+error's text, and nothing else, are that error's.
+"""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "sa1b"
+
+# Words with a standard term in their place.
+COINED = re.compile(
+    r"\b(held against|behind|told apart|mend(ed|s)?|doubtful|aside|publish(ed|es)?|ledger|stages|under way|"
+    r"pictures?|slots?|rounds|tally|borne|vouched|papered|greets|heard|let go|everybody|nobody|whoever|"
+    r"someone|somebody|is told|knows|the tool says|goes on|afresh|anew|in doubt)\b"
+)
+# Rooms whose messages have the form.
+ROOMS = ["engine", "train.py"]
+
+
+@cache
+def trees() -> list[tuple[str, ast.Module]]:
+    return [
+        (str(path.relative_to(PACKAGE)), ast.parse(path.read_text()))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
+
+
+@cache
+def family() -> set[str]:
+    """Names of the classes of expected errors."""
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for _, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"Sa1bError"}
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    return found
+
+
+def template(node: ast.expr) -> str:
+    """The text of a message, with {} for what is put in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(value.value) if isinstance(value, ast.Constant) else "{}" for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return template(node.left) + template(node.right)
+    return "{}"
+
+
+@cache
+def messages() -> list[tuple[str, str, str]]:
+    """Room, place and template of every expected error that the package raises."""
+    classes = family()
+    return [
+        (name.split("/")[0], f"{name}:{node.lineno}", template(node.args[0]))
+        for name, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in classes and node.args
+    ]
+
+
+def of_room(room: str) -> list[tuple[str, str]]:
+    return [(place, text) for one, place, text in messages() if one == room]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_message_says_what_failed_why_and_what_to_do(room: str) -> None:
+    strange = {}
+    for place, text in of_room(room):
+        subject, colon, rest = text.partition(": ")
+        passed_on = "{}" in (text, rest)
+        way_out = "; " in rest or re.search(r"\bmust\b", rest)
+        if not passed_on and not (colon and re.search(r"\{\}|--[a-z]", subject) and way_out):
+            strange[place] = text
+    assert strange == {}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_messages_use_standard_terms(room: str) -> None:
+    assert {place: text for place, text in of_room(room) if COINED.search(text)} == {}
