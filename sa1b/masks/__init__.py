@@ -13,7 +13,7 @@ A mask travels as runs (`Runs`) and becomes pixels last, directly at the size th
     raster_triton the same bits from Triton kernels (kernels_triton), on a CUDA device
 
 A back end for tensors is a module with the two functions `rasterize` and `rasterize_frame` of raster_torch,
-same arguments, same bits, held to grid's rule by the same tests. Nothing but these back ends imports torch.
+same arguments, same bits, verified against grid's rule by the same tests. Only these back ends import torch.
 """
 
 from importlib import import_module

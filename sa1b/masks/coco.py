@@ -66,11 +66,12 @@ def decode(strings: Sequence[str | bytes], height: int, width: int) -> Runs:
 
     Args:
         strings: COCO's compressed string of each mask (`segmentation["counts"]`).
-        height, width: pixels of the image.
+        height: pixels of the image.
+        width: pixels of the image.
 
     Raises:
         MaskError: the first mask that does not decode, with its reason.
-        SizeError: height or width.
+        SizeError: height or width is not a size of an image.
     """
     height, width = check_size(height, width)
     text, lengths, wrong = join(strings)

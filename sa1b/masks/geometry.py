@@ -46,7 +46,18 @@ def bbox_sa1b(runs: Runs) -> npt.NDArray[np.int64]:
 def crop(runs: Runs, x: int, y: int, width: int, height: int) -> Runs:
     """The masks inside a window of the image: pixels[y : y + height, x : x + width] of each.
 
+    Args:
+        runs: masks of one image, N of them.
+        x: first column of the window, pixels of the image.
+        y: first row of the window.
+        width: columns of the window.
+        height: rows of the window.
+
+    Returns:
+        N masks of an image of height x width pixels.
+
     Raises:
+        SizeError: width or height is not a size of an image.
         ValueError: a window that does not lie inside the image.
     """
     height, width = check_size(height, width)
@@ -80,8 +91,13 @@ def resize(runs: Runs, height: int, width: int) -> Runs:
     target size in pixels. The same size returns the masks in canonical form (no runs of length zero after
     the first).
 
+    Args:
+        runs: masks of one image, N of them.
+        height: pixels of the resized image.
+        width: pixels of the resized image.
+
     Raises:
-        SizeError: height or width.
+        SizeError: height or width is not a size of an image.
     """
     rows, columns = grid.resized((runs.height, runs.width), (height, width))
     return remap(runs, columns.sources(), rows.firsts(), rows.target)
@@ -93,10 +109,16 @@ def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None 
     The image lies at the top left; the rest is background (the formula: sa1b.masks.grid).
 
     Args:
+        runs: masks of one image, N of them.
+        image_size: pixels of the square.
+        size: pixels at which the square is seen.
         taken: rows and columns that the image takes of the square; by default its longer side takes all.
 
+    Returns:
+        N masks of an image of size x size pixels.
+
     Raises:
-        SizeError: image_size or size.
+        SizeError: image_size or size is not a size of an image.
         ValueError: `taken` does not fit into the square.
     """
     rows, columns = grid.framed((runs.height, runs.width), image_size, size, taken)

@@ -92,7 +92,13 @@ def scaled_side(side: int, longer: int, longer_scaled: int) -> int:
 
 
 def framed_size(height: int, width: int, image_size: int) -> tuple[int, int]:
-    """Rows and columns that an image takes of the padded square of image_size pixels."""
+    """Rows and columns that an image takes of the padded square of image_size pixels.
+
+    The longer side takes image_size; the shorter one is rounded to the nearest pixel and is at least 1.
+
+    Raises:
+        SizeError: height and width, or image_size, are not sizes of an image.
+    """
     height, width = check_size(height, width)
     image_size, _ = check_size(image_size, image_size)
     longer = max(height, width)

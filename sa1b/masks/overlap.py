@@ -9,7 +9,14 @@ from sa1b.masks.runs import Runs
 
 
 def intersection(a: Runs, b: Runs) -> npt.NDArray[np.int64]:
-    """Pixels that are foreground in both masks of a pair, int64 [Na, Nb].
+    """Pixels that are foreground in both masks of a pair.
+
+    Args:
+        a: Na masks.
+        b: Nb masks of the same image, or of one of the same size.
+
+    Returns:
+        int64 [Na, Nb].
 
     Raises:
         ValueError: masks of images of different sizes.
@@ -26,9 +33,14 @@ def intersection(a: Runs, b: Runs) -> npt.NDArray[np.int64]:
 
 
 def iou(a: Runs, b: Runs) -> npt.NDArray[np.float64]:
-    """Intersection over union of each pair, float64 [Na, Nb]; 0 where both masks are empty.
+    """Intersection over union of each pair of masks: bit for bit pycocotools.mask.iou without crowd.
 
-    Equal to pycocotools.mask.iou without crowd, to the bit.
+    Args:
+        a: Na masks.
+        b: Nb masks of the same image, or of one of the same size.
+
+    Returns:
+        float64 [Na, Nb], 0 to 1; 0 where both masks are empty.
 
     Raises:
         ValueError: masks of images of different sizes.

@@ -27,12 +27,15 @@ def rasterize(
     out: Raster | None = None,
     dtype: npt.DTypeLike = np.uint8,
 ) -> Raster:
-    """Masks resized to height x width, as `sa1b.masks.geometry.resize`.
+    """Masks of one image as pixels, resized to height x width; equal to `sa1b.masks.resize` on runs.
+
+    A pixel takes the source pixel nearest to its centre, computed in integers: see `sa1b.masks.grid`.
 
     Args:
         runs: masks of one image, N of them.
-        height, width: pixels of the raster; by default those of the image.
-        select: which masks, as for `Runs.select`; by default all.
+        height: pixels of a dense mask; by default those of the image.
+        width: pixels of a dense mask; by default those of the image.
+        select: which masks, K of them, as for `Runs.select`; by default all.
         out: buffer to write, uint8 or bool [K, height, width], C-contiguous. Nothing else is allocated that
             grows with it.
         dtype: uint8 or bool, of a new buffer.
@@ -41,9 +44,9 @@ def rasterize(
         `out`, or a new [K, height, width]: 1 is foreground, 0 background.
 
     Raises:
-        SizeError: height or width.
-        ValueError: an `out` of another shape, type or layout; another dtype; other boxes.
-        IndexError: select.
+        SizeError: height or width is not a size of an image.
+        ValueError: an `out` of another shape, type or layout, or another dtype.
+        IndexError: `select` has an index that no mask has.
     """
     source = (runs.height, runs.width)
     target = (runs.height if height is None else height, runs.width if width is None else width)
@@ -61,19 +64,28 @@ def rasterize_frame(
     dtype: npt.DTypeLike = np.uint8,
     boxes: npt.NDArray[np.int64] | None = None,
 ) -> Raster:
-    """Masks in the padded square of image_size pixels, seen at size x size, as `sa1b.masks.geometry.frame`.
+    """Masks of one image in the padded square, as pixels at size x size; equal to `sa1b.masks.frame` on runs.
 
     Args:
+        runs: masks of one image, N of them.
         image_size: pixels of the square that holds the resized image at its top left.
-        size: pixels of the raster.
+        size: pixels of a dense mask.
         taken: rows and columns that the image takes of the square; by default its longer side takes all.
+        select: which masks, K of them, as for `Runs.select`; by default all.
+        out: buffer to write, uint8 or bool [K, size, size], C-contiguous.
+        dtype: uint8 or bool, of a new buffer.
         boxes: int64 [K, 4], of each mask of `out` the rows and columns (top, bottom, left, right) outside of
             which all is 0 already; those of the new masks replace them. So pixels that are reused
             are cleared only where they were set. By default nothing is known and all is cleared.
-        Others as for `rasterize`; K masks give [K, size, size].
+
+    Returns:
+        `out`, or a new [K, size, size]: 1 is foreground, 0 background and padding.
 
     Raises:
-        As for `rasterize`; also ValueError where `taken` does not fit into the square.
+        SizeError: image_size or size is not a size of an image.
+        ValueError: an `out` of another shape, type or layout; another dtype; boxes of another shape; `taken`
+            does not fit into the square.
+        IndexError: `select` has an index that no mask has.
     """
     axes = grid.framed((runs.height, runs.width), image_size, size, taken)
     return fill_axes(runs, axes, select, out, dtype, boxes)

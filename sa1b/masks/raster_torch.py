@@ -38,9 +38,10 @@ def rasterize(
     Args:
         runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`; decides the device.
         offsets: int64 [N + 1], on the same device.
-        source_height, source_width: pixels of the image: of all masks, or integers [N] of each. Values of
-            runs must fit: those of a mask add up to its source_height * source_width.
-        height, width: pixels of a dense mask.
+        source_height: pixels of the image: of all masks, or integers [N] of each.
+        source_width: likewise. The runs of a mask must add up to its source_height * source_width.
+        height: pixels of a dense mask.
+        width: pixels of a dense mask.
         flip: mirror the image left to right, all masks or bool [N] each: column x of the source is read as
             source_width - 1 - x. Equals this function on `sa1b.masks.geometry.flip_horizontal` of the runs,
             bit for bit. (The mirrored dense mask, `[..., ::-1]`, differs where a pixel's centre falls
@@ -53,7 +54,7 @@ def rasterize(
         the result as long as the source sizes are ints or lie on the CPU.
 
     Raises:
-        SizeError: height or width.
+        SizeError: height or width is not a size of an image.
         ValueError: arguments of another shape, type, layout or device.
     """
     height, width = check_size(height, width)
@@ -79,15 +80,24 @@ def rasterize_frame(
     """Masks in the padded square of image_size pixels, seen at size x size, as `sa1b.masks.geometry.frame`.
 
     Args:
+        runs: integers [R], as for `rasterize`.
+        offsets: int64 [N + 1], on the same device.
+        source_height: pixels of the image: of all masks, or integers [N] of each.
+        source_width: likewise.
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of a dense mask.
         taken: int64 [N, 2], rows and columns that each mask's image takes of the square, 1 to image_size; by
             default its longer side takes all.
         flip: mirrors the image within its own width: the padding stays on the right.
-        Others as for `rasterize`; N masks give [N, size, size].
+        out: buffer to write, [N, size, size], as for `rasterize`.
+        dtype: of a new buffer, as for `rasterize`.
+
+    Returns:
+        `out`, or a new [N, size, size]: 1 is foreground, 0 background and padding.
 
     Raises:
-        As for `rasterize`.
+        SizeError: image_size or size is not a size of an image.
+        ValueError: arguments of another shape, type, layout or device.
     """
     image_size, size = check_size(image_size, size)
     source = sources(offsets, source_height, source_width)

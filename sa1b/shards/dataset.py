@@ -146,7 +146,7 @@ class Dataset(Displayed):
 
         Raises:
             IndexError: no such row.
-            ShardError: the bytes do not fit their checksum.
+            ShardError: the bytes do not match their checksum.
         """
         count = len(self)
         if not -count <= i < count:
@@ -173,7 +173,7 @@ class Dataset(Displayed):
         """The row of an image.
 
         Raises:
-            KeyError: the root does not hold it.
+            KeyError: the dataset does not hold it.
         """
         possible = 0 <= image_id < 2**64
         i = int(np.searchsorted(self.table.image_id, np.uint64(image_id))) if possible else len(self)
@@ -182,7 +182,12 @@ class Dataset(Displayed):
         return i
 
     def by_id(self, image_id: int) -> Sample:
-        """The sample of an image; KeyError if the root does not hold it."""
+        """The sample of an image.
+
+        Raises:
+            KeyError: the dataset does not hold it.
+            ShardError: the bytes do not match their checksum.
+        """
         return self[self.row(image_id)]
 
     def annotations(self, i: int) -> Any:
@@ -192,10 +197,10 @@ class Dataset(Displayed):
     def check_table(self) -> None:
         """Verify the sample table against its digest: 0.3 s for all of SA-1B.
 
-        Opening does not, so that it stays quick; to be asked where a sample seems damaged.
+        Opening does not verify it, so that it stays fast. Call this where a sample seems damaged.
 
         Raises:
-            TableError: it is the table that is.
+            TableError: the table does not match its digest.
         """
         if not is_intact(self.table):
             raise TableError(
@@ -272,9 +277,17 @@ def _reopen(
 
 
 def open_dataset(root: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> Dataset:
-    """Open the root that `sa1b reshard` made, a folder or a URL; see `Dataset`.
+    """Open a dataset directory: read its manifest and map its sample table.
+
+        dataset = sa1b.open("shards")
+        sample = dataset[0]  # or dataset.by_id(223750)
+
+    Args:
+        root: the folder that `sa1b reshard` made, or its URL (s3://...).
+        storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
 
     Raises:
-        sa1b.shards.ManifestError: no dataset there, or its files do not belong together.
+        ManifestError, TableError: no dataset there, or its files do not belong together.
+        StorageError: the URL cannot be read.
     """
     return Dataset(root, storage_options=storage_options)

@@ -68,7 +68,7 @@ class RecordError(ValueError):
 
 
 def encode(annotations: Annotations) -> bytes:
-    """The record of one image, the same bytes for the same columns.
+    """The mask record of one image, as stored in `sa_<id>.masks`; the same bytes for the same columns.
 
     Raises:
         MemoryError: the compressor gets no memory.
@@ -116,7 +116,12 @@ def _compressor() -> zstandard.ZstdCompressor:
 
 
 def decode(data: bytes | memoryview) -> Annotations:
-    """The columns of one image, as views into one decompressed buffer where the types allow.
+    """The annotations in a mask record; `.runs()` gives the masks, `.to_json()` the original file.
+
+    The columns are views into one decompressed buffer where the types allow.
+
+    Args:
+        data: content of a member `sa_<id>.masks`.
 
     Raises:
         RecordError: not a record, another format version, or damaged.
@@ -168,7 +173,11 @@ def webdataset_decoder(key: str, data: bytes) -> Annotations | None:
     Each sample's "masks" becomes its `Annotations`; other members are left to the other decoders.
 
     Args:
-        key: the member's ending, such as ".masks"; data: its bytes.
+        key: the member's ending, such as ".masks".
+        data: the member's bytes.
+
+    Returns:
+        None for a member that is no mask record.
 
     Raises:
         RecordError: not a record, another format version, or damaged; webdataset passes it to its `handler`.

@@ -122,7 +122,8 @@ class Sample(display.Displayed):
         """Show the image with its masks: in the notebook, else in the image viewer that PIL finds.
 
         Args:
-            masks, max_side: as for `overlay`.
+            masks: as for `overlay`.
+            max_side: as for `overlay`.
 
         Raises:
             UsageError: this machine has no display or no image viewer.

@@ -87,7 +87,11 @@ class Column:
         return Column, (self.name, self.path, self.source)
 
     def lookup(self, ids: npt.NDArray[np.int64]) -> list[Any]:
-        """The values of ids, None where there is none."""
+        """The values of some ids, in their order; None where the table has no row.
+
+        Args:
+            ids: int64 [N], image or mask ids, as `key` says.
+        """
         import pyarrow as pa
 
         rows, found = self._rows(ids)

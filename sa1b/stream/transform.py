@@ -176,7 +176,11 @@ class ScaleJitter:
     a random position; below, the square is padded.
 
     Args:
-        low, high: least and largest scale, uniform between them.
+        low: least scale, above 0.
+        high: largest scale; the scale of a visit is uniform between the two.
+
+    Raises:
+        ValueError: low is not above 0, or above high.
     """
 
     low: float = 0.1
