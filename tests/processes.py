@@ -11,12 +11,12 @@ command. The child has its own pid, working directory, environment, arguments, s
 request, session. It runs the script, module or `-c` program as `__main__`. Signals, exit codes and threads
 behave as in a new interpreter.
 
-Three things differ: the modules of `PRELOADED` are already imported, the parent of the child is the server, and
-at its end a process runs exit functions and waits for threads, but does not destroy its modules. Use
-`subprocess` in a test of imports, of start-up time, of resource limits, or of the end of the interpreter.
-Other programs, commands with
-interpreter options (`python -W error`), and commands with other values of the variables that are read at start
-(`AT_START`) are started by `subprocess`.
+Four things differ: the modules of `PRELOADED` are already imported; the parent of the child is the server; worker
+processes of the child are its forks (forked_workers.py); and at its end a process runs exit functions and waits
+for threads, but does not destroy its modules. Use `subprocess` in a test of imports, of start-up time, of
+resource limits, or of the end of the interpreter. Other programs, commands with interpreter options
+(`python -W error`), and commands with other values of the variables that are read at start (`AT_START`) are
+started by `subprocess`.
 """
 
 import atexit
@@ -41,6 +41,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests import forked_workers
+
 REPOSITORY = Path(__file__).parents[1]
 PRELOADED = (
     "sa1b.train",
@@ -50,6 +52,7 @@ PRELOADED = (
     "sa1b.synthetic.source_tars",
     "sa1b.verify.verify",
     "sa1b.views.view",
+    "tests.warm_up",  # with the compiled kernels of ingest
     "torch._dynamo",  # torch's optimizers import it at their first step
 )
 # Variables that Python or a library reads when it starts.
@@ -304,6 +307,7 @@ def _become(settings: dict[str, Any], streams: list[int]) -> None:
     os.chdir(settings["folder"])
     os.environ.clear()
     os.environ.update(settings["environment"])
+    forked_workers.use_fork()
     vars(multiprocessing.process)["ORIGINAL_DIR"] = settings["folder"]
     multiprocessing.process.current_process().authkey = os.urandom(32)
     first, *words = settings["command"]

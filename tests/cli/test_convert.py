@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -15,6 +14,7 @@ from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.sam.published import read_weights, write_weights
 from sa1b.sam.recipe import Recipe
+from tests import processes
 from tests.sam.published import stand_ins
 
 SMALL = ModelConfig(image_size=32, width=16, depth=1, heads=2, global_blocks=(0,), window=2, channels=32)
@@ -22,7 +22,7 @@ SMALL = ModelConfig(image_size=32, width=16, depth=1, heads=2, global_blocks=(0,
 
 def run(*arguments):
     command = [sys.executable, "-m", "sa1b", "convert", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return processes.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,15 @@
 import json
-import subprocess
 import sys
 
 import pytest
 
+from tests import processes
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
 
 def run(*arguments):
     command = [sys.executable, "-m", "sa1b", "export", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return processes.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_export(root, tmp_path):
 
 def test_a_view_and_workers(root, tmp_path):
     view = ("view", str(root), "--images-where", "image_id >= 5", "--name", "last")
-    subprocess.run([sys.executable, "-m", "sa1b", *view], check=True, capture_output=True)
+    processes.run([sys.executable, "-m", "sa1b", *view], check=True, capture_output=True)
     out = ("--out", tmp_path / "out", "--json")
     done = run(root, "--to", "sa1b", *out, "--view", "last", "--workers", 2, "--images-per-tar", 2)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,16 +1,16 @@
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from tests import processes
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
 
 def run(*arguments):
     command = [sys.executable, "-m", "sa1b", "index", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return processes.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture

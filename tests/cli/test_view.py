@@ -1,6 +1,5 @@
 import errno
 import json
-import subprocess
 import sys
 
 import pytest
@@ -9,12 +8,13 @@ from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.dataset import Dataset
 from sa1b.views.selection import Selection, select
 from sa1b.views.view import open_view
+from tests import processes
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
 
 def run(*arguments):
     command = [sys.executable, "-m", "sa1b", "view", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return processes.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

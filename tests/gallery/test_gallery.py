@@ -5,7 +5,6 @@ import html
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.synthetic import source_tars as synthetic
+from tests import processes
 from tests.gallery.browser import BROWSER, dump_dom
 from tests.shards.tiny import (
     SIZE,
@@ -423,13 +423,13 @@ def test_charts_count_everything(inputs, make) -> None:
 def test_command_line(inputs, tmp_path: Path) -> None:
     command = [sys.executable, "tools/gallery.py", str(inputs["root"]), "--out", str(tmp_path / "page.html")]
     here = Path(__file__).parents[2]
-    done = subprocess.run(
+    done = processes.run(
         [*command, "--id", "103", "104", "--id", "101", "--json"], capture_output=True, cwd=here, check=True
     )
     summary = json.loads(done.stdout)
     assert (sorted(summary["shown"]), done.stderr) == ([101, 103, 104], b"")
     assert summary["bytes"] == (tmp_path / "page.html").stat().st_size
-    wrong = subprocess.run([*command, "--id", "1"], capture_output=True, cwd=here, check=False, text=True)
+    wrong = processes.run([*command, "--id", "1"], capture_output=True, cwd=here, check=False, text=True)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: --id: not in ")
     assert wrong.stderr.count("\n") == 1

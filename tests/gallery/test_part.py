@@ -16,6 +16,7 @@ from sa1b.gallery.selection import NEVER, Choice
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import Options
 from sa1b.views.selection import Selection, select
+from tests import processes
 from tests.gallery.test_gallery import Page, charts_of
 from tests.shards.tiny_source import make_root, odd_pairs, pairs, write_source
 
@@ -37,7 +38,7 @@ def page(tmp_path: Path) -> Callable[[], Page]:
 
 def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "tools/gallery.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    return processes.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
 
 
 def test_the_images_of_a_dataset_come_from_its_table_and_distributions_from_some_of_its_indexes(

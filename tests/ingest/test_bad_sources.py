@@ -1,7 +1,6 @@
 """A source with many bad pairs, or nothing else: when it is stopped, and with which message."""
 
 import hashlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 import sa1b
 from sa1b.errors import RefusedError, SourceError, SystematicError
+from tests import processes
 from tests.ingest.bad_pairs import (
     BAD,
     GOOD,
@@ -138,7 +138,7 @@ def test_a_wrong_md5_is_an_error_that_names_both(tmp_path):
 
 def reshard(*arguments):
     tool = Path(__file__).parents[2] / "tools" / "reshard.py"
-    return subprocess.run(
+    return processes.run(
         [sys.executable, tool, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sa1b.synthetic import source_tars as synthetic
-from tests import faults
+from tests import faults, processes
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +77,12 @@ def test_a_really_full_file_system(source: Path, tmp_path: Path) -> None:
     try:
         (mount / "ballast").write_bytes(bytes(1_000_000))
         command = [sys.executable, "tools/reshard.py", str(source), "--out", str(mount / "root")]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        run = processes.run(command, capture_output=True, text=True, check=False)
         assert run.returncode == 2, run.stderr
         assert "free" in run.stderr
         assert "--out" in run.stderr
         (mount / "ballast").unlink()
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        run = processes.run(command, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
     finally:
         subprocess.run(["umount", mount], check=True)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +22,7 @@ from sa1b.shards.sample_table import open_table, read_facts
 from sa1b.storage.claim import Claim
 from sa1b.storage.store import Store
 from sa1b.verify.verify import verify
+from tests import processes
 from tests.shards import tiny
 
 OPTIONS = Options(images_per_shard=4)
@@ -432,6 +432,6 @@ def test_damaged_parts_of_a_source_are_named_by_every_finish(root: Path, tars: P
 def test_nothing_to_finish_is_no_success(tmp_path: Path) -> None:
     assert finish(tmp_path).tasks == {}
     line = [sys.executable, "tools/reshard.py", "--out", str(tmp_path), "--finish", "--json"]
-    done = subprocess.run(line, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = processes.run(line, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert json.loads(done.stdout)["complete"] is False

@@ -16,6 +16,7 @@ from sa1b.ingest.admission import check_space
 from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
+from tests import processes
 from tests.shards import tiny
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def reshard(*arguments: object) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "tools/reshard.py", *map(str, arguments)]
-    return subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
 def test_a_full_disk_stops_the_run_instead_of_failing_each_source(small_disk: Path, tmp_path: Path) -> None:

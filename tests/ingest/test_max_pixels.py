@@ -1,6 +1,5 @@
 """Images over the limit: refused with the flag that takes them, and readable everywhere once they are stored."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from sa1b.shards import jpeg
 from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.stream.decode import decode
 from sa1b.stream.transform import Frame
+from tests import processes
 from tests.shards import tiny
 from tests.shards.tiny import counts_from, document, encode, pair_members, pairs
 
@@ -110,7 +110,7 @@ def test_the_stream_decodes_it(root):
 def test_tools_read_it(root, tmp_path, command):
     tiny.read_back(root)  # the sample table
     arguments = [*command[1:], *(["--out", str(tmp_path / "page.html")] if "gallery" in command[0] else [])]
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, command[0], str(root), *arguments],
         cwd=REPOSITORY,
         capture_output=True,
@@ -123,7 +123,7 @@ def test_tools_read_it(root, tmp_path, command):
 
 @pytest.mark.parametrize("value", ["0", str(MAX_STORED_PIXELS + 1)])
 def test_the_command_says_which_limits_there_are(source, tmp_path, value):
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "tools/reshard.py", str(source), "--out", str(tmp_path), "--max-pixels", value],
         cwd=REPOSITORY,
         capture_output=True,
@@ -135,7 +135,7 @@ def test_the_command_says_which_limits_there_are(source, tmp_path, value):
 
 
 def test_the_command_passes_the_limit_on(source, tmp_path):
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "tools/reshard.py", str(source), "--out", str(tmp_path), "--max-pixels", "18000000"],
         cwd=REPOSITORY,
         capture_output=True,

@@ -1,12 +1,12 @@
 """What is found beside the sources and is none: listed by name, with an exit code, unless a pattern names it."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.shards import tiny
 from tests.shards.tiny import make_tar
 
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def reshard(*arguments):
     command = [sys.executable, "tools/reshard.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=120)
+    return processes.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=120)
 
 
 @pytest.fixture

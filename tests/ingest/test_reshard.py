@@ -26,6 +26,7 @@ from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import discover
 from sa1b.synthetic import source_tars as synthetic
 from sa1b.workers import supervise
+from tests import processes
 from tests.shards import tiny
 
 REPOSITORY = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def command(source: Path, root: Path, *flags: str) -> list[str]:
 
 
 def run(source: Path, root: Path, *flags: str, code: int = 0) -> dict[str, Any]:
-    done = subprocess.run(
+    done = processes.run(
         command(source, root, "--json", *flags), cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert done.returncode == code, done.stderr
@@ -110,7 +111,7 @@ def test_killed_at_random_times_it_goes_on_to_the_same_bytes(
 def command_output(*arguments: str) -> str:
     """What tools/reshard.py prints when all is well."""
     line = [sys.executable, "tools/reshard.py", *arguments]
-    return subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    return processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,14 @@ def long_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("long") / "sa_000007.tar"
     synthetic.write_tar(source, images=150, first_id=1, long_side=320)
     return source
+
+
+@pytest.fixture(scope="module")
+def undisturbed(long_source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a run of the long source makes."""
+    root = tmp_path_factory.mktemp("undisturbed") / "root"
+    run(long_source, root)
+    return contents(root)
 
 
 @pytest.fixture
@@ -143,9 +152,9 @@ def long_run(long_source: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Pop
 
 
 def test_a_killed_worker_is_replaced_and_the_result_is_the_same(
-    long_run: tuple[subprocess.Popen[str], Path, Path], tmp_path: Path
+    long_run: tuple[subprocess.Popen[str], Path, Path], undisturbed: dict[str, bytes]
 ) -> None:
-    process, source, root = long_run
+    process, _, root = long_run
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     worker = next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(int(worker), signal.SIGKILL)
@@ -153,12 +162,11 @@ def test_a_killed_worker_is_replaced_and_the_result_is_the_same(
     assert process.returncode == 0, err
     assert "retried sa_000007" in out
     assert "SIGKILL" in out
-    run(source, tmp_path / "undisturbed")
-    assert contents(root) == contents(tmp_path / "undisturbed")
+    assert contents(root) == undisturbed
 
 
 def test_ctrl_c_leaves_nothing_broken(
-    long_run: tuple[subprocess.Popen[str], Path, Path], tmp_path: Path
+    long_run: tuple[subprocess.Popen[str], Path, Path], undisturbed: dict[str, bytes]
 ) -> None:
     process, source, root = long_run
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group hears it
@@ -168,8 +176,7 @@ def test_ctrl_c_leaves_nothing_broken(
     assert "Traceback" not in err
     assert contents(root) == {}
     run(source, root)
-    run(source, tmp_path / "undisturbed")
-    assert contents(root) == contents(tmp_path / "undisturbed")
+    assert contents(root) == undisturbed
 
 
 def test_other_options_than_the_recorded_are_refused_with_both_named(sources: Path, clean: Path) -> None:
@@ -202,7 +209,7 @@ def test_another_time_is_looked_into_and_other_content_is_refused_unless_it_is_t
     assert changed == {"tasks/sa_000000.json"}  # its time is known now
     synthetic.write_tar(source, images=8, first_id=1, long_side=64)
     for flags in ([], ["--recheck"]):
-        done = subprocess.run(
+        done = processes.run(
             command(source, root, *flags), cwd=REPOSITORY, capture_output=True, text=True, check=False
         )
         assert done.returncode == 1

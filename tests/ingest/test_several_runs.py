@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import sa1b
+from tests import processes
 from tests.shards import tiny
 
 REPOSITORY = Path(__file__).parents[2]
@@ -25,9 +26,9 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(tars: Path, root: Path, *flags: str) -> subprocess.Popen[str]:
+def start(tars: Path, root: Path, *flags: str) -> processes.Process:
     line = [sys.executable, "tools/reshard.py", *map(str, (tars, "--out", root)), "--json", *flags]
-    return subprocess.Popen(
+    return processes.Process(
         line,
         cwd=REPOSITORY,
         text=True,
@@ -37,7 +38,7 @@ def start(tars: Path, root: Path, *flags: str) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str], code: int = 0) -> dict[str, object]:
+def ended(process: processes.Process, code: int = 0) -> dict[str, object]:
     out, errors = process.communicate(timeout=300)
     assert process.returncode == code, errors + out
     found: dict[str, object] = json.loads(out)
@@ -94,7 +95,7 @@ def test_tasks_of_an_array_job_and_a_finish_give_the_same_bytes(
     assert [one["done"] for one in done] == [[f"sa_00000{i}", f"sa_00000{i + 3}"] for i in range(3)]
     assert not (root / "dataset.json").exists()
     line = [sys.executable, "tools/reshard.py", "--out", str(root), "--finish"]
-    finished = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    finished = processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (finished.returncode, "Complete" in finished.stdout) == (0, True)
     assert files(root) == alone
 
@@ -106,7 +107,7 @@ def test_a_task_has_the_same_sources_whatever_the_order_of_the_command_line(
     for number, order in enumerate((named, named[::-1])):
         line = [sys.executable, "tools/reshard.py", *map(str, order), "--out", str(tmp_path / str(number))]
         line += ["--json", "--task", "1/4"]
-        run = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        run = processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True)
         assert json.loads(run.stdout)["done"] == ["sa_000001", "sa_000005"]
 
 
@@ -114,7 +115,7 @@ def test_finishing_too_early_says_what_is_pending(tars: Path, tmp_path: Path) ->
     root = tmp_path / "root"
     ended(start(tars, root, "--task", "0/2"))
     line = [sys.executable, "tools/reshard.py", str(tars), "--out", str(root), "--finish", "--json"]
-    early = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    early = processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert early.returncode == 1
     assert json.loads(early.stdout)["pending"] == ["sa_000001", "sa_000003", "sa_000005"]
     assert len(sa1b.open(root)) == 3 * 40
@@ -135,7 +136,7 @@ def test_an_old_claim_of_another_machine_is_taken_over_and_a_live_one_is_waited_
     staged.mkdir(parents=True)
     (staged / "sa1b-000000-0000.tar").write_bytes(b"half of a shard")
     line = [sys.executable, "tools/reshard.py", str(tars), "--out", str(root)]
-    process = subprocess.Popen(
+    process = processes.Process(
         line, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 120
@@ -172,7 +173,7 @@ def test_an_old_claim_of_another_machine_is_taken_over_and_a_live_one_is_waited_
 )
 def test_flags_that_mean_nothing_are_refused(tars: Path, tmp_path: Path, flags: list[str], said: str) -> None:
     line = [sys.executable, "tools/reshard.py", str(tars), "--out", str(tmp_path / "root"), *flags]
-    run = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    run = processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert said in run.stderr
     assert not (tmp_path / "root").exists()
@@ -181,7 +182,7 @@ def test_flags_that_mean_nothing_are_refused(tars: Path, tmp_path: Path, flags: 
 def test_a_file_in_place_of_the_folder_is_refused(tars: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     line = [sys.executable, "tools/reshard.py", str(tars), "--out", str(tmp_path / "file")]
-    run = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    run = processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert f"--out {tmp_path / 'file'}: is a file; name a folder" in run.stderr
 
