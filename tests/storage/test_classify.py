@@ -103,3 +103,23 @@ def test_what_no_store_can_cause_is_left_to_be_raised() -> None:
 def test_errors_of_a_disk(number: int, error_class: ErrorClass | None) -> None:
     fault = classify_local_error(OSError(number, "words", "path"))
     assert (fault and fault.error_class) == error_class
+
+
+@pytest.mark.parametrize(
+    ("cause", "error_class"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed"), ErrorClass.RESETS),
+        (TimeoutError("no answer"), ErrorClass.TIMEOUTS),
+        (FileNotFoundError("http://host/a"), ErrorClass.MISSING),
+        (KeyError("size"), ErrorClass.MISSING),
+    ],
+)
+def test_what_fsspec_raises_as_a_missing_file_has_the_class_of_its_cause(
+    cause: Exception, error_class: ErrorClass
+) -> None:
+    """fsspec's http file system raises FileNotFoundError also where the server does not answer."""
+    error = FileNotFoundError("http://host/a")
+    error.__cause__ = cause
+    fault = classify_error(error)
+    assert fault is not None
+    assert fault.error_class is error_class
