@@ -64,7 +64,7 @@ def classify_error(error: BaseException) -> Fault | None:
     chain = list(_chain(error))
     message = _message(chain)
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-        # fsspec's http file system raises this for every failed request, also where the server does not answer.
+        # fsspec's http file system raises this for every failed request, also without an answer.
         return classify_error(error.__cause__) or Fault(ErrorClass.MISSING, message)
     for link in chain:
         status, code = _response(link)
