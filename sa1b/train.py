@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=8 -m sa1b.train --preset vit_b --data.root s3://bucket/shards
         --parallel.mode ddp --parallel.precision bf16 --data.micro-batch 4 --out run
 
-The same command goes on where a run ended or was killed, with any number of ranks and in any mode. Exit code
-0: done, or stopped with a checkpoint; 1: failed; 2: a setting does not fit.
+The same command resumes a run that ended or was killed, with any number of ranks and in any mode. Exit code
+0: done, or stopped with a checkpoint; 1: failed; 2: a setting does not fit; 130: interrupted before training.
 """
 
 import logging

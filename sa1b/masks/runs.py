@@ -64,7 +64,8 @@ class Runs:
     Attributes:
         runs: uint32 [R], pixels.
         offsets: int64 [N + 1], ascending from 0 to R.
-        height, width: pixels of the image the masks belong to.
+        height: pixels of the image that the masks belong to.
+        width: pixels of the image that the masks belong to.
     """
 
     runs: npt.NDArray[np.uint32]

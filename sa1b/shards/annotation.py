@@ -44,11 +44,14 @@ class Annotations:
     """All masks of one image with their numbers. N masks, pixel frame of the source image.
 
     Attributes:
-        image_id, width, height: as in the annotation file; pixels.
+        image_id: as in the annotation file.
+        width: pixels of the source image.
+        height: pixels of the source image.
         mask_id: int64 [N], -1 where the file has none.
         area: int64 [N], pixels, as the file says.
         bbox: float64 [N, 4], SA-1B's [x, y, xmax - xmin, ymax - ymin] (one less than COCO's width, height).
-        predicted_iou, stability_score: float64 [N], NaN where the file has none.
+        predicted_iou: float64 [N], NaN where the file has none.
+        stability_score: float64 [N], NaN where the file has none.
         point_coords: float64 [N, 2], the prompt point (x, y).
         crop_box: float64 [N, 4], [x, y, width, height] of the crop the mask was found in.
         number_types: uint8 [N], bit 0: bbox is written in integers, bit 1: crop_box is.

@@ -25,7 +25,8 @@ class Sample(display.Displayed):
         image_id: the number in `sa_<id>.jpg`.
         jpeg: the bytes of `sa_<id>.jpg`.
         annotations: all masks with all their numbers, in pixels of the source image.
-        shard: name of the shard; offset: of the jpg's content in it, in bytes.
+        shard: name of the shard.
+        offset: of the JPEG's content in the shard, in bytes.
     """
 
     image_id: int

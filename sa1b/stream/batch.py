@@ -176,14 +176,16 @@ class Batch(_Tensors):
             column and row; see sa1b.masks.grid.
         points: float32 [M, 2], x, y in the padded square: the centre of a uniform foreground pixel.
         areas: int64 [M], source pixels.
-        predicted_iou, stability_score: float32 [M].
-        mask_ids: int64 [M], -1 where the annotation has none; mask_index: int64 [M], the mask's index in its
-            record, unique in an image.
+        predicted_iou: float32 [M], as the annotation says.
+        stability_score: float32 [M], as the annotation says.
+        mask_ids: int64 [M], -1 where the annotation has none.
+        mask_index: int64 [M], the mask's index in its record, unique in an image.
         ids: int64 [B], the image ids.
         source_sizes: int64 [B, 2], height and width of the source, or of the window that is seen of it.
         framed_sizes: int64 [B, 2], rows and columns that the image takes of the padded square.
         windows: int64 [B, 4], x, y, width, height of what is seen of the source, in its pixels; see
-            sa1b.stream.transform. flipped: bool [B], whether that is mirrored left to right.
+            sa1b.stream.transform.
+        flipped: bool [B], whether the window is mirrored left to right.
         positions: int64 [B], of each image in the order.
         valid: bool [B]; False for the fill-up of the last evaluation step, and for a damaged image in an
             evaluation.

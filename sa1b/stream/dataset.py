@@ -78,7 +78,8 @@ class Stream(IterableDataset[Batch]):
             transform, min_pixels, min_pixels_size, decoder.
 
     Raises:
-        ValueError: an argument that does not fit; the message names it. TypeError: an unknown one.
+        ValueError: an argument that does not fit; the message names it.
+        TypeError: an unknown argument.
         sa1b.shards.ManifestError: no dataset in root.
         sa1b.storage.errors.StorageError: the URL cannot be read.
         ColumnError: a table that cannot be joined.

@@ -49,7 +49,8 @@ class Frame:
     """How one image lies in the padded square S x S: top left, the rest is 0.
 
     Attributes:
-        height, width: pixels of the source image.
+        height: pixels of the source image.
+        width: pixels of the source image.
         image_size: pixels of the square, S.
         window: x, y, width, height of the visible part, in source pixels, before mirroring.
         side: pixels of the square that the window's longer side takes, 1 to S.

@@ -1,13 +1,21 @@
 """The pages agree with the code and the results that they describe."""
 
+import pydoc
 import re
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import sa1b.train
 from benchmarks import readme
+from sa1b.engine.control import StepFigures, StepTime
+from sa1b.engine.metrics import figures_of
 from sa1b.engine.presets import PRESETS
+from sa1b.engine.ranks import RankInfo
+from sa1b.sam.interactive import Interactive
 from tests.docs import generated
 
 
@@ -28,3 +36,36 @@ def test_every_preset_and_every_setting_of_the_recipe_is_on_the_page_of_recipes(
 def test_the_figures_on_the_page_of_benchmarks_are_those_of_the_results() -> None:
     text = (generated.DOCS / "benchmarks.md").read_text(encoding="utf-8")
     assert readme.rewritten(text) == text
+
+
+def names_of_the_api() -> list[str]:
+    text = (generated.DOCS / "api.md").read_text(encoding="utf-8")
+    return re.findall(r"^::: (\S+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", names_of_the_api())
+def test_a_name_of_the_api_has_a_docstring_that_names_each_field(name: str) -> None:
+    found: Any = pydoc.locate(name)
+    assert found is not None
+    documented = re.findall(r"^ +(\w+): ", found.__doc__, re.MULTILINE)
+    missing = {one.name for one in fields(found)} - set(documented) if is_dataclass(found) else set()
+    assert missing == set()
+
+
+def test_the_exit_codes_of_training_are_those_of_its_help() -> None:
+    text = (generated.DOCS / "training.md").read_text(encoding="utf-8")
+    table = text[text.index("## Exit codes") :].split("\n\n")[1]
+    on_page = re.findall(r"^\| (\d+) \|", table, re.MULTILINE)
+    assert sa1b.train.__doc__ is not None
+    in_help = re.findall(r"(\d+): ", sa1b.train.__doc__.partition("Exit code")[2])
+    assert in_help == on_page
+
+
+def test_every_field_of_a_step_in_metrics_is_on_the_page_of_training() -> None:
+    text = (generated.DOCS / "training.md").read_text(encoding="utf-8")
+    table = text[text.index("| field | unit") :].split("\n\n")[0]
+    on_page = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    means = dict.fromkeys(Interactive.figures, 0.0)
+    figures = StepFigures(means, 1.0, 1, 1.0, 0.0, [0.0], [0.0])
+    recorded = figures_of(figures, StepTime(), 1e-3, RankInfo(0, 1, 0, torch.device("cpu")), 1.0)
+    assert on_page == {"step", *recorded}
