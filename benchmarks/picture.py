@@ -1,0 +1,63 @@
+"""The image at the top of README.md: the demo's page of images, as a browser shows it.
+
+    python -m benchmarks.picture                        synthetic images with their masks, in half a minute
+    python -m benchmarks.picture demo/gallery.html      the page that `make demo` has written, with a model's masks
+
+Writes docs/images/gallery.png, 256 colours. Needs Chromium.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+from sa1b.gallery.page import write_gallery
+from sa1b.gallery.selection import Choice
+from sa1b.synthetic.source_tars import write_tar
+
+REPOSITORY = Path(__file__).parents[1]
+OUT = REPOSITORY / "docs" / "images" / "gallery.png"
+WINDOW = (1280, 900)  # pixels of the browser
+WIDTH = 960  # pixels of the image
+
+
+def shoot(page: Path, folder: Path) -> Image.Image:
+    """The page as a browser window of WINDOW pixels shows it.
+
+    Raises:
+        FileNotFoundError: no Chromium here.
+    """
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        raise FileNotFoundError("no Chromium on PATH: install the package chromium")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
+    size = f"--window-size={WINDOW[0]},{WINDOW[1]}"
+    shot = f"--screenshot={folder / 'shot.png'}"
+    command = [browser, *flags, f"--user-data-dir={folder / 'profile'}", size, shot, page.resolve().as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    with Image.open(folder / "shot.png") as image:
+        return image.convert("RGB")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if len(sys.argv) > 1:
+            page = Path(sys.argv[1])
+        else:
+            page = folder / "gallery.html"
+            write_tar(folder / "sa_000000.tar", images=60, first_id=1, long_side=640)
+            write_gallery(folder / "sa_000000.tar", page, Choice(count=4), sort="masks")
+        image = shoot(page, folder)
+    height = WIDTH * image.height // image.width
+    small = image.resize((WIDTH, height), Image.Resampling.LANCZOS)
+    OUT.parent.mkdir(exist_ok=True)
+    small.quantize(256, dither=Image.Dither.NONE).save(OUT, optimize=True)
+    print(f"{OUT}: {OUT.stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
