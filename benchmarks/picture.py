@@ -1,7 +1,7 @@
 """The image at the top of README.md: the demo's page of images, as a browser shows it.
 
     python -m benchmarks.picture                        synthetic images with their masks, in half a minute
-    python -m benchmarks.picture demo/gallery.html      the page that `make demo` has written, with a model's masks
+    python -m benchmarks.picture demo/gallery.html      the page of `make demo`, with the masks of a model
 
 Writes docs/images/gallery.png, 256 colours. Needs Chromium.
 """

@@ -36,5 +36,7 @@ def test_every_index_column_is_documented(tmp_path: Path) -> None:
     columns = set(pq.read_schema(next((tmp_path / "shards").glob("*.parquet"))).names)
     page = (REPOSITORY / "docs" / "dataset-format.md").read_text(encoding="utf-8")
     table = page[page.index("| column | type | meaning |") :].split("\n\n")[0]
-    documented = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    documented = {
+        name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
     assert documented == columns

@@ -43,7 +43,7 @@ def check_flags(code: str) -> None:
     for words in commands_of(code):
         if "sa1b.train" in words:
             _check_verb("train", words[words.index("sa1b.train") + 1 :])
-        elif "sa1b" in words:
+        elif "sa1b" in words[:-1] and words[0] not in ("cd", "git", "pip"):
             verb, *arguments = words[words.index("sa1b") + 1 :]
             _check_verb(verb, arguments)
 

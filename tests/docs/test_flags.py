@@ -21,7 +21,7 @@ NAME=x srun sa1b reshard downloads --task $SLURM_ARRAY_TASK_ID/8 > log.txt && ec
 
 def test_flags_that_exist_are_accepted_and_nothing_is_run() -> None:
     check_flags("torchrun --nproc_per_node=8 -m sa1b.train --preset vit_b --data.root s3://bucket/shards")
-    check_flags("sa1b verify s3://bucket/shards --deep; sa1b --help")
+    check_flags("cd sa1b && sa1b verify s3://bucket/shards --deep; sa1b --help")
 
 
 def test_a_flag_of_a_verb_that_does_not_exist_is_an_error() -> None:
