@@ -4,22 +4,27 @@ Exit codes: 2 for what the caller has to change (a flag, a file, a folder), 130 
 reader of the output is gone (`| head`); 0, 1 and 3 are the verb's own.
 """
 
+import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, redirect_stderr
+from functools import cache, partial, wraps
+from itertools import groupby
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
-from sa1b.errors import Sa1bError
+from sa1b.errors import Sa1bError, UsageError
 
 INTERRUPTED = 128 + signal.SIGINT
 BROKEN_PIPE = 128 + 13  # SIGPIPE, which Windows lacks
+
+_CORNER = "╭"
 
 
 def run(
@@ -41,30 +46,72 @@ def run(
         prog: the command, as the help shows it.
     """
     try:
-        import tyro
-
-        code = tyro.cli(
-            main, prog=prog, description=description, args=arguments, config=(tyro.conf.FlagCreatePairsOff,)
-        )
+        code = _code(main, description, arguments, prog)
         sys.stdout.flush()
     except BrokenPipeError:
-        end_of_pipe()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = INTERRUPTED
-        _print_error("interrupted", code)
-    except (Sa1bError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
-        _print_error(str(error), code)
-    except SystemExit as error:  # of the parser, which has printed why
-        if error.code:
-            _print_error("the command line cannot be used; stderr says why", 2)
-        raise
-    except Exception as error:
-        _print_error(f"{type(error).__name__}: {error}", 1)
-        raise
+        code = broken_pipe()
     sys.exit(code)
+
+
+def _code(
+    main: Callable[..., int], description: str | None, arguments: Sequence[str] | None, prog: str | None
+) -> int:
+    try:
+        import tyro
+
+        @wraps(main)
+        def parsed(*values: Any, **named: Any) -> Callable[[], int]:
+            return partial(main, *values, **named)
+
+        only = (tyro.conf.FlagCreatePairsOff,)
+        with usage_errors(prog):
+            call = tyro.cli(parsed, prog=prog, description=description, args=arguments, config=only)
+        return call()
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        return _failed("interrupted", INTERRUPTED, "interrupted")
+    except (Sa1bError, OSError) as error:
+        return _failed(str(error), 2, f"error: {error}")
+    except SystemExit as ended:  # of help
+        return int(ended.code or 0)
+    except Exception as error:
+        _print_json(f"{type(error).__name__}: {error}", 1)
+        raise
+
+
+@contextmanager
+def usage_errors(prog: str | None) -> Iterator[None]:
+    """Around a call of tyro: what it refuses of a command line becomes a UsageError of one line."""
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            yield
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+        raise UsageError(_refusal(box.getvalue(), prog)) from None
+    finally:
+        if not box.getvalue().startswith(_CORNER):
+            sys.stderr.write(box.getvalue())
+
+
+def _refusal(box: str, prog: str | None) -> str:
+    """What a box of tyro says, in one line: a message, a rule, then the help of arguments."""
+    rows = [row.removeprefix("│ ").rstrip("│ ") for row in box.splitlines() if row.startswith("│")]
+    sections = [list(part) for rule, part in groupby(rows, lambda row: row.startswith("──")) if not rule]
+    message, others = sections[0] if sections else [], sections[1:]
+    text = " ".join(row.strip() for row in message).removeprefix("Error parsing ").rstrip(".")
+    if text.startswith("Missing from"):
+        text = f"{', '.join(_named(message))}: missing"
+    for near in others:
+        if near[0].startswith("Perhaps you meant"):
+            text += f"; did you mean {', '.join(name.split()[0] for name in _named(near))}?"
+    return f"{text or box.strip()}{'' if text.endswith('?') else ';'} see `{prog or sys.argv[0]} --help`"
+
+
+def _named(rows: list[str]) -> list[str]:
+    return [row.strip() for row in rows if re.match(r" {4}\S", row)]
 
 
 def end(code: int, text: str, file: TextIO | None = None) -> NoReturn:
@@ -72,15 +119,15 @@ def end(code: int, text: str, file: TextIO | None = None) -> NoReturn:
     try:
         print(text, end="", file=file, flush=True)
     except BrokenPipeError:
-        end_of_pipe()
+        code = broken_pipe()
     sys.exit(code)
 
 
-def end_of_pipe() -> NoReturn:
-    """Exit, without a message, because the reader of the output is gone."""
+def broken_pipe() -> int:
+    """The exit code where the reader of the output is gone; nothing more can be printed."""
     # Python flushes stdout once more at its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(BROKEN_PIPE)
+    return BROKEN_PIPE
 
 
 @contextmanager
@@ -106,11 +153,17 @@ def end_at_interrupt() -> "Callable[..., object] | int | None":
 
 def _end(number: int, frame: object) -> NoReturn:
     os.write(2, b"\ninterrupted: nothing was written\n")
-    _print_error("interrupted", INTERRUPTED)
+    _print_json("interrupted", INTERRUPTED)
     os._exit(INTERRUPTED)
 
 
-def _print_error(message: str, code: int) -> None:
+def _failed(message: str, code: int, line: str) -> int:
+    print(line, file=sys.stderr)
+    _print_json(message, code)
+    return code
+
+
+def _print_json(message: str, code: int) -> None:
     if "--json" in sys.argv[1:]:
         print(json.dumps({"error": message, "exit_code": code}), flush=True)
 

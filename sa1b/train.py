@@ -10,13 +10,14 @@ The same command resumes a run that ended or was killed, with any number of rank
 
 import logging
 import os
+import select
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
-from sa1b.console import end_at_interrupt
+from sa1b.console import broken_pipe, end_at_interrupt
 
 if __name__ == "__main__":
     end_at_interrupt()  # until there is something to save
@@ -151,17 +152,26 @@ def main(
     rank = int(os.environ.get("RANK", "0"))
     try:
         run(settings.parse(sys.argv[1:] if arguments is None else arguments, __doc__, presets, prog))
-    except SystemExit as error:  # of help, or of a flag that cannot be read
-        return _refused(rank, int(error.code or 0))
+    except SystemExit as error:  # of help
+        return int(error.code or 0)
     except UsageError as error:
         if rank == 0:  # the same on all ranks
             sys.stderr.write(f"error: {error}\n")
         return _refused(rank, 2)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+            return broken_pipe()
         # In one write: the lines of several ranks would mix.
         sys.stderr.write(explain(error, rank, int(os.environ.get("WORLD_SIZE", "1"))))
         return 1
     return 0
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of the output is gone, and not that of another pipe or socket."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return bool(poll.poll(0))
 
 
 def _refused(rank: int, code: int) -> int:
@@ -178,7 +188,10 @@ def exit_at_once(code: int) -> NoReturn:
     has succeeded has written and closed everything; threads of torch's process groups that outlive the
     interpreter can abort it, and torchrun would then call a run failed that has ended well.
     """
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or broken_pipe()
     sys.stderr.flush()
     os._exit(code)
 

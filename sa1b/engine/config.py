@@ -22,6 +22,7 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 
+from sa1b.console import usage_errors
 from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
 from sa1b.engine.checkpoint.weights import load_weights
@@ -144,8 +145,8 @@ def parse(
         prog: the command, as the help shows it; by default the one that started this process.
 
     Raises:
-        UsageError: what was asked for does not fit together; the message names the flag.
-        SystemExit: help was asked for, or a flag cannot be read; only rank 0 says so.
+        UsageError: a flag cannot be read, or what was asked for does not fit together; the message names it.
+        SystemExit: help was asked for; only rank 0 prints it.
     """
     first = preset = next(iter(presets))
     for word, following in pairwise([*arguments, ""]):
@@ -158,9 +159,11 @@ def parse(
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         default = presets.get(preset, presets[first])
+        prog = prog or f"{'torchrun' if 'TORCHELASTIC_RUN_ID' in os.environ else 'python'} {sys.argv[0]}"
+        stack.enter_context(usage_errors(prog))
         config: Config = tyro.cli(
             type(default),
-            prog=prog or f"{'torchrun' if 'TORCHELASTIC_RUN_ID' in os.environ else 'python'} {sys.argv[0]}",
+            prog=prog,
             description=description,
             args=list(arguments),
             default=default,

@@ -1,0 +1,113 @@
+"""How every command ends when it is called wrongly, interrupted, or not read to the end: real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sa1b.cli import VERBS
+
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE = 120  # seconds
+ROOT_FLAGS = {"reshard": ("--out", "x"), "export": ("--to", "sa1b", "--out", "x"), "convert": ("--out", "x")}
+
+
+def sa1b(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "sa1b", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_unknown_flag_is_a_usage_error_of_one_line_that_names_it(verb: str) -> None:
+    arguments = () if verb == "train" else ("source", *ROOT_FLAGS.get(verb, ()))
+    done = sa1b(verb, *arguments, "--nonsense")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "--nonsense" in line
+    assert line.endswith(f"sa1b {verb} --help`")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("verify",), "error: ROOT: missing"),
+        (("reshard", "a"), "error: --out PATH: missing"),
+        (("reshard", "a", "--out"), "'--out'"),
+        (("reshard", "a", "--out", "b", "--workers", "two"), "error: --workers: "),
+        (("view", "r", "--split", "other"), "'--split'"),
+        (("verify", "r", "--jsn"), "did you mean --json?"),
+        (("train", "--optim.lr", "abc"), "error: --optim.lr: "),
+        (("train", "--preset", "tiny"), "--data.root"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_with_code_2_and_the_flag(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    done = sa1b(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        (["-m", "sa1b", "verify", "root"], "pyarrow"),
+        (["tools/verify.py", "root"], "pyarrow"),
+        (["-m", "sa1b", "convert", "run", "--out", "x.pth"], "torch"),
+        (["-m", "sa1b", "train"], "torch"),
+        (["-m", "sa1b.train"], "torch"),
+        (["sa1b/train.py"], "torch"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_ctrl_c_while_modules_load_ends_with_130_and_without_a_traceback(
+    command: list[str], module: str, tmp_path: Path
+) -> None:
+    # A module that takes its time, and turns the exception of an interrupted import into another one.
+    (tmp_path / f"{module}.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path / 'loading')!r}).touch()\n"
+        "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    raise ImportError('half loaded') from None\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        end = time.monotonic() + PATIENCE
+        while not (tmp_path / "loading").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, output) == (130, "")
+    assert errors.strip() == "interrupted: nothing was written"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("reshard", "--help"), ("train", "--help"), ("--version",)]
+)
+def test_a_reader_that_is_gone_is_no_success_and_no_message(arguments: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "sa1b", *arguments],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
