@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sa1b.console import counted
 from sa1b.errors import LockedError, ManifestError, UsageError
 from sa1b.ingest.admission import release_options
 from sa1b.shards.commit import (
@@ -75,7 +76,7 @@ class Finished:
             if names
         ]
         return (
-            f"Partial: {root / DATASET} holds {len(self.tasks):,} sources and can be read; "
+            f"Partial: {root / DATASET} holds {counted(len(self.tasks), 'source')} and can be read; "
             f"{', '.join(parts)}. To try again, run the same command; to forget a source, --drop NAME."
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sa1b.console import counted
 from sa1b.shards.manifest import QUARANTINE, Task
 from sa1b.shards.sample_table import SampleTable
 from sa1b.shards.warning_list import REFUSED, WARNINGS, read_lines, read_warnings, warnings_path
@@ -168,12 +169,12 @@ class WarningList:
         """For people: the first SHOWN images of each reason."""
         lines = []
         for reason, count in sorted(self.counts.items()):
-            lines.append(f"{reason}: {count:,} images")
+            lines.append(f"{reason}: {counted(count, 'image')}")
             for entry in self.images[reason][:SHOWN]:
                 masks = entry.get("mask_count") or 0
                 more = f" (and {masks - 1:,} more masks)" if masks > 1 else ""
                 lines.append(f"  {entry['source']}  image {entry['image_id']}: {entry.get('message')}{more}")
             if count > SHOWN:
                 lines.append(f"  and {count - SHOWN:,} more; --json lists all")
-        lines.append(f"{sum(self.counts.values()):,} warnings in {self.root}")
+        lines.append(f"{counted(sum(self.counts.values()), 'warning')} in {self.root}")
         return "\n".join(lines)

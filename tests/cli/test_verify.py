@@ -42,7 +42,7 @@ def test_damage_as_json(whole, tmp_path):
 def test_warnings(whole):
     done = run(whole, "--warnings")
     assert done.returncode == 0, done.stderr
-    assert "area: 1 images\n  sa_000001  image 203: mask 0: area" in done.stdout
+    assert "area: 1 image\n  sa_000001  image 203: mask 0: area" in done.stdout
     listed = json.loads(run(whole, "--warnings", "--json").stdout)
     assert listed["counts"]["area"] == 1
     assert [one["image_id"] for one in listed["warnings"]["area"]] == [203]
