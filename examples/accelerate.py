@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="images of a step over all processes")
     parser.add_argument("--image-size", type=int, default=256, help="pixels of the padded square")
-    parser.add_argument("--out", default="accelerate", help="folder of the checkpoint")
+    parser.add_argument("--out", default="runs/accelerate", help="folder of the checkpoint")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     args = parser.parse_args()
 

@@ -3,7 +3,7 @@
     sa1b view shards --held-out 20% --name train
     sa1b view shards --held-out 20% --split held-out --name held-out
     python examples/lightning.py shards --epochs 3               # --devices 2: two processes
-    python examples/lightning.py shards --epochs 5 --resume lightning/last.ckpt
+    python examples/lightning.py shards --epochs 5 --resume runs/lightning/last.ckpt
 
 Rules: return the Loader itself, call set_epoch on it, and pass use_distributed_sampler=False.
 """
@@ -73,7 +73,7 @@ parser.add_argument("--resume", help="checkpoint; the position of the stream is 
 if __name__ == "__main__":
     args = parser.parse_args()
     options = {"use_distributed_sampler": False, "logger": False}
-    keep = ModelCheckpoint("lightning", save_last=True)
+    keep = ModelCheckpoint("runs/lightning", save_last=True)
     trainer = lightning.Trainer(max_epochs=args.epochs, devices=args.devices, callbacks=[keep], **options)
     trainer.fit(Training(args), ckpt_path=args.resume)
     print({name: round(float(value), 4) for name, value in trainer.callback_metrics.items()})

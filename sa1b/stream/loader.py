@@ -106,9 +106,8 @@ class Loader:
 
     def __repr__(self) -> str:
         dense = "" if self.dense is None else f", masks at {self.dense} pixels"
-        return (
-            f"Loader({self.stream!r}: {self.threads} threads, prefetch {self.prefetch}, {self.device}{dense})"
-        )
+        settings = f"threads {self.threads}, prefetch {self.prefetch}, {self.device}{dense}"
+        return f"Loader({self.stream!r}: {settings})"
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """The batches of one epoch, the next one in each iteration; see `Stream` for epochs=None."""

@@ -119,7 +119,7 @@ def test_stream_from_s3_names_a_url_without_a_dataset(folder: Path) -> None:
 
 def lightning_state(folder: Path) -> tuple[int, int]:
     """The epoch and the position of the training stream in Lightning's checkpoint."""
-    found = torch.load(folder / "lightning" / "last.ckpt", weights_only=False)
+    found = torch.load(folder / "runs" / "lightning" / "last.ckpt", weights_only=False)
     (stream,) = found["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     return found["epoch"], stream["position"]
 
@@ -139,7 +139,7 @@ def test_lightning_in_two_processes_resumes_in_one(folder: Path) -> None:
     arguments = ("shards", "--image-size", 64)
     run(folder, "lightning.py", *arguments, "--epochs", 1, "--devices", 2, starts_others=True)
     assert lightning_state(folder) == (0, IMAGES - HELD_OUT)
-    run(folder, "lightning.py", *arguments, "--epochs", 2, "--resume", "lightning/last.ckpt")
+    run(folder, "lightning.py", *arguments, "--epochs", 2, "--resume", "runs/lightning/last.ckpt")
     assert lightning_state(folder) == (1, 2 * (IMAGES - HELD_OUT))
 
 

@@ -25,7 +25,7 @@ def test_text_forms_of_the_stream(root: Path, tmp_path: Path) -> None:
         f"Stream({str(root)!r}, View({digest[:12]}: 6 images): 2 steps an epoch of 4 images, rank 0 of 1, "
     )
     assert repr(stream) == f"{stream_text}position 0)"
-    assert repr(loader) == f"Loader({stream!r}: 1 threads, prefetch 2, cpu, masks at 8 pixels)"
+    assert repr(loader) == f"Loader({stream!r}: threads 1, prefetch 2, cpu, masks at 8 pixels)"
     assert repr(loader.stats()).endswith("nothing was read yet")
     batch, _ = list(loader)
     assert repr(batch) == "Batch(images [4, 3, 32, 32]; 8 masks; dense [8, 8, 8]; cpu; position 4)"
