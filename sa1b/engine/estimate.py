@@ -93,7 +93,7 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
             f"{config.optim.steps * batch / images:.1f} epochs of {counted(images, 'image')}",
             f"model         {parameters / 1e6:.1f} M parameters at {config.image_size} x {config.image_size}",
             f"memory        {state:.2f} GB a rank for weights, gradients and optimizer; "
-            f"{image_bytes + mask_bytes:.2f} GB for batches read ahead; activations come on top",
+            f"{image_bytes + mask_bytes:.2f} GB for prefetched batches; activations come on top",
             f"step          {flops / 1e12:.2f} TFLOP for up to {data.masks} masks an image; {seconds}",
         ]
     )

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import sa1b.train
-from benchmarks import readme
 from sa1b.engine.control import StepFigures, StepTime
 from sa1b.engine.metrics import figures_of
 from sa1b.engine.presets import PRESETS
@@ -31,11 +30,6 @@ def test_every_preset_and_every_setting_of_the_recipe_is_on_the_page_of_recipes(
     flags = {flag.replace("-", "_") for flag in re.findall(r"--recipe\.([a-z-]+)", text)}
     assert flags == names
     assert {name for name in PRESETS if f"`{name}`" not in text} == set()
-
-
-def test_the_figures_on_the_page_of_benchmarks_are_those_of_the_results() -> None:
-    text = (generated.DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    assert readme.rewritten(text) == text
 
 
 def names_of_the_api() -> list[str]:
