@@ -96,12 +96,12 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
     (line,) = done.stderr.splitlines()
     assert f"{text} is damaged, or holds more than tensors" in line
     for source, target, complaint in (
-        (empty, out, "empty is a folder without weights: pass the folder of a run"),
-        (folder / "checkpoints", out, f"folder of a run's checkpoints: pass {folder}"),
+        (empty, out, "empty: a folder without weights; pass the folder of a run"),
+        (folder / "checkpoints", out, f"folder of a run's checkpoints; pass {folder}"),
         (tmp_path / "missing.pth", out, r"missing.pth: no such file or folder; pass the folder of a run"),
-        (folder, tmp_path / "empty.pth", "empty.pth is a folder"),
+        (folder, tmp_path / "empty.pth", "empty.pth: is a folder"),
         (folder, tmp_path / "out.bin", "must end with .safetensors or .pth"),
-        (folder, text, "text.pth exists: pass --overwrite"),
+        (folder, text, "text.pth: exists; pass --overwrite"),
     ):
         with pytest.raises((Sa1bError, OSError), match=complaint):
             convert(source, target)

@@ -72,7 +72,7 @@ def test_masks_equal_pycocotools() -> None:
 def test_other_coco_strings_decode_alike(name: str) -> None:
     path = FOLDER / name
     if not path.exists():
-        pytest.skip(f"{path} is not there")
+        pytest.skip(f"no {name} beside the real samples in {FOLDER}")
     document = json.loads(path.read_bytes())
     if isinstance(document, list):
         found = [mask["segmentation"] for mask in document]

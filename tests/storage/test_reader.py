@@ -1,6 +1,7 @@
 """Ranges from a folder, from memory and from a small S3 server: the same bytes, the same errors."""
 
 import errno
+import gc
 import os
 import pickle
 import subprocess
@@ -191,23 +192,26 @@ def test_a_closed_reader_opens_again(reader: Reader, store: Store) -> None:
 
 
 def test_nothing_is_left_of_a_closed_reader(reader: Reader, store: Store) -> None:
+    gc.collect()  # readers and files of earlier tests that nobody closed
     threads = set(threading.enumerate())
     files = len(list(Path("/proc/self/fd").iterdir()))
     with pickle.loads(pickle.dumps(reader)) as copy:
         reads = copy.read_ranges(store.ranges(60))
         next(reads)
         copy.read_range("a.bin", 0, 10)
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
     assert len(list(Path("/proc/self/fd").iterdir())) <= files
     reads.close()
 
 
 def test_nothing_is_left_of_a_reader_once_it_is_unreferenced(store: Store) -> None:
+    before = set(threading.enumerate())
     reader = Reader("s3://data", options=store.options())
     reader.read_range("a.bin", 0, 10)
-    assert any(thread.name == "sa1b-storage" for thread in threading.enumerate())
+    own = set(threading.enumerate()) - before
+    assert {thread.name for thread in own} >= {"sa1b-storage"}
     del reader
-    assert not any(thread.name == "sa1b-storage" for thread in threading.enumerate())
+    assert not own & set(threading.enumerate())
 
 
 # ---- responses of stores
@@ -344,12 +348,13 @@ def test_a_file_replaced_by_another_of_its_size_is_read_again_after_a_wrong_crc(
 def test_more_files_than_may_be_open_are_read(tmp_path: Path) -> None:
     for i in range(600):
         (tmp_path / f"{i}.bin").write_bytes(i.to_bytes(4, "big"))
+    gc.collect()  # files of earlier tests that nobody closed
     before = len(list(Path("/proc/self/fd").iterdir()))
     with Reader(tmp_path) as reader:
         ranges = [Range(f"{i % 600}.bin", 0, 4) for i in range(1200)]
         assert [int.from_bytes(data, "big") for data in reader.read_ranges(ranges)] == [*range(600)] * 2
         assert len(list(Path("/proc/self/fd").iterdir())) - before < 300
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_a_file_system_that_is_not_installed_is_named_with_what_installs_it(

@@ -312,7 +312,7 @@ def test_interrupt_leaves_no_partial_file(tmp_path, tars):
         while not list(tmp_path.glob("*.partial")):
             time.sleep(0.05)
         process.send_signal(2)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert not list(tmp_path.iterdir())
 
