@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,10 +21,10 @@ sys.stdin.read()
 
 
 @contextmanager
-def child() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+def tree() -> Iterator[subprocess.Popen[str]]:
+    """A shell whose child that is. The memory of this process is none to measure: it has other children."""
+    line = ["sh", "-c", '"$0" -c "$1"; exit', sys.executable, CHILD]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "1000000\n"
         yield process
@@ -31,16 +32,18 @@ def child() -> Iterator[subprocess.Popen[str]]:
 
 def test_memory_and_processor_and_bytes_of_a_child_count() -> None:
     own = os.getpid()
-    memory, seconds = process_tree.memory(own), process_tree.processor_seconds(own)
-    with child() as process:
-        assert process.pid in process_tree.below(own)
-        assert process_tree.memory(own) - memory > 60_000_000
-        read = process_tree.bytes_read(own)
-        assert read.keys() >= {own, process.pid}
-        assert read[process.pid] > 1_000_000
+    seconds = process_tree.processor_seconds(own)
+    with tree() as process:
+        below = process_tree.below(process.pid)
+        assert len(below) == 2
+        assert {own, *below} <= set(process_tree.below(own))
+        assert process_tree.memory(process.pid) > 60_000_000
+        read = process_tree.bytes_read(process.pid)
+        assert set(read) == set(below)
+        assert max(read.values()) > 1_000_000
     # It has ended: its processor time stays, its memory does not.
     assert process_tree.processor_seconds(own) - seconds >= 0.5
-    assert process.pid not in process_tree.below(own)
+    assert not set(below) & set(process_tree.below(own))
 
 
 def test_shared_pages_count_once() -> None:
@@ -62,9 +65,10 @@ def test_shared_pages_count_once() -> None:
 
 
 def test_a_watch_keeps_the_highest_memory() -> None:
-    with process_tree.Watch(os.getpid()) as watch:
-        low = process_tree.memory(os.getpid())
-        with child():
-            while watch.peak < low + 60_000_000:
-                pass
-    assert process_tree.memory(os.getpid()) < watch.peak
+    with tree() as process, process_tree.Watch(process.pid) as watch:
+        while watch.peak < 60_000_000:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        assert process_tree.memory(process.pid) == 0
+    assert watch.peak > 60_000_000

@@ -129,7 +129,7 @@ def test_the_snippet_that_is_printed_loads_the_file(trained, tmp_path):
         sa1b.load_model(tmp_path / "gone")
 
 
-@pytest.mark.parametrize("name", ["sam.pth", "sam.safetensors"])
+@pytest.mark.parametrize("name", ["sam.safetensors", pytest.param("sam.pth", marks=pytest.mark.slow)])
 @pytest.mark.skipif(find_spec("segment_anything") is None, reason="segment_anything is not installed")
 def test_the_snippet_for_the_original_package_loads_the_file_too(tmp_path, name):
     torch.manual_seed(0)

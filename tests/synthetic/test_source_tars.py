@@ -15,6 +15,7 @@ from pycocotools import mask as coco_mask
 from sa1b.synthetic.annotation import annotate, mask_runs
 from sa1b.synthetic.scene import draw, plan
 from sa1b.synthetic.source_tars import IDS_PER_TAR, scene, write_tar, write_tars
+from tests import processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools
 
@@ -283,7 +284,7 @@ def test_calibration_at_full_size():
 
 
 def run_tool(*arguments, **options):
-    return subprocess.run(
+    return processes.run(
         [*COMMAND, *map(str, arguments)],
         capture_output=True,
         text=True,
