@@ -32,7 +32,7 @@ bench: .venv/installed-dev
 # of the comparison: pytest benchmarks/test_peers.py, then python -m benchmarks.readme.
 figures: .venv/installed-dev
 	$(BIN)/pytest --record $(PARTS:%=benchmarks/test_%.py)
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks.readme "$$(ls -t benchmarks/results/*-parts.json | head -1)"
 
 # To build/site; a broken link or anchor ends it.
 docs: .venv/installed-dev
