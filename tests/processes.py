@@ -11,12 +11,12 @@ command. The child has its own pid, working directory, environment, arguments, s
 request, session. It runs the script, module or `-c` program as `__main__`. Signals, exit codes and threads
 behave as in a new interpreter.
 
-Four things differ: the modules of `PRELOADED` are already imported; the parent of the child is the server; worker
-processes of the child are its forks (forked_workers.py); and at its end a process runs exit functions and waits
-for threads, but does not destroy its modules. Use `subprocess` in a test of imports, of start-up time, of
-resource limits, or of the end of the interpreter. Other programs, commands with interpreter options
-(`python -W error`), and commands with other values of the variables that are read at start (`AT_START`) are
-started by `subprocess`.
+Five things differ: the modules of `PRELOADED` are already imported; the parent of the child is the server;
+/proc/PID/cmdline is the server's; worker processes of the child are its forks (forked_workers.py); and at its end
+a process runs exit functions and waits for threads, but does not destroy its modules. Use `subprocess` in a test
+of imports, of start-up time, of resource limits, or of the end of the interpreter. Other programs, commands with
+interpreter options (`python -W error`), and commands with other values of the variables that are read at start
+(`AT_START`) are started by `subprocess`.
 """
 
 import atexit
@@ -53,7 +53,11 @@ PRELOADED = (
     "sa1b.verify.verify",
     "sa1b.views.view",
     "tests.warm_up",  # with the compiled kernels of ingest
+    "torch.distributed.checkpoint.format_utils",
+    "torch.distributed.run",
     "torch._dynamo",  # torch's optimizers import it at their first step
+    "pytest",
+    "hypothesis.strategies",
 )
 # Variables that Python or a library reads when it starts.
 AT_START = (

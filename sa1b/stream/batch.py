@@ -17,6 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, Self
 
@@ -367,6 +368,8 @@ def _reduce(batch: Batch) -> tuple[Any, ...]:
         columns = {one.name: getattr(batch, one.name) for one in fields(batch)}
         return _batch, (bytes(ForkingPickler.dumps(columns)),)
     except Exception as error:
+        for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):
+            path.unlink(missing_ok=True)  # torch leaves the file whose size it could not set
         message = (
             f"worker process {os.getpid()} cannot send a batch: {type(error).__name__}: {error}. Tensors go "
             f"through /dev/shm and a socket below {tempfile.gettempdir()}: set TMPDIR to a shorter path, "

@@ -1,8 +1,10 @@
-"""Real processes for distributed tests: gloo on 127.0.0.1, one thread each, forked from a server with torch."""
+"""Real processes for distributed tests: gloo on 127.0.0.1, one thread each, forked from one that has torch."""
 
-import multiprocessing
 import os
+import pickle
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,33 +12,42 @@ from typing import Any
 
 import torch
 from torch.distributed import TCPStore
-from torch.multiprocessing.spawn import start_processes
 
 from sa1b.engine.parallel import ParallelConfig, start, stop
 from sa1b.engine.ranks import RankInfo
+from tests.processes import REPOSITORY, Process
 
 
 def launch(work: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """What `work(*arguments)` returns on each rank; an exception on any rank is raised here."""
-    # The optimizer imports the latter at its first step.
-    multiprocessing.set_forkserver_preload(["tests.engine.training", "torch._dynamo"])
     # As torchrun does: the parent holds the store, of all groups, so no port is chosen before somebody listens.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        **os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(
-            _enter, (work, world_size, store.port, folder, arguments), world_size, start_method="forkserver"
-        )
+        Path(folder, "work").write_bytes(pickle.dumps((work, arguments)))
+        ranks = []
+        for rank in range(world_size):
+            with Path(folder, f"{rank}.log").open("w") as log:
+                ranks.append(
+                    Process(
+                        [sys.executable, "-m", "tests.engine.launch", folder],
+                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        cwd=REPOSITORY,
+                        stderr=log,
+                    )
+                )
+        while any(rank.poll() is None for rank in ranks):
+            if any(rank.poll() for rank in ranks):  # the others would wait for it
+                for rank in ranks:
+                    rank.kill()
+                    rank.wait()
+            time.sleep(0.01)
+        logs = [Path(folder, f"{rank}.log").read_text() for rank in range(world_size)]
+        assert [rank.wait() for rank in ranks] == [0] * world_size, "\n".join(logs)
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world_size)]
-
-
-def _enter(
-    rank: int, work: Callable[..., Any], world_size: int, port: int, folder: str, arguments: Any
-) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    torch.save(work(*arguments), Path(folder) / f"{rank}.pt")
 
 
 @contextmanager
@@ -46,3 +57,9 @@ def group(config: ParallelConfig) -> Iterator[RankInfo]:
         yield start(config)
     finally:
         stop()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    called, given = pickle.loads(Path(sys.argv[1], "work").read_bytes())
+    torch.save(called(*given), Path(sys.argv[1]) / f"{os.environ['RANK']}.pt")

@@ -2,10 +2,10 @@
 
 import hashlib
 import logging
-import multiprocessing
 import pickle
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from random import Random
@@ -17,7 +17,8 @@ from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
 from sa1b.engine.checkpoint.files import newest, read, steps
 from sa1b.errors import CheckpointError
 from tests.engine import small_run
-from tests.engine.small_run import FUNCTIONS, Hostile, SmallRun, place, resume, save_until_killed, write_run
+from tests.engine.small_run import FUNCTIONS, Hostile, SmallRun, place, resume, write_run
+from tests.processes import REPOSITORY, Process
 
 MUTATIONS = 500
 KILLS = 20
@@ -126,21 +127,20 @@ def test_a_damaged_checkpoint_does_not_push_out_the_good_one_before_it(
 def test_after_a_kill_at_any_time_the_newest_checkpoint_is_right_and_nothing_half_done_stays(
     tmp_path: Path,
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    multiprocessing.set_forkserver_preload(["tests.engine.small_run", "torch._dynamo"])
     random = Random(0)
     step, left = 0, 0
     for number in range(KILLS):
-        process = context.Process(target=save_until_killed, args=(tmp_path, step + 1))
-        process.start()
+        command = (
+            f"from tests.engine.small_run import *; save_until_killed(Path({str(tmp_path)!r}), {step + 1})"
+        )
+        process = Process([sys.executable, "-c", command], cwd=REPOSITORY)
         before = time.monotonic()
         while steps(tmp_path / "checkpoints")[-1:] <= [step]:
             assert time.monotonic() - before < 60
             time.sleep(0.002)
         time.sleep(random.uniform(0, 0.05))
         process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
         names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
         committed = steps(tmp_path / "checkpoints")
         left += len(names) - len(committed)

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from sa1b.engine.evaluation import EvaluationConfig
 from sa1b.errors import UsageError
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import write_weights
+from tests import processes
 from tests.train.command import FLAGS, REPOSITORY, start
 
 coco_mask = pytest.importorskip("pycocotools.mask")
@@ -192,7 +192,7 @@ def test_the_command_needs_no_dataset_and_prints_a_line(
     sizes = FLAGS[FLAGS.index("--model.image-size") : FLAGS.index("--model.drop-path")]
     command = [sys.executable, "sa1b/train.py", "--preset", "tiny", *sizes, *flags(folder)]
     command.remove("--json")
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = processes.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"{scores['miou_box']:.3f} (box, oracle {scores['miou_box_oracle']:.3f})" in done.stdout
     assert "on 8 masks; left out: masks without a pixel 1" in done.stdout

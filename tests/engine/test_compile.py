@@ -22,8 +22,17 @@ def eager() -> dict[str, Any]:
     return checks.trace(ParallelConfig(), 1)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("mode", ["none", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("mode", "recompute"),
+    [
+        ("none", False),
+        ("ddp", True),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("none", True), ("ddp", False), ("fsdp", False), ("fsdp", True))
+        ),
+    ],
+)
 def test_no_graph_breaks_and_each_batch_size_has_its_own(
     mode: str, recompute: bool, eager: dict[str, Any]
 ) -> None:

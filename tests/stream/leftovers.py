@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Set
 from pathlib import Path
 
 
@@ -48,7 +49,15 @@ def wait_for_end(leader: int, seconds: float) -> None:
         time.sleep(0.02)
 
 
-def shared_memory(pids: list[int]) -> list[str]:
-    """Segments that these processes made with torch, by name."""
-    names = [path.name for path in Path("/dev/shm").iterdir()]
-    return [name for name in names if any(f"torch_{pid}_" in name for pid in pids)]
+def shared_memory(pids: list[int], before: Set[str] = frozenset()) -> list[str]:
+    """Names of the segments that these processes made with torch.
+
+    before: all names in /dev/shm before the processes started. A process that was killed while it made a segment
+    leaves it, and another process may get its pid later.
+    """
+    return [name for name in names() - before if any(f"torch_{pid}_" in name for pid in pids)]
+
+
+def names() -> set[str]:
+    """All shared memory of this machine."""
+    return {path.name for path in Path("/dev/shm").iterdir()}

@@ -9,6 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from sa1b.stream.batch import TransportError
+from tests.stream.leftovers import names, shared_memory
 from tests.stream.reading import start, stream_of
 from tests.stream.recorded import make_root
 
@@ -24,6 +25,7 @@ def no_shared_memory(worker: int) -> None:
 
 
 def test_shared_memory_that_cannot_be_had_is_an_error_of_the_training_process(root: Path) -> None:
+    segments = names()
     next(iter(stream_of(root)))  # compiled kernels are inherited: the worker has none to cache in a file
     # Without the error the loader would wait until its own timeout, in seconds, and raise RuntimeError.
     loader = DataLoader(
@@ -32,6 +34,8 @@ def test_shared_memory_that_cannot_be_had_is_an_error_of_the_training_process(ro
     with pytest.raises(TransportError, match=r"worker process \d+ cannot send a batch: .*/dev/shm") as caught:
         next(iter(loader))
     assert "File too large" in str(caught.value)
+    worker = int(str(caught.value).split("worker process ")[1].split()[0])
+    assert shared_memory([worker], segments) == []  # torch leaves the file whose size it could not set
 
 
 def test_a_temporary_folder_too_long_for_a_socket_is_an_error_of_the_training_process(

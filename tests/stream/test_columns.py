@@ -23,6 +23,7 @@ from sa1b.storage.cache import cache_folder
 from sa1b.storage.errors import MissingError
 from sa1b.stream import columns
 from sa1b.stream.columns import ColumnError, open_columns
+from tests import processes
 from tests.stream.recorded import FIRST_ID, make_root
 
 IMAGES = 12
@@ -154,8 +155,10 @@ def test_a_table_without_rows_has_nothing() -> None:
     assert column["name"].lookup(np.array([], np.int64)) == []
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize("kind", ["file", "table"])
+@pytest.mark.parametrize(
+    "context", ["fork", *(pytest.param(one, marks=pytest.mark.slow) for one in ("forkserver", "spawn"))]
+)
 def test_worker_processes_send_the_columns(root: Path, tmp_path: Path, context: str, kind: str) -> None:
     table = table_of(SHUFFLED)
     source = write(tmp_path / "c.parquet", table) if kind == "file" else table
@@ -219,7 +222,8 @@ def test_processes_at_the_same_time_convert_it_once(tmp_path: Path) -> None:
         f"c = open_columns({{'caption': {str(path)!r}}})['caption']; print(c.path, c.lookup(np.array([4321]))[0])"
     )
     running = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(3)
+        processes.Process([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
     ]
     lines = {process.communicate(timeout=120)[0] for process in running}
     assert len(lines) == 1

@@ -104,7 +104,9 @@ def test_every_iteration_is_the_next_epoch_and_a_state_is_resumed_within_one(roo
     assert digest(next(iter(loader))) == next(expected(root, 2 * IMAGES))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if "spawn" in way else way for way in WAYS]
+)
 def test_a_sequential_stream_begins_again_in_every_iteration(root: Path, way: str) -> None:
     """Lightning's loop: a few batches as a check, then validation after every epoch."""
     stream = stream_of(root, order="sequential")

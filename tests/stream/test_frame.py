@@ -290,7 +290,7 @@ def test_random_values_of_a_transform_depend_on_image_epoch_seed_and_its_number(
         assert not set(replace(visit, **other).uniforms(3).tolist()) & set(values)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_and_loaders_see_the_same_transforms(root: Path, context: str) -> None:
     own = list(islice(stream_of(root, transform=SHIFT), 6))
     loader = DataLoader(

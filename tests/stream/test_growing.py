@@ -2,7 +2,6 @@
 
 import multiprocessing
 import pickle
-import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b.errors import TableError
+from tests import processes
 from tests.shards import tiny
 from tests.stream.recorded import digest
 
@@ -21,7 +21,7 @@ ARGUMENTS = {"global_batch": 2, "image_size": 32, "masks": 2, "seed": 1, "epochs
 
 def reshard(source: Path, root: Path, *flags: str) -> None:
     line = [sys.executable, "tools/reshard.py", str(source), "--out", str(root), *flags]
-    subprocess.run(line, cwd=REPOSITORY, check=True, capture_output=True)
+    processes.run(line, cwd=REPOSITORY, check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_stream_goes_on_while_another_process_adds_a_source(root: Path) -> Non
     assert len(sa1b.open(root)) == 50
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_that_start_after_a_source_was_added_read_the_version_of_their_stream(
     root: Path, start: str
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stream.leftovers import session, shared_memory, wait_for_end
+from tests.stream.leftovers import names, session, shared_memory, wait_for_end
 from tests.stream.reading import KINDS, PIECES, STEP, batches, first_lines, start, stream_of
 from tests.stream.recorded import digest, make_root, sequence
 
@@ -33,6 +33,7 @@ def piece(position: int) -> int:
 
 def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Path, short_path: Path) -> None:
     whole = recorded(root, 60)
+    segments = names()
     process = start("workers", root, "murders", short_path / "tmp")
     out, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors.decode()
@@ -47,14 +48,14 @@ def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Pa
     ends = [piece(life["begun"]) + len(life["digests"]) for life in lives[:-1]]
     assert [piece(life["begun"]) for life in lives[1:]] == [end // PIECES * PIECES for end in ends]
     assert session(process.pid) == []
-    assert shared_memory([process.pid]) == []
+    assert shared_memory([process.pid], segments) == []
     # Who is killed, or ended by torch's DataLoader because another was, cannot remove the folder with the
     # socket through which multiprocessing hands on tensors: nothing else may be left.
     left = [path for path in (short_path / "tmp").rglob("*") if not path.is_dir()]
     assert all(path.is_socket() for path in left)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_outlive_signals_to_the_group_until_the_process_has_saved(
     root: Path, short_path: Path, method: str
 ) -> None:
@@ -72,6 +73,7 @@ def test_workers_outlive_signals_to_the_group_until_the_process_has_saved(
 def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_the_suffix(
     root: Path, short_path: Path
 ) -> None:
+    segments = names()
     started = {kind: start(kind, root, "endless", short_path / kind) for kind in KINDS}
     received = {kind: first_lines(process, 5 + i) for i, (kind, process) in enumerate(started.items())}
     members = {kind: session(process.pid) for kind, process in started.items()}
@@ -84,7 +86,7 @@ def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_
         text = b"".join(received[kind]) + out
         lines = [json.loads(line) for line in text[: text.rindex(b"\n")].splitlines()]
         wait_for_end(process.pid, 120)
-        assert shared_memory(members[kind]) == []
+        assert shared_memory(members[kind], segments) == []
         whole = recorded(root, len(lines) + 10)
         assert [line["digest"] for line in lines] == whole[: len(lines)]
         stream = stream_of(root)

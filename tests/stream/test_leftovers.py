@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stream.leftovers import session, shared_memory
+from tests.stream.leftovers import names, session, shared_memory
 from tests.stream.reading import KINDS, first_lines, start
 from tests.stream.recorded import make_root
 
@@ -25,7 +25,7 @@ def files(root: Path) -> set[Path]:
 def test_nothing_is_left_after_the_end_an_early_close_or_an_error_of_the_caller(
     root: Path, kind: str, short_path: Path
 ) -> None:
-    before = files(root)
+    before, segments = files(root), names()
     process = start(kind, root, "endings", short_path / "tmp")
     out, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (0, b"")
@@ -36,7 +36,7 @@ def test_nothing_is_left_after_the_end_an_early_close_or_an_error_of_the_caller(
         assert way["after"] == way["before"], way["way"]
         assert way["at_last"] == way["empty"], way["way"]
     assert session(process.pid) == []
-    assert shared_memory([process.pid]) == []
+    assert shared_memory([process.pid], segments) == []
     assert list((short_path / "tmp").iterdir()) == []
     assert files(root) == before
 
@@ -46,7 +46,7 @@ def test_nothing_is_left_after_the_end_an_early_close_or_an_error_of_the_caller(
 )
 def test_nothing_is_left_after_an_interrupt(root: Path, kind: str, whom: str, short_path: Path) -> None:
     """A terminal's Ctrl-C goes to the process and its workers alike, a scheduler's signal to the process."""
-    before = files(root)
+    before, segments = files(root), names()
     process = start(kind, root, "endless", short_path / "tmp")
     assert all(b"digest" in line for line in first_lines(process, 7))
     members = session(process.pid)
@@ -62,6 +62,6 @@ def test_nothing_is_left_after_an_interrupt(root: Path, kind: str, whom: str, sh
         # torch's DataLoader may be interrupted while it takes a tensor over, and holds that until it ends.
         assert left["after"] == left["before"]
     assert session(process.pid) == []
-    assert shared_memory(members) == []
+    assert shared_memory(members, segments) == []
     assert list((short_path / "tmp").iterdir()) == []
     assert files(root) == before

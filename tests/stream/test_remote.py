@@ -26,6 +26,7 @@ from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from sa1b.synthetic import source_tars as synthetic
 from sa1b.views.selection import Selection, select
+from tests import processes
 from tests.shards import tiny
 from tests.storage.conftest import HASTY
 from tests.storage.service import REPOSITORY, Service
@@ -103,7 +104,7 @@ def test_any_file_system_that_fsspec_knows_serves(bucket: Path) -> None:
     assert_same(take(stream, STEPS), take(local(bucket), STEPS))
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_workers_however_they_are_started(bucket: Path, server: Service, context: str) -> None:
     stream = remote(server.port)
     stream.dataset.reader.size("dataset.json")  # the parent has connections of its own
@@ -241,7 +242,7 @@ def test_the_table_is_copied_once_for_all_processes(server: Service, cache: Path
     with Service("fault_proxy", server.port, 1, 0.0) as proxy:
         command = [sys.executable, "-c", script, json.dumps(options(proxy.port))]
         running = [
-            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for _ in range(3)
+            processes.Process(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for _ in range(3)
         ]
         assert [process.communicate()[0] for process in running] == ["29\n"] * 3
         asked = proxy.ask({"do": "log"})["requests"]

@@ -13,7 +13,7 @@ from tests.train.command import assert_same_state, losses, newest, start, tensor
 SETTINGS = ("--optim.epsilon", "1e-4")
 EMA = ("--optim.ema", "0.5", *SETTINGS)
 Run = Callable[[str, int], Path]
-MODES = [("none", 1), ("ddp", 2), ("fsdp", 2)]
+MODES = [("none", 1), ("fsdp", 2), pytest.param("ddp", 2, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import pytest
 
 import sa1b
 from sa1b.views.view import open_view
+from tests import processes
+from tests.processes import REPOSITORY
 from tests.train.command import (
-    REPOSITORY,
     STEPS,
     checkpoint_steps,
     lines,
@@ -31,7 +31,7 @@ def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = make_root(tmp_path_factory.mktemp("parted"))
     for split in ("train", "held-out"):
         tool = [sys.executable, "tools/view.py", str(root), "--held-out", "40%", "--split", split]
-        subprocess.run([*tool, "--name", split], cwd=REPOSITORY, check=True, capture_output=True)
+        processes.run([*tool, "--name", split], cwd=REPOSITORY, check=True, capture_output=True)
     return root
 
 
@@ -61,7 +61,12 @@ def test_a_run_is_evaluated_every_so_many_steps_and_at_its_end(trained: Path) ->
 
 @pytest.mark.parametrize(
     ("mode", "ranks", "micro_batch"),
-    [("none", 1, "2"), ("none", 1, "5"), ("ddp", 3, "1"), ("fsdp", 2, "2")],
+    [
+        ("none", 1, "5"),
+        ("ddp", 3, "1"),
+        pytest.param("fsdp", 2, "2", marks=pytest.mark.slow),
+        pytest.param("none", 1, "2", marks=pytest.mark.slow),
+    ],
 )
 def test_alone_at_any_world_size_it_is_the_figure_of_the_training_run_to_the_last_digit(
     parted: Path, trained: Path, mode: str, ranks: int, micro_batch: str
@@ -116,10 +121,9 @@ def test_a_run_that_is_asked_to_stop_while_it_evaluates_ends_there_with_a_checkp
     out, scored = tmp_path / "run", tmp_path / "scored"
     mishap = {"what": "stop", "moment": "evaluating", "rank": 1, "step": 3, "batch": 1, "scored": str(scored)}
     flags = (*EVALUATED, "--evaluation.every", "3")
-    process = torchrun(parted, out, *flags, ranks=2, mode="ddp", mishap=mishap)
-    output = output_of(process, out)
-    assert process.returncode == 0, output
-    assert "stopped after step 3 with a checkpoint; the same command goes on from there" in output
+    ended = start(parted, out, *flags, ranks=2, mode="ddp", mishap=mishap)
+    assert ended.codes == [0, 0], ended.outputs
+    assert "stopped after step 3 with a checkpoint; the same command goes on from there" in ended.outputs[0]
     assert scored.read_text() == "1"  # no micro-batch was scored after the signal
     assert [line["step"] for line in lines(out) if "evaluation" in line] == [0]
     assert len(losses(out)) == 3
@@ -133,7 +137,7 @@ def test_a_run_that_is_asked_to_stop_while_it_evaluates_ends_there_with_a_checkp
     ]
 
 
-@pytest.mark.parametrize("step", [0, STEPS])
+@pytest.mark.parametrize("step", [0, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_torchrun_that_is_told_to_end_during_the_first_or_last_evaluation_leaves_a_checkpoint(
     parted: Path, trained: Path, tmp_path: Path, step: int
 ) -> None:

@@ -15,8 +15,8 @@ WAITS = ("--parallel.timeout", "1000", "--parallel.timeout-first", "1000", "--da
     ("mode", "moment", "error"),
     [
         ("ddp", "begun", "RuntimeError"),
-        ("ddp", "saved", "OSError"),
         ("fsdp", "agreed", "OSError"),
+        pytest.param("ddp", "saved", "OSError", marks=pytest.mark.slow),
         *(pytest.param("fsdp", moment, "RuntimeError", marks=pytest.mark.slow) for moment in MOMENTS),
     ],
 )

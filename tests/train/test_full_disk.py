@@ -28,7 +28,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     ("tolerate", "more"),
     [
         (0, ("--checkpoint.no-asynchronous",)),
-        (9, ("--logging.tensorboard", "True", "--logging.profile", "0", "900")),
+        pytest.param(
+            9, ("--logging.tensorboard", "True", "--logging.profile", "0", "900"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_all_ranks_stop_and_name_a_file_and_the_remedy_and_the_same_command_goes_on(

@@ -3,13 +3,13 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.processes import Process
 from tests.train.command import (
     assert_same_state,
     checkpoint_steps,
@@ -25,12 +25,12 @@ from tests.train.command import (
 Whole = Callable[[str, int], Path]
 
 
-def ranks_of(process: "subprocess.Popen[bytes]") -> list[int]:
+def ranks_of(process: Process) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
     return [int(pid) for pid in children.split()]
 
 
-def wait(process: "subprocess.Popen[bytes]", until: Callable[[], bool]) -> bool:
+def wait(process: Process, until: Callable[[], bool]) -> bool:
     """Whether it happened before the run was over."""
     end = time.monotonic() + 120
     while not until():
@@ -59,7 +59,7 @@ def saving(out: Path) -> bool:
     return (out / "checkpoints").is_dir() and any((out / "checkpoints").glob("*.partial"))
 
 
-def kill_one(process: "subprocess.Popen[bytes]", choice: random.Random) -> int:
+def kill_one(process: Process, choice: random.Random) -> int:
     """Kill a rank, if there is one at this moment; how many were killed."""
     if not (ranks := ranks_of(process)):
         return 0

@@ -62,7 +62,7 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks_with_an_error_that_names_the
     assert [step for step, _ in figures(out, "loss")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("patience", ["1", "20"])
+@pytest.mark.parametrize("patience", [pytest.param("1", marks=pytest.mark.slow), "20"])
 def test_no_checkpoint_is_written_of_what_is_in_doubt_and_the_run_has_not_ended_well(
     root: Path, tmp_path: Path, patience: str
 ) -> None:

@@ -22,8 +22,8 @@ from tests.train.command import (
 Whole = Callable[[str, int], Path]
 SAME = [
     ("none", 1),
-    ("ddp", 2),
     ("fsdp", 2),
+    pytest.param("ddp", 2, marks=pytest.mark.slow),  # see test_killed.py
     pytest.param("ddp", 3, marks=pytest.mark.slow),
     pytest.param("ddp", 4, marks=pytest.mark.slow),
     pytest.param("fsdp", 3, marks=pytest.mark.slow),
@@ -57,7 +57,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert_same_state(out, whole(mode, ranks))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_world_sizes_2_1_3_train_on_the_same_samples_each_once(
     root: Path, whole: Whole, tmp_path: Path, mode: str
 ) -> None:

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.processes import Process
 from tests.train.command import (
     STEPS,
     checkpoint_steps,
@@ -20,12 +20,13 @@ from tests.train.command import (
     torchrun,
     train_to_end,
 )
-from tests.train.mishap import MOMENTS
 
 LONG = ("--optim.steps", "100000")
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", ["begun", "saved", *(pytest.param(one, marks=pytest.mark.slow) for one in ("judged", "agreed"))]
+)
 def test_one_rank_asked_at_any_moment_of_a_step_stops_all_with_a_checkpoint(
     root: Path, tmp_path: Path, moment: str
 ) -> None:
@@ -45,7 +46,7 @@ def test_the_second_signal_ends_a_process_that_nobody_supervises_at_once(root: P
     assert ended.codes == [-signal.SIGTERM]
 
 
-def wait_for_step(process: "subprocess.Popen[bytes]", out: Path, step: int) -> None:
+def wait_for_step(process: Process, out: Path, step: int) -> None:
     end = time.monotonic() + 100
     while not ((out / "metrics.jsonl").exists() and len(lines(out)) >= step):
         assert process.poll() is None, output_of(process, out)

@@ -10,8 +10,20 @@ from tests.train.command import train_to_end
 FLAGS = ("--model.compile-blocks", "--data.global-batch", "6", "--data.micro-batch", "3")
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), ("ddp", 2), ("fsdp", 2)])
-@pytest.mark.parametrize("recompute", [(), ("--model.checkpoint-blocks",)])
+RECOMPUTE = ("--model.checkpoint-blocks",)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "recompute"),
+    [
+        ("none", 1, ()),
+        ("fsdp", 2, RECOMPUTE),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("none", 1, RECOMPUTE), ("fsdp", 2, ()), ("ddp", 2, ()), ("ddp", 2, RECOMPUTE))
+        ),
+    ],
+)
 def test_no_step_compiles_anything(
     root: Path, tmp_path: Path, mode: str, ranks: int, recompute: tuple[str, ...]
 ) -> None:
