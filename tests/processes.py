@@ -35,8 +35,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -207,6 +207,19 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+@contextmanager
+def rank_environments(world_size: int) -> Iterator[list[dict[str, str]]]:
+    """The environment of each rank, as torchrun sets it. This process has their store."""
+    from torch.distributed import TCPStore
+
+    # As with torchrun, the parent has the store, of all groups: no port is chosen before somebody listens.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world_size)}
+    common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    yield [{**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    del store
 
 
 def _stream(given: Any, number: int, text: bool, closed: list[int]) -> tuple[Any, int]:

@@ -11,30 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
 from sa1b.engine.parallel import ParallelConfig, start, stop
 from sa1b.engine.ranks import RankInfo
-from tests.processes import REPOSITORY, Process
+from tests.processes import REPOSITORY, Process, rank_environments
 
 
 def launch(work: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """What `work(*arguments)` returns on each rank; an exception on any rank is raised here."""
-    # As torchrun does: the parent holds the store, of all groups, so no port is chosen before somebody listens.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        **os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, rank_environments(world_size) as environments:
         Path(folder, "work").write_bytes(pickle.dumps((work, arguments)))
         ranks = []
-        for rank in range(world_size):
+        for rank, environment in enumerate(environments):
             with Path(folder, f"{rank}.log").open("w") as log:
                 ranks.append(
                     Process(
                         [sys.executable, "-m", "tests.engine.launch", folder],
-                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        env=environment,
                         cwd=REPOSITORY,
                         stderr=log,
                     )

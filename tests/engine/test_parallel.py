@@ -1,6 +1,8 @@
 """One process, DDP and FSDP train the same model; ranks agree; what does not fit is refused."""
 
 import socket
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,7 +26,8 @@ STATIC = ParallelConfig(mode="ddp", static_graph=True)
 
 # Configuration and micro-batches a step, by number of ranks. Five images on two or three ranks are uneven; in
 # three micro-batches some are empty.
-CASES: dict[int, dict[str, tuple[ParallelConfig, int]]] = {
+Cases = dict[str, tuple[ParallelConfig, int]]
+CASES: dict[int, Cases] = {
     2: {
         "ddp": (DDP, 1),
         "ddp, static graph, 3 micro-batches": (STATIC, 3),
@@ -32,17 +35,28 @@ CASES: dict[int, dict[str, tuple[ParallelConfig, int]]] = {
         "fsdp, gradients and optimizer only": (ParallelConfig(mode="fsdp", shard="grad_op"), 1),
         "fsdp, offload": (ParallelConfig(mode="fsdp", offload="cpu"), 1),
     },
+    3: {"fsdp": (FSDP, 1)},
+    4: {"hybrid, 3 micro-batches": (HYBRID, 3)},
+}
+SLOW: dict[int, Cases] = {
     3: {
         "ddp, 3 micro-batches": (DDP, 3),
-        "fsdp": (FSDP, 1),
         "fsdp, gradients and optimizer only, 3 micro-batches": (
             ParallelConfig(mode="fsdp", shard="grad_op"),
             3,
         ),
     },
-    4: {"hybrid": (HYBRID, 1), "hybrid, 3 micro-batches": (HYBRID, 3)},
+    4: {"hybrid": (HYBRID, 1)},
 }
-NAMES = [(world_size, name) for world_size, cases in CASES.items() for name in cases]
+Work = tuple[int, bool]  # number of ranks, whether its tests are slow
+NAMES = [
+    *(pytest.param((size, False), name) for size, cases in CASES.items() for name in cases),
+    *(
+        pytest.param((size, True), name, marks=pytest.mark.slow)
+        for size, cases in SLOW.items()
+        for name in cases
+    ),
+]
 
 
 def two_ranks() -> dict[str, Any]:
@@ -63,26 +77,41 @@ def two_ranks() -> dict[str, Any]:
 def three_ranks() -> dict[str, Any]:
     return {
         "traces": checks.traces(CASES[3]),
-        "resumed": checks.straight_and_resumed(DDP),
         "resumed, fsdp": checks.straight_and_resumed(FSDP),
         "weight": checks.disagreement(DDP, "model.mask_decoder.iou_token.weight"),
     }
 
 
+def three_ranks_slow() -> dict[str, Any]:
+    return {"traces": checks.traces(SLOW[3]), "resumed": checks.straight_and_resumed(DDP)}
+
+
 def four_ranks() -> dict[str, Any]:
     return {
         "traces": checks.traces(CASES[4]),
-        "resumed": checks.straight_and_resumed(DDP),
         "replica": checks.disagreement(HYBRID, "model.image_encoder.blocks.0.attn.qkv.weight"),
         "waited": checks.seconds_until_a_silent_rank_is_noticed(HYBRID, 1.0),
     }
 
 
+def four_ranks_slow() -> dict[str, Any]:
+    return {"traces": checks.traces(SLOW[4]), "resumed": checks.straight_and_resumed(DDP)}
+
+
+WORKS: dict[Work, Callable[[], dict[str, Any]]] = {
+    (2, False): two_ranks,
+    (3, False): three_ranks,
+    (3, True): three_ranks_slow,
+    (4, False): four_ranks,
+    (4, True): four_ranks_slow,
+}
+Ranks = Callable[[Work], list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def ranks() -> dict[int, list[dict[str, Any]]]:
-    """What each rank of two, three and four returned."""
-    works = {2: two_ranks, 3: three_ranks, 4: four_ranks}
-    return {world_size: launch(work, world_size) for world_size, work in works.items()}
+def ranks() -> Ranks:
+    """What each rank of a work returned; each work is done once."""
+    return cache(lambda work: launch(WORKS[work], work[0]))
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +129,11 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         )
 
 
-@pytest.mark.parametrize(("world_size", "name"), NAMES)
+@pytest.mark.parametrize(("work", "name"), NAMES)
 def test_every_mode_takes_the_steps_of_one_process_with_an_evaluation_between_them(
-    ranks: dict[int, list[dict[str, Any]]], alone: dict[str, Any], world_size: int, name: str
+    ranks: Ranks, alone: dict[str, Any], work: Work, name: str
 ) -> None:
-    traces = [rank["traces"][name] for rank in ranks[world_size]]
+    traces = [rank["traces"][name] for rank in ranks(work)]
     assert torch.tensor([trace["losses"] for trace in traces]).sum(dim=0).tolist() == pytest.approx(
         alone["losses"], rel=1e-5
     )
@@ -135,66 +164,68 @@ def test_micro_batches_of_one_process_add_up_to_one_large_batch(
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp, 3 micro-batches"])
-def test_ranks_hold_the_same_weights_bit_for_bit(ranks: dict[int, list[dict[str, Any]]], name: str) -> None:
-    one, other = (rank["traces"][name] for rank in ranks[2])
+def test_ranks_hold_the_same_weights_bit_for_bit(ranks: Ranks, name: str) -> None:
+    one, other = (rank["traces"][name] for rank in ranks((2, False)))
     assert all(torch.equal(tensor, other["weights"][key]) for key, tensor in one["weights"].items())
     assert one["norms"] == other["norms"]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name"), [(2, "resumed"), (3, "resumed"), (4, "resumed"), (3, "resumed, fsdp")]
+    ("work", "name"),
+    [
+        ((2, False), "resumed"),
+        ((3, False), "resumed, fsdp"),
+        pytest.param((3, True), "resumed", marks=pytest.mark.slow),
+        pytest.param((4, True), "resumed", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one_bit_for_bit(
-    ranks: dict[int, list[dict[str, Any]]], world_size: int, name: str
+    ranks: Ranks, work: Work, name: str
 ) -> None:
-    for rank in ranks[world_size]:
+    for rank in ranks(work):
         straight, resumed = rank[name]
         assert [key for key, tensor in straight.items() if not torch.equal(tensor, resumed[key])] == []
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_models_from_different_seeds_are_refused(ranks: dict[int, list[dict[str, Any]]], mode: str) -> None:
-    for rank in ranks[2]:
+def test_models_from_different_seeds_are_refused(ranks: Ranks, mode: str) -> None:
+    for rank in ranks((2, False)):
         assert "model.image_encoder.blocks.0.attn.proj.weight: differs between ranks" in rank[f"seed, {mode}"]
         assert "ranks [0] hold" in rank[f"seed, {mode}"]
         assert "ranks [1] hold" in rank[f"seed, {mode}"]
 
 
-def test_models_of_different_shapes_are_refused(ranks: dict[int, list[dict[str, Any]]]) -> None:
-    for rank in ranks[2]:
+def test_models_of_different_shapes_are_refused(ranks: Ranks) -> None:
+    for rank in ranks((2, False)):
         assert "ranks [0] hold model.mask_decoder.iou_token.weight: (1, 32)" in rank["shape"]
         assert "ranks [1] hold model.mask_decoder.iou_token.weight: (2, 32)" in rank["shape"]
 
 
 @pytest.mark.parametrize(("world_size", "others"), [(2, [0]), (3, [0, 1])])
-def test_a_weight_that_changed_on_one_rank_is_named(
-    ranks: dict[int, list[dict[str, Any]]], world_size: int, others: list[int]
-) -> None:
-    for rank in ranks[world_size]:
+def test_a_weight_that_changed_on_one_rank_is_named(ranks: Ranks, world_size: int, others: list[int]) -> None:
+    for rank in ranks((world_size, False)):
         assert rank["weight"].startswith("model.mask_decoder.iou_token.weight: differs")
         assert f"ranks {others} hold" in rank["weight"]
         assert f"ranks [{world_size - 1}] hold" in rank["weight"]
 
 
 def test_a_buffer_that_changed_on_one_rank_is_named_under_fsdp(
-    ranks: dict[int, list[dict[str, Any]]],
+    ranks: Ranks,
 ) -> None:
-    for rank in ranks[2]:
+    for rank in ranks((2, False)):
         assert "positional_encoding_gaussian_matrix: differs" in rank["buffer"]
 
 
-def test_a_shard_that_differs_from_its_replica_is_named(ranks: dict[int, list[dict[str, Any]]]) -> None:
-    for rank in ranks[4]:
+def test_a_shard_that_differs_from_its_replica_is_named(ranks: Ranks) -> None:
+    for rank in ranks((4, False)):
         assert rank["replica"].startswith("model.image_encoder.blocks.0.attn.qkv.weight: differs")
         assert "ranks [1] hold" in rank["replica"]
         assert "ranks [3] hold" in rank["replica"]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_silent_rank_is_noticed_after_the_short_timeout(
-    ranks: dict[int, list[dict[str, Any]]], world_size: int
-) -> None:
-    assert 0.9 < ranks[world_size][0]["waited"] < 10
+def test_a_silent_rank_is_noticed_after_the_short_timeout(ranks: Ranks, world_size: int) -> None:
+    assert 0.9 < ranks((world_size, False))[0]["waited"] < 10
 
 
 @pytest.mark.parametrize("config", [DDP, FSDP])

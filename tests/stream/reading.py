@@ -28,10 +28,10 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b.stream.decode import decode
+from tests.processes import REPOSITORY, Process
 from tests.stream.leftovers import held
 from tests.stream.recorded import RECIPE, digest
 
-REPOSITORY = Path(__file__).parents[2]
 STEP = {"global_batch": 6, "micro_batch": 2}
 PIECES = 3  # micro-batches of a step
 KINDS = ("loader", "workers")
@@ -41,25 +41,25 @@ class CallerError(Exception):
     """What a training loop may raise in the middle of an epoch."""
 
 
-def start(kind: str, root: Path, what: str, temporary: Path) -> "subprocess.Popen[bytes]":
+def start(kind: str, root: Path, what: str, temporary: Path) -> Process:
     """Start such a process as the leader of its own session, with its own temporary folder.
 
-    The folder's path must be short: sockets are made below it. The pipes have no buffers, because `communicate`
-    does not return what `readline` left in one.
+    Its interpreter is a new one where what its end does is tested. The folder's path must be short: sockets are
+    made below it.
     """
     temporary.mkdir()
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.stream.reading", kind, str(root), what],
+    options = [] if what in ("endless", "murders") else ["-X", "faulthandler"]
+    return Process(
+        [sys.executable, *options, "-m", "tests.stream.reading", kind, str(root), what],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        bufsize=0,
         cwd=REPOSITORY,
         start_new_session=True,
         env={**os.environ, "TMPDIR": str(temporary)},
     )
 
 
-def first_lines(process: "subprocess.Popen[bytes]", count: int) -> list[bytes]:
+def first_lines(process: Process, count: int) -> list[bytes]:
     """Its next lines; AssertionError with what it wrote to stderr if it ends before."""
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(count)]

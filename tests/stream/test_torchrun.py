@@ -4,16 +4,19 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.processes import REPOSITORY, Process, rank_environments
 from tests.stream.rank_program import COUNT, STEP
-from tests.stream.reading import REPOSITORY
 from tests.stream.recorded import digest, make_root, sequence
 
 WORLDS = (1, 2, 3)
+BY_TORCHRUN = 2  # the ranks of the others get its variables
 WAYS = ["0, by torchrun's variables", "0", "1", "2", "Loader"]
 
 
@@ -26,28 +29,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with what each rank of each world_size saw."""
     out = tmp_path_factory.mktemp("seen")
-    launched = [
-        subprocess.Popen(
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--standalone",
-                    f"--nproc_per_node={world_size}",
-                ),
-                *("-m", "tests.stream.rank_program", str(root), str(out)),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=REPOSITORY,
-        )
-        for world_size in WORLDS
-    ]
-    for one in launched:
-        output, _ = one.communicate(timeout=600)
-        assert one.returncode == 0, output
+    program = ["-m", "tests.stream.rank_program", str(root), str(out)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={BY_TORCHRUN}"]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    launched = [Process([sys.executable, *torchrun, *program], cwd=REPOSITORY, **options)]
+    with ExitStack() as stores:
+        for world_size in WORLDS:
+            if world_size != BY_TORCHRUN:
+                for environment in stores.enter_context(rank_environments(world_size)):
+                    command = [sys.executable, *program]
+                    launched.append(Process(command, cwd=REPOSITORY, env=environment, **options))
+        for one in launched:
+            output, _ = one.communicate(timeout=600)
+            assert one.returncode == 0, output
     return out
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import sa1b
@@ -28,7 +27,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream.order import Order
 from sa1b.synthetic import source_tars as synthetic
-from tests.processes import REPOSITORY, Process
+from tests.processes import REPOSITORY, Process, rank_environments
 from tests.shards import tiny
 
 IMAGES = 23
@@ -87,14 +86,9 @@ def start(
     """
     flags_of_model = FLAGS if model == "sam" else SECOND_FLAGS
     common = ["--data.root", str(root), "--out", str(out), *flags_of_model, "--parallel.mode", mode, *flags]
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        **os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, rank_environments(ranks) as environments:
         processes = []
-        for rank in range(ranks):
+        for rank, environment in enumerate(environments):
             arguments = [*common, *(of_rank[rank] if of_rank else ())]
             with Path(folder, str(rank)).open("w") as log:
                 processes.append(
@@ -103,7 +97,7 @@ def start(
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         cwd=folders[rank] if folders else REPOSITORY,
-                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        env=environment,
                     )
                 )
         end = time.monotonic() + PATIENCE
