@@ -88,7 +88,7 @@ def test_views_that_share_images_are_refused(parted: Path, tmp_path: Path) -> No
     ended = start(parted, tmp_path / "run", *flags)
     assert ended.codes == [2]
     assert "error: --evaluation.view held-out: shares " in ended.outputs[0]
-    assert "images with what is trained on" in ended.outputs[0]
+    assert "images with the training data" in ended.outputs[0]
 
 
 def test_evaluating_changes_nothing_in_the_training(parted: Path, trained: Path, tmp_path: Path) -> None:
