@@ -52,7 +52,8 @@ def headline(document: dict[str, Any]) -> list[str]:
         f"| first batch after a resume at 90 % of an epoch | {first['0.9']:.2f} s | "
         f"at the start of an epoch: {first['0']:.2f} s |",
         "",
-        "`pytest benchmarks/test_peers.py` measures your machine in ten minutes.",
+        "In a clone, `pytest benchmarks/test_peers.py` measures your machine in ten minutes. "
+        "`sa1b bench shards` says what limits it.",
     ]
 
 
