@@ -1,5 +1,7 @@
 # Two commands for a fresh machine: `make demo` and `make test`. Both set up .venv by themselves.
 PYTHON ?= python3
+# Another build of PyTorch: docs/install.md.
+TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PROCESSES ?= 2
 
@@ -52,8 +54,8 @@ clean:
 
 # torch first and pinned: a range would let another package pull a larger build.
 .venv/installed: pyproject.toml | .venv/bin/python
-	@echo "Installing into .venv (a few minutes the first time)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@echo "Installing into .venv (a few minutes the first time); docs/install.md shows the smaller CPU build of PyTorch"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 

@@ -45,18 +45,8 @@ def run(
         arguments: by default those of this process.
         prog: the command, as the help shows it.
     """
-    try:
-        code = _code(main, description, arguments, prog)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        code = broken_pipe()
-    sys.exit(code)
 
-
-def _code(
-    main: Callable[..., int], description: str | None, arguments: Sequence[str] | None, prog: str | None
-) -> int:
-    try:
+    def parse_and_call() -> int:
         import tyro
 
         @wraps(main)
@@ -67,6 +57,23 @@ def _code(
         with usage_errors(prog):
             call = tyro.cli(parsed, prog=prog, description=description, args=arguments, config=only)
         return call()
+
+    run_directly(parse_and_call)
+
+
+def run_directly(work: Callable[[], int]) -> NoReturn:
+    """Do the work of a command and exit with the code that it returns, or as `run` says."""
+    try:
+        code = _code(work)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = broken_pipe()
+    sys.exit(code)
+
+
+def _code(work: Callable[[], int]) -> int:
+    try:
+        return work()
     except BrokenPipeError:
         raise
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from sa1b import __version__
-from sa1b.console import command, end, end_at_interrupt, run
+from sa1b.console import command, end, end_at_interrupt, run, run_directly
 
 VERBS = (
     "synthesize",
@@ -25,6 +25,8 @@ VERBS = (
     "index",
     "export",
 )  # in the order of use
+
+COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 TOUR = """\
 Train on SA-1B from indexed shards.
@@ -79,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         end(0, TOUR)
     if first == "--version":
         end(0, f"sa1b {__version__}\n")
+    if first in COMPLETION:
+        from sa1b.cli import completion
+
+        run_directly(lambda: completion.main(words, VERBS))
     near = difflib.get_close_matches(first, VERBS, 1)
     advice = f"did you mean `{command(near[0])}`?" if near else f"`{command('--help')}` lists the verbs"
     end(2, f"error: {first}: no such verb of sa1b; {advice}\n", sys.stderr)

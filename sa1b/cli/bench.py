@@ -4,7 +4,7 @@ Example: sa1b bench shards
          sa1b bench s3://bucket/shards --threads 8 --dense 256 --seconds 60
 
 Measures storage alone, the JPEG decoder alone and the whole loader, on random images. Nothing is written.
-Exit code 0: measured; 2: not; 130: interrupted.
+Exit code 0: measured; 2: not measured; 130: interrupted.
 """
 
 import json

@@ -3,7 +3,7 @@
 Example: sa1b convert run --out sam.safetensors
 
 The file has the published names: the original SAM code loads it, and training starts from it with --init.
-The lines of Python that load it are printed. Exit code 0: written; 2: not; 130: interrupted.
+The lines of Python that load it are printed. Exit code 0: written; 2: not written; 130: interrupted.
 """
 
 import json

@@ -2,8 +2,8 @@
 
 Example: sa1b export shards --to sa1b --out tars --view small --workers 8
 
-The same command continues an export that was interrupted. Exit code 0: written; 2: nothing, or not
-everything, was written; 130: interrupted.
+The same command continues an export that was interrupted. Exit code 0: written; 2: not, or not
+all, written; 130: interrupted.
 """
 
 import json

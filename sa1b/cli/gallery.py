@@ -4,6 +4,7 @@ Example: sa1b gallery shards --count 12 --sort area
 
 The page needs no other file and no network, and stays below 20 MB: images are made smaller, then fewer,
 until it fits. Point at a mask to see its numbers, or use the keyboard (the page lists its keys).
+Exit code 0: written; 2: not written; 130: interrupted.
 """
 
 import json

@@ -5,9 +5,9 @@ Example: sa1b reshard sa_000020.tar sa_000021.tar --out shards --workers 4
          sa1b reshard --out shards --finish
 
 Run the same command again after any interruption: finished sources are recognised and only what is missing
-is done. Exit code 0: every source named is in; 3: finished, but something was refused or is
-damaged, or was found beside the sources and not taken; 1: a source is missing; 2: nothing was done; 130:
-interrupted.
+is done. Exit code 0: every source named is in the dataset; 1: a source is missing; 2: nothing was done;
+3: finished, but something was refused, is damaged, or was found beside the sources and not taken;
+130: interrupted.
 """
 
 import json

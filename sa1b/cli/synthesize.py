@@ -1,6 +1,8 @@
 """Make synthetic SA-1B source tars: the download's form and statistics, with drawn images.
 
 Example: sa1b synthesize source --long-side 640
+
+Exit code 0: written; 2: not written; 130: interrupted.
 """
 
 import json

@@ -1,0 +1,39 @@
+"""Shell completion of verbs and their flags: `sa1b --tyro-print-completion bash`, zsh or tcsh.
+
+The script has all verbs and flags in it: completing starts neither this package nor torch.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from sa1b.console import loading, usage_errors
+from sa1b.errors import UsageError
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def main(arguments: Sequence[str], verbs: Sequence[str]) -> int:
+    """Print or write the script, as tyro's two flags say.
+
+    Raises:
+        UsageError: no such shell, or no path.
+    """
+    import tyro
+
+    flag, *values = arguments
+    if not values or values[0] not in SHELLS:
+        raise UsageError(f"{flag} takes a shell: {', '.join(SHELLS)}")
+    if flag.startswith("--tyro-write") and len(values) < 2:
+        raise UsageError(f"{flag} {values[0]} takes the path of the file to write")
+    with loading():
+        from sa1b.engine.presets import PRESETS
+    callables = {verb: import_module(f"sa1b.cli.{verb}").main for verb in verbs if verb != "train"}
+    if "train" in verbs:
+        callables["train"] = type(next(iter(PRESETS.values())))  # its settings are its flags
+    only = (tyro.conf.FlagCreatePairsOff,)
+    try:
+        with usage_errors("sa1b"):
+            tyro.extras.subcommand_cli_from_dict(callables, prog="sa1b", args=list(arguments), config=only)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0

@@ -1,0 +1,39 @@
+"""The exit codes on the page about installation are those of each command's help."""
+
+import re
+from importlib import import_module
+
+import pytest
+
+from sa1b.cli import VERBS
+from tests.docs.blocks import REPOSITORY
+
+
+def of_help(verb: str) -> dict[str, str]:
+    """Code -> meaning, as the first part of a command's help says."""
+    module = import_module("sa1b.train" if verb == "train" else f"sa1b.cli.{verb}")
+    (said,) = re.findall(r"Exit code (.*?)\.(?: |$)", " ".join((module.__doc__ or "").split()))
+    return dict(part.split(": ", 1) for part in said.split("; "))
+
+
+def of_page() -> dict[str, dict[str, str]]:
+    text = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8").split("## Exit codes")[1]
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.MULTILINE)
+    return {
+        verb: {
+            code: cell for code, cell in zip("0123", map(str.strip, cells.split("|")), strict=True) if cell
+        }
+        for verb, cells in rows
+    }
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_page_and_help_agree(verb: str) -> None:
+    helped = of_help(verb)
+    assert helped.pop("130").startswith("interrupted")
+    assert {"0", "2"} <= helped.keys()
+    assert of_page()[verb] == helped
+
+
+def test_the_page_has_every_command() -> None:
+    assert set(of_page()) == set(VERBS)
