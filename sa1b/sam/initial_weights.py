@@ -68,7 +68,7 @@ def read_initial_weights(path: Path) -> dict[str, Tensor]:
     if not _is_vit(found):
         check_weights(path, found)
     elif strange := sorted(name for name, tensor in found.items() if not tensor.is_floating_point()):
-        raise WeightsError(f"{path} is no ViT: {strange[0]} is {found[strange[0]].dtype}")
+        raise WeightsError(f"{path}: {strange[0]} must be floating point, not {found[strange[0]].dtype}")
     return {name: tensor.to(torch.float32) for name, tensor in found.items()}
 
 
@@ -106,8 +106,8 @@ def _fit_encoder(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWei
     width = weights["blocks.0.attn.qkv.weight"].shape[-1]
     if (width, depth) != (model.width, model.depth):
         raise UsageError(
-            f"a ViT of width {width} and depth {depth}, but the image encoder has width {model.width} and "
-            f"depth {model.depth}: pass the --preset or --model.width and --model.depth of these sizes"
+            f"weights of a ViT of width {width} and depth {depth}: the image encoder has width {model.width} "
+            f"and depth {model.depth}; pass the --preset or --model.width and --model.depth of these sizes"
         )
     positions = _grid(weights[_POSITIONS], width)
     found = {**weights, _POSITIONS: resize_positions(positions, model.side)}
@@ -127,7 +127,8 @@ def _fit_encoder(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWei
             has = list(tensors[name].shape) if name in tensors else "missing"
             if has != list(shapes[name]):
                 raise UsageError(
-                    f"a ViT whose {theirs} is {has}, where the image encoder has {list(shapes[name])}"
+                    f"weights with {theirs} {has}: the image encoder has {list(shapes[name])}; pass "
+                    "weights of the same shape"
                 )
     return FittedWeights(
         tensors,
@@ -147,8 +148,8 @@ def _grid(positions: Tensor, width: int) -> Tensor:
     side = round(max(positions.numel() // width - 1, 0) ** 0.5)
     if positions.shape != (1, 1 + side**2, width):
         raise UsageError(
-            f"a ViT whose pos_embed is {list(positions.shape)}, where a class token and a square of patches "
-            f"have [1, 1 + n * n, {width}]"
+            f"weights with pos_embed {list(positions.shape)}: must be [1, 1 + n * n, {width}] for "
+            "a class token and a square of patches"
         )
     return positions[:, 1:].reshape(1, side, side, width)
 

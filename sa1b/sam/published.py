@@ -25,6 +25,8 @@ from sa1b.storage.atomic import commit, flush, naming_path
 FORMATS = (".pth", ".safetensors")
 _SIZES = ("width", "depth", "heads", "patch_size", "channels", "image_size", "window", "global_blocks")
 _DIGEST = "sa1b_sha256"
+_PASS = "pass a file with the published names"
+_AGAIN = "download or write it again"
 
 
 class WeightsError(Sa1bError):
@@ -71,11 +73,11 @@ def check_weights(path: Path, found: Mapping[str, Tensor]) -> None:
         want = list(needed[name].shape) if name in needed else None
         if shapes.get(name) != want:
             raise WeightsError(
-                f"{path} is no SAM: {name} is {shapes.get(name, 'missing')}, where the rest of the file "
-                f"needs {want or 'nothing'}"
+                f"{path}: not a SAM: {name} is {shapes.get(name, 'missing')}, where the rest of the file "
+                f"needs {want or 'nothing'}; {_PASS}"
             )
     if strange := sorted(name for name, tensor in found.items() if not tensor.is_floating_point()):
-        raise WeightsError(f"{path} is no SAM: {strange[0]} is {found[strange[0]].dtype}")
+        raise WeightsError(f"{path}: not a SAM: {strange[0]} is {found[strange[0]].dtype}; {_PASS}")
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -86,7 +88,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         OSError: it cannot be written; the message names it.
     """
     if path.suffix not in FORMATS:
-        raise UsageError(f"{path} must end with .pth or .safetensors, the formats that can be written")
+        raise UsageError(f"{path}: must end with .pth or .safetensors, the formats that can be written")
     path.parent.mkdir(parents=True, exist_ok=True)
     # Copies of its own: neither format is to hold a larger tensor of which a weight is a part.
     whole = {
@@ -185,7 +187,7 @@ def _config(path: Path, found: Mapping[str, Tensor]) -> ModelConfig:
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
         names = ", ".join(sorted(found)[:3])
         raise WeightsError(
-            f"{path} is no SAM ({error}): it holds {len(found)} tensors, such as {names or 'none'}"
+            f"{path}: not a SAM ({error}): it holds {len(found)} tensors, such as {names or 'none'}; {_PASS}"
         ) from None
 
 
@@ -196,9 +198,9 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             found = {name: file.get_tensor(name) for name in names}
             digest = (file.metadata() or {}).get(_DIGEST)
     except SafetensorError as error:
-        raise WeightsError(f"{path} is damaged, or no .safetensors: {error}") from None
+        raise WeightsError(f"{path}: damaged, or not a .safetensors ({error}); {_AGAIN}") from None
     if digest not in (None, _digest(found)):
-        raise WeightsError(f"{path} is damaged: it has other bytes than were written")
+        raise WeightsError(f"{path}: damaged, its bytes are not those that were written; {_AGAIN}")
     return found
 
 
@@ -207,13 +209,13 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():
-                    raise WeightsError(f"{path} is damaged: its part {damaged} has a wrong checksum")
+                    raise WeightsError(f"{path}: damaged, its part {damaged} has a wrong checksum; {_AGAIN}")
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (WeightsError, OSError):
         raise
     except Exception as error:
         raise WeightsError(
-            f"{path} is damaged, or holds more than tensors, which is not loaded ({type(error).__name__})"
+            f"{path}: damaged, or holds objects other than tensors ({type(error).__name__}); {_AGAIN}"
         ) from None
     return _tensors(path, loaded)
 
@@ -222,12 +224,12 @@ def _tensors(path: Path, loaded: object) -> dict[str, Tensor]:
     if isinstance(loaded, dict) and isinstance(loaded.get("model"), dict):
         loaded = loaded["model"]  # as MAE and many training codes publish their weights
     if not isinstance(loaded, dict):
-        raise WeightsError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
+        raise WeightsError(f"{path}: holds a {type(loaded).__name__}, not a dictionary of tensors; {_PASS}")
     found: dict[str, Tensor] = {}
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise WeightsError(
-                f"{path} is no plain dictionary of tensors: {name!r} is a {type(value).__name__}; "
+                f"{path}: not a plain dictionary of tensors, {name!r} is a {type(value).__name__}; "
                 "where an entry holds the weights, save that entry alone with torch.save"
             )
         found[name] = value

@@ -100,14 +100,14 @@ def discover(
     not_taken: dict[str, NotTaken] = {}
     for path in paths:
         if not path.exists():
-            raise SourceError(f"{path}: no such file or folder")
+            raise SourceError(f"{path}: no such file or folder; name tars, or folders that hold them")
         search = _Search(path, Ignore(path, tuple(ignore)), skipped, names)
         for source in search.run():
             other = sources.setdefault(source_stem(source.name), source)
             if other.path.resolve() != source.path.resolve():
                 raise SourceError(
-                    f"two sources are named {source_stem(source.name)!r}: {other.path} and {source.path}; "
-                    "the name becomes part of the names of shards: leave one out with --ignore, or give it "
+                    f"{source.path}: has the name {source_stem(source.name)!r}, as {other.path} has, and "
+                    "shards are named after their source; leave one out with --ignore, or give it "
                     f"another one with --rename {shlex.quote(f'{source.path}=NAME')}"
                 )
         not_taken |= {os.path.realpath(one.path): one for one in search.not_taken}
@@ -143,7 +143,7 @@ class _Search:
             raise SourceError(f"{self.path}: neither a file nor a folder; write a pipe to a file first")
         if _is_dataset([child.name for child in self.path.iterdir()]):
             raise SourceError(
-                f"{self.path}: is a dataset directory, not a source: name the tars that it was made of; or, "
+                f"{self.path}: is a dataset directory, not a source; name the tars that it was made of, or, "
                 "if its dataset.json is not of this package, move that file away"
             )
         while self.waiting:
@@ -151,8 +151,11 @@ class _Search:
         if not self.sources:
             found = [f"{one.path.name} ({one.reason})" for one in sorted(self.not_taken)]
             more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
-            hint = f"; found and not taken: {', '.join(found[:_SHOWN])}{more}" if found else ""
-            raise SourceError(f"{self.path}: holds no tar and no sa_<id>.jpg beside sa_<id>.json{hint}")
+            hint = f" (found and not taken: {', '.join(found[:_SHOWN])}{more})" if found else ""
+            raise SourceError(
+                f"{self.path}: holds no tar and no sa_<id>.jpg beside sa_<id>.json{hint}; name the folder "
+                "of the downloaded tars or of extracted pairs"
+            )
         return self.sources
 
     def _folder(self, path: Path, inside: bool) -> None:

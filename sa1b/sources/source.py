@@ -122,6 +122,6 @@ def read_checklist(path: Path) -> dict[str, str]:
             continue
         match = re.fullmatch(r"([0-9a-fA-F]{32})[ \t]+\*?(\S+)\s*", line)
         if match is None:
-            raise SourceError(f"{path}, line {number}: expected '<md5>  <file name>', found {line[:80]!r}")
+            raise SourceError(f"{path}, line {number}: {line[:80]!r} must be '<md5>  <file name>'")
         found[match[2].rsplit("/", 1)[-1]] = match[1].lower()
     return found

@@ -109,7 +109,7 @@ def lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise LockedError(f"{folder} is in use by another process; wait for it or stop it") from None
+            raise LockedError(f"{folder}: in use by another process; wait for it or stop it") from None
         yield
     finally:
         os.close(descriptor)

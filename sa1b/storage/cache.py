@@ -43,7 +43,7 @@ def cache_folder() -> Path:
     cache = default_folder()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     if cache.stat().st_uid != os.getuid():  # the temporary folder is open to everyone
-        raise StorageError(f"{cache} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
+        raise StorageError(f"{cache}: belongs to another user; set XDG_CACHE_HOME to a folder of your own")
     return cache
 
 
@@ -107,8 +107,8 @@ def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) ->
                 found = sha256.hexdigest()
             if found != digest:
                 raise DamageError(
-                    f"{reader.url(name)}: sha256 {found}, {digest} expected: damaged, or "
-                    "replaced since its digest was recorded",
+                    f"{reader.url(name)}: sha256 {found}, {digest} expected; restore the file "
+                    "from a copy, or open the dataset again if it was replaced",
                     url=reader.url(name),
                     length=size,
                     expected=digest,

@@ -162,7 +162,8 @@ class Reader:
                 return data
             seen.add(crc)
         raise DamageError(
-            f"{self.url(name)}, bytes {start:,} to {start + length:,}: differs in every read",
+            f"{self.url(name)}, bytes {start:,} to {start + length:,}: differs in every read; "
+            "check the disk, memory and network of this machine",
             url=self.url(name),
             start=start,
             length=length,

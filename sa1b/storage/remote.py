@@ -90,7 +90,8 @@ class RemoteOrigin:
                 if data is not None:
                     if len(data) > length:
                         raise StorageError(
-                            f"{state}: {len(data):,} bytes received: the server ignores byte ranges",
+                            f"{state}: {len(data):,} bytes received, the server ignores byte ranges; "
+                            "use one that supports them",
                             url=url,
                             start=start,
                             length=length,
@@ -165,13 +166,13 @@ class RemoteOrigin:
             kind = fsspec.get_filesystem_class(protocol)
         except ValueError:
             raise StorageError(
-                f"{self._root}: fsspec knows no protocol {protocol!r}; pass a folder, or a URL such as "
+                f"{self._root}: fsspec has no protocol {protocol!r}; pass a folder, or a URL such as "
                 "s3://BUCKET/FOLDER or https://HOST/FOLDER",
                 url=self._root,
             ) from None
         except ImportError as error:
             advice = "pip install 'sa1b[s3]'" if protocol in ("s3", "s3a") else "install it"
-            raise StorageError(f"{self._root}: {error}: {advice}", url=self._root) from None
+            raise StorageError(f"{self._root}: {error}; {advice}", url=self._root) from None
         if kind.async_impl:
             options |= {"asynchronous": True, "use_listings_cache": False}
         if protocol in ("s3", "s3a"):
@@ -213,7 +214,9 @@ async def _size(system: Any, url: str) -> int:
     if info.get("type") == "directory":
         raise FileNotFoundError(f"{url} is a folder")
     if info.get("size") is None:
-        raise StorageError(f"{url}: the server does not return the size", url=url)
+        raise StorageError(
+            f"{url}: the server does not return its size; use one that answers HEAD requests", url=url
+        )
     return int(info["size"])
 
 

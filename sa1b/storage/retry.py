@@ -141,7 +141,7 @@ class RetryState:
             if (start, found) in self._wrong_crcs:
                 raise DamageError(
                     f"{self.url}, bytes {start:,} to {start + part.length:,}: {mismatch}, in two separate "
-                    "reads: the stored bytes are damaged",
+                    "reads; the stored bytes are damaged: restore the file from a copy",
                     url=self.url,
                     start=start,
                     length=part.length,
@@ -166,7 +166,9 @@ class RetryState:
         """
         self._record(fault)
         if fault.error_class is ErrorClass.MISSING:
-            raise MissingError(f"{self.url}: no such object ({fault.message})", **self._range)
+            raise MissingError(
+                f"{self.url}: no such object ({fault.message}); check the path or URL", **self._range
+            )
         if fault.error_class is ErrorClass.DENIED:
             advice = CREDENTIALS if "://" in self.url else "this user may not read it"
             raise DeniedError(f"{self.url}: access denied ({fault.message}); {advice}", **self._range)
@@ -175,7 +177,10 @@ class RetryState:
                 raise ExpiredError(f"{self.url}: expired ({fault.message}); {CREDENTIALS}", **self._range)
             self._renewed_credentials = True
         if fault.error_class is ErrorClass.REFUSED:
-            raise StorageError(f"{self}: the request was refused ({fault.message})", **self._range)
+            raise StorageError(
+                f"{self}: the request was refused ({fault.message}); check the URL and the credentials",
+                **self._range,
+            )
 
     def check_end(self, size: int) -> None:
         """Compare the range with the size of the object, in bytes, after a short read.
@@ -186,7 +191,8 @@ class RetryState:
         end = self.start + self.length
         if size < end:
             raise DamageError(
-                f"{self}: the object ends at byte {size:,}: truncated, or another object of that name",
+                f"{self}: the object ends at byte {size:,}; it is truncated or was replaced: restore it "
+                "from a copy",
                 expected=end,
                 found=size,
                 **self._range,

@@ -388,8 +388,8 @@ def _fail(message: str) -> NoReturn:
 
 def _collate_batches(batches: object, **options: object) -> NoReturn:
     raise UsageError(
-        "a sa1b.Stream gives whole batches: pass batch_size=None, as in DataLoader(stream, batch_size=None), "
-        "and choose their size with Stream(global_batch=, micro_batch=)"
+        "DataLoader(stream, batch_size=...): a sa1b.Stream returns whole batches; pass batch_size=None, and "
+        "choose their size with Stream(global_batch=, micro_batch=)"
     )
 
 

@@ -148,12 +148,12 @@ def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None) -> 
     if isinstance(source, Column):
         return source
     if not isinstance(name, str) or name in ("", *KEYS):
-        raise ColumnError(f"join[{name!r}]: give the name of a column other than {' and '.join(KEYS)}")
+        raise ColumnError(f"join[{name!r}]: must be the name of a column other than {' and '.join(KEYS)}")
     if isinstance(source, pa.Table):
         return _open_table(name, source)
     if not isinstance(source, str | os.PathLike):
         raise ColumnError(
-            f"join[{name!r}]: {type(source).__name__} is no source; give a path, a URL or a pyarrow table"
+            f"join[{name!r}]: {type(source).__name__} is not a source; pass a path, a URL or a pyarrow table"
         )
     return _open_file(name, os.fspath(source), storage_options)
 
@@ -180,8 +180,8 @@ def _remove(path: str, process: int) -> None:
 def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None) -> Column:
     if not source.endswith((*_PARQUET, *_LINES)):
         raise ColumnError(
-            f"join[{name!r}]: {source} is by its name neither a Parquet file ({', '.join(_PARQUET)}) nor a "
-            f"file of JSON lines ({', '.join(_LINES)})"
+            f"join[{name!r}]: {source} is neither a Parquet file nor a file of JSON lines; its name must end "
+            f"with one of {', '.join((*_PARQUET, *_LINES))}"
         )
     source = source.removeprefix("file://")
     if "://" not in source:
@@ -218,7 +218,9 @@ def _state(url: str, storage_options: Mapping[str, Any] | None) -> str:
         system, path = fsspec.core.url_to_fs(url, **(storage_options or {}))
         return repr(sorted((key, str(value)) for key, value in system.info(path).items()))
     except Exception as error:
-        raise ColumnError(f"{url}: {type(error).__name__}: {error}") from error
+        raise ColumnError(
+            f"{url}: cannot be read ({type(error).__name__}: {error}); check the URL and the credentials"
+        ) from error
 
 
 def _convert(name: str, source: str, reader: Reader, file: str, size: int, final: Path) -> None:
@@ -259,7 +261,7 @@ def _read(path: str, name: str, source: str) -> "pa.Table":
             names = parquet.schema_arrow.names
             return parquet.read([one for one in (*KEYS, name) if names.count(one)])
     except (pa.ArrowException, ValueError) as error:
-        raise ColumnError(f"{source} cannot be read: {error}") from error
+        raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
 
 
 def _sorted(table: "pa.Table", name: str, source: str) -> "pa.RecordBatch":
@@ -268,20 +270,24 @@ def _sorted(table: "pa.Table", name: str, source: str) -> "pa.RecordBatch":
 
     for column in (*KEYS, name):
         if table.schema.names.count(column) > 1:
-            raise ColumnError(f"{source} has {table.schema.names.count(column)} columns {column!r}")
+            raise ColumnError(
+                f"{source}: has {table.schema.names.count(column)} columns {column!r}; rename all but one"
+            )
     if name not in table.schema.names:
-        raise ColumnError(f"{source} has no column {name!r}; it has {', '.join(table.schema.names)}")
+        raise ColumnError(f"{source}: no column {name!r}; choose from {', '.join(table.schema.names)}")
     key = next((key for key in KEYS if key in table.schema.names), None)
     if key is None:
         raise ColumnError(
-            f"{source} has neither a column 'mask_id' nor 'image_id' to join {name!r} by; "
-            f"it has {', '.join(table.schema.names)}"
+            f"{source}: has {', '.join(table.schema.names)}, and no column to join {name!r} by; add a column "
+            "'mask_id' or 'image_id'"
         )
     kind = table.schema.field(key).type
     if not pa.types.is_integer(kind):
         raise ColumnError(f"{source}: column {key!r} is {kind}; ids are integers")
     if table[key].null_count:
-        raise ColumnError(f"{source}: column {key!r} has no id in {table[key].null_count:,} rows")
+        raise ColumnError(
+            f"{source}: column {key!r} has no id in {table[key].null_count:,} rows; remove these rows"
+        )
     try:
         ids = table[key].cast(pa.int64()).to_numpy()
         values = table[name].cast(_large(table.schema.field(name).type)).combine_chunks()

@@ -79,8 +79,8 @@ class DamageLog:
             count = len(self.entries())
         if count > max(LEAST, FRACTION * read):
             raise DamageLimitError(
-                f"{count} damaged samples on rank {self.rank}, more than {LEAST} and 0.1 % of what was read; "
-                f"they are listed {'on stderr' if self._unwritten else f'in {self.path}'}. "
+                f"rank {self.rank}: {count} damaged samples, more than {LEAST} and 0.1 % of what was "
+                f"read, listed {'on stderr' if self._unwritten else f'in {self.path}'}; "
                 f"`{command('verify')}` checks the whole dataset directory"
             )
 

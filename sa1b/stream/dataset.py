@@ -364,7 +364,9 @@ class Stream(IterableDataset[Batch]):
             if isinstance(self.plan.order, Order):
                 self.plan.order.check_step(position)
         except ValueError as error:
-            raise ResumeError(f"no state of a stream: {error}; pass what state_dict() returned") from None
+            raise ResumeError(
+                f"state position {state['position']!r}: {error}; pass what state_dict() returned"
+            ) from None
         self.position = position
 
 

@@ -26,6 +26,9 @@ class ResumeError(Sa1bError):
         return ResumeError, (str(self), self.argument)
 
 
+_PASS = "pass what state_dict() returned"
+
+
 def check_state(own: Mapping[str, Any], state: object, view: str, root: str, *, grown: bool) -> None:
     """Check that a state has the sequence of a stream; warn of what else differs.
 
@@ -39,11 +42,11 @@ def check_state(own: Mapping[str, Any], state: object, view: str, root: str, *, 
         ResumeError: it has another sequence, or is no state of a stream.
     """
     if not isinstance(state, Mapping):
-        raise ResumeError(f"{reprlib.repr(state)} is no state of a stream; pass what state_dict() returned")
+        raise ResumeError(f"state {reprlib.repr(state)}: not the state of a stream; {_PASS}")
     if missing := own.keys() - state.keys():
-        raise ResumeError(f"no state of a stream: {', '.join(sorted(missing))} missing")
+        raise ResumeError(f"state {reprlib.repr(state)}: has no {', '.join(sorted(missing))}; {_PASS}")
     if not isinstance(state["options"], Mapping):
-        raise ResumeError(f"no state of a stream: options is {reprlib.repr(state['options'])}")
+        raise ResumeError(f"state options {reprlib.repr(state['options'])}: not a mapping; {_PASS}")
     # With blocks, the endless form cuts those of later epochs at other rows.
     for name in (*_SEQUENCE, "epochs") if own["block_size"] != 1 else _SEQUENCE:
         if state[name] != own[name]:
@@ -71,23 +74,23 @@ def _other_sequence(name: str, saved: Any, own: Any, view: str, root: str, grown
     if name == "ids_sha256":
         differs = f"other images ({_short(saved)}) than {view} ({_short(own)})"
         remedy = (
-            f"Pass the view that the state was saved with; `{command('view')}` prints the digests of views"
+            f"pass the view that the state was saved with; `{command('view')}` prints the digests of views"
         )
         if grown:
             remedy = (
-                f"If sources were added to {root} since, make a view of the images that it was trained on "
+                f"if sources were added to {root} since, make a view of the images that it was trained on "
                 f"(`{command('view')} {root} --ids FILE --name NAME`) and pass it as view: a view keeps its "
                 "images and its sequence when a directory grows"
             )
     elif name == "masks_where":
         differs = f"condition on masks {_condition(saved)}, {view} {_condition(own)}"
-        remedy = "Pass the view that the state was saved with, as view"
+        remedy = "pass the view that the state was saved with, as view"
     else:
         differs = f"{name} {saved}, this stream {own}"
-        remedy = f"Pass {name}={saved!r}"
+        remedy = f"pass {name}={saved!r}"
     return ResumeError(
-        f"the saved state has {differs}: its sequence is another one, and samples would be repeated and left "
-        f"out. {remedy}",
+        f"saved state with {differs}: its sequence is another one, samples would be repeated and left out; "
+        f"{remedy}",
         argument,
     )
 

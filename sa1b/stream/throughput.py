@@ -115,7 +115,10 @@ def measure(
         quiet: no progress bar.
     """
     if stream.epochs is not None:
-        raise UsageError("the throughput of a stream that ends cannot be measured: pass epochs=None")
+        raise UsageError(
+            f"Stream(epochs={stream.epochs}): the throughput of a stream that ends cannot be measured; "
+            "pass epochs=None"
+        )
     threads = threads or available_cpus()
     with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
 

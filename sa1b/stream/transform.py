@@ -255,9 +255,9 @@ def check_pickles(transforms: Sequence[Transform]) -> None:
             ForkingPickler.dumps(transform)
         except Exception as error:
             raise TransformError(
-                f"transform {name_of(transform)} cannot be pickled for a worker process ({error}): make it a "
-                "function of a module, or an object of a class of a module, or read with sa1b.Loader, whose "
-                "threads need no pickling"
+                f"transform {name_of(transform)}: cannot be pickled for a worker process ({error}); make it "
+                "a function of a module, or an object of a class of a module, or read with sa1b.Loader, "
+                "whose threads need no pickling"
             ) from error
 
 

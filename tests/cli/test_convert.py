@@ -94,7 +94,7 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
     done = run(text, "--out", out)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert f"{text} is damaged, or holds more than tensors" in line
+    assert f"{text}: damaged, or holds objects other than tensors" in line
     for source, target, complaint in (
         (empty, out, "empty: a folder without weights; pass the folder of a run"),
         (folder / "checkpoints", out, f"folder of a run's checkpoints; pass {folder}"),

@@ -221,7 +221,7 @@ def test_what_is_no_model_is_refused_with_the_way_to_one(wrong: Any, message: st
 
 @pytest.mark.parametrize("wrong", [3, None, {"a": 1}])
 def test_load_model_takes_a_path_only(wrong: Any) -> None:
-    with pytest.raises(UsageError, match=r"source is .*: pass the path of"):
+    with pytest.raises(UsageError, match=r"source .*: not a path; pass the folder of"):
         sa1b.load_model(wrong)
 
 
@@ -233,5 +233,5 @@ def test_a_file_of_weights_gives_the_same_masks(model: Sam, image: np.ndarray, t
         assert not loaded.training
         assert np.array_equal(sa1b.predict(loaded, image, points=POINTS).logits, before.logits)
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pth")
-    with pytest.raises(WeightsError, match=r"other.pth is no SAM"):
+    with pytest.raises(WeightsError, match=r"other.pth: not a SAM"):
         sa1b.load_model(tmp_path / "other.pth")

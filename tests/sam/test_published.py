@@ -117,7 +117,7 @@ def test_a_file_that_would_run_code_does_not(
 ) -> None:
     canary = tmp_path / "canary"
     write({**model.state_dict(), "extra": Hostile(canary)}, tmp_path / "hostile.pth")
-    with pytest.raises(WeightsError, match="hostile.pth is damaged, or holds more than tensors"):
+    with pytest.raises(WeightsError, match="hostile.pth: damaged, or holds objects other than tensors"):
         read_weights(tmp_path / "hostile.pth")
     assert not canary.exists()
     pickle.loads(pickle.dumps(Hostile(canary)))

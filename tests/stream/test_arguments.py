@@ -155,7 +155,9 @@ def test_transforms_refuse_ranges_that_are_none(make: Any) -> None:
 def test_what_is_no_state_is_refused_when_it_is_loaded(root: Path, change: Any) -> None:
     stream = stream_of(root)
     state = {**stream.state_dict(), **change} if isinstance(change, dict) else change
-    with pytest.raises(ResumeError, match="no state of a stream") as caught:
+    with pytest.raises(
+        ResumeError, match="not the state of a stream|: has no |not a mapping|state position"
+    ) as caught:
         stream.load_state_dict(state)
     assert caught.value.argument is None
     assert stream.position == 0
@@ -170,15 +172,15 @@ def test_a_position_that_cuts_a_block_is_refused_when_it_is_loaded(root: Path) -
 @pytest.mark.parametrize(
     ("change", "argument", "message"),
     [
-        ({"seed": 5}, "seed", r"has seed 5, this stream 0: .* out\. Pass seed=5$"),
-        ({"order": "sequential"}, "order", r"\. Pass order='sequential'$"),
-        ({"block_size": 2}, "block_size", r"\. Pass block_size=2$"),
+        ({"seed": 5}, "seed", r"with seed 5, this stream 0: .* out; pass seed=5$"),
+        ({"order": "sequential"}, "order", r"; pass order='sequential'$"),
+        ({"block_size": 2}, "block_size", r"; pass block_size=2$"),
         (
             {"ids_sha256": "ab" * 32},
             "view",
             r"other images \(abababababab\) than all images of the directory \(",
         ),
-        ({"masks_where": "area > 5"}, "view", r"condition on masks 'area > 5', all .* none: .*Pass the view"),
+        ({"masks_where": "area > 5"}, "view", r"condition on masks 'area > 5', all .* none: .*pass the view"),
     ],
 )
 def test_a_state_of_another_sequence_names_the_argument_and_one_way_out(
@@ -194,7 +196,7 @@ def test_a_state_of_another_sequence_names_the_argument_and_one_way_out(
 def test_a_data_loader_that_would_batch_batches_is_told_what_to_pass(
     root: Path, arguments: dict[str, int]
 ) -> None:
-    with pytest.raises(UsageError, match=r"DataLoader\(stream, batch_size=None\)"):
+    with pytest.raises(UsageError, match=r"DataLoader.*; pass batch_size=None"):
         next(iter(DataLoader(stream_of(root), **arguments)))
 
 
@@ -216,9 +218,7 @@ def test_a_stream_that_is_dropped_closes_its_files(root: Path) -> None:
 
 
 def test_a_protocol_that_nothing_reads_is_named_with_what_is_possible() -> None:
-    with pytest.raises(
-        StorageError, match="^foo://x: fsspec knows no protocol 'foo'; pass a folder, or a URL"
-    ):
+    with pytest.raises(StorageError, match="^foo://x: fsspec has no protocol 'foo'; pass a folder, or a URL"):
         stream_of("foo://x")
 
 
@@ -226,6 +226,6 @@ def test_a_transform_that_a_spawned_worker_cannot_get_is_named(root: Path) -> No
     stream = stream_of(root, transform=lambda frame, visit: frame)
     loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(
-        TransformError, match=r"^transform .*<lambda> cannot be pickled.*function of a module"
+        TransformError, match=r"^transform .*<lambda>: cannot be pickled.*function of a module"
     ):
         next(iter(loader))

@@ -346,7 +346,7 @@ def test_damage_that_is_not_written_counts_towards_the_limit(
     log = DamageLog(tmp_path / "damage_log", 0)
     for i in range(10):
         log.damaged(shard="s", offset=i, image_id=i, position=i, read=100, reason="r")
-    with pytest.raises(DamageLimitError, match="11 damaged samples on rank 0.*listed on stderr"):
+    with pytest.raises(DamageLimitError, match="rank 0: 11 damaged samples.*listed on stderr"):
         log.damaged(shard="s", offset=1, image_id=99, position=11, read=100, reason="r")
 
 

@@ -77,7 +77,7 @@ def test_pixels_of_a_reader_are_those_of_anybody(root: Path, hold: int) -> None:
 
 
 def test_a_state_of_something_else_is_refused(root: Path) -> None:
-    with pytest.raises(ResumeError, match="no state of a stream: block_size, bytes_sha256, epochs, ids_sha"):
+    with pytest.raises(ResumeError, match="has no block_size, bytes_sha256, epochs, ids_sha"):
         sa1b.Loader(stream(root), quiet=True).load_state_dict({"position": 3})
 
 

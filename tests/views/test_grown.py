@@ -77,13 +77,13 @@ def test_all_images_of_a_directory_that_grew_are_another_sequence_and_the_messag
     _, state = trained(root, None)
     view = select(root, Selection(), name="all", quiet=True).view
     add_source(root, tmp_path)
-    with pytest.raises(ResumeError, match=r"If sources were added to .*sa1b view .* --ids FILE --name NAME"):
+    with pytest.raises(ResumeError, match=r"if sources were added to .*sa1b view .* --ids FILE --name NAME"):
         trained(root, None, state)
     with pytest.warns(UserWarning, match="has changed since the state was saved"):
         trained(root, "all", state)
     assert open_view(root, Dataset(root).table, view.digest).count == len(IDS)
     half = select(root, Selection(subset="50%"), quiet=True).view
-    with pytest.raises(ResumeError, match="Pass the view that the state was saved with"):
+    with pytest.raises(ResumeError, match="pass the view that the state was saved with"):
         trained(root, half.digest, state)
 
 
