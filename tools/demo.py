@@ -34,12 +34,13 @@ def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
     (folder / ".gitignore").write_text("*\n")  # git ignores the folder wherever it is
     if not all((source / f"sa_00000{i}.tar").exists() for i in range(2)):
         _step("two synthetic source tars in the download's form", "synthesize.py", source, "--tars", 2,
-              "--images-per-tar", 100, "--long-side", 640, "--workers", workers, "--overwrite")  # fmt: skip
+              "--images-per-tar", 150, "--long-side", 480, "--simple", "--workers", workers,
+              "--overwrite")  # fmt: skip
     _step("source tars to indexed shards", "reshard.py", source, "--out", shards, "--images-per-shard", 64,
           "--workers", workers)  # fmt: skip
     _step("every byte, image and mask of the shards checked", "verify.py", shards, "--deep",
           "--workers", workers)  # fmt: skip
-    # Masks of a few pixels are nothing for a model that sees 256 x 256 and learns for two minutes.
+    # Masks of a few pixels are nothing for a model that sees 256 x 256 and learns in two minutes.
     large = ["--masks-where", "area_fraction >= 0.005 and area_fraction <= 0.5", "--held-out", "12%"]
     _step("most images to train on", "view.py", shards, *large, "--name", "train")
     _step("the others to evaluate on", "view.py", shards, *large, "--split", "held-out", "--name", "held-out")

@@ -3,6 +3,7 @@
 from sa1b.sam.mask_decoder import HEAD_LENGTH, MASKS
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.recipe import Recipe
+from sa1b.sam.similarity import CONTEXT, HIDDEN
 
 _OWN_TOKENS = 1 + MASKS  # of the IoU and of the masks
 
@@ -19,7 +20,11 @@ def encoder_flops(model: ModelConfig) -> float:
         flops += 2 * inside * width * 4 * width  # q, k, v and the projection
         flops += 2 * 2 * inside * seen * width  # q k' and its product with v
         flops += 2 * tokens * width * 8 * width  # MLP
-    return flops + 2 * tokens * (width * model.channels + 9 * model.channels**2)
+    flops += 2 * tokens * (width * model.channels + 9 * model.channels**2)
+    if model.pixel_features:
+        pixel = 3 * 9 + 9 * CONTEXT * HIDDEN + 2 * model.pixel_features
+        flops += 2 * tokens * HIDDEN * (16 * pixel + model.channels)
+    return flops
 
 
 def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:
@@ -38,7 +43,8 @@ def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:
     earlier_mask = mask_rank * (3 * rows + channels) if candidates == 1 else 0
     upscaling = channels * channels + 4 * (channels // 4) * (channels // 8) * 4
     masks = 16 * candidates * (channels // 8)
-    return 2.0 * model.side**2 * (attention + earlier_mask + upscaling + masks)
+    similarity = 16 * (tokens - _OWN_TOKENS) * model.pixel_features
+    return 2.0 * model.side**2 * (attention + earlier_mask + upscaling + masks + similarity)
 
 
 def step_flops(model: ModelConfig, recipe: Recipe, images: float, masks: float) -> float:

@@ -73,8 +73,9 @@ class Interactive(nn.Module):
 
     The rules, from "Segment Anything" (2023) unless said otherwise:
     - The first prompt is a point or a box. One prompt may mean several objects, so three masks answer it, of
-      which the best one is trained: the lowest weighted sum of focal and dice loss. The paper has three masks
-      for any single prompt, a box too. In every later iteration the answer is the single mask, number 0.
+      which the best one is trained: the lowest weighted sum of focal and dice loss. (The others are trained
+      by `recipe.all_masks_share`.) The paper has three masks for any single prompt, a box too. In every later
+      iteration the answer is the single mask, number 0.
     - The answer with the highest predicted IoU goes on to the next iteration: its logits as they are, and its
       errors for the next click. The logits are detached unless `recipe.feedback_gradient`. (The paper does
       not say; SAM 2's published code lets gradients through.)
@@ -308,8 +309,9 @@ class Interactive(nn.Module):
         quality = iou_loss(answer.predicted, actual, recipe.iou_loss)
         best = (recipe.focal_weight * focal + recipe.dice_weight * dice).argmin(dim=1)
         trained = _pick(quality, best) if recipe.iou_masks == "best" else quality.mean(dim=1)
+        share = recipe.all_masks_share
         return _Outcome(
-            losses=torch.stack((_pick(focal, best), _pick(dice, best), trained)),
+            losses=torch.stack((_trained(focal, best, share), _trained(dice, best, share), trained)),
             iou=_pick(actual, answer.chosen),
             mask=_pick(answer.masks, answer.chosen),
             feedback=answer.feedback if recipe.feedback_gradient else answer.feedback.detach(),
@@ -341,6 +343,12 @@ class Interactive(nn.Module):
 def _pick(values: Tensor, chosen: Tensor) -> Tensor:
     """Of [M, K, ...] the chosen one of each mask, [M, ...]; the others get a gradient of zeros."""
     return values[torch.arange(len(values), device=values.device), chosen]
+
+
+def _trained(losses: Tensor, best: Tensor, share: float) -> Tensor:
+    """Of losses [M, K] the best mask's and, by `share`, the mean over all masks: [M]."""
+    picked = _pick(losses, best)
+    return torch.lerp(picked, losses.mean(dim=1), share) if share else picked
 
 
 def _with_click(points: Tensor, labels: Tensor, click: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,9 @@ class MaskDecoder(nn.Module):
             Perceptron(channels, channels, channels // 8) for _ in range(MASKS)
         )
         self.iou_prediction_head = Perceptron(channels, channels, MASKS)
-        self.compiled: Callable[[SharedImage, Tensor, Tensor, slice], tuple[Tensor, Tensor]] | None = None
+        self.compiled: (
+            Callable[[SharedImage, Tensor, Tensor, slice], tuple[Tensor, Tensor, Tensor]] | None
+        ) = None
 
     def compile_compute(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile `compute`: one graph for the first iteration, one for all later ones.
@@ -75,7 +77,7 @@ class MaskDecoder(nn.Module):
         image_position: Tensor,
         sparse: Tensor,
         candidates: slice = ALL,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As `compute`, compiled if `compile_compute` was called.
 
         Not for an image with less than two masks: a graph takes the numbers 0 and 1 as constants, so there
@@ -93,7 +95,7 @@ class MaskDecoder(nn.Module):
         image_position: Tensor,
         sparse: Tensor,
         candidates: slice = ALL,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """
         Args:
             image: the image tokens of each mask, in the number format of the products.
@@ -102,8 +104,8 @@ class MaskDecoder(nn.Module):
             candidates: which of the four masks.
 
         Returns:
-            Logits [M, K, 4h, 4w]: mask 0 the single one, 1 to 3 the three. And the predicted IoU of each,
-            [M, K], not bounded to 0..1.
+            Logits [M, K, 4h, 4w]: mask 0 the single one, 1 to 3 the three. The predicted IoU of each,
+            [M, K], not bounded to 0..1. And the token of each, [M, K, C].
         """
         own = torch.cat([self.iou_token.weight, self.mask_tokens.weight])
         tokens = torch.cat([own.expand(len(sparse), -1, -1), sparse.to(own.dtype)], dim=1)
@@ -116,7 +118,7 @@ class MaskDecoder(nn.Module):
         unused = [parameter.sum() for network in rest for parameter in network.parameters()]
         weights = weights + 0 * sum(unused)
         logits = self.upscale(seen, weights.to(seen.dtype))
-        return logits, self.iou_prediction_head(tokens[:, 0])[:, candidates]
+        return logits, self.iou_prediction_head(tokens[:, 0])[:, candidates], tokens[:, 1:]
 
     def upscale(self, image: Tensor, weights: Tensor) -> Tensor:
         """Image tokens [M, N, C] and weights [M, K, C / 8] -> logits [M, K, 4h, 4w].

@@ -21,6 +21,7 @@ from sa1b.sam.image_encoder import ImageEncoder
 from sa1b.sam.image_tokens import SharedImage
 from sa1b.sam.mask_decoder import ALL, MaskDecoder
 from sa1b.sam.prompt_encoder import PromptEncoder
+from sa1b.sam.similarity import ClickSimilarity
 
 CHANNELS_MULTIPLE = 32  # the decoder halves its width, then has heads of 16 numbers
 PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 0..255, RGB
@@ -39,6 +40,8 @@ class ModelConfig:
         global_blocks: Blocks whose attention sees the whole image; the others see windows.
         window: Tokens of a window per axis.
         channels: Width of the image embedding, the prompts and the decoder, a multiple of 32.
+        pixel_features: Numbers a pixel of the masks by which it is compared with clicked ones, an addition to
+            the published model that shortens training (sa1b.sam.similarity); 0: none.
         drop_path: Probability that an image skips the attention of the last block, and independently its
             MLP; linear from 0 at the first.
         checkpoint_blocks: Compute each block's activations again in the backward pass, to save memory.
@@ -54,6 +57,7 @@ class ModelConfig:
     global_blocks: tuple[int, ...] = (2, 5, 8, 11)
     window: int = 14
     channels: int = 256
+    pixel_features: int = 0
     drop_path: float = 0.0
     checkpoint_blocks: bool = False
     compile_blocks: bool = False
@@ -71,6 +75,13 @@ class ModelConfig:
                 )
         if self.channels % CHANNELS_MULTIPLE:
             raise ValueError(f"--model.channels {self.channels} is not a multiple of {CHANNELS_MULTIPLE}")
+        if self.pixel_features < 0:
+            raise ValueError(f"--model.pixel-features {self.pixel_features} must not be negative")
+        if self.pixel_features and self.patch_size % 4:
+            raise ValueError(
+                f"--model.pixel-features {self.pixel_features}: --model.patch-size {self.patch_size} must be "
+                "a multiple of 4, the pixels of the masks for each token"
+            )
         if not set(self.global_blocks) <= set(range(self.depth)):
             given = " ".join(map(str, self.global_blocks))
             raise ValueError(
@@ -93,7 +104,14 @@ class ModelConfig:
 
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
-        image_size=256, width=128, depth=4, heads=4, global_blocks=(1, 3), window=8, channels=64
+        image_size=256,
+        width=128,
+        depth=2,
+        heads=4,
+        global_blocks=(1,),
+        window=8,
+        channels=32,
+        pixel_features=24,
     ),
     "vit_b": ModelConfig(),
     "vit_l": ModelConfig(width=1024, depth=24, heads=16, global_blocks=(5, 11, 17, 23)),
@@ -132,6 +150,9 @@ class Sam(nn.Module):
         )
         self.prompt_encoder = PromptEncoder(config.channels, config.image_size, config.side)
         self.mask_decoder = MaskDecoder(config.channels)
+        self.similarity: ClickSimilarity | None = None
+        if config.pixel_features:
+            self.similarity = ClickSimilarity(config.patch_size, config.channels, config.pixel_features)
         self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
         if config.compile_blocks:
@@ -151,7 +172,8 @@ class Sam(nn.Module):
                 after normalisation, as in the published code. None: all pixels count.
 
         Returns:
-            float [B, channels, side, side].
+            float [B, channels, side, side]; with pixel features, 16 * pixel_features channels more, those of
+            the 4 x 4 mask pixels of a token.
 
         Raises:
             ValueError: images, keep or sizes of another shape or type.
@@ -171,7 +193,7 @@ class Sam(nn.Module):
             pixels *= rows[:, None, :, None]
             pixels *= columns[:, None, None, :]
         embeddings: Tensor = self.image_encoder(pixels, keep)
-        return embeddings
+        return embeddings if self.similarity is None else self.similarity.with_features(pixels, embeddings)
 
     def check_images(self, images: Tensor, keep: Tensor | None, sizes: Tensor | None) -> None:
         size = self.config.image_size
@@ -200,7 +222,7 @@ class Sam(nn.Module):
         """The masks that prompts ask for, M at once, of any of the images.
 
         Args:
-            embeddings: float [B, channels, side, side], of `embed`.
+            embeddings: float [B, ..., side, side], of `embed`.
             image: int64 [M], whose embedding each mask is decoded with; M may be 0, B too then.
             points: float32 [M, P, 2], pixels of the padded square (see above); P may be 0.
             labels: int64 [M, P]: 1 foreground, 0 background, 2 and 3 first and second corner of a box, -1
@@ -232,13 +254,22 @@ class Sam(nn.Module):
             return logits[:0], iou[:0]
         if counts is None:
             embeddings, counts = embeddings.index_select(0, image), [1] * len(image)
+            image = torch.arange(len(image), device=image.device)
+        clicks = None
+        if self.similarity is not None:
+            embeddings, pixels = self.similarity.split(embeddings)
+            clicks = self.similarity.clicks(pixels, image, points, labels, self.config.image_size)
         sparse, dense = self.prompt_encoder(points, labels, low_res, has_low_res)
+        if self.similarity is not None and clicks is not None:
+            sparse = sparse + self.similarity.embed(clicks)
         dtype = self.mask_decoder.mask_tokens.weight.dtype
         if torch.is_autocast_enabled(image.device.type):
             dtype = torch.get_autocast_dtype(image.device.type)
-        tokens = embeddings.flatten(2).transpose(1, 2).to(dtype) + dense.constant.to(dtype)
+        own = embeddings.flatten(2).transpose(1, 2).to(dtype) + dense.constant.to(dtype)
         position = self.prompt_encoder.image_position()[0].flatten(1).T.to(dtype)
         features = None if dense.features is None else dense.features.to(dtype)
-        shared = SharedImage(tokens, tokens + position, counts, features, dense.basis.to(dtype))
-        logits, iou = self.mask_decoder(shared, position, sparse, candidates)
+        shared = SharedImage(own, own + position, counts, features, dense.basis.to(dtype))
+        logits, iou, tokens = self.mask_decoder(shared, position, sparse, candidates)
+        if self.similarity is not None and clicks is not None:
+            logits = logits + self.similarity(clicks, counts, tokens).to(logits.dtype)
         return logits, iou

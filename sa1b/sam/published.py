@@ -23,7 +23,10 @@ from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.storage.atomic import commit, flush, naming_path
 
 FORMATS = (".pth", ".safetensors")
-_SIZES = ("width", "depth", "heads", "patch_size", "channels", "image_size", "window", "global_blocks")
+_SIZES = (
+    "width", "depth", "heads", "patch_size", "channels", "image_size", "window", "global_blocks",
+    "pixel_features",
+)  # fmt: skip
 _DIGEST = "sa1b_sha256"
 _PASS = "pass a file with the published names"
 _AGAIN = "download or write it again"
@@ -133,6 +136,7 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
         global_blocks=tuple(block for block, tokens in enumerate(reach) if tokens == side),
         window=min(reach),
         channels=weights["image_encoder.neck.0.weight"].shape[0],
+        pixel_features=len(weights.get("similarity.pixels.last.bias", ())),
     )
 
 

@@ -30,6 +30,9 @@ class Recipe:
         focal_gamma: Exponent of the focal loss. Lin et al. 2017: 2.
         iou_masks: Of the three masks of the first iteration, whose predicted IoU is trained: the best one's
             (paper: only the lowest loss is propagated) or all (SAM 2, Ravi et al. 2024, appendix).
+        all_masks_share: Part of the mask loss of the first iteration that is the mean over all three masks;
+            the rest is that of the best one. Paper: 0. More makes the masks alike, so that a wrong choice
+            among them costs less (Rupprecht et al., "Learning in an Uncertain World", 2017).
         iteration_loss: Whether the losses of a mask's iterations are averaged or summed. The paper does not
             say; the mean has one scale for any number of iterations, the sum is what SAM 2's published code
             takes.
@@ -50,11 +53,12 @@ class Recipe:
     focal_alpha: float = 0.25
     focal_gamma: float = 2.0
     iou_masks: Literal["best", "all"] = "best"
+    all_masks_share: float = 0.0
     iteration_loss: Literal["mean", "sum"] = "mean"
     feedback_gradient: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("box_probability", "focal_alpha"):
+        for name in ("box_probability", "focal_alpha", "all_masks_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)} must be from 0 to 1")
         amounts = ("box_noise", "box_noise_limit", "clicks", "unprompted", "focal_gamma")

@@ -36,6 +36,9 @@ AREA_LOST = 0.03  # what hiding and clipping take away from what was drawn, meas
 # Texture contrast and sensor grain (grey levels) that give the JPEG bytes of each quality.
 DETAIL = {95: (0.8, 1.85), 75: (0.78, 4.8)}
 ROUGHNESS = 0.15  # of the roughest outlines, as a fraction of the radius
+# Of simple scenes: objects an image, their area fractions, and factors on roughness, contrast and grain.
+SIMPLE_MASKS, SIMPLE_AREAS = (8, 16), (0.008, 0.12)
+SIMPLE_ROUGHNESS, SIMPLE_CONTRAST = 0.3, 0.4
 TILE = 1024  # pixels, side of the periodic texture tiles
 
 
@@ -47,12 +50,14 @@ class Plan:
         width, height: pixels.
         quality: JPEG quality, 95 or 75.
         areas: float64 [N], area fractions of the objects, descending.
+        simple: whether outlines are smooth and surfaces plain; see `plan`.
     """
 
     width: int
     height: int
     quality: int
     areas: npt.NDArray[np.float64]
+    simple: bool = False
 
 
 @dataclass(slots=True)
@@ -71,13 +76,15 @@ class Shape:
     ancestors: frozenset[int] = field(default_factory=frozenset)
 
 
-def plan(rng: np.random.Generator, long_side: int | None = None) -> Plan:
+def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool = False) -> Plan:
     """Draws size, quality and object areas by SA-1B's laws.
 
     Args:
         rng: source of all draws.
         long_side: pixels of the longer side; None for full size. Smaller images hold fewer masks
             (about 40 at 640 pixels), with the same law of area fractions.
+        simple: instead of SA-1B's laws a few large objects with smooth outlines and plain surfaces, from
+            which a small model learns in minutes what an object is. Sizes and qualities stay.
     """
     if long_side is not None and long_side < LONG_SIDE_LEAST:
         raise ValueError(f"the longer side must have at least {LONG_SIDE_LEAST} pixels, not {long_side}")
@@ -89,6 +96,10 @@ def plan(rng: np.random.Generator, long_side: int | None = None) -> Plan:
         scale = long_side / max(width, height)
         mean *= min(1.0, scale**0.75)
         width, height = max(1, round(width * scale)), max(1, round(height * scale))
+    if simple:
+        low, high = np.log(SIMPLE_AREAS)
+        areas = np.exp(rng.uniform(low, high, int(rng.integers(*SIMPLE_MASKS, endpoint=True))))
+        return Plan(width, height, quality, np.sort(areas)[::-1], simple)
     count = rng.lognormal(np.log(mean) - MASKS_LN_SD**2 / 2, MASKS_LN_SD)
     n_large = int(rng.integers(2, 4))
     n_small = int(np.clip(round(count), 4, MASKS_MAX)) - n_large
@@ -108,13 +119,14 @@ def draw(rng: np.random.Generator, scene: Plan) -> tuple[Mask, list[Shape]]:
     """
     height, width = scene.height, scene.width
     contrast, grain = DETAIL[scene.quality]
-    contrast *= float(rng.lognormal(0, 0.25))
+    contrast *= float(rng.lognormal(0, 0.25)) * (SIMPLE_CONTRAST if scene.simple else 1)
     hues = rng.random(3)
     canvas = _background(rng, height, width, hues, contrast)
     owner = np.full((height, width), -1, np.int16)  # the topmost object of each pixel
     shapes: list[Shape] = []
+    roughness = ROUGHNESS * (SIMPLE_ROUGHNESS if scene.simple else 1)
     for area in scene.areas * (height * width):
-        shape = _place(rng, _outline(rng, float(area), height, width), owner, shapes)
+        shape = _place(rng, _outline(rng, float(area), height, width, roughness), owner, shapes)
         if not shape.mask.any():
             continue
         _hide(shape, shapes)
@@ -122,7 +134,7 @@ def draw(rng: np.random.Generator, scene: Plan) -> tuple[Mask, list[Shape]]:
         h, w = shape.mask.shape
         owner[shape.y : shape.y + h, shape.x : shape.x + w][shape.mask > 0] = len(shapes)
         shapes.append(shape)
-    grain *= float(rng.lognormal(0, 0.25))
+    grain *= float(rng.lognormal(0, 0.25)) * (SIMPLE_CONTRAST if scene.simple else 1)
     noise = rng.standard_normal((height, width), dtype=np.float32)
     canvas += (noise * np.float32(grain))[:, :, None]
     least = max(AREA_LEAST * height * width, PIXELS_LEAST)
@@ -130,7 +142,7 @@ def draw(rng: np.random.Generator, scene: Plan) -> tuple[Mask, list[Shape]]:
     return np.clip(canvas, 0, 255).astype(np.uint8), visible
 
 
-def _outline(rng: np.random.Generator, area: float, height: int, width: int) -> Mask:
+def _outline(rng: np.random.Generator, area: float, height: int, width: int, roughness: float) -> Mask:
     """A filled random shape of about `area` pixels, uint8 [h, w], tight."""
     n = int(np.clip(2.5 * np.sqrt(area), 24, 6000))
     angle = np.linspace(0, 2 * np.pi, n, endpoint=False)
@@ -139,7 +151,7 @@ def _outline(rng: np.random.Generator, area: float, height: int, width: int) -> 
     long, bend = float(np.exp(abs(rng.normal(0, 0.2)))), 0.0  # square root of the aspect ratio
     if rng.random() < 0.08 and area < 0.02 * height * width:  # poles, cables, branches
         long, bend = rng.uniform(2.0, 3.0), rng.normal(0, 0.4)
-    radius *= np.exp(rng.uniform(0.03, ROUGHNESS) / long * _wiggle(rng, n))
+    radius *= np.exp(rng.uniform(0.2 * roughness, roughness) / long * _wiggle(rng, n))
     x, y = radius * np.cos(angle) * long, radius * np.sin(angle) / long
     y += bend * long * (x / long) ** 2
     turn = rng.choice([0, np.pi / 2], p=[0.35, 0.65]) + rng.normal(0, 0.15 if power > 2 else 0.5)

@@ -70,26 +70,31 @@ class SyntheticSummary:
         )
 
 
-def scene(image_id: int, seed: int = 0, long_side: int | None = None) -> tuple[bytes, AnnotationFile]:
+def scene(
+    image_id: int, seed: int = 0, long_side: int | None = None, *, simple: bool = False
+) -> tuple[bytes, AnnotationFile]:
     """One image and its annotation file.
 
     Args:
         image_id: SA-1B image id, at least 0.
         seed: of the whole data set.
         long_side: pixels of the longer side; None for full size (mostly 2250x1500).
+        simple: few, large, plain objects instead of SA-1B's laws; see `sa1b.synthetic.scene.plan`.
 
     Returns:
         The JPEG (baseline, 4:2:0, quality 95 or 75, no EXIF) and the annotation file as `json.loads`
         gives it.
     """
-    jpeg, annotations, _ = _scene(image_id, seed, long_side)
+    jpeg, annotations, _ = _scene(image_id, seed, long_side, simple)
     return jpeg, annotations
 
 
-def _scene(image_id: int, seed: int, long_side: int | None) -> tuple[bytes, AnnotationFile, int]:
+def _scene(
+    image_id: int, seed: int, long_side: int | None, simple: bool
+) -> tuple[bytes, AnnotationFile, int]:
     """What `scene` returns, and the number of runs of all masks."""
     rng = np.random.default_rng([seed, image_id, long_side or 0])
-    outlook = plan(rng, long_side)
+    outlook = plan(rng, long_side, simple=simple)
     picture, shapes = draw(rng, outlook)
     jpeg: bytes = simplejpeg.encode_jpeg(picture, quality=outlook.quality, colorsubsampling="420")
     return jpeg, *annotate(rng, image_id, outlook.height, outlook.width, shapes)
@@ -102,6 +107,7 @@ def write_tar(
     first_id: int,
     seed: int = 0,
     long_side: int | None = None,
+    simple: bool = False,
     compress: bool = True,
     directory: bool = True,
     progress: Callable[[int], Any] | None = None,
@@ -113,6 +119,7 @@ def write_tar(
         images: how many pairs; ids run from `first_id`.
         seed: of the whole data set.
         long_side: pixels of the longer side; None for full size.
+        simple: see `scene`.
         compress: gzip, as downloaded; False for a plain tar.
         directory: begin with an entry for `./`.
         progress: called with 1 for every image drawn.
@@ -132,7 +139,7 @@ def write_tar(
             tar = stack.enter_context(tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT))
             spill = stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
             for image_id in range(first_id, first_id + images):
-                jpeg, annotations, runs = _scene(image_id, seed, long_side)
+                jpeg, annotations, runs = _scene(image_id, seed, long_side, simple)
                 text = json.dumps(annotations).encode()
                 for suffix, data in (("jpg", jpeg), ("json", text)):
                     members.append((f"./sa_{image_id}.{suffix}", spill.tell(), len(data)))
@@ -176,6 +183,7 @@ def write_tars(
     first_tar: int = 0,
     seed: int = 0,
     long_side: int | None = None,
+    simple: bool = False,
     compress: bool = True,
     workers: int = 1,
     overwrite: bool = False,
@@ -187,7 +195,7 @@ def write_tars(
         out: the folder, made if need be.
         tars: how many, numbered from `first_tar`; tar t holds the ids from 1 + t * 11187 on.
         images_per_tar: pairs in each.
-        seed, long_side, compress: see `write_tar`.
+        seed, long_side, simple, compress: see `write_tar`.
         workers: processes, each with one tar at a time.
         overwrite: replace tars that exist already.
         progress: called with 1 for every image drawn.
@@ -207,7 +215,7 @@ def write_tars(
         raise FileExistsError(
             f"{present[0]} exists already ({len(present)} of {tars} do); --overwrite replaces"
         )
-    tasks = [(path, images_per_tar, first_id, seed, long_side, compress) for path, first_id in jobs]
+    tasks = [(path, images_per_tar, first_id, seed, long_side, simple, compress) for path, first_id in jobs]
     total = SyntheticSummary()
     events = supervise(_work, tasks, workers=workers)
     try:
@@ -232,6 +240,7 @@ def _work(
     first_id: int,
     seed: int,
     long_side: int | None,
+    simple: bool,
     compress: bool,
     report: Callable[[int], None],
 ) -> SyntheticSummary:
@@ -243,6 +252,7 @@ def _work(
         first_id=first_id,
         seed=seed,
         long_side=long_side,
+        simple=simple,
         compress=compress,
         progress=report,
     )

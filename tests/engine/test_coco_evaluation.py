@@ -23,7 +23,9 @@ from tests.train.command import FLAGS, REPOSITORY, start
 
 coco_mask = pytest.importorskip("pycocotools.mask")
 
-MODEL = ModelConfig(image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32)
+MODEL = ModelConfig(
+    image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32, pixel_features=8
+)
 SIZES = [(90, 120), (200, 150), (64, 64)]
 
 

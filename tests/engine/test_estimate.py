@@ -38,13 +38,15 @@ def test_operations_of_the_encoder_are_what_torch_counts_but_for_relative_positi
     assert 0.8 * found < flops.encoder_flops(config) <= found
 
 
+@pytest.mark.parametrize("features", [0, 24])
 @pytest.mark.parametrize("candidates", [SINGLE, AMBIGUOUS], ids=["single", "ambiguous"])
 def test_operations_of_the_decoder_are_what_torch_counts_but_for_those_of_tokens_alone(
     candidates: slice,
+    features: int,
 ) -> None:
-    config = dataclasses.replace(SMALL, image_size=1024)
+    config = dataclasses.replace(SMALL, image_size=1024, pixel_features=features)
     model = Sam(config).eval()
-    embeddings = torch.zeros(1, config.channels, config.side, config.side)
+    embeddings = torch.zeros(1, config.channels + 16 * features, config.side, config.side)
     points, labels = torch.zeros(4, 7, 2), torch.ones(4, 7, dtype=torch.int64)
     before = torch.zeros(4, 1, 256, 256) if candidates == SINGLE else None
     image = torch.zeros(4, dtype=torch.int64)

@@ -18,7 +18,7 @@ def changed(name: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("optim.lr", 0.5, "--optim.lr 0.001 -> 0.5"),
+        ("optim.lr", 0.5, "--optim.lr 0.003 -> 0.5"),
         ("recipe.clicks", 3, "--recipe.clicks 1 -> 3"),
         ("model.drop_path", 0.5, "--model.drop-path 0.0 -> 0.5"),
         ("data.global_batch", 4, "--data.global-batch 8 -> 4"),

@@ -52,7 +52,10 @@ def reference_sums(sketch, targets, recipe):
             ]
             best = min(parts, key=lambda one: recipe.focal_weight * one[0] + recipe.dice_weight * one[1])
             quality = best[2] if recipe.iou_masks == "best" else np.mean([one[2] for one in parts])
-            of_iterations.append((best[0], best[1], quality))
+            share, every = recipe.all_masks_share, np.mean(parts, axis=0)
+            of_iterations.append(
+                (*((1 - share) * best[part] + share * every[part] for part in (0, 1)), quality)
+            )
             ious.append(parts[int(np.argmax([call.iou[mask, kind].item() for kind in kinds]))][3])
         combined = (
             np.mean(of_iterations, axis=0)
@@ -64,12 +67,13 @@ def reference_sums(sketch, targets, recipe):
 
 
 @pytest.mark.parametrize("iteration_loss", ["mean", "sum"])
-@pytest.mark.parametrize("iou_masks", ["best", "all"])
-def test_the_sums_are_those_of_the_masks_taken_one_by_one(iteration_loss, iou_masks):
+@pytest.mark.parametrize(("iou_masks", "all_masks_share"), [("best", 0.0), ("all", 0.0), ("all", 0.25)])
+def test_the_sums_are_those_of_the_masks_taken_one_by_one(iteration_loss, iou_masks, all_masks_share):
     recipe = replace(
         PLAIN,
         iteration_loss=iteration_loss,
         iou_masks=iou_masks,
+        all_masks_share=all_masks_share,
         focal_weight=7.0,
         dice_weight=2.0,
         iou_weight=3.0,
@@ -103,6 +107,14 @@ def test_all_three_predicted_ious_are_trained_where_the_recipe_says_so():
     sketch, found = trained(replace(PLAIN, iou_masks="all"))
     found["loss"].backward()
     assert (sketch.decodes[0].iou.grad[:, 1:] != 0).all()
+
+
+def test_all_three_masks_are_trained_by_the_share_that_the_recipe_gives_them():
+    sketch, found = trained(replace(PLAIN, all_masks_share=0.5))
+    found["loss"].backward()
+    moved = sketch.decodes[0].logits.grad.abs().sum(dim=(2, 3)) > 0
+    assert moved[:, 1:].all()
+    assert not moved[:, 0].any()
 
 
 def test_larger_targets_are_met_by_larger_logits():

@@ -83,6 +83,22 @@ def test_picture_depends_on_its_id_seed_and_size_alone(tar):
     assert members["./sa_11190.json"] == json.dumps(annotations).encode()
 
 
+def test_simple_scenes_have_a_few_large_masks_that_cover_what_is_drawn(tmp_path):
+    write_tars(tmp_path, tars=1, images_per_tar=8, long_side=480, simple=True)
+    members = {member.name: data for member, data in read(tmp_path / "sa_000000.tar")}
+    jpeg, annotations = scene(3, long_side=480, simple=True)
+    assert members["./sa_3.jpg"] == jpeg
+    assert members["./sa_3.json"] == json.dumps(annotations).encode()
+    assert jpeg != scene(3, long_side=480)[0]
+    files = [json.loads(data) for name, data in members.items() if name.endswith(".json")]
+    for file in files:
+        masks, size = file["annotations"], file["image"]["width"] * file["image"]["height"]
+        assert 4 <= len(masks) <= 16
+        assert sum(mask["area"] for mask in masks) > 0.1 * size
+    areas = [mask["area"] for file in files for mask in file["annotations"]]
+    assert np.median(areas) > 0.01 * 480 * 320
+
+
 def test_bytes_do_not_depend_on_workers(tmp_path):
     digests = []
     for workers in (1, 2):
@@ -294,11 +310,23 @@ def run_tool(*arguments, **options):
 
 
 def test_tool_writes_tars_and_says_what(tmp_path):
-    options = ["--tars", 1, "--images-per-tar", 3, "--first-tar", 7, "--long-side", 160, "--plain"]
+    options = [
+        "--tars",
+        1,
+        "--images-per-tar",
+        3,
+        "--first-tar",
+        7,
+        "--long-side",
+        160,
+        "--plain",
+        "--simple",
+    ]
     done = run_tool(tmp_path, *options, "--json")
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["images"], summary["tars"]) == (3, 1)
+    assert summary["masks"] <= 3 * 16
     assert not (tmp_path / "sa_000007.tar").read_bytes().startswith(b"\x1f\x8b")
     again = run_tool(tmp_path, *options)
     assert again.returncode == 2

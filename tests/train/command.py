@@ -37,6 +37,7 @@ BATCH = 5  # over 2 and 3 ranks uneven
 FLAGS = (
     *("--preset", "tiny", "--model.image-size", "64", "--model.width", "32", "--model.depth", "2"),
     *("--model.heads", "2", "--model.global-blocks", "1", "--model.window", "2", "--model.channels", "32"),
+    *("--model.pixel-features", "8"),
     *("--model.drop-path", "0.3", "--data.global-batch", str(BATCH), "--data.micro-batch", "2"),
     *("--data.masks", "4", "--data.flip", "0.5", "--data.threads", "1", "--optim.steps", str(STEPS)),
     *("--optim.warmup", "2", "--checkpoint.every", "2", "--logging.tensorboard", "False"),

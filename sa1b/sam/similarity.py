@@ -1,0 +1,186 @@
+"""Similarity to clicks: an addition to the published model that learns in minutes what a click means.
+
+The published mask decoder has to learn from nothing that a click means the pixels which look like the clicked
+one and lie near it. Here each pixel of the masks gets a vector f of a few numbers, and the logits of the
+decoder get a term that says this from the first step on. The distance of pixel p from click c is
+
+    d(p, c) = a * |f(p) - f(c)|**2 + b * |p - c|**2          positions in parts of the padded square
+
+and with d1, d0 the distances from the nearest foreground and background click the term is
+
+    e - d1(p) - softplus(g - d0(p))
+
+with a, b, e, g from the decoder's token of the mask. f comes from a few convolutions over the pixels and
+the image embedding, once an image. The centre of a box counts as a foreground click.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sa1b.sam.image_encoder import ChannelNorm
+
+HIDDEN, CONTEXT = 32, 2  # channels of the convolutions, and how many of 3 x 3 see the embedding
+_COLOUR, _POSITION, _FOREGROUND, _BACKGROUND = 1.0, 8.0, 2.0, 2.0  # a, b, e, g at the beginning
+_FAR = 30.0  # the largest distance, also of no click: sigmoid and softplus are flat there
+
+
+class Clicks(NamedTuple):
+    """The clicks of M masks, P columns each.
+
+    Attributes:
+        pixels: float32 [B, R * R, D], the features of all pixels.
+        features: float32 [M, P, D], those of the clicked pixels.
+        positions: float32 [M, P, 2], x and y, parts of the padded square.
+        labels: int64 [M, P]: 1 foreground, 0 background, -1 no click.
+    """
+
+    pixels: Tensor
+    features: Tensor
+    positions: Tensor
+    labels: Tensor
+
+
+class PixelFeatures(nn.Module):
+    """Features of the pixels of masks, from the image and its embedding.
+
+    Args:
+        patch_size: of the image encoder; masks have a pixel for each patch_size / 4 pixels of the image.
+        channels: of the image embedding.
+        features: numbers for each pixel.
+    """
+
+    def __init__(self, patch_size: int, channels: int, features: int) -> None:
+        super().__init__()
+        self.pool, stride = (patch_size // 8, 2) if patch_size % 8 == 0 else (patch_size // 4, 1)
+        self.first = nn.Conv2d(3, HIDDEN, kernel_size=3, stride=stride, padding=1)
+        self.norm = ChannelNorm(HIDDEN)
+        self.colour = nn.Conv2d(HIDDEN, features, kernel_size=1)
+        self.embedding = nn.Conv2d(channels, HIDDEN, kernel_size=1)
+        self.context = nn.ModuleList(
+            nn.Conv2d(HIDDEN, HIDDEN, kernel_size=3, padding=1) for _ in range(CONTEXT)
+        )
+        self.last = nn.Conv2d(HIDDEN, features, kernel_size=1)
+        # What the embedding says means nothing at first. Colours do, under any projection.
+        for parameter in self.last.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, pixels: Tensor, embedding: Tensor) -> Tensor:
+        """Normalised pixels [B, 3, S, S] and embedding [B, channels, h, w] -> [B, features, 4 h, 4 w]."""
+        # Means, not samples: from random weights, the noise of single pixels would be most of a feature.
+        colours = F.avg_pool2d(pixels, self.pool).to(self.first.weight.dtype)
+        near = F.gelu(self.norm(self.first(colours.contiguous(memory_format=torch.channels_last))))
+        x = near + F.interpolate(self.embedding(embedding), scale_factor=4.0, mode="nearest")
+        for convolution in self.context:
+            x = x + F.gelu(convolution(x))
+        features: Tensor = self.colour(near) + self.last(x)
+        return features
+
+
+class ClickSimilarity(nn.Module):
+    """The term of the logits, and an embedding of the clicked pixels for the decoder's tokens.
+
+    Args:
+        patch_size, channels, features: see `PixelFeatures`.
+    """
+
+    def __init__(self, patch_size: int, channels: int, features: int) -> None:
+        super().__init__()
+        self.features = features
+        self.pixels = PixelFeatures(patch_size, channels, features)
+        self.clicked = nn.Linear(features, channels)
+        begin = torch.tensor([math.log(_COLOUR), math.log(_POSITION), _FOREGROUND, _BACKGROUND])
+        self.terms = nn.Linear(channels, 4)  # log a, log b, e, g from the token of a mask
+        nn.init.zeros_(self.terms.weight)
+        with torch.no_grad():
+            self.terms.bias.copy_(begin)
+
+    def with_features(self, pixels: Tensor, embedding: Tensor) -> Tensor:
+        """The image embedding with the features of the 4 x 4 mask pixels of each token as further channels.
+
+        Normalised pixels [B, 3, S, S], embedding [B, channels, h, w] -> [B, channels + 16 * features, h, w].
+        """
+        return torch.cat((embedding, F.pixel_unshuffle(self.pixels(pixels, embedding), 4)), dim=1)
+
+    def split(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """What `with_features` put together: embedding, and features float32 [B, 4 h * 4 w, D]."""
+        channels = embeddings.shape[1] - 16 * self.features
+        features = F.pixel_shuffle(embeddings[:, channels:], 4).float()
+        return embeddings[:, :channels], features.flatten(2).transpose(1, 2).contiguous()
+
+    def clicks(
+        self, pixels: Tensor, image: Tensor, points: Tensor, labels: Tensor, image_size: int
+    ) -> Clicks:
+        """The clicks of masks.
+
+        Args:
+            pixels: float32 [B, R * R, D], of `split`.
+            image: int64 [M], the image of each mask.
+            points, labels: as for `Sam.decode`.
+            image_size: pixels of the padded square.
+        """
+        corners = (labels >= 2)[..., None]
+        centre = (points * corners).sum(dim=1, keepdim=True) / corners.sum(dim=1, keepdim=True).clamp(min=1)
+        points = torch.where((labels == 2)[..., None], centre, points)
+        labels = torch.where(labels == 2, 1, torch.where(labels == 3, -1, labels))
+        positions, side = (points.float() + 0.5) / image_size, math.isqrt(pixels.shape[1])
+        columns, rows = (positions * side).long().clamp(0, side - 1).unbind(-1)
+        index = (image[:, None] * side + rows) * side + columns
+        # Its gradient is summed in order, which that of indexing with tensors is not.
+        features = pixels.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, pixels.shape[2])
+        return Clicks(pixels, features, positions, labels)
+
+    def embed(self, clicks: Clicks) -> Tensor:
+        """What prompts get of the clicked pixels: [M, P, channels], zeros where there is no click."""
+        embedded: Tensor = self.clicked(clicks.features.to(self.clicked.weight.dtype))
+        return embedded * (clicks.labels >= 0)[..., None]
+
+    def forward(self, clicks: Clicks, counts: Sequence[int], tokens: Tensor) -> Tensor:
+        """The term for each candidate: float32 [M, K, R, R].
+
+        Args:
+            counts: masks of each image.
+            tokens: float [M, K, channels], of the candidates, from the decoder.
+        """
+        with torch.autocast(clicks.pixels.device.type, enabled=False):
+            terms = self.terms(tokens.to(self.terms.weight.dtype)).float()
+            colour, position, foreground, background = terms[..., None].unbind(2)  # (M, K, 1)
+            colour, position = colour.exp(), position.exp()
+            unlike, away = _unlike(clicks, counts), _away(clicks)  # (M, P, R * R)
+            nearest = []
+            for label in (1, 0):
+                found = unlike.new_full((1, 1, unlike.shape[2]), _FAR)
+                for column in range(clicks.labels.shape[1]):
+                    distance = colour * unlike[:, None, column] + position * away[:, None, column]
+                    other = (clicks.labels[:, column] != label)[:, None, None]
+                    found = torch.minimum(found, distance.masked_fill(other, _FAR))
+                nearest.append(found)
+            term = foreground - nearest[0] - F.softplus(background - nearest[1])
+            clicked = (clicks.labels == 1).any(dim=1)[:, None, None]
+            side = math.isqrt(term.shape[2])
+            logits: Tensor = (term * clicked).view(*term.shape[:2], side, side)
+            return logits
+
+
+def _unlike(clicks: Clicks, counts: Sequence[int]) -> Tensor:
+    """Squared distances of the features of all pixels from those of the clicked ones: [M, P, R * R]."""
+    squares = (clicks.pixels**2).sum(dim=2)[:, None]
+    parts = []
+    by_image = torch.split(clicks.features, list(counts))
+    for features, pixels, square in zip(by_image, clicks.pixels, squares, strict=True):
+        product = (features.flatten(0, 1) @ pixels.T).view(*features.shape[:2], len(pixels))
+        parts.append(square - 2 * product)
+    both = torch.cat(parts) + (clicks.features**2).sum(dim=2, keepdim=True)
+    return both.clamp(min=0)
+
+
+def _away(clicks: Clicks) -> Tensor:
+    """Squared distances of the centres of all pixels from the clicks: [M, P, R * R]."""
+    side = math.isqrt(clicks.pixels.shape[1])
+    centres = (torch.arange(side, device=clicks.positions.device) + 0.5) / side
+    across, down = ((centres - clicks.positions[..., axis, None]) ** 2 for axis in (0, 1))
+    return (down[..., :, None] + across[..., None, :]).flatten(2)
