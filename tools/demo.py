@@ -2,6 +2,11 @@
 
 Every step is one of the command lines you would use on real tars; each is printed before it runs. Safe to
 run again: finished steps are recognised.
+
+The images are simple scenes: a few large objects with smooth outlines and plain surfaces, not SA-1B's
+statistics. On the 33 held-out images (410 masks) the model reaches a mean IoU of 0.62 at one click and 0.86 at
+five. On scenes with SA-1B's statistics (25 held-out images, 277 masks of at least 0.5 % of the image) the same
+model and losses reach 0.50 and 0.74 after 289 steps of 4 images.
 """
 
 import json
@@ -33,8 +38,8 @@ def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")  # git ignores the folder wherever it is
     if not all((source / f"sa_00000{i}.tar").exists() for i in range(2)):
-        _step("two synthetic source tars in the download's form", "synthesize.py", source, "--tars", 2,
-              "--images-per-tar", 150, "--long-side", 480, "--simple", "--workers", workers,
+        _step("two source tars in the download's form, of simple synthetic scenes", "synthesize.py", source,
+              "--tars", 2, "--images-per-tar", 150, "--long-side", 480, "--simple", "--workers", workers,
               "--overwrite")  # fmt: skip
     _step("source tars to indexed shards", "reshard.py", source, "--out", shards, "--images-per-shard", 64,
           "--workers", workers)  # fmt: skip
