@@ -36,6 +36,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from math import isqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -249,12 +250,7 @@ def _epoch(order: Order, epoch: int) -> tuple[Words, EpochSizes]:
 
 def _root(number: int) -> int:
     """The smallest integer whose square is at least number."""
-    root = int(np.sqrt(float(number)))
-    while root * root < number:
-        root += 1
-    while root > 0 and (root - 1) ** 2 >= number:
-        root -= 1
-    return root
+    return isqrt(number - 1) + 1 if number else 0
 
 
 def _check_count(count: int) -> None:

@@ -162,3 +162,52 @@ def test_a_buffer_of_another_type_is_refused():
     for buffer in (np.zeros(4, np.int8), np.zeros((2, 2), np.uint8), np.zeros(8, np.uint8)[::2]):
         with pytest.raises(ValueError, match="buffer"):
             coco.decode_joined(buffer, np.array([4]), 3, 3)
+
+
+def runs_of(*values):
+    """One mask of a column of as many pixels."""
+    return Runs(np.array(values, np.uint32), np.array([0, len(values)]), sum(values), 1)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        # The third run and later ones are stored as differences to the last but one. One character holds -16 to
+        # 15, two hold -512 to 511, and so on.
+        *(runs_of(0, 60_000, 60_000, 60_000 + difference) for limit in (16, 512, 16_384)
+          for difference in (-limit - 1, -limit, limit - 1, limit)),
+        runs_of(70_000, 1, 2_000_000, 3, 4_000_000),
+    ],
+)  # fmt: skip
+def test_numbers_at_the_limits_of_a_character_are_written_and_parsed(runs):
+    expected = oracle.encode(runs.runs.tolist())
+    assert coco.encode(runs) == [expected]
+    text, lengths = strings_numpy.write(runs.runs, runs.offsets)
+    assert text.tobytes() == expected
+    parsed = strings_numpy.parse(text, lengths, runs.height)
+    assert parsed is not None
+    assert parsed[0].tolist() == runs.runs.tolist()
+
+
+def test_arrays_refuse_characters_that_are_none():
+    """`p` looks like a digit of zeros that goes on."""
+    text = np.frombuffer(b"p09", np.uint8)
+    assert strings_numpy.parse(text, np.array([3]), 9) is None
+    with pytest.raises(MaskError):
+        coco.decode([b"p09"], 9, 1)
+
+
+def test_a_joined_string_that_does_not_decode_is_an_error():
+    with pytest.raises(MaskError) as caught:
+        coco.decode_joined(b"0909", np.array([2, 2]), 3, 2)
+    assert caught.value.mask == 0
+
+
+def test_strings_are_chosen_by_their_numbers():
+    text, lengths = np.frombuffer(b"abbccc", np.uint8), np.array([1, 2, 3])
+    found, sizes = coco.select_joined(text, lengths, np.array([2, 0, 0]))
+    assert (found.tobytes(), sizes.tolist()) == (b"cccaa", [3, 1, 1])
+    assert coco.select_joined(text, lengths, np.array([], np.int64))[0].size == 0
+    for wrong in ([0, 3], [-1, 0]):
+        with pytest.raises(IndexError, match="of 3 strings"):
+            coco.select_joined(text, lengths, np.array(wrong))

@@ -1,6 +1,7 @@
 """The ragged pair itself."""
 
 import json
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
+from sa1b import masks
 from sa1b.masks import coco
 from sa1b.masks.dense import runs_of
 from sa1b.masks.runs import MaskError, Runs, SizeError
@@ -72,8 +74,26 @@ def test_to_coco_gives_the_dicts_of_pycocotools_and_decode_takes_them_back() -> 
     np.testing.assert_array_equal(coco_mask.decode(found), pixels.transpose(1, 2, 0))
     texts = json.loads(json.dumps(runs.to_coco(text=True)))
     assert [mask["counts"].encode() for mask in texts] == [mask["counts"] for mask in found]
-    for masks in (found, texts):
-        back = coco.decode([mask["counts"] for mask in masks], 17, 23)
+    for written in (found, texts):
+        back = coco.decode([mask["counts"] for mask in written], 17, 23)
         np.testing.assert_array_equal(back.runs, runs.runs)
         np.testing.assert_array_equal(back.offsets, runs.offsets)
     assert runs.select([]).to_coco() == []
+
+
+def test_the_package_gives_the_names_of_its_modules():
+    for module, names in masks.MODULES.items():
+        for name in names:
+            assert getattr(masks, name) is getattr(import_module(f"sa1b.masks.{module}"), name)
+    with pytest.raises(AttributeError, match=r"'sa1b\.masks' has no attribute 'nothing'"):
+        _ = masks.nothing
+
+
+def test_numbers_of_masks_are_integers_or_a_choice_for_each():
+    runs = to_runs(np.ones((3, 2, 2), np.bool_))
+    assert runs.indices([]).tolist() == []
+    assert runs.indices([2, 0]).tolist() == [2, 0]
+    assert runs.indices([True, False, True]).tolist() == [0, 2]
+    for wrong in ([0.5], [True], [3]):
+        with pytest.raises(IndexError):
+            runs.indices(wrong)

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,3 +132,56 @@ def test_another_format_is_named() -> None:
     header = json.dumps({"__metadata__": {"format": "sa1b-masks-9"}}).encode()
     with pytest.raises(record.RecordError, match=r"'sa1b-masks-9'; this version reads 'sa1b-masks-1'"):
         record.decode(zstandard.compress(struct.pack("<Q", len(header)) + header))
+
+
+def header_of(content: bytes) -> tuple[int, dict[str, dict[str, object]]]:
+    (length,) = struct.unpack_from("<Q", content)
+    return length, json.loads(content[8 : 8 + length])
+
+
+@pytest.mark.parametrize("text", [None, b"{}", b"[1]"])
+def test_every_tensor_lies_at_a_multiple_of_its_width(text: bytes | None) -> None:
+    """A reader may map the decompressed content: safetensors promises alignment to its writers' readers."""
+    for image_id in (5, 12_345, 11_185_363):
+        annotations = replace(synthetic(image_id), text=text)
+        length, header = header_of(zstandard.decompress(record.encode(annotations)))
+        assert length % 8 == 0
+        widths = {"U8": 1, "U16": 2, "U32": 4, "I64": 8, "F32": 4, "F64": 8}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                (start, _), dtype = entry["data_offsets"], entry["dtype"]
+                assert start % widths[dtype] == 0, name
+
+
+def test_sizes_up_to_the_caps_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = record.encode(replace(synthetic(), text=b"{}"))
+    content = len(zstandard.decompress(data))
+    for cap, exact, said in (
+        ("MAX_CONTENT_BYTES", content, "cap"),
+        ("MAX_JSON_BYTES", 2, "annotation file of 2 bytes, cap 1"),
+        ("MAX_HEADER_BYTES", header_of(zstandard.decompress(data))[0], "header of"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(record, cap, exact)
+            assert record.decode(data).text == b"{}"
+            patch.setattr(record, cap, exact - 1)
+            with pytest.raises(record.RecordError, match=said):
+                record.decode(data)
+
+
+def test_a_header_that_is_longer_than_the_record_is_named() -> None:
+    content = struct.pack("<Q", 9) + b"x" * 8
+    with pytest.raises(record.RecordError, match="header of 9 bytes in a record of 16"):
+        record.decode(zstandard.compress(content))
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    content = zstandard.decompress(record.encode(synthetic()))
+    length, header = header_of(content)
+    entry = header["mask_id"]
+    (start, stop), (rows,) = entry["data_offsets"], entry["shape"]
+    header["mask_id"] = entry | {"shape": [rows - 1], "data_offsets": [start, stop - 8]}
+    text = json.dumps(header).encode()
+    changed = struct.pack("<Q", len(text)) + text + content[8 + length :]
+    with pytest.raises(record.RecordError):
+        record.decode(zstandard.compress(changed))

@@ -1,5 +1,6 @@
 """The order: a bijection for any size, dealt out to any ranks without loss or repetition, random enough."""
 
+import hashlib
 import math
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from sa1b.stream.order import (
     Order,
     Sequential,
     _epoch,
+    _root,
     check_global_batch,
     micro_batch_count,
     micro_batches,
@@ -141,6 +143,23 @@ def test_the_order_never_changes_between_versions():
     ]
 
 
+def test_orders_of_few_samples_never_change_between_versions_either():
+    digest = hashlib.sha256()
+    for count in range(1, 41):
+        for block_size in (1, 3, 8):
+            for endless in (True, False):
+                rows = Order(count, "ab", 3, block_size, endless).rows(span(0, 6 * count))
+                digest.update(rows.astype("<i8").tobytes())
+    assert digest.hexdigest() == "715fbc5c19f2c6919c62a8e123ca13f6252816065d751e6c75fd64aa5e167d0d"
+
+
+def test_roots_are_the_smallest_whose_square_is_enough():
+    for root in (1, 2, 3, 10, 65_535, 65_536):
+        for number in ((root - 1) ** 2 + 1, root * root):
+            assert _root(number) == root
+    assert _root(0) == 0
+
+
 def test_digest_seed_and_epoch_each_give_another_order():
     count = 1000
     rows = Order(count, "a", 0).rows(span(0, count))
@@ -242,6 +261,9 @@ def test_slices_that_cannot_be_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             check_global_batch(*arguments)
+    check_global_batch(4, 4)
+    check_global_batch(32, 4, 8)
+    assert micro_batches(5, 5, 4, 1) == [(5, 5)]
     with pytest.raises(ValueError, match="rank 3 of 3"):
         rank_slice(0, 8, 3, 3)
     with pytest.raises(ValueError, match="position -1"):
@@ -251,6 +273,7 @@ def test_slices_that_cannot_be_are_refused():
             order.check_step(position)
     with pytest.raises(ValueError, match="position -8 is negative"):
         Order(30, "d", 0, 8).check_step(-8)
+    Order(30, "d", 0, 8).check_step(0)
     Order(30, "d", 0, 8).check_step(32)
     Order(30, "d", 0, 8, endless=False).check_step(38)
     with pytest.raises(ValueError, match="micro-batch of 0"):
