@@ -4,9 +4,9 @@ Every step is one of the command lines you would use on real tars; each is print
 run again: finished steps are recognised.
 
 The images are simple scenes: a few large objects with smooth outlines and plain surfaces, not SA-1B's
-statistics. On the 33 held-out images (410 masks) the model reaches a mean IoU of 0.62 at one click and 0.86 at
-five. On scenes with SA-1B's statistics (25 held-out images, 277 masks of at least 0.5 % of the image) the same
-model and losses reach 0.50 and 0.74 after 289 steps of 4 images.
+statistics. On the 33 held-out images (410 masks) the model reaches a mean IoU of 0.62 at one click and 0.86
+at five. On scenes with SA-1B's statistics (25 held-out images, 277 masks of at least 0.5 % of the image) the
+same model and losses reach 0.50 and 0.74 after 289 steps of 4 images.
 """
 
 import json
