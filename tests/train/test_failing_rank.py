@@ -10,17 +10,22 @@ from tests.train.mishap import MOMENTS
 # Longer than a test waits: a rank that waits for another one until the timeout counts as hanging.
 WAITS = ("--parallel.timeout", "1000", "--parallel.timeout-first", "1000", "--data.deadline", "100")
 
+SLOW = [
+    ("ddp", "begun", "RuntimeError", 0),
+    ("fsdp", "agreed", "OSError", 1),
+    *(("ddp", "saved", "OSError", rank) for rank in (0, 1)),
+    *(("fsdp", moment, "RuntimeError", rank) for moment in MOMENTS for rank in (0, 1)),
+]
+
 
 @pytest.mark.parametrize(
-    ("mode", "moment", "error"),
+    ("mode", "moment", "error", "rank"),
     [
-        ("ddp", "begun", "RuntimeError"),
-        ("fsdp", "agreed", "OSError"),
-        pytest.param("ddp", "saved", "OSError", marks=pytest.mark.slow),
-        *(pytest.param("fsdp", moment, "RuntimeError", marks=pytest.mark.slow) for moment in MOMENTS),
+        ("ddp", "begun", "RuntimeError", 1),
+        ("fsdp", "agreed", "OSError", 0),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW),
     ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
 def test_it_prints_its_reason_and_the_others_end(
     root: Path, tmp_path: Path, mode: str, moment: str, error: str, rank: int
 ) -> None:

@@ -19,7 +19,11 @@ from tests.train.command import (
 )
 
 Run = Callable[[str, int], Path]
-MODES = [("none", 1), ("ddp", 2), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)]
+MODES = [
+    ("none", 1),
+    ("fsdp", 2),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsdp", 3))),
+]
 
 
 @pytest.fixture(scope="module")
