@@ -20,7 +20,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 RESULTS = DOCS.parent / "benchmarks" / "results" / "intel-xeon-2.30ghz-2-cores.json"
 _BLOCK = re.compile(r"<!-- generated: (?P<name>\w+) -->\n.*?<!-- end of generated -->", re.DOTALL)
-_SIZES = ("image_size", "patch_size", "width", "depth", "heads", "global_blocks", "window", "channels")
+_SIZES = (
+    *("image_size", "patch_size", "width", "depth", "heads", "global_blocks", "window", "channels"),
+    "pixel_features",
+)
 # Settings that say how a run is done, not what it is.
 _LEFT_OUT = {"data.root", "data.view", "checkpoint.every"}
 
