@@ -12,7 +12,7 @@ import pytest
 import sa1b
 from sa1b.errors import LockedError, ManifestError, TableError, UsageError
 from sa1b.ingest import finish as finish_module
-from sa1b.ingest.finish import drop_source, finish
+from sa1b.ingest.finish import Finished, drop_source, finish
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
@@ -435,3 +435,30 @@ def test_nothing_to_finish_is_no_success(tmp_path: Path) -> None:
     done = processes.run(line, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert json.loads(done.stdout)["complete"] is False
+
+
+def test_five_names_of_a_kind_are_listed_and_the_rest_counted(root: Path, tmp_path: Path) -> None:
+    names = [f"sa_{number:06d}" for number in range(6)]
+    tasks = read_tasks(root)
+    some = Finished(tasks, pending=names[:5]).line(tmp_path)
+    assert f"5 pending ({', '.join(names[:5])});" in some
+    more = Finished(tasks, dict.fromkeys(names, "why")).line(tmp_path)
+    assert f"6 failed ({', '.join(names[:5])} and 1 more);" in more
+
+
+def test_ten_sources_are_listed_where_none_of_a_name_can_be_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"sa_{number:06d}" for number in range(11)]
+    for count, end in ((10, names[9]), (11, f"{names[9]} …")):
+        monkeypatch.setattr(finish_module, "read_tasks", lambda _, count=count: dict.fromkeys(names[:count]))
+        with pytest.raises(UsageError, match=f"it holds {names[0]}, .*{end}$"):
+            drop_source(tmp_path, "sa_000099")
+
+
+def test_finishing_what_is_up_to_date_reads_no_rows(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("rows were read")
+
+    monkeypatch.setattr(finish_module, "task_rows", refused)
+    assert not finish(root).is_partial
