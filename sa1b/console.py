@@ -151,7 +151,12 @@ def loading() -> Iterator[None]:
 
 
 def end_at_interrupt() -> "Callable[..., object] | int | None":
-    """Let Ctrl-C end this process at once and without a traceback; returns the handler before."""
+    """Let Ctrl-C end this process at once and without a traceback; returns the handler before.
+
+    A process that ignores it, as those that a shell starts in the background, still does.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return signal.SIG_IGN
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Several ranks wait for each other where Python does not run.
         return signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -21,7 +21,6 @@ from tyro.conf import Positional
 
 from sa1b.console import run
 
-TOOLS = Path(os.path.relpath(Path(__file__).parent))
 PYTHON = os.path.relpath(sys.executable)
 
 
@@ -38,23 +37,23 @@ def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")  # git ignores the folder wherever it is
     if not all((source / f"sa_00000{i}.tar").exists() for i in range(2)):
-        _step("two source tars in the download's form, of simple synthetic scenes", "synthesize.py", source,
+        _step("two source tars in the download's form, of simple synthetic scenes", "synthesize", source,
               "--tars", 2, "--images-per-tar", 150, "--long-side", 480, "--simple", "--workers", workers,
               "--overwrite")  # fmt: skip
-    _step("source tars to indexed shards", "reshard.py", source, "--out", shards, "--images-per-shard", 64,
+    _step("source tars to indexed shards", "reshard", source, "--out", shards, "--images-per-shard", 64,
           "--workers", workers)  # fmt: skip
-    _step("every byte, image and mask of the shards checked", "verify.py", shards, "--deep",
+    _step("every byte, image and mask of the shards checked", "verify", shards, "--deep",
           "--workers", workers)  # fmt: skip
     # Masks of a few pixels are nothing for a model that sees 256 x 256 and learns in two minutes.
     large = ["--masks-where", "area_fraction >= 0.005 and area_fraction <= 0.5", "--held-out", "12%"]
-    _step("most images to train on", "view.py", shards, *large, "--name", "train")
-    _step("the others to evaluate on", "view.py", shards, *large, "--split", "held-out", "--name", "held-out")
+    _step("most images to train on", "view", shards, *large, "--name", "train")
+    _step("the others to evaluate on", "view", shards, *large, "--split", "held-out", "--name", "held-out")
     _train(
         "a small model, by two processes; it goes on where it was interrupted",
         *("--preset", "tiny", "--parallel.mode", "ddp", "--out", run, "--data.root", shards),
         *("--data.view", "train", "--evaluation.view", "held-out", "--evaluation.every", 100),
     )
-    _step("pictures with true and predicted masks", "gallery.py", shards, "--view", "held-out",
+    _step("pictures with true and predicted masks", "gallery", shards, "--view", "held-out",
           "--predictions", run / "predictions.jsonl", "--out", gallery)  # fmt: skip
     before, after = _scores(run)
     print(f"""
@@ -72,17 +71,17 @@ Done in {time.monotonic() - began:.0f} s.
 Next:
   open {gallery} in a browser
   {PYTHON} -c "import sa1b; print(sa1b.open('{shards}')[0].runs)"
-  {PYTHON} {TOOLS}/reshard.py sa_000020.tar --out shards    # with a tar of your own""")
+  {PYTHON} -m sa1b reshard sa_000020.tar --out shards    # with a tar of your own""")
     return 0
 
 
-def _step(what: str, tool: str, *arguments: object) -> None:
-    _do(what, [str(TOOLS / tool), *map(str, arguments)])
+def _step(what: str, verb: str, *arguments: object) -> None:
+    _do(what, ["-m", "sa1b", verb, *map(str, arguments)])
 
 
 def _train(what: str, *arguments: object) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    _do(what, [*torchrun, os.path.normpath(TOOLS / "../sa1b/train.py"), *map(str, arguments)])
+    _do(what, [*torchrun, "-m", "sa1b.train", *map(str, arguments)])
 
 
 def _scores(run: Path) -> tuple[dict[str, float], dict[str, float]]:

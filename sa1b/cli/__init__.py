@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from sa1b import __version__
-from sa1b.console import command, end, end_at_interrupt, run, run_directly
+from sa1b.console import command, end, end_at_interrupt, loading, run, run_directly
 
 VERBS = (
     "synthesize",
@@ -96,5 +96,6 @@ def _run(verb: str, arguments: list[str]) -> NoReturn:
         from sa1b import train
 
         train.exit_at_once(train.main(arguments=arguments, prog=command("train")))
-    module = import_module(f"sa1b.cli.{verb}")
+    with loading():
+        module = import_module(f"sa1b.cli.{verb}")
     run(module.main, module.__doc__, arguments=arguments, prog=command(verb))

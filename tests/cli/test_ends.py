@@ -71,13 +71,32 @@ def test_ctrl_c_while_modules_load_ends_with_130_and_without_a_traceback(
     command: list[str], module: str, tmp_path: Path
 ) -> None:
     # A module that takes its time, and turns the exception of an interrupted import into another one.
-    (tmp_path / f"{module}.py").write_text(
-        f"import pathlib, time\npathlib.Path({str(tmp_path / 'loading')!r}).touch()\n"
-        "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    raise ImportError('half loaded') from None\n"
-    )
-    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-    with subprocess.Popen(
+    code, output, errors = interrupted_while_loading(
         [sys.executable, *command],
+        module,
+        "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    raise ImportError('half loaded') from None\n",
+        tmp_path,
+    )
+    assert (code, output) == (130, "")
+    assert errors.strip() == "interrupted: nothing was written"
+
+
+def test_a_process_that_ignores_ctrl_c_ignores_it_while_modules_load_too(tmp_path: Path) -> None:
+    rest = f"while not pathlib.Path({str(tmp_path / 'sent')!r}).exists():\n    time.sleep(0.01)\nraise SystemExit(7)\n"
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", "sa1b", "verify", "root"]
+    assert interrupted_while_loading(ignoring, "pyarrow", rest, tmp_path) == (7, "", "")
+
+
+def interrupted_while_loading(
+    command: list[str], module: str, rest: str, folder: Path
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command that gets SIGINT while it imports a module with this code."""
+    loading = folder / "loading"
+    begin = f"import pathlib, time\npathlib.Path({str(loading)!r}).touch()\n"
+    (folder / f"{module}.py").write_text(begin + rest)
+    path = os.pathsep.join([str(folder), str(REPOSITORY)])
+    with subprocess.Popen(
+        command,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
@@ -85,14 +104,14 @@ def test_ctrl_c_while_modules_load_ends_with_130_and_without_a_traceback(
         text=True,
     ) as process:
         end = time.monotonic() + PATIENCE
-        while not (tmp_path / "loading").exists():
+        while not loading.exists():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < end
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
+        (folder / "sent").touch()
         output, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, output) == (130, "")
-    assert errors.strip() == "interrupted: nothing was written"
+    return process.returncode, output, errors
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""All ways to start training are the same command."""
+
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["-m", "sa1b", "train"],
+        ["-m", "sa1b.train"],
+        ["sa1b/train.py"],
+        [*TORCHRUN, "-m", "sa1b.train"],
+        [*TORCHRUN, "sa1b/train.py"],
+    ],
+    ids=" ".join,
+)
+def test_every_way_to_start_has_the_flags_and_the_package_that_is_installed(start: list[str]) -> None:
+    command = [sys.executable, *start, "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "--data.root" in done.stdout
+    assert "sa1b train --preset tiny" in done.stdout
+
+
+def test_no_module_beside_the_script_hides_one_of_another_package() -> None:
+    # `torchrun sa1b/train.py` puts the script's folder at the start of Python's path.
+    beside = {path.stem for path in (REPOSITORY / "sa1b").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert "train" in beside
+    installed = {name for name, packages in packages_distributions().items() if packages != ["sa1b"]}
+    assert beside & installed == set()
