@@ -441,9 +441,9 @@ def test_five_names_of_a_kind_are_listed_and_the_rest_counted(root: Path, tmp_pa
     names = [f"sa_{number:06d}" for number in range(6)]
     tasks = read_tasks(root)
     some = Finished(tasks, pending=names[:5]).line(tmp_path)
-    assert f"5 pending ({', '.join(names[:5])});" in some
+    assert f"5 pending ({', '.join(names[:5])})." in some
     more = Finished(tasks, dict.fromkeys(names, "why")).line(tmp_path)
-    assert f"6 failed ({', '.join(names[:5])} and 1 more);" in more
+    assert f"6 failed ({', '.join(names[:5])} and 1 more)." in more
 
 
 def test_ten_sources_are_listed_where_none_of_a_name_can_be_dropped(
