@@ -30,7 +30,7 @@ from sa1b.synthetic import source_tars as synthetic
 from sa1b.verify.rebuild import rebuild_root
 from sa1b.workers import available_cpus
 
-QUALITY = 95  # of re-encoded images, what tools/reshard.py takes
+QUALITY = 95  # of re-encoded images, what `sa1b reshard` takes
 MASKS = 64
 PACKAGES = (
     "torch", "numpy", "opencv-python-headless", "simplejpeg", "numba", "pycocotools", "webdataset",
@@ -73,7 +73,7 @@ def make(folder: Path, images: int, data: Path | str | None = None) -> Material:
     source = folder / "sa_000000.tar"
     if data is None:
         synthetic.write_tar(source, images=images, first_id=1)
-        origin = f"{images} synthetic images by the full-size generator (tools/synthesize.py)"
+        origin = f"{images} synthetic images by the full-size generator (sa1b synthesize)"
         roots = {"original": root_of(source, folder / "root-original", Options())}
     else:
         dataset = sa1b.open(data)

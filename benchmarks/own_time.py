@@ -136,7 +136,7 @@ def verdict(document: dict[str, Any]) -> dict[str, Any]:
     text = f"{cores} cores can make {rates['processor']:.0f} images/s of {SIZES[kind]} JPEGs with {output}"
     if disk:
         text += f"; this disk can deliver {rates['storage']:.0f}"
-    advice = {"storage": "Faster storage, or smaller files: tools/reshard.py --image-size 1024."}
+    advice = {"storage": "Faster storage, or smaller files: sa1b reshard --image-size 1024."}
     if limiting == "processor":
         share = work[largest] / milliseconds
         limiting = largest
@@ -147,7 +147,7 @@ def verdict(document: dict[str, Any]) -> dict[str, Any]:
         small = times["1024"]
         faster = milliseconds / (sum(small[name] for name in names) + small["rest"])
         advice[limiting] = (
-            f"Shards of 1024 px (tools/reshard.py --image-size 1024) give {faster:.1f} times the images/s "
+            f"Shards of 1024 px (sa1b reshard --image-size 1024) give {faster:.1f} times the images/s "
             "here; then more cores."
         )
     elif limiting == "raster":
