@@ -32,10 +32,11 @@ from sa1b.errors import UsageError
 from sa1b.gallery.predictions import Predicted
 from sa1b.masks import geometry
 from sa1b.masks.dense import runs_of
-from sa1b.masks.grid import framed, framed_size
+from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import rasterize
 from sa1b.masks.runs import Runs
 from sa1b.sam import protocol
+from sa1b.sam.prediction import at_source
 from sa1b.sam.protocol import ImageTruth, SamProtocol
 from sa1b.sam.score import PROMPTS, Score
 from sa1b.storage.atomic import write_whole
@@ -227,11 +228,11 @@ def prediction_lines(
     Args:
         rows: int64 [N], the masks of the batch that count.
         counted: bool [K], which of the masks in `found` those are.
-        found: of an evaluation: K masks.
+        found: of an evaluation: K masks. Their logits become masks at source resolution as in `sa1b.predict`.
     """
     image = batch.masks.image[rows].cpu()
     found = {name: values[counted].cpu() for name, values in found.items()}
-    predicted_masks, image_size = found["masks"].numpy(), batch.images.shape[-1]
+    image_size = batch.images.shape[-1]
     iou = (found["intersections"][:, 0] / found["unions"][:, 0].clamp(min=1)).double().numpy()
     predicted = found["predicted_iou"].double().numpy()
     # Of the protocol sam the clicks are its own.
@@ -243,13 +244,9 @@ def prediction_lines(
         if not len(own):
             continue
         size = (int(batch.source_sizes[i, 0]), int(batch.source_sizes[i, 1]))
-        # The pixels that the image takes of the square, stretched to its source.
-        taken_rows, columns = (
-            max(1, int((axis.sources() >= 0).sum()))
-            for axis in framed(size, image_size, predicted_masks.shape[-1])
-        )
-        runs = geometry.resize(runs_of(predicted_masks[own][:, :taken_rows, :columns]), *size)
-        scale = np.array(size[::-1]) / framed_size(*size, image_size)[::-1]
+        taken = framed_size(*size, image_size)
+        runs = runs_of(at_source(found["logits"][own], size, taken, image_size).numpy())
+        scale = np.array(size[::-1]) / taken[::-1]
         some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
         made.append((position, some.line(image_id)))
     return made

@@ -64,7 +64,7 @@ class Model(Protocol):
     may be empty: all sums are then 0, and every trained parameter still gets a gradient.
 
     Evaluation is optional. Settings whose `evaluates` is true promise what `sa1b.engine.evaluation` calls: a
-    `forward` that takes `evaluate=True` and returns intersections, unions and masks as SAM's does.
+    `forward` that takes `evaluate=True` and returns intersections, unions and logits as SAM's does.
 
     Attributes:
         figures: Names of the sums whose means are recorded each step, "loss" among them.

@@ -176,9 +176,9 @@ class Interactive(nn.Module):
             "count" the sum of the weights. All parameters get a gradient in any case, zeros where nothing
             counts.
             Evaluation: "intersections" and "unions", int64 [M, 4], in pixels of the dense masks inside
-            the image, after 1, 3 and 5 clicks and for the exact box alone; "masks", bool [M, R, R], and
-            "predicted_iou", float32 [M], of the answer to the first click. With one prompt the mask is
-            the one with the highest predicted IoU of three, later number 0.
+            the image, after 1, 3 and 5 clicks and for the exact box alone; "logits", float32 [M, R, R] of
+            the padded square, and "predicted_iou", float32 [M], of the answer to the first click. With one
+            prompt the mask is the one with the highest predicted IoU of three, later number 0.
 
         Raises:
             ValueError: the targets are smaller than the decoder's masks.
@@ -275,7 +275,7 @@ class Interactive(nn.Module):
         return {
             "intersections": torch.stack(intersections, dim=1),
             "unions": torch.stack(unions, dim=1),
-            "masks": _pick(first.masks, first.chosen),
+            "logits": _pick(first.logits, first.chosen),
             "predicted_iou": _pick(first.predicted, first.chosen).float(),
         }
 

@@ -79,7 +79,7 @@ class SamProtocol:
 
         Returns:
             "intersections" and "unions", int64 [M, 6], source pixels, a column for each of PROMPTS; of the
-            answer to the first click "masks", bool [M, R, R] of the padded square with R = S / 4,
+            answer to the first click "logits", float32 [M, R, R] of the padded square with R = S / 4,
             "predicted_iou", float32 [M], and "points", float32 [M, 2], where it was, in the padded square
             with a pixel's centre at its index plus 0.5.
         """
@@ -206,7 +206,7 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
     logits, predicted, candidates = prompts.answer(at, labels, AMBIGUOUS)
     best = predicted.argmax(dim=1)
     found = {
-        "masks": logits[each, best] > 0,
+        "logits": logits[each, best].float(),
         "predicted_iou": predicted[each, best],
         "points": prompts.framed(first) + 0.5,
     }
@@ -253,7 +253,7 @@ def _nothing(size: int, device: torch.device) -> dict[str, Tensor]:
     return {
         "intersections": none,
         "unions": none,
-        "masks": torch.zeros((0, size, size), dtype=torch.bool, device=device),
+        "logits": torch.zeros((0, size, size), device=device),
         "predicted_iou": torch.zeros(0, device=device),
         "points": torch.zeros((0, 2), device=device),
     }

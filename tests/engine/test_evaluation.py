@@ -191,6 +191,7 @@ def test_by_the_protocol_sam_a_click_is_at_the_centre_and_iou_at_source_resoluti
     dataset = sa1b.open(root)
     sam = model().model.eval()
     ious: dict[str, list[float]] = {"1_click": [], "box": []}
+    answers: dict[str, np.ndarray] = {}
     predictions = read_predictions(out / "predictions.jsonl")
     assert len(predictions) == 3
     for row in range(HELD_OUT):
@@ -202,9 +203,11 @@ def test_by_the_protocol_sam_a_click_is_at_the_centre_and_iou_at_source_resoluti
         corners[:, 2:] += corners[:, :2] - 1
         for name, prompts in (("1_click", {"points": points}), ("box", {"boxes": corners})):
             masks = sa1b.predict(sam, sample.image, **prompts).masks
+            answers[name] = masks
             ious[name] += ((masks & truth).sum((1, 2)) / (masks | truth).sum((1, 2))).tolist()
         if (shown := predictions.get(int(dataset.table.image_id[row]))) is not None:
             assert np.allclose(shown.points, np.array(points) + 0.5, atol=0.01)
+            assert np.mean(rasterize(shown.runs, dtype=np.bool_) != answers["1_click"]) < 0.02
             assert np.allclose(shown.iou, ious["1_click"][-len(points) :], atol=2e-3)
     for name, found in ious.items():
         assert scores[f"miou_{name}"] == pytest.approx(np.mean(found), abs=2e-3)

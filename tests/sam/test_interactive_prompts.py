@@ -143,7 +143,7 @@ def test_an_evaluation_has_no_gradient_and_whole_numbers():
     assert shapes == {
         "intersections": (torch.int64, (12, 4)),
         "unions": (torch.int64, (12, 4)),
-        "masks": (torch.bool, (12, size, size)),
+        "logits": (torch.float32, (12, size, size)),
         "predicted_iou": (torch.float32, (12,)),
     }
     assert not any(value.requires_grad for value in found.values())
@@ -153,7 +153,7 @@ def test_the_masks_of_an_evaluation_are_those_that_the_first_click_is_scored_wit
     _, targets, _ = case()
     _, found = trained(Recipe(), evaluate=True)
     truth = targets.masks.bool()
-    assert torch.equal((found["masks"] & truth).flatten(1).sum(1), found["intersections"][:, 0])
+    assert torch.equal(((found["logits"] > 0) & truth).flatten(1).sum(1), found["intersections"][:, 0])
 
 
 # --- The recipe

@@ -136,7 +136,7 @@ def test_scores_are_those_of_the_published_model_click_by_click() -> None:
             assert ious[row] == pytest.approx(expected, abs=2 / mask.sum())
             row += 1
     assert row == len(ious) == 3
-    assert (found["masks"].shape, found["points"].shape) == ((3, 16, 16), (3, 2))
+    assert (found["logits"].shape, found["points"].shape) == ((3, 16, 16), (3, 2))
 
 
 def test_images_without_masks_are_embedded_and_score_nothing() -> None:
