@@ -5,6 +5,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.docs.blocks import PAGES, REPOSITORY, without_blocks
 
@@ -77,3 +78,9 @@ def test_headings_are_anchors_code_blocks_and_other_hosts_are_not_looked_at() ->
     )
     assert broken(REPOSITORY / "docs" / "page.md", text) == []
     assert "comment" not in anchors_of(text)
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    site = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = [path for entry in site["nav"] for path in entry.values()]
+    assert sorted(listed) == sorted(page.name for page in PAGES if page.parent.name == "docs")

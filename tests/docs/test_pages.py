@@ -7,7 +7,7 @@ own commands. Other languages (`text` for output, `json`, `yaml`, ...) and block
 
 - `bash`: a shell that stops at the first command that fails. `sa1b` and `python` are those of this checkout.
   `cd` and variables end with the block. `sa1b train` has flags appended that make model and run tiny (64 pixels,
-  2 steps of 2 images: `TRAINING` in `tests/docs/materials.py`), so a page can show the flags of a real run.
+  2 steps of 2 images: `TRAINING` in `tests/docs/command.py`), so a page can show the flags of a real run.
 - `python`: the blocks of a page share one namespace and one process. No `if __name__ == "__main__"` is needed.
 - `sql`: DuckDB, in the page's folder.
 
@@ -22,14 +22,19 @@ Comments, which readers do not see, change this:
 - `<!-- exit code: 3 -->` on the line before a `bash` block: it ends with this code.
 """
 
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.docs import materials
 from tests.docs.blocks import LANGUAGES, PAGES, blocks_of, materials_of
+from tests.docs.command import write_commands
 
 
 @pytest.fixture(scope="session")
@@ -39,25 +44,24 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def commands() -> Iterator[Path]:
     """A folder with the commands `sa1b` and `python`."""
-    folder = tmp_path_factory.mktemp("commands") / "bin"
-    materials.write_commands(folder)
-    return folder
+    with tempfile.TemporaryDirectory() as name:
+        write_commands(Path(name) / "bin")
+        yield Path(name) / "bin"
 
 
 def run_page(page: Path, folder: Path, made: Path, commands: Path) -> subprocess.CompletedProcess[str]:
     """Run the blocks of a page in a folder, with the materials that it asks for."""
     for name in ["downloads", *materials_of(page.read_text(encoding="utf-8"))]:
         materials.copy_to(folder, name, made)
-    return subprocess.run(
+    return processes.run(
         [sys.executable, "-c", f"from tests.docs import page; page.main({str(page)!r})"],
         cwd=folder,
-        env=materials.environment(commands),
+        env={**os.environ, "PATH": f"{commands}{os.pathsep}{os.environ.get('PATH', os.defpath)}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
     )
 
 
