@@ -1,6 +1,5 @@
 """Options of the comparison that cannot work are refused before anything is made."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
+from tests import processes
 from tests.shards import tiny
 
 REPOSITORY = Path(__file__).parents[2]
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 def refused(*arguments: str) -> str:
     """What pytest says of an error of usage."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "benchmarks/test_peers.py"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    done = processes.run([*command, *arguments], capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "Traceback" not in done.stderr
     return done.stderr

@@ -1,6 +1,7 @@
 """Finishing: what succeeded can be read, what did not is listed, and nothing readable is taken away."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -259,8 +260,33 @@ def test_what_cannot_be_dropped_is_said(root: Path) -> None:
         drop_source(root, "sa_000005")
     claim = Claim.take(Store(root), "tasks/sa_000001.claim")
     assert claim is not None
-    with claim, pytest.raises(LockedError, match="works on it now"):
+    path = root / "tasks" / "sa_000001.claim"
+    with (
+        claim,
+        pytest.raises(
+            LockedError, match=rf"works on it now \({path}: held until process {os.getpid()} of this"
+        ),
+    ):
         drop_source(root, "sa_000001")
+    assert len(sa1b.open(root)) == 12
+
+
+def test_a_claim_that_is_released_at_this_moment_is_named_by_its_file(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finish_module, "holder", lambda *_: None)
+    claim = Claim.take(Store(root), "tasks/sa_000001.claim")
+    assert claim is not None
+    path = root / "tasks" / "sa_000001.claim"
+    with claim, pytest.raises(LockedError, match=rf"another process works on it now \({path}\)"):
+        drop_source(root, "sa_000001")
+
+
+def test_a_table_that_a_killed_process_left_is_removed_by_the_next_finish(root: Path) -> None:
+    left = root / "samples-0123456789abcdef.bin"
+    left.write_bytes(b"left")
+    finish(root)
+    assert not left.exists()
     assert len(sa1b.open(root)) == 12
 
 
