@@ -1,8 +1,8 @@
 """What the ranks of a launch do; the tests look at what they return."""
 
 import faulthandler
-import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -229,23 +229,24 @@ def disagreement(config: ParallelConfig, what: str) -> str:
     return ""
 
 
-def seconds_until_a_silent_rank_is_noticed(config: ParallelConfig, seconds: float) -> float:
-    """How long a collective waits for a rank that does not come, on each group of the mesh."""
+def errors_of_a_wait_for_silent_ranks(config: ParallelConfig, seconds: float) -> list[str]:
+    """On rank 0, what a collective on each group of the mesh raises while the other ranks do nothing."""
     with group(config) as rank_info:
+        store = dist.distributed_c10d._get_default_store()
         groups = [None, *(rank_info.mesh.get_all_groups() if rank_info.mesh else [])]
         for each in groups:
             dist.all_reduce(torch.ones(1), group=each)
         set_timeout(rank_info, seconds)
-        longest = 0.0
-        for each in groups:
-            began = time.monotonic()
-            if rank_info.rank == 0:
+        errors = []
+        if rank_info.rank:
+            store.wait(["raised"], timedelta(minutes=10))
+        else:
+            for each in groups:
                 try:
                     dist.all_reduce(torch.ones(1), group=each)
-                except RuntimeError:
-                    longest = max(longest, time.monotonic() - began)
+                except RuntimeError as error:
+                    errors.append(str(error))
                 else:
-                    return -1.0
-        if rank_info.rank:
-            time.sleep(len(groups) * seconds + 2)
-        return longest
+                    errors.append("")
+            store.set("raised", "")
+        return errors

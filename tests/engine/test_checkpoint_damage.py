@@ -136,7 +136,7 @@ def test_after_a_kill_at_any_time_the_newest_checkpoint_is_right_and_nothing_hal
         process = Process([sys.executable, "-c", command], cwd=REPOSITORY)
         before = time.monotonic()
         while steps(tmp_path / "checkpoints")[-1:] <= [step]:
-            assert time.monotonic() - before < 60
+            assert time.monotonic() - before < 600
             time.sleep(0.002)
         time.sleep(random.uniform(0, 0.05))
         process.kill()

@@ -85,8 +85,8 @@ def say(**line: Any) -> None:
 
 
 def settled(expected: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What is held, after up to 30 seconds: threads of torch's queues end a moment after their owner."""
-    end = time.monotonic() + 30
+    """What is held, after up to five minutes: threads of torch's queues end a moment after their owner."""
+    end = time.monotonic() + 300
     while (found := held()) != expected and time.monotonic() < end:
         time.sleep(0.02)
     return found

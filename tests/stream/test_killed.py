@@ -64,10 +64,10 @@ def test_workers_outlive_signals_to_the_group_until_the_process_has_saved(
     assert json.loads(first_lines(process, 1)[0])["digest"] == whole[0]
     os.killpg(process.pid, signal.SIGUSR1)
     os.killpg(process.pid, signal.SIGTERM)
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors.decode()
     assert json.loads(out) == {"rest": whole[1:], "alive": [True, True]}
-    wait_for_end(process.pid, 30)
+    wait_for_end(process.pid, 300)
 
 
 def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_the_suffix(
@@ -81,11 +81,11 @@ def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_
     for process in started.values():
         process.kill()
     for kind, process in started.items():
-        out, _ = process.communicate(timeout=120)  # ends when the last holder of its pipes has
+        out, _ = process.communicate(timeout=300)  # ends when the last holder of its pipes has
         # What lies in the pipe since counts too; the last line may be cut.
         text = b"".join(received[kind]) + out
         lines = [json.loads(line) for line in text[: text.rindex(b"\n")].splitlines()]
-        wait_for_end(process.pid, 120)
+        wait_for_end(process.pid, 300)
         assert shared_memory(members[kind], segments) == []
         whole = recorded(root, len(lines) + 10)
         assert [line["digest"] for line in lines] == whole[: len(lines)]

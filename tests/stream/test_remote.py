@@ -104,7 +104,9 @@ def test_any_file_system_that_fsspec_knows_serves(bucket: Path) -> None:
     assert_same(take(stream, STEPS), take(local(bucket), STEPS))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "context", ["fork", *(pytest.param(one, marks=pytest.mark.slow) for one in ("spawn", "forkserver"))]
+)
 def test_workers_however_they_are_started(bucket: Path, server: Service, context: str) -> None:
     stream = remote(server.port)
     stream.dataset.reader.size("dataset.json")  # the parent has connections of its own

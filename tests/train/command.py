@@ -46,7 +46,7 @@ SECOND_FLAGS = (
     *("--preset", "small", "--data.threads", "1", "--optim.steps", str(STEPS), "--checkpoint.every", "2"),
     *("--logging.tensorboard", "False"),
 )
-PATIENCE = 150  # seconds until a command counts as hanging
+PATIENCE = 600  # seconds until a command counts as hanging
 
 
 def make_root(folder: Path, images: int = IMAGES) -> Path:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.processes import Process
 from tests.train.command import (
+    PATIENCE,
     assert_same_state,
     checkpoint_steps,
     lines,
@@ -32,7 +33,7 @@ def ranks_of(process: Process) -> list[int]:
 
 def wait(process: Process, until: Callable[[], bool]) -> bool:
     """Whether it happened before the run was over."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while not until():
         if process.poll() is not None:
             return False

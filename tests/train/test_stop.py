@@ -10,6 +10,7 @@ import pytest
 
 from tests.processes import Process
 from tests.train.command import (
+    PATIENCE,
     STEPS,
     checkpoint_steps,
     lines,
@@ -47,7 +48,7 @@ def test_the_second_signal_ends_a_process_that_nobody_supervises_at_once(root: P
 
 
 def wait_for_step(process: Process, out: Path, step: int) -> None:
-    end = time.monotonic() + 100
+    end = time.monotonic() + PATIENCE
     while not ((out / "metrics.jsonl").exists() and len(lines(out)) >= step):
         assert process.poll() is None, output_of(process, out)
         assert time.monotonic() < end
