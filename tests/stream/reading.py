@@ -41,14 +41,14 @@ class CallerError(Exception):
     """What a training loop may raise in the middle of an epoch."""
 
 
-def start(kind: str, root: Path, what: str, temporary: Path) -> Process:
+def start(kind: str, root: Path, what: str, temporary: Path, *, forked: bool = False) -> Process:
     """Start such a process as the leader of its own session, with its own temporary folder.
 
-    Its interpreter is a new one where what its end does is tested. The folder's path must be short: sockets are
-    made below it.
+    Fork it only where the end of its interpreter is not part of the test. The folder's path must be short: sockets
+    are made below it.
     """
     temporary.mkdir()
-    options = [] if what in ("endless", "murders") else ["-X", "faulthandler"]
+    options = [] if forked else ["-X", "faulthandler"]  # with options it is a new interpreter
     return Process(
         [sys.executable, *options, "-m", "tests.stream.reading", kind, str(root), what],
         stdout=subprocess.PIPE,

@@ -74,7 +74,7 @@ def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_
     root: Path, short_path: Path
 ) -> None:
     segments = names()
-    started = {kind: start(kind, root, "endless", short_path / kind) for kind in KINDS}
+    started = {kind: start(kind, root, "endless", short_path / kind, forked=True) for kind in KINDS}
     received = {kind: first_lines(process, 5 + i) for i, (kind, process) in enumerate(started.items())}
     members = {kind: session(process.pid) for kind, process in started.items()}
     assert {kind: len(pids) for kind, pids in members.items()} == {"loader": 1, "workers": 3}
