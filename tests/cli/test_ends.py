@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sa1b.cli import VERBS
+from tests import processes
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE = 120  # seconds
@@ -18,7 +19,7 @@ ROOT_FLAGS = {"reshard": ("--out", "x"), "export": ("--to", "sa1b", "--out", "x"
 
 def sa1b(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "sa1b", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    return processes.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("verb", VERBS)
