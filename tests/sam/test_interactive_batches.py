@@ -1,17 +1,15 @@
 """Nothing depends on others: not on the rest of the batch, not on the device, not on other ranks."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe
+from tests.engine.launch import launch
 from tests.sam.sketch import PLAIN, SMALL, case, part, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,9 +139,9 @@ def test_no_round_waits_for_the_device(evaluate):
     assert mode.found == []
 
 
-def gradients_of_a_rank(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def gradients_of_a_rank(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     torch.manual_seed(0)
     parallel = nn.parallel.DistributedDataParallel(Interactive(Sam(SMALL), Recipe()))
     for masks, images in ((6, 2) if rank == 0 else (0, 0), (0, 1) if rank == 0 else (3, 1)):
@@ -155,10 +153,7 @@ def gradients_of_a_rank(rank: int, port: int, folder: str) -> None:
 
 
 def test_a_rank_without_masks_or_images_takes_part_in_ddp_without_a_search_for_unused_parameters(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(gradients_of_a_rank, (port, str(tmp_path)), 2, start_method="spawn")
+    launch(gradients_of_a_rank, 2, str(tmp_path))
     torch.manual_seed(0)
     interactive = Interactive(Sam(SMALL), Recipe())
     for files, masks, images in ((("0-2-6", "1-0-0"), 6, 2), (("0-1-0", "1-1-3"), 3, 1)):

@@ -1,14 +1,12 @@
 """The score against numpy, and that no order of summing changes a bit of it."""
 
-import socket
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from sa1b.sam.score import LARGE, MEDIUM, PROMPTS, SIZES, Score
+from tests.engine.launch import launch
 
 
 def case(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,8 +77,9 @@ def test_a_batch_without_masks_adds_nothing():
     assert not score.sums.any()
 
 
-def reduce_part(rank: int, world_size: int, port: int, folder: str) -> None:
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+def reduce_part(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     score = scored(tuple(tensor[rank::world_size] for tensor in case(100)))
     score.all_reduce()
     np.save(f"{folder}/{rank}.npy", score.sums.numpy())
@@ -88,10 +87,7 @@ def reduce_part(rank: int, world_size: int, port: int, folder: str) -> None:
 
 
 def test_ranks_agree_on_the_score_of_one_process(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(reduce_part, (2, port, str(tmp_path)), 2, start_method="spawn")
+    launch(reduce_part, 2, str(tmp_path))
     for rank in range(2):
         np.testing.assert_array_equal(np.load(tmp_path / f"{rank}.npy"), scored(case(100)).sums)
 
