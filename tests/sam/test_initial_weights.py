@@ -113,7 +113,7 @@ def test_the_sizes_of_the_published_mae_are_those_of_the_presets(name: str, widt
 @pytest.mark.parametrize(
     ("weights", "complaint"),
     [
-        (vit(depth=4), "width 48 and depth 4: the image encoder has width 48 and depth 3: .*--model.depth"),
+        (vit(depth=4), "width 48 and depth 4: the image encoder has width 48 and depth 3; .*--model.depth"),
         (vit() | {"pos_embed": torch.zeros(1, 12, 48)}, r"pos_embed \[1, 12, 48\]"),
         (vit() | {"pos_embed": torch.zeros(1, 17, 32)}, r"pos_embed \[1, 17, 32\]"),
         (vit() | {"blocks.1.mlp.fc1.weight": torch.zeros(3, 48)}, r"blocks.1.mlp.fc1.weight \[3, 48\]"),
@@ -133,7 +133,7 @@ def test_a_file_that_is_neither_a_sam_nor_a_vit_is_refused(tmp_path: Path) -> No
     with pytest.raises(WeightsError, match=": not a SAM"):
         read_initial_weights(tmp_path / "foreign.pth")
     torch.save(vit() | {"cls_token": torch.zeros(1, 1, 48, dtype=torch.int64)}, tmp_path / "odd.pth")
-    with pytest.raises(WeightsError, match=r"cls_token is torch.int64"):
+    with pytest.raises(WeightsError, match=r"cls_token must be floating point, not torch.int64"):
         read_initial_weights(tmp_path / "odd.pth")
 
 
