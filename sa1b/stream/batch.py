@@ -2,10 +2,9 @@
 
 torch pickles the batches of a DataLoader's worker process in a background thread: tensors go into shared
 memory, and their file descriptors through a Unix socket in the temporary directory. If that fails, Python
-prints a traceback in the worker and drops the batch, and the training process waits for it without end. It
-fails where TMPDIR is too long for the path of a socket (107 bytes), where `ulimit -n` is low and where
-/dev/shm is full. With `send_errors` the error takes the place of the batch and is raised in the training
-process.
+prints a traceback in the worker and drops the batch, and the training process waits for it forever. It
+fails if TMPDIR is too long for the path of a socket (107 bytes), if `ulimit -n` is low or if /dev/shm is
+full. With `send_errors` the error replaces the batch and is raised in the training process.
 """
 
 import os
@@ -34,15 +33,15 @@ from sa1b.stream.buffers import fresh
 from sa1b.stream.sample import SampleMasks
 
 _LARGE = ("images", "dense")  # tensors that are not packed with the others
-_ALIGNMENT = 64  # bytes, at which a tensor begins in a packed buffer: at least that of every type
+_ALIGNMENT = 64  # bytes; tensors in a packed buffer start at multiples of it, enough for every dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tensors:
-    """A record of tensors that travels as one."""
+    """A dataclass of tensors that are moved together."""
 
     def _map(self, function: Callable[[str, Tensor], Tensor]) -> Self:
-        """A copy with function(name, tensor) in place of each tensor, at any depth."""
+        """A copy in which function(name, tensor) replaces each tensor, also in nested dataclasses."""
         changed: dict[str, Any] = {}
         for one in fields(self):
             value = getattr(self, one.name)
@@ -66,7 +65,7 @@ class _Tensors:
         self._map(record)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
-        """A copy on another device; nothing is copied where it lies there already."""
+        """A copy on another device; tensors that are already there are not copied."""
         return self._map(lambda name, tensor: tensor.to(device, non_blocking=non_blocking))
 
 
@@ -78,9 +77,10 @@ class RaggedMasks(_Tensors):
         runs: int32 [R], column-major at source resolution, background first, mirrored where the image is.
         offsets: int64 [M + 1] into runs.
         image: int64 [M], the image in the batch that each mask belongs to, ascending.
-        counts: how many masks each image has, as numbers on the host; nothing waits for the device.
-        sizes: int64 [M, 2], height and width of that image: of its source, or of the window of it.
-        taken: int64 [M, 2], rows and columns that it takes of the padded square.
+        counts: number of masks of each image, as integers on the host: reading them does not wait for the
+            device.
+        sizes: int64 [M, 2], height and width of the mask's source image, or of its window.
+        taken: int64 [M, 2], rows and columns of the padded square that the image fills.
         image_size: pixels of the padded square.
     """
 
@@ -104,11 +104,11 @@ class RaggedMasks(_Tensors):
     def dense(self, size: int | None = None, *, out: Tensor | None = None) -> Tensor:
         """Pixels in the padded square at `size` (image_size if None): uint8 [M, size, size] on this device.
 
-        Bit for bit the same on every device: see sa1b.masks.grid. On a CUDA device nothing is copied and the
-        host does not wait, provided that triton is installed, as it is with CUDA builds of torch.
+        The result is the same on every device, bit for bit: see sa1b.masks.grid. On a CUDA device nothing is
+        copied and the host does not wait if triton is installed, which CUDA builds of torch include.
 
         Raises:
-            sa1b.masks.SizeError: no size of a square of pixels.
+            sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
         """
         size = self._size(size)
         if self.runs.device.type != "cpu":
@@ -125,13 +125,13 @@ class RaggedMasks(_Tensors):
     def empty(self, size: int | None = None) -> Tensor:
         """Which masks have no pixel in the padded square at `size` (image_size if None): bool [M].
 
-        A small mask may lie between the source pixels that `dense` reads. It stays in the batch, with its
-        point, box and scores, as a target without foreground: leave it out of the loss, or do not choose it
-        (`Stream(min_pixels=)`). Computed from the runs, without pixels; equal to
+        `dense` may read none of the source pixels of a small mask. The mask stays in the batch, with its
+        point, box and scores, as a target without foreground. Leave it out of the loss, or exclude such masks
+        with `Stream(min_pixels=)`. The result is computed from the runs, without pixels, and equals
         `~(self.dense(size) != 0).flatten(1).any(1)`.
 
         Raises:
-            sa1b.masks.SizeError: no size of a square of pixels.
+            sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
         """
         heights, widths = self.sizes.unbind(1)
         size = self._size(size)
@@ -145,13 +145,14 @@ class RaggedMasks(_Tensors):
     def raster_jobs(
         self, size: int, out: Tensor, boxes: npt.NDArray[np.int64] | None = None
     ) -> list[Callable[[], object]]:
-        """What `dense` does on a CPU, image by image: calls that threads may share.
+        """The work of `dense` on a CPU as one call per image, so that threads can share it.
 
         Args:
             out: uint8 [M, size, size] on the CPU; each call fills the masks of its image.
-            boxes: int64 [M, 4], where `out` is not 0; see `sa1b.masks.raster.rasterize_frame`.
+            boxes: int64 [M, 4], the parts of `out` that are not 0; see
+                `sa1b.masks.raster.rasterize_frame`.
         """
-        # The compiled function takes the masks of one image at a time; they lie together.
+        # The compiled function takes the masks of one image, which are contiguous.
         found: list[Callable[[], object]] = []
         for start, stop in pairwise(accumulate(self.counts, initial=0)):
             if start < stop:
@@ -177,25 +178,26 @@ class Batch(_Tensors):
             column and row; see sa1b.masks.grid.
         points: float32 [M, 2], x, y in the padded square: the centre of a uniform foreground pixel.
         areas: int64 [M], source pixels.
-        predicted_iou: float32 [M], as the annotation says.
-        stability_score: float32 [M], as the annotation says.
+        predicted_iou: float32 [M], from the annotation.
+        stability_score: float32 [M], from the annotation.
         mask_ids: int64 [M], -1 where the annotation has none.
         mask_index: int64 [M], the mask's index in its record, unique in an image.
         ids: int64 [B], the image ids.
-        source_sizes: int64 [B, 2], height and width of the source, or of the window that is seen of it.
-        framed_sizes: int64 [B, 2], rows and columns that the image takes of the padded square.
-        windows: int64 [B, 4], x, y, width, height of what is seen of the source, in its pixels; see
+        source_sizes: int64 [B, 2], height and width of the source, or of its window.
+        framed_sizes: int64 [B, 2], rows and columns of the padded square that the image fills.
+        windows: int64 [B, 4], x, y, width, height of the visible part of the source, in source pixels; see
             sa1b.stream.transform.
         flipped: bool [B], whether the window is mirrored left to right.
-        positions: int64 [B], of each image in the order.
-        valid: bool [B]; False for the fill-up of the last evaluation step, and for a damaged image in an
+        positions: int64 [B], position of each image in the order.
+        valid: bool [B]; False for the padding of the last evaluation step, and for a damaged image in an
             evaluation.
-        position: where to resume if this batch was the last one used: after its step if it is the last
-            micro-batch of the step, else at the start of the step, which is then repeated as a whole.
-        dense: the masks as pixels, uint8 [M, size, size], where the loader was asked for them.
-        extra: joined columns (`Stream(join=...)`), on the host: by name a list of B or M Python values, None
-            where there is no row; see sa1b.stream.columns.
-        buffer: uint8, the memory of all other tensors but `images` where they are packed (`pack`), else None.
+        position: where to resume if this is the last batch that was used. After the last micro-batch of a
+            step it is the start of the next step. Otherwise it is the start of this step, which is repeated
+            completely.
+        dense: the masks as pixels, uint8 [M, size, size]; None unless the loader has `dense` set.
+        extra: joined columns (`Stream(join=...)`), on the host: name -> list of B or M Python values, None
+            if the table has no row; see sa1b.stream.columns.
+        buffer: uint8, the memory of all tensors except `images` and `dense` after `pack`, else None.
     """
 
     images: Tensor
@@ -233,10 +235,11 @@ class Batch(_Tensors):
         return len(self.ids)
 
     def pack(self, allocate: Callable[[int], Tensor]) -> "Batch":
-        """A copy whose tensors other than `images` and `dense` lie in one buffer, for one copy to a device.
+        """A copy with all tensors except `images` and `dense` in one buffer, for one copy to a device.
 
         Args:
-            allocate: returns at least so many bytes, uint8 [n], at an address that is a multiple of 64.
+            allocate: takes a number of bytes and returns a buffer of at least that size, uint8 [n], at an
+                address that is a multiple of 64.
         """
         sizes: list[int] = []
         loose = replace(self, buffer=None)
@@ -253,7 +256,7 @@ class Batch(_Tensors):
         return replace(loose._map(moved), buffer=buffer)
 
     def _repacked(self, buffer: Tensor) -> "Batch":
-        """With a copy of the buffer: the tensors that lie in the old one become views of it."""
+        """A batch with a copy of its buffer: the tensors in the old buffer become views of the new one."""
         old = self.buffer
         assert old is not None
         first, stop = old.data_ptr(), old.data_ptr() + old.nbytes
@@ -268,7 +271,7 @@ class Batch(_Tensors):
         return self._map(moved)
 
     def pin_memory(self) -> "Batch":
-        """A copy in pinned memory, from which copies to a GPU need not wait; packed."""
+        """A packed copy in pinned memory, from which copies to a GPU need not wait."""
         packed = self.pack(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
         return packed._map(lambda name, tensor: tensor.pin_memory() if name in _LARGE else tensor)
 
@@ -291,7 +294,7 @@ def collate(
     valid: Sequence[bool],
     position: int,
 ) -> Batch:
-    """A batch of decoded images, uint8 [B, S, S, 3], and what belongs to them."""
+    """A batch of decoded images, uint8 [B, S, S, 3], with their masks and positions."""
     counts = [len(sample.runs) for sample in samples]
     lengths = [np.diff(sample.runs.offsets) for sample in samples]
     frames = [sample.frame for sample in samples]
@@ -336,7 +339,7 @@ def _joined(arrays: list[Any], dtype: Any, width: int | None = None) -> Tensor:
 
 @cache
 def _back_end(device_type: str) -> ModuleType:
-    """Triton's kernels on a CUDA device if triton is installed, else plain torch: the same bits."""
+    """Triton's kernels on a CUDA device if triton is installed, else plain torch. Results are identical."""
     if device_type != "cuda" or find_spec("triton") is None:
         return raster_torch
     return import_module("sa1b.masks.raster_triton")
@@ -358,7 +361,7 @@ class TransportError(Sa1bError):
 
 
 def send_errors() -> None:
-    """In a worker process: send the error in place of every batch that cannot be sent."""
+    """In a worker process: if a batch cannot be sent, send the error instead."""
     ForkingPickler.register(Batch, _reduce)
 
 

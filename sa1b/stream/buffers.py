@@ -1,9 +1,9 @@
-"""Memory of batches: buffers that are reused, and the pinned ones on the way to a GPU.
+"""Memory of batches: buffers that are reused, and pinned buffers for copies to a GPU.
 
 Fresh memory costs more than filling it: the system clears every page when it is first touched, 9 ms for the
-64 MB of an image's masks at 1024 x 1024, which take 2.5 when they are written again. So buffers are kept, and
-handed out anew once their last tensor, and every view of it, is unreferenced. Until then they are the
-caller's.
+64 MB of an image's masks at 1024 x 1024, compared with 2.5 ms when they are written again. So buffers are
+kept. A buffer belongs to the caller until its last tensor, and every view of it, is unreferenced; then it is
+reused.
 """
 
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CUDA: Any = torch.cuda  # parts of it have no types
 _BOX = np.dtype((np.int64, 4))  # top, bottom, left, right
-_OURS = 3  # references to a buffer that is not in use: the list's, the loop's, that of asking
+_OURS = 3  # references to an unused buffer: of the list, of the loop variable, of the call that counts them
 
 
 class BufferPool:
@@ -29,7 +29,7 @@ class BufferPool:
 
     Args:
         capacity: bytes of each.
-        keep: how many are reused; those that are handed out beyond are freed once unreferenced.
+        keep: number of buffers that are reused; further ones are freed once unreferenced.
     """
 
     def __init__(self, capacity: int, keep: int) -> None:
@@ -39,7 +39,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
-        """A tensor uint8 of this shape, of at most `capacity` bytes, filled with anything."""
+        """A uint8 tensor of this shape, of at most `capacity` bytes, not initialised."""
         size = int(np.prod(shape, dtype=np.int64))
         if size > self.capacity:
             raise ValueError(f"{size} bytes of a buffer of {self.capacity}")
@@ -60,12 +60,14 @@ class BufferPool:
 
 
 class MaskBufferPool(BufferPool):
-    """Buffers for dense masks that know where they are not 0, so that only this is cleared.
+    """Buffers for dense masks that record which parts are not 0, so that only these are cleared.
 
-    The boxes of the masks lie before their pixels, all 0 in fresh memory: no mask was rasterised there.
+    The boxes of the masks are stored before their pixels. In fresh memory all boxes are 0: no mask was
+    rasterised there.
 
     Args:
-        masks: of a buffer at most; size: pixels of their sides.
+        masks: largest number of masks in a buffer.
+        size: height and width of a mask, pixels.
         keep: as for `BufferPool`.
     """
 
@@ -76,7 +78,7 @@ class MaskBufferPool(BufferPool):
     def take_known(self, masks: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Pixels uint8 [masks, size, size], and int64 [masks, 4] for `sa1b.masks.raster.rasterize_frame`.
 
-        Right only if nothing but that function writes into the pixels, with these boxes.
+        The boxes are valid only if that function alone writes into the pixels, with these boxes.
         """
         buffer = self._free()
         head = self._masks * _BOX.itemsize
@@ -89,10 +91,10 @@ class MaskBufferPool(BufferPool):
 
 
 class SideStream:
-    """A CUDA stream for copying and rasterising beside the caller's own.
+    """A CUDA stream for copying and rasterising in parallel with the caller's stream.
 
     Args:
-        device: of CUDA; without an index the current one of the calling thread.
+        device: a CUDA device; without an index, the current one of the calling thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,7 +103,7 @@ class SideStream:
         self._stream = _CUDA.Stream(self.device)
 
     def begin_thread(self) -> None:
-        """In a new thread, whose device is the first one of the process otherwise."""
+        """Set the device of a new thread; otherwise it would be the first device of the process."""
         torch.cuda.set_device(self.device)
 
     def current(self) -> AbstractContextManager[object]:
@@ -110,7 +112,7 @@ class SideStream:
         return context
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """New memory on the device, uint8, filled with anything, for this stream."""
+        """New memory on the device for this stream, uint8, not initialised."""
         with self.current():
             return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
@@ -123,26 +125,26 @@ class SideStream:
         return batch.to(self.device)
 
     def event(self) -> Any:
-        """An event after all that was submitted so far."""
+        """An event after all work that was submitted so far."""
         event = _CUDA.Event()
         event.record(self._stream)
         return event
 
     def hand_over(self, batch: "Batch", ready: Any) -> None:
-        """Have the caller's current stream wait for an event, and the allocator for the caller's stream."""
+        """Make the caller's current stream wait for an event, and the allocator for the caller's stream."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(ready)
         batch.record_stream(current)
 
 
 class PinnedBuffer:
-    """Pinned memory of one batch on the way to a GPU: its images, and all other tensors packed.
+    """Pinned memory of one batch for the copy to a GPU: its images, and all other tensors packed.
 
-    A copy from it is asynchronous: before it is written again, `wait` waits for the end of the last one.
+    Copies from it are asynchronous. `wait` returns when the last copy has ended: call it before writing.
 
     Args:
         side: stream of the copies.
-        shape: of the images.
+        shape: shape of the images.
     """
 
     def __init__(self, side: SideStream, shape: tuple[int, ...]) -> None:
@@ -152,29 +154,31 @@ class PinnedBuffer:
         self._copied: Any = None
 
     def small(self, size: int) -> Tensor:
-        """Memory for so many bytes; it grows, by half as much again."""
+        """Memory for `size` bytes; it grows by a factor of 1.5."""
         if size > len(self._small):
             self._small = self._side.pinned((size * 3 // 2,))
         return self._small[:size]
 
     def copied(self) -> None:
-        """Note that the copies of this batch were submitted."""
+        """Record that the copies of this batch were submitted."""
         self._copied = self._side.event()
 
     def wait(self) -> None:
-        """Wait until the copies of the batch before have ended."""
+        """Wait until the copies of the previous batch have ended."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 def fresh(shape: tuple[int, ...]) -> Tensor:
-    """New memory for pixels, uint8, filled with anything."""
+    """New memory for pixels, uint8, not initialised."""
     # Shaped by torch: numpy gives an array without elements other strides.
     return torch.from_numpy(_allocate(int(np.prod(shape, dtype=np.int64)))).view(shape)
 
 
 def _allocate(size: int) -> npt.NDArray[np.uint8]:
-    """By numpy, which asks the system for huge pages: touching them for the first time takes a third of the
-    time (0.11 against 0.32 ms for an image of 1024 x 1024), as much as touching them again.
+    """New memory from numpy, which asks the system for huge pages.
+
+    The first write takes a third of the time (0.11 instead of 0.32 ms for an image of 1024 x 1024), as much
+    as later writes.
     """
     return np.empty(size, np.uint8)

@@ -6,20 +6,21 @@
 
 The source of a column is a Parquet file (.parquet), a file of JSON lines (.jsonl, .ndjson, also .gz), as path
 or URL, or a pyarrow table. It has a column `mask_id` or else `image_id` of unique integers, and a column of
-the joined name. `batch.extra[name]` is a list on the host, whatever the column's type, aligned with the masks
-or the images of the batch: Python values, None where the source has no row or a null.
+the joined name. `batch.extra[name]` is a list on the host for every type of column, aligned with the masks
+or the images of the batch. It contains Python values, and None if the source has no row or a null.
 
-`stream.columns[name].missing` counts the None of this process. The worker processes of a DataLoader count
-their own; `batch.extra[name].count(None)` counts those of a batch.
+`stream.columns[name].missing` counts the None values of this process; worker processes of a DataLoader have
+separate counters. `batch.extra[name].count(None)` counts the None values of a batch.
 
-A source is converted once, to an Arrow file sorted by id in the cache of sa1b.storage.cache; a pyarrow table
-in a temporary file that ends with the stream. Every process maps that file into memory: the pages are shared,
-and a lookup is a binary search. A source of another size or modification time is converted again. Converting
-takes about three times the column's size in memory, in one process.
+A source is converted once, to an Arrow file sorted by id in the cache of sa1b.storage.cache. A pyarrow table
+is converted to a temporary file, which is removed with the stream. Every process maps the file into memory:
+the pages are shared, and a lookup is a binary search. If the size or the modification time of a source
+changes, it is converted again. Converting takes about three times the column's size in memory, in one
+process.
 
-A million captions of 130 bytes, in four spawned workers that have read all of them: 50 MiB more in each
-(proportional set size, /proc/PID/smaps_rollup), 20 of them pyarrow itself and 30 the fifth of the file of 135
-MiB that each process shares. Looking up the 16 images of a batch takes 0.2 ms.
+Measured with a million captions of 130 bytes, read completely in four spawned workers: each worker takes 50
+MiB more (proportional set size, /proc/PID/smaps_rollup). 20 MiB are pyarrow, and 30 MiB are the worker's
+fifth of the file of 135 MiB, which five processes share. Looking up the 16 images of a batch takes 0.2 ms.
 """
 
 import contextlib
@@ -58,13 +59,13 @@ class Column:
     """A joined column in a converted file.
 
     Args:
-        name: of the column.
-        path: of the converted file.
-        source: what it was made from, for messages.
+        name: name of the column.
+        path: path of the converted file.
+        source: path or URL of the source, for messages.
 
     Attributes:
         key: "image_id" or "mask_id".
-        missing: ids without a value that this process has looked up.
+        missing: number of ids without a value that this process has looked up.
     """
 
     def __init__(self, name: str, path: Path, source: str) -> None:
@@ -90,7 +91,7 @@ class Column:
         """The values of some ids, in their order; None where the table has no row.
 
         Args:
-            ids: int64 [N], image or mask ids, as `key` says.
+            ids: int64 [N], image or mask ids, according to `key`.
         """
         import pyarrow as pa
 
@@ -100,10 +101,10 @@ class Column:
         return values
 
     def warn_of_missing(self, ids: npt.NDArray[np.int64]) -> None:
-        """Warn if some of these ids have no row; how many is a part of the message.
+        """Warn if some of these ids have no row; the message contains their number.
 
         Raises:
-            ColumnError: none of them has one.
+            ColumnError: none of the ids has a row.
         """
         _, found = self._rows(ids)
         if len(ids) and not found.any():
@@ -128,14 +129,14 @@ class Column:
 def open_columns(
     join: "Mapping[str, str | Path | pa.Table | Column]", storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Column]:
-    """Open the columns of a stream, converting what is not converted yet.
+    """Open the columns of a stream; convert sources that are not converted yet.
 
     Args:
-        join: source by name of the column; an open column is taken as it is.
-        storage_options: of a URL, for fsspec's file system.
+        join: name of the column -> source; an open column is used unchanged.
+        storage_options: for fsspec's file system, if the source is a URL.
 
     Raises:
-        ColumnError: a source of another form: no such column, no key, duplicate ids, ids of another type.
+        ColumnError: the source has no such column or no key, or its ids are duplicate or not integers.
         sa1b.storage.errors.StorageError: the source cannot be read.
         OSError: the cache cannot be written.
     """
@@ -159,7 +160,7 @@ def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None) -> 
 
 
 def _open_table(name: str, table: "pa.Table") -> Column:
-    """A table in memory: in a file of this process, so that its workers map it and do not copy it."""
+    """Convert a table in memory to a file of this process: workers map the file and do not copy it."""
     where = f"join[{name!r}]: the pyarrow table"
     batch = _sorted(table, name, where)
     descriptor, path = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")
@@ -211,7 +212,7 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
 
 
 def _state(url: str, storage_options: Mapping[str, Any] | None) -> str:
-    """What changes when an object does: its ETag or modification time, whatever its store has."""
+    """A value that changes with the object: its ETag or modification time, depending on the store."""
     import fsspec
 
     try:

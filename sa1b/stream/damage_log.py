@@ -1,4 +1,4 @@
-"""Damaged samples of one rank: each is logged, and too many of them end the run."""
+"""Damaged samples of one rank: each is logged, and too many of them stop the run."""
 
 import json
 import sys
@@ -11,22 +11,22 @@ from sa1b.console import command
 from sa1b.errors import Sa1bError
 from sa1b.storage.atomic import append_line
 
-LEAST = 10  # as many are tolerated however few samples were read
-FRACTION = 0.001  # and this part of those that were read
+LEAST = 10  # damaged samples that are always tolerated
+FRACTION = 0.001  # tolerated part of the samples that were read
 
 
 class DamageLimitError(Sa1bError):
-    """So many samples are damaged that training on would not be training on this dataset."""
+    """Too many samples are damaged to continue training on this dataset."""
 
 
 class DamageLog:
     """Lines of JSON in `path`: rank, shard, offset, image id, reason. Shared by a rank's worker processes.
 
-    A line is one write of less than a page to a file opened for appending: lines of several processes do
-    not mix. The file is made with the first line.
+    Each line is one write of less than a page to a file opened for appending, so lines of several processes
+    do not mix. The first line creates the file.
 
     If the file cannot be written, for example in a read-only folder, the entries stay in memory and are
-    printed to stderr. They count in the process that found them, and not in other worker processes.
+    printed to stderr. They are counted in the process that found them, and not in other worker processes.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -50,15 +50,15 @@ class DamageLog:
         reason: str,
         once: bool = False,
     ) -> None:
-        """Write a line; tell of the first on stderr, and of all of them if the file cannot be written.
+        """Write a line. Print the first one to stderr, and every one if the file cannot be written.
 
         Args:
-            read: samples that this rank has read so far in all, also before a restart, whose lines are in the
-                file.
-            once: neither write nor count an image again that this rank has logged before.
+            read: samples that this rank has read in total, including those before a restart: the file
+                contains their damaged samples too.
+            once: skip an image that this rank has logged before; it is neither written nor counted.
 
         Raises:
-            DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) of them.
+            DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) damaged samples.
         """
         line = {
             "rank": self.rank,
@@ -85,21 +85,21 @@ class DamageLog:
             )
 
     def entries(self) -> list[dict[str, object]]:
-        """This rank's lines so far, of all its processes, and those that this process could not write."""
+        """Lines of all processes of this rank in the file, and lines that this process could not write."""
         try:
             text = self.path.read_text(encoding="utf-8")
-        except OSError:  # not there, or not readable
+        except OSError:  # missing or not readable
             text = ""
         lines = [line for text_line in text.splitlines() if (line := _parsed(text_line)) is not None]
         return [line for line in lines if line["rank"] == self.rank] + self._unwritten
 
     def _say(self, line: dict[str, object]) -> None:
-        """Tell people of the first one, beside the progress bar of a run."""
+        """Print the first damaged sample to stderr, above the progress bar of a run."""
         if not self._said:
             self._said = True
             tqdm.write(
                 f"sa1b: a damaged sample is left out (rank {self.rank}, shard {line['shard']}, image "
-                f"{line['image_id']}); this one and any more are listed in {self.path}",
+                f"{line['image_id']}); all damaged samples are listed in {self.path}",
                 file=sys.stderr,
             )
 
@@ -119,7 +119,7 @@ class DamageLog:
 
 
 def _parsed(text: str) -> dict[str, object] | None:
-    """A line of the log; None for one that a full disk cut off."""
+    """A line of the log; None if a full disk truncated it."""
     try:
         line: dict[str, object] = json.loads(text)
     except ValueError:

@@ -10,9 +10,9 @@
 One iteration is one epoch, and the next iteration is the next epoch, for a DataLoader, a `sa1b.Loader` and
 the stream itself. `Stream(epochs=None)` gives an endless iteration instead.
 
-The sequence is a formula of (view, seed, position), see sa1b.stream.order: rank and world size only select
-the part of each step that this process reads, and workers the process that decodes it. Batch i of a rank
-comes from worker i mod n, which is the order in which a DataLoader collects them.
+The sequence is a formula of (view, seed, position), see sa1b.stream.order. Rank and world size only select
+the part of each step that this process reads. The number of workers only selects the process that decodes it:
+batch i of a rank comes from worker i mod n, the order in which a DataLoader collects batches.
 """
 
 import warnings
@@ -55,34 +55,34 @@ class Stream(IterableDataset[Batch]):
         root: dataset directory that `sa1b reshard` made, or its URL (s3://..., any file system of fsspec),
             or an open dataset.
         global_batch: samples of a step over all ranks, G.
-        micro_batch: samples of a rank at a time; by default its whole share of a step.
+        micro_batch: samples that a rank takes at a time; by default its complete share of a step.
         view: view that `sa1b view` made: its name or digest (also its first 6 or more characters) in
             ROOT/views, or the path of its .json file or folder; by default all images. A view keeps its
             sequence when sources are added to the directory; all images do not.
-        order: "shuffle" gives every epoch another order; "sequential" gives every sample once over all ranks,
-            for evaluation, in each iteration the same, with the uneven tail filled up and marked valid=False.
-        epochs: 1 for iterations of one epoch each: the last step has fewer samples, and on some ranks
-            micro-batches may be empty, so that all ranks have equally many. None for one iteration without
-            an end, whose steps all have `global_batch` samples, also across the border of an epoch.
-        seed: of the order and of every random value.
+        order: "shuffle" shuffles every epoch differently. "sequential" is for evaluation: each iteration has
+            every sample once over all ranks, in the same order, and padding marked valid=False at the end.
+        epochs: 1: each iteration is one epoch. Its last step has fewer samples, and micro-batches of some
+            ranks may be empty, so that all ranks have the same number. None: one endless iteration. All its
+            steps have `global_batch` samples, and a step may span the border of two epochs.
+        seed: seed of the order and of every random value.
         block_size: neighbouring samples that are kept and read together, see sa1b.stream.order.Order.
-        damage_log: file for damaged samples; one for all ranks.
-        rank: of this process; by default from torch.distributed, else from torchrun's variables, else 0.
-        world_size: processes that share the steps; by default as `rank`, else 1.
-        deadline: seconds that one read may take over all its attempts. After it the stream stops and reports
-            the URL and the error: samples are never substituted for unavailable data.
-        storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
-        join: columns of other tables by image or mask id, such as {"caption": "captions.parquet"}: they come
-            as `batch.extra["caption"]`; see sa1b.stream.columns.
+        damage_log: file for damaged samples; all ranks use the same file.
+        rank: rank of this process; by default from torch.distributed, else from torchrun's variables, else 0.
+        world_size: processes that share the steps; by default from the same source as `rank`, else 1.
+        deadline: seconds that one read may take over all its attempts. After that the stream stops and
+            reports the URL and the error. Samples are never substituted for unavailable data.
+        storage_options: for fsspec's file system, if root is a URL, such as {"endpoint_url": ...}.
+        join: columns of other tables by image or mask id, such as {"caption": "captions.parquet"}; the values
+            are in `batch.extra["caption"]`; see sa1b.stream.columns.
         options: fields of sa1b.stream.sample.SampleOptions: image_size, masks, strategy, flip, resize,
             transform, min_pixels, min_pixels_size, decoder.
 
     Raises:
-        ValueError: an argument that does not fit; the message names it.
-        TypeError: an unknown argument.
-        sa1b.shards.ManifestError: no dataset in root.
+        ValueError: an argument is invalid; the message names it.
+        TypeError: an argument is unknown.
+        sa1b.shards.ManifestError: root contains no dataset.
         sa1b.storage.errors.StorageError: the URL cannot be read.
-        ColumnError: a table that cannot be joined.
+        ColumnError: a table cannot be joined.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Stream(IterableDataset[Batch]):
         self.root = self.dataset.root
         self.view = open_view(self.dataset.reader, self.dataset.table, view)
         if block_size > 1:
-            self.dataset.check_table()  # the order comes from places now, not from a digest alone
+            self.dataset.check_table()  # with blocks, the order depends on locations, not on a digest alone
             self.view = self.view.by_place(self.dataset.table)
         self.columns = open_columns(join or {}, storage_options)
         for name, column in self.columns.items():
@@ -198,7 +198,7 @@ class Stream(IterableDataset[Batch]):
                 raise TypeError(f"Stream has no argument {name!r}; {hint}")
 
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], Iterations]]:
-        # A worker process maps table and view itself, those of the dataset as it was opened here.
+        # A worker process maps table and view of the same version of the dataset that was opened here.
         opened = {"root": self.dataset, "join": self.columns}
         check_pickles(self.options.transforms)
         return _reopen, ({**self._arguments, **opened}, self._iterations)
@@ -216,13 +216,15 @@ class Stream(IterableDataset[Batch]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches of an epoch; of an endless stream those that cover one."""
+        """Global batches of an epoch; for an endless stream, the number that covers an epoch."""
         return self.plan.steps_per_epoch
 
     @property
     def position(self) -> int:
-        """Where the next iteration begins, counted in samples over all epochs. When an iteration begins, it
-        moves to the next epoch; `state_dict(batch)` is the state within the iteration.
+        """Position at which the next iteration begins, in samples over all epochs.
+
+        Beginning an iteration advances it to the next epoch. `state_dict(batch)` is the state within an
+        iteration.
         """
         return self._iterations.position
 
@@ -234,18 +236,18 @@ class Stream(IterableDataset[Batch]):
         """Have the next iteration begin at the start of this epoch, 0 for the first.
 
         Raises:
-            ValueError: no whole number, or negative.
+            ValueError: the epoch is not a whole number, or negative.
         """
         self.position = whole_number("epoch", epoch) * self.plan.order.count
 
     def begin(self) -> int:
-        """Begin an iteration: returns its position.
+        """Begin an iteration and return its position.
 
-        The next iteration is the next epoch, however much of this one is read. An endless stream continues
-        after the last batch of this process that was passed to `taken`.
+        The next iteration is the next epoch, even if this one is not read to its end. An endless stream
+        continues after the last batch that this process passed to `taken`.
 
         Raises:
-            UsageError: an endless stream that a DataLoader with workers has read from.
+            UsageError: the stream is endless and a DataLoader with workers has read from it.
         """
         return self._iterations.begin(None if self.epochs is None else self.plan.epoch_end)
 
@@ -277,7 +279,7 @@ class Stream(IterableDataset[Batch]):
             self.close()
 
     def rows(self, piece: MicroBatch) -> tuple[list[int], list[bool]]:
-        """The rows of the sample table that a micro-batch reads, and whether each counts."""
+        """The rows of the sample table that a micro-batch reads, and whether each one is valid."""
         positions = np.arange(piece.start, piece.stop)
         order = self.plan.order
         if isinstance(order, Sequential):
@@ -287,7 +289,7 @@ class Stream(IterableDataset[Batch]):
         return self.view.table_rows(indices).tolist(), valid.tolist()
 
     def submit(self, piece: MicroBatch) -> "PendingBatch":
-        """Start to read a micro-batch, all its samples at the same time."""
+        """Start reading all samples of a micro-batch concurrently."""
         rows, valid = self.rows(piece)
         return PendingBatch(self, piece, rows, valid, self.dataset.submit(rows))
 
@@ -303,12 +305,12 @@ class Stream(IterableDataset[Batch]):
         return pending.collate(images, samples)
 
     def close(self) -> None:
-        """Close files and connections of this process; they are opened again when they are needed."""
+        """Close files and connections of this process; the next read opens them again."""
         self.dataset.reader.close()
 
     def record_damage(self, row: int, position: int, error: Exception) -> None:
         table = self.dataset.table
-        self.dataset.check_table()  # a damaged table makes every sample look so
+        self.dataset.check_table()  # if the table is damaged, every sample seems damaged
         self.damage_log.damaged(
             shard=self.dataset.shards[int(table.shard[row])],
             offset=int(table.offset[row]),
@@ -327,8 +329,11 @@ class Stream(IterableDataset[Batch]):
         return f"image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
 
     def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
-        """Where to resume: after `batch`, the last one that was used; without it, where the next iteration
-        begins, which leaves out the rest of an epoch that is being read.
+        """The state to resume from.
+
+        Args:
+            batch: the last batch that was used: training resumes after it. None: training resumes where the
+                next iteration begins, so the rest of an unfinished epoch is skipped.
         """
         condition = self.view.masks_where
         return {
@@ -344,15 +349,15 @@ class Stream(IterableDataset[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where a state was taken, at any world size, micro-batch or number of workers.
+        """Resume from a state, at any world size, micro-batch size or number of workers.
 
-        The next iteration finishes the epoch that the position is in; at the border of two epochs it is the
-        second one. What changes samples but not their sequence gives a warning: another sample table (other
-        shards, another stored image size, more sources) and other options.
+        The next iteration finishes the epoch of the position. At the border of two epochs it is the second
+        one. A difference that changes samples but not their sequence causes a warning: another sample table
+        (other shards, another stored image size, more sources) or other options.
 
         Raises:
-            ResumeError: what the state and this stream differ in changes the sequence: the images, the
-                condition on masks, the seed, the order or the block size.
+            ResumeError: the state has another sequence: the images, the condition on masks, the seed, the
+                order or the block size differ.
         """
         own = self.state_dict()
         grown = self.view.digest == self.dataset.table.ids_digest

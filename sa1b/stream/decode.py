@@ -1,7 +1,7 @@
 """Decoders: JPEG files into images of the padded square, in the memory of a batch.
 
-A decoder is an object with the interface of `Decoder`; `decoder(name)` makes it. Streams and loaders
-know nothing else of one, so a new back end is a class and an entry in DECODERS:
+A decoder is an object with the interface of `Decoder`; `decoder(name)` creates one. Streams and loaders use
+nothing else, so a new back end is a class and an entry in DECODERS:
 
     class NvjpegDecoder:
         device = torch.device("cuda")
@@ -37,8 +37,8 @@ class EncodedImage:
     """An image to decode.
 
     Attributes:
-        jpeg: the file as stored. It may have fewer pixels than the source image, which the frame is about.
-        frame: which part of the image is wanted, where in the square, and whether it is mirrored.
+        jpeg: the stored file. It may have fewer pixels than the source image, whose pixels the frame uses.
+        frame: which part of the image to decode, its size in the square, and whether it is mirrored.
     """
 
     jpeg: bytes | memoryview
@@ -46,7 +46,7 @@ class EncodedImage:
 
 
 class Decoder(Protocol):
-    """What a decoder guarantees; implementations need not derive from it.
+    """Interface of a decoder; implementations need not derive from it.
 
     Attributes:
         device: where `decode` writes images: "cpu", or the GPU that the loader copies to.
@@ -63,22 +63,22 @@ class Decoder(Protocol):
     def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
         """Decode n images.
 
-        The window of its frame takes the top left of an image's square, as many rows and columns as
-        `Frame.taken` says, mirrored if the frame is, then changed by `Frame.pixels`; all other pixels become
-        0, whatever was there before. The same file and frame give the same pixels in any
-        thread and in any batch. A JPEG that is damaged in any way, a decoder's warning included, damages its
-        own image only: its BadSample is returned, not raised, and its square may contain anything.
+        The window of the frame fills the top left `Frame.taken` rows and columns of the image's square. It is
+        mirrored if the frame is, then changed by `Frame.pixels`. All other pixels are set to 0. The same file
+        and frame give the same pixels in any thread and in any batch. A damaged JPEG, or one that causes a
+        decoder warning, affects its own image only: its BadSample is returned, not raised, and the contents
+        of its square are undefined.
 
         Args:
-            images: n files; they lie in ordinary memory.
+            images: n files in ordinary memory.
             out: uint8 [n, S, S, 3], RGB, contiguous, on `device`. On a GPU the work is submitted to the
                 current stream and need not be finished on return.
 
         Returns:
-            For each image None, or why it does not decode.
+            For each image None, or the reason why it cannot be decoded.
 
         Raises:
-            Whatever is no fault of a file, such as MemoryError: reading stops.
+            Exception: an error that no file caused, such as MemoryError; reading stops.
         """
         ...
 
@@ -86,8 +86,8 @@ class Decoder(Protocol):
 class CpuDecoder:
     """simplejpeg (libjpeg-turbo) and OpenCV, one image at a time in the calling thread.
 
-    Making one limits OpenCV to one thread in this process, and its users' process too: the threads of a
-    loader and the workers of a DataLoader are as many as there are CPUs already.
+    Creating one limits OpenCV to one thread in the whole process: the threads of a loader, or the workers of
+    a DataLoader, already use all CPUs.
     """
 
     device = torch.device("cpu")
@@ -115,7 +115,7 @@ def decoder(name: str) -> Decoder:
     """A decoder by its name, one of DECODERS.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no decoder has this name.
     """
     if name not in DECODERS:
         raise ValueError(f"decoder is {name!r}; known are {', '.join(map(repr, DECODERS))}")
@@ -125,28 +125,28 @@ def decoder(name: str) -> Decoder:
 def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]) -> None:
     """Decode a JPEG into the top left of a square buffer; the rest of the buffer becomes 0.
 
-    The decoder's DCT scales down to the smallest n/8 that is not below the target, then OpenCV resizes into
-    the buffer: bilinear, or over areas where more than 4/3 of reduction remain. Pixels at S x S lie where the
-    frame of the masks says, to within half a pixel.
+    The decoder's DCT scales down to the smallest n/8 that is not below the target. OpenCV then resizes into
+    the buffer, with bilinear interpolation, or with area interpolation if a reduction of more than 4/3
+    remains. Pixels at S x S are aligned with the frame of the masks to within half a pixel.
 
     Args:
-        data: the JPEG as stored.
-        frame: where the image lies in the square.
+        data: the stored JPEG.
+        frame: how the image is laid out in the square.
         buffer: uint8 [S, S, 3], RGB.
 
     Raises:
-        BadSample: the file is no JPEG, or does not decode without a warning.
+        BadSample: the file is not a JPEG, or decoding it fails or causes a warning.
     """
     size = buffer.shape[0]
     rows, columns = frame.taken
     _, _, width, height = frame.window
     target = buffer[:rows, :columns]
     try:
-        # The header first: a decoder allocates memory according to it.
+        # Check the header first: the decoder allocates memory according to it.
         stored = simplejpeg.decode_jpeg_header(data)[:2]
         if stored[0] * stored[1] > MAX_STORED_PIXELS:
             raise BadSample("absurd_size", f"JPEG says {stored[1]} x {stored[0]} pixels")
-        # A stored image of the right size and the buffer's whole width is decoded where it belongs.
+        # A stored image of the right size and the buffer's full width is decoded directly into the buffer.
         in_place = stored == (rows, size) and columns == size and frame.is_whole and not frame.flip
         into = buffer if in_place else _scratch(3 * stored[0] * stored[1])
         image = simplejpeg.decode_jpeg(
@@ -174,17 +174,18 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
 
 
 def _resized(image: Image, stored: tuple[int, int], frame: Frame, target: Image | None) -> Image:
-    """The frame's window of a decoded image as [rows, columns, 3]; in `target` where it has to be resized.
+    """The frame's window of a decoded image as [rows, columns, 3]; in `target` if it has to be resized.
 
-    Within half a pixel of the square: resizing whole pixels takes a third of the time of an exact shift.
+    The result is exact to within half a pixel of the square. Resizing whole pixels takes a third of the time
+    of an exact shift.
 
     Args:
         stored: height and width of the file.
     """
     rows, columns = frame.taken
     x, y, width, height = frame.window
-    # The window's edges in the decoded image, which may lie between its pixels: a stored image may be smaller
-    # than its source, and the last row and column of one decoded at n/8 may be padded.
+    # The window's edges in the decoded image. They may be between pixels: a stored image may be smaller than
+    # its source, and the last row and column of an image decoded at n/8 may be padded.
     eighths = 8 * max(image.shape) // max(stored)
     edges = np.array([y, y + height, x, x + width]) * np.repeat(stored, 2) * eighths
     edges = edges / np.repeat([8 * frame.height, 8 * frame.width], 2)
@@ -198,7 +199,7 @@ def _resized(image: Image, stored: tuple[int, int], frame: Frame, target: Image 
         small = part.shape[0] > AREA_FACTOR * rows or part.shape[1] > AREA_FACTOR * columns
         how = cv2.INTER_AREA if small else cv2.INTER_LINEAR
         return cv2.resize(part, (columns, rows), dst=target, interpolation=how)
-    # From the centre of a pixel of the target to the decoded image.
+    # Maps the centre of a target pixel to the decoded image.
     matrix = np.array([[across, 0, left + across / 2 - 0.5], [0, down, top + down / 2 - 0.5]])
     how = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
     return cv2.warpAffine(
@@ -207,7 +208,7 @@ def _resized(image: Image, stored: tuple[int, int], frame: Frame, target: Image 
 
 
 def _scratch(size: int) -> npt.NDArray[np.uint8]:
-    """A buffer of this thread: memory fresh from the system costs a page fault every 4 kB."""
+    """A reused buffer of this thread: fresh memory from the system costs a page fault every 4 kB."""
     buffer: npt.NDArray[np.uint8] | None = getattr(_THREAD, "buffer", None)
     if buffer is None or len(buffer) < size:
         buffer = _THREAD.buffer = np.empty(size, np.uint8)

@@ -1,20 +1,21 @@
-"""Where each iteration of a stream begins, agreed between a process and its DataLoader's worker processes.
+"""Start positions of the iterations of a stream, shared by a process and its DataLoader's worker processes.
 
 A DataLoader with workers does not call the stream of the main process. Every worker process iterates over its
-own copy: new processes in each iteration or, with persistent_workers, the same ones again. The position of
-the next iteration is therefore in memory that all of them share, an anonymous file that forked workers
-inherit and spawned ones receive. The first worker of an iteration moves it to where the next one begins; the
-others join the iteration where it began. With 100 images and two workers:
+own copy: new processes in each iteration or, with persistent_workers, the same processes again. The position
+of the next iteration is therefore in memory that all of them share: an anonymous file that forked workers
+inherit and spawned workers receive. The first worker of an iteration advances the position to the start of
+the next iteration. The other workers join the current iteration at its start. With 100 images and two
+workers:
 
     position 0      worker 0 begins an iteration at 0: the next one begins at 100
-    position 100    worker 1 joins it at 0, because its iterator is that of worker 0
-    position 100    worker 1 comes again, in the second iteration: begins it at 100
+    position 100    worker 1 joins it at 0, because it has the same iterator as worker 0
+    position 100    worker 1 begins the second iteration at 100
     position 200    worker 0 joins it at 100
 
-An iterator is known by `get_worker_info().seed - id`, the random number that the DataLoader takes from
-torch's generator for its workers. Persistent workers keep it; each of them begins the iterations in the same
-order. If the generator is reset before each iteration, new workers have it too; they also begin an iteration
-when their number comes again.
+An iterator is identified by `get_worker_info().seed - id`, the random number that the DataLoader takes from
+torch's generator for its workers. Persistent workers keep this number, and each of them begins the iterations
+in the same order. If the generator is reset before each iteration, new workers have the same number. A worker
+id that has joined an iteration already then begins the next one.
 """
 
 import atexit
@@ -37,7 +38,7 @@ from torch.utils.data import get_worker_info
 from sa1b.errors import UsageError
 
 _MADE: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # by this process
-_REMEMBERED = 8  # iterations of worker processes that may begin at the same time
+_REMEMBERED = 8  # iterations of worker processes that may be starting at the same time
 _ENDLESS = (
     "an endless stream (epochs=None) cannot be iterated again after a DataLoader with workers has read it: "
     "the workers do not know which of their batches were used. Before the next iteration, call "
@@ -50,7 +51,7 @@ class Iterations:
     """The position at which the next iteration begins, shared with worker processes.
 
     Args:
-        position: of the first iteration.
+        position: position of the first iteration.
     """
 
     def __init__(self, position: int = 0) -> None:
@@ -59,13 +60,13 @@ class Iterations:
         _MADE.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if get_spawning_popen() is None:  # pickled for something else than a worker process: a copy
+        if get_spawning_popen() is None:  # not pickled for a worker process: make a copy
             return Iterations, (self.position,)
         return _inherited, (DupFd(self._file.fileno()),)
 
     @property
     def position(self) -> int:
-        """Of the next iteration."""
+        """Position of the next iteration."""
         with self._locked():
             return int(self._read()["position"])
 
@@ -78,18 +79,18 @@ class Iterations:
         """The position at which an iteration of this process begins.
 
         Args:
-            following: gives the position of the iteration after one that begins at a position. None for an
-                endless iteration: the position stays, for the caller to set it as batches are taken.
+            following: maps the start position of an iteration to that of the next one. None for an endless
+                iteration: the position does not change, and the caller sets it when it takes batches.
 
         Raises:
-            UsageError: after an endless iteration of worker processes, whose taken batches are not known.
+            UsageError: worker processes have read an endless iteration, so the used batches are unknown.
         """
         worker = get_worker_info()
         with self._locked():
             state = self._read()
             one = None if worker is None else self._joined(state, worker.seed - worker.id, worker.id)
             if one is None:
-                # No position: of an iteration that all its workers refuse.
+                # Position None: all workers refuse this iteration.
                 one = {"position": None if state["unknown"] else state["position"]}
                 if worker is not None:
                     one |= {"seed": worker.seed - worker.id, "workers": [worker.id]}
@@ -104,14 +105,15 @@ class Iterations:
         return int(one["position"])
 
     def ignore_signals(self) -> None:
-        """In a worker process: leave SIGTERM and SIGUSR1 to the main process until it ends.
+        """In a worker process: ignore SIGTERM and SIGUSR1 until the main process exits.
 
-        A scheduler and torchrun send them to the whole process group, and the main process needs its workers
-        until it has saved. When it exits, SIGTERM ends a worker again, as multiprocessing expects.
+        Schedulers and torchrun send these signals to the whole process group, and the main process needs its
+        workers until it has saved a checkpoint. When the main process exits, SIGTERM ends a worker again, as
+        multiprocessing expects.
         """
 
         def terminate(number: int, frame: object) -> None:
-            # Without the lock, which this process may hold.
+            # Read without the lock: this process may already hold it.
             if b'"closed": true' in os.pread(self._file.fileno(), 1 << 16, 0):
                 os._exit(0)
 
@@ -119,12 +121,12 @@ class Iterations:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def close(self) -> None:
-        """The main process exits: SIGTERM ends worker processes."""
+        """Record that the main process exits: from now on, SIGTERM ends worker processes."""
         with self._locked():
             self._write({**self._read(), "closed": True})
 
     def _joined(self, state: dict[str, Any], seed: int, worker: int) -> dict[str, Any] | None:
-        """The iteration that another worker of the same iterator has begun, with this worker in it."""
+        """Add this worker to the iteration that another worker of its iterator has begun, if there is one."""
         for one in reversed(state["joined"]):
             if one["seed"] == seed and worker not in one["workers"]:
                 one["workers"].append(worker)
@@ -133,7 +135,7 @@ class Iterations:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # A lock of the process: it ends with a process that is killed.
+        # The lock belongs to the process: the kernel releases it if the process is killed.
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             yield
@@ -173,6 +175,7 @@ def _close_all() -> None:
         iterations.close()
 
 
-# Functions run in reverse: this one before that of multiprocessing, which terminates and joins its processes.
+# atexit calls functions in reverse order: this one runs before that of multiprocessing, which terminates and
+# joins its processes.
 assert multiprocessing.util
 atexit.register(_close_all)

@@ -1,4 +1,4 @@
-"""`sa1b.Loader`: the stream read by threads of one process; batches are complete on the device in advance.
+"""`sa1b.Loader`: reads a stream with threads of one process and prefetches batches to the device.
 
     loader = sa1b.Loader(stream, threads=8, device="cuda", dense=256)
     for epoch in range(3):
@@ -9,18 +9,20 @@
 One iteration is one epoch, and the next iteration is the next epoch. With `Stream(epochs=None)` an iteration
 does not end.
 
-Three stages, each of which works on later batches than the next one:
+There are three stages. Each stage works on later batches than the stage after it:
 
-    pick        waits for a sample's bytes, which are read in the background, and chooses its masks
-    decode      the JPEG, straight into the batch's memory: pinned on the way to a GPU
-    to device   collates, packs, copies to the GPU on a stream of its own and rasterises; on a CPU rasterises
+    pick        waits for the bytes of a sample, which are read in the background, and chooses its masks
+    decode      decodes the JPEG into the batch's memory, which is pinned if the device is a GPU
+    to device   collates; on a GPU also packs and copies, on a separate CUDA stream; rasterises the masks
 
-One pool of threads does all of it, the oldest batch first: reading, decoding JPEG and zstandard and walking
-runs release the GIL, so threads share one copy of the sample table. The caller only waits for a batch to be
-complete, and makes its own CUDA stream wait for it. The sequence is that of `sa1b.Stream` exactly.
+One pool of threads runs all stages, the oldest batch first. Reading, decoding JPEG and zstandard, and
+processing runs release the GIL, so threads can share one copy of the sample table. The caller only waits
+until a batch is complete and makes its own CUDA stream wait for it. The sequence is exactly that of
+`sa1b.Stream`.
 
-A caller that computes for 0.4 s a batch of 8 images of 1500 pixels with 32 masks at 256 waits 1.3 ms for each
-batch (median, 3 threads, on a CPU); where collating and rasterising began with its request it waited 16 ms.
+Measured on a CPU with 3 threads. The caller computes for 0.4 s on each batch of 8 images of 1500 pixels
+with 32 masks at 256, and waits 1.3 ms for a batch (median). If collating and rasterising start only
+when the caller asks for the batch, it waits 16 ms.
 """
 
 from collections.abc import Generator
@@ -41,20 +43,21 @@ class Loader:
     """Iterates over the batches of a stream, on `device`.
 
     Args:
-        stream: what to read, and from which position on.
-        threads: that read and decode; by default one for each CPU that this rank may use, see
+        stream: the stream to read, from its current position.
+        threads: threads that read and decode; by default one for each CPU that this rank may use, see
             sa1b.workers.available_cpus.
-        prefetch: batches that are worked on or complete while the caller uses another one, at least 1.
-        device: where batches go; "cuda" copies from pinned memory on a stream of its own.
-        dense: also rasterise the masks on the device at this size: `batch.dense`, see `Batch`.
-        read_only: the caller never writes into `batch.dense`. On a CPU its memory is then cleared only where
-            the masks before were, in a fifth of the time at 1024 pixels; what is written there shows in later
-            batches.
-        stall_seconds: a sample that takes longer is named on stderr, with its shard.
-        quiet: do not print the memory it takes.
+        prefetch: batches that are in flight or complete while the caller uses another one, at least 1.
+        device: device of the batches; "cuda" copies from pinned memory on a separate CUDA stream.
+        dense: also rasterise the masks on the device at this size, in pixels: `batch.dense`, see `Batch`.
+        read_only: promise that the caller never writes into `batch.dense`. On a CPU only the parts with masks
+            are then cleared before the memory is reused, which takes a fifth of the time at 1024 pixels. If
+            the caller writes into it anyway, the values appear in later batches.
+        stall_seconds: seconds after which a sample that is still not loaded is reported on stderr, with its
+            shard.
+        quiet: do not print how much memory the loader uses.
 
     Raises:
-        ValueError: an argument that does not fit, or a device that is not there; the message names it.
+        ValueError: an argument is invalid, or the device is not available; the message names it.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Loader:
         self._state = stream.state_dict()
         size = stream.options.image_size
         images = stream.plan.micro_batch
-        # Those in flight, the caller's, and the one that it still holds while it asks for the next.
+        # Batches in flight, the caller's batch, and the one that the caller holds while it asks for the next.
         self._settings = PipelineSettings(
             stream=stream,
             threads=self.threads,
@@ -110,7 +113,7 @@ class Loader:
         return f"Loader({self.stream!r}: {settings})"
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        """The batches of one epoch, the next one in each iteration; see `Stream` for epochs=None."""
+        """Iterate over one epoch, the next one in each iteration; see `Stream` for epochs=None."""
         begun = self.stream.begin()
         self._state = {**self.stream.state_dict(), "position": begun}
         pieces = self.stream.plan.micro_batches(begun)
@@ -145,16 +148,16 @@ class Loader:
         self._state = self.stream.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where to resume: after the last batch that was taken; prefetched ones do not count."""
+        """The state after the last batch that the caller took; prefetched batches do not count."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where a state was taken; see `Stream.load_state_dict`."""
+        """Resume from a state; see `Stream.load_state_dict`."""
         self.stream.load_state_dict(state)
         self._state = self.stream.state_dict()
 
     def stats(self) -> Snapshot:
-        """What each stage did since the stream was made, and which one limits: a dict that prints as a table.
+        """Statistics of each stage since the stream was created: a dict that prints as a table.
 
         See `sa1b.stream.stats.PipelineStats.snapshot` for its keys and units.
         """
@@ -165,7 +168,7 @@ class Loader:
         size, images = self.stream.options.image_size, self.stream.plan.micro_batch
         image_bytes = images * size * size * 3
         mask_bytes = images * self.stream.options.masks * (self.dense or 0) ** 2
-        # While the caller asks for the next batch it holds one, and prefetch + 1 are in flight.
+        # While the caller asks for the next batch, it holds one, and prefetch + 1 are in flight.
         whole = self.prefetch + 2
         text = f"{whole} batches of up to {images} images, {whole * image_bytes / 1e6:,.0f} MB for images"
         if self.dense:

@@ -1,35 +1,38 @@
-"""The order of training as a formula: which sample is at a position, and which rank takes which positions.
+"""The order of training as a formula: the sample at each position, and the positions of each rank.
 
 Positions count the samples of all epochs, from 0 on; epoch e of N samples is [e*N, (e+1)*N). In each epoch
 a keyed bijection maps the positions to the rows 0 to N - 1: a full shuffle, another one each epoch, without
-a table. The only state of a run is the position p that its next step begins at.
+a table. The only state of a run is the position p at which its next step begins.
 
-A step takes the global batch [p, p + G), and of it rank r of W takes [p + r*G//W, p + (r+1)*G//W): slices
-that differ by one sample at most. G and W may change at any step. With p = 0, G = 8, W = 3:
+A step takes the global batch [p, p + G). Rank r of W takes the slice [p + r*G//W, p + (r+1)*G//W) of it. The
+lengths of slices differ by at most one sample. G and W may change at any step. With p = 0, G = 8, W = 3:
 
     rank 0 [0, 2)    rank 1 [2, 5)    rank 2 [5, 8)
 
-Every rank must take part in equally many micro-batches, or collectives wait for ever. Their number follows
-from G, W and the micro-batch size m alone: the largest slice is ceil(G / W) samples, so it is
-ceil(ceil(G / W) / m). A slice is cut into pieces of m from its start, so the last ones may be short or empty;
-an empty one runs every collective all the same. With m = 1 above, three micro-batches each:
+All ranks must run the same number of micro-batches; otherwise collectives wait forever. The number depends
+only on G, W and the micro-batch size m: the largest slice has ceil(G / W) samples, so there are
+ceil(ceil(G / W) / m) micro-batches. A slice is cut into pieces of m from its start, so the last ones may be
+short or empty. A rank runs every collective for an empty micro-batch too. With m = 1 in the example above,
+each rank has three micro-batches:
 
     rank 0 [0, 1) [1, 2) [2, 2)    rank 1 [2, 3) [3, 4) [4, 5)    rank 2 [5, 6) [6, 7) [7, 8)
 
-So for 8 ranks, G = 256 and m = 16: slices of 32, two full micro-batches. 3 ranks go on with [85, 85, 86] in
-six micro-batches: 5 * 16 + 5 and 5 * 16 + 6, nothing lost and nothing repeated.
+For example, with 8 ranks, G = 256 and m = 16, each slice has 32 samples, two full micro-batches. A run that
+resumes with 3 ranks has slices of [85, 85, 86] samples in six micro-batches, 5 * 16 + 5 and 5 * 16 + 6. No
+sample is lost or repeated.
 
-Where the end of an epoch ends an iteration, the last step takes only what is left, g = N mod G samples, and
-divides them alike: ceil(ceil(g / W) / m) micro-batches on every rank. With N = 1,000, 8 ranks, G = 256 and
-m = 16, the fourth step takes 232 samples: 29 a rank, as 16 + 13. With N = 1,028 a fifth step takes 4: ranks
-1, 3, 5 and 7 have one sample, the others an empty micro-batch. An endless order takes [p, p + G) across the
-border.
+If an iteration ends with the epoch, the last step takes only the remaining g = N mod G samples and divides
+them in the same way: ceil(ceil(g / W) / m) micro-batches on every rank. With N = 1,000, 8 ranks, G = 256 and
+m = 16, the fourth step takes 232 samples: 29 per rank, as 16 + 13. With N = 1,028 a fifth step takes 4
+samples: ranks 1, 3, 5 and 7 have one sample, the others an empty micro-batch. A step of an endless order
+takes [p, p + G) across the border of two epochs.
 
-The bijection. Of the N rows, rotated by a random number, a generalised Feistel network of seven rounds
-permutes 0 to N - 1 as pairs (left, right), left < ceil(sqrt(N)), right < ceil(N / ceil(sqrt(N))), with
-addition modulo these sizes; a pair whose number is N or more goes through it again (cycle walking: at most
-one in sqrt(N) does). Keys: the 64 bytes of blake2b(f"{digest}:{seed}:{epoch}", person "sa1b-order-1") as
-eight little-endian words, seven for the rounds, the last modulo N for the rotation.
+The bijection: a generalised Feistel network of seven rounds permutes 0 to N - 1, and the result is rotated by
+a random number modulo N. The network works on pairs (left, right), left < ceil(sqrt(N)),
+right < ceil(N / ceil(sqrt(N))), with addition modulo these sizes. A pair whose number is N or more passes
+through the network again (cycle walking; at most one in sqrt(N) does). Keys: the 64 bytes of
+blake2b(f"{digest}:{seed}:{epoch}", person "sa1b-order-1") as eight little-endian words. Seven are the round
+keys; the last one modulo N is the rotation.
 """
 
 import hashlib
@@ -52,30 +55,30 @@ MAX_COUNT = 1 << 32  # row numbers are u32
 class Order:
     """The shuffled order of a view, for training.
 
-    With `block_size` L > 1, blocks of L positions hold L rows that follow one another (cyclically), so that
-    one read can fetch them; row numbers must then count samples by shard and offset, as `View.by_place`
-    does. A block stays together, in one rank's slice and one read, while steps begin at its border and global
-    batches are multiples of L, which `check_step` and `check_global_batch` verify. Each epoch cuts the rows
-    into blocks at another row. Every row comes once an epoch, also where L does not divide N:
+    With `block_size` L > 1, each block of L positions contains L consecutive rows (cyclically), so that one
+    read can fetch them. Row numbers must then count samples by shard and offset, as in `View.by_place`. A
+    block stays in one rank's slice and one read if steps begin at its border and global batches are multiples
+    of L; `check_step` and `check_global_batch` verify this. Each epoch cuts the rows into blocks at a
+    different row. Every row occurs once per epoch, also if L does not divide N:
 
     - with `endless`, blocks begin at the multiples of L, counted over all epochs. The last short piece of an
-      epoch and the first of the next share a block's positions, so that all later blocks stay aligned.
-    - without, they begin at the multiples of L in each epoch, whose last block is short.
+      epoch and the first of the next one share a block's positions, so that all later blocks stay aligned.
+    - without `endless`, blocks begin at the multiples of L in each epoch, whose last block is short.
 
-    Its cost: neighbours in a shard are seen together. A batch of 256 out of 11,000 shards of 1,018 images
-    spans 253 shards for L = 1, 32 for L = 8 and 8 for L = 32: the gradients of 256 samples vary between
-    steps as much as those of 256 to 256/L independent ones, depending on how alike neighbours are. In SA-1B
-    the images of a shard are a random part of one source tar; L = 8 is a good price on a disk that seeks.
+    The cost of blocks: neighbours in a shard are in the same batch. A batch of 256 out of 11,000 shards of
+    1,018 images spans 253 shards for L = 1, 32 for L = 8 and 8 for L = 32. The gradient then varies between
+    steps like that of 256/L to 256 independent samples, depending on how similar neighbours are. In SA-1B the
+    images of a shard are a random part of one source tar; L = 8 is a good compromise for a disk that seeks.
 
     Attributes:
         count: samples in the view, N, 1 to 2**32.
-        digest: names the view's set of images (`View.digest`); other images have another order.
-        seed: another seed, another order.
+        digest: identifies the view's set of images (`View.digest`); other images have another order.
+        seed: each seed gives a different order.
         block_size: L, samples that stay together.
-        endless: a step may begin in one epoch and end in the next.
+        endless: whether a step may begin in one epoch and end in the next.
 
     Raises:
-        ValueError: count or block_size out of range, or an empty digest.
+        ValueError: count or block_size is out of range, or the digest is empty.
     """
 
     count: int
@@ -94,10 +97,10 @@ class Order:
     def rows(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The rows at these positions, int64, same shape: 0 to N - 1. Positions may span epochs.
 
-        20 ns a position in large calls, 10 us for 256 positions; releases the GIL.
+        Takes 20 ns per position in large calls and 10 us for 256 positions; releases the GIL.
 
         Raises:
-            ValueError: a negative position.
+            ValueError: a position is negative.
         """
         positions = _checked(positions)
         if positions.size == 0:
@@ -124,7 +127,7 @@ class Order:
         """Verify that a step may begin at this position.
 
         Raises:
-            ValueError: it is negative or cuts a block.
+            ValueError: the position is negative or cuts a block.
         """
         if position < 0:
             raise ValueError(f"position {position} is negative")
@@ -134,9 +137,11 @@ class Order:
             )
 
     def substitute(self, position: int, attempt: int) -> int:
-        """The row to take where that of `position` is damaged: hash(seed, position, attempt) mod N.
+        """The row that replaces a damaged row at `position`: hash(seed, position, attempt) mod N.
 
-        attempt: 0 for the first substitute, 1 if that is damaged too, and so on.
+        Args:
+            position: position of the damaged row.
+            attempt: 0 for the first substitute, 1 if that one is damaged too, and so on.
         """
         return random_word(self.seed, Purpose.SUBSTITUTE, position, attempt) % self.count
 
@@ -145,8 +150,8 @@ class Order:
 class Sequential:
     """The order of evaluation: rows 0 to N - 1, each exactly once over all ranks, then padding.
 
-    ceil(N / G) global batches cover it; positions from N on repeat the last row, marked invalid. With N = 7,
-    G = 4, W = 2: rank 0 takes rows 0 1, 4 5; rank 1 takes rows 2 3, 6 (6), the last one invalid.
+    It takes ceil(N / G) global batches. Positions from N on repeat the last row, marked invalid. With N = 7,
+    G = 4, W = 2, rank 0 takes rows 0 1, 4 5, and rank 1 takes rows 2 3, 6 (6), the last one invalid.
     """
 
     count: int
@@ -155,20 +160,21 @@ class Sequential:
         _check_count(self.count)
 
     def rows(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """The rows at these positions, int64, and whether each counts, bool; same shape.
+        """The rows at these positions, int64, and whether each is valid, bool; same shape.
 
         Raises:
-            ValueError: a negative position.
+            ValueError: a position is negative.
         """
         positions = _checked(positions)
         return np.minimum(positions, self.count - 1), positions < self.count
 
 
 def check_global_batch(global_batch: int, world_size: int, block_size: int = 1) -> None:
-    """Verify that a global batch gives every rank something to do and cuts no block.
+    """Verify that a global batch has a sample for every rank and cuts no block.
 
     Raises:
-        ValueError: fewer samples (or blocks) than ranks, or no multiple of the block size.
+        ValueError: the global batch has fewer samples (or blocks) than there are ranks, or is not a multiple
+            of the block size.
     """
     if global_batch % block_size:
         raise ValueError(
@@ -188,11 +194,11 @@ def rank_slice(
 ) -> tuple[int, int]:
     """The positions [start, stop) that a rank takes in the step [position, position + samples).
 
-    With L = `block_size` > 1 whole blocks are distributed: with B = ceil(samples / L) of them, rank r takes
+    With L = `block_size` > 1, complete blocks are distributed: of B = ceil(samples / L) blocks, rank r takes
     those from r*B//W to (r+1)*B//W. The last block of an epoch may be short.
 
     Raises:
-        ValueError: a rank out of range or a negative position.
+        ValueError: the rank is out of range or the position is negative.
     """
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -207,10 +213,10 @@ def rank_slice(
 
 
 def micro_batch_count(samples: int, world_size: int, size: int, *, block_size: int = 1) -> int:
-    """How many micro-batches of at most `size` samples every rank runs in a step of so many samples.
+    """Number of micro-batches of at most `size` samples that every rank runs in a step of `samples` samples.
 
     Raises:
-        ValueError: size below 1.
+        ValueError: size is below 1.
     """
     if size < 1:
         raise ValueError(f"a micro-batch of {size} samples; it must be 1 or more")
@@ -225,7 +231,7 @@ def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[in
     A block stays within one micro-batch if its length divides `size`.
 
     Raises:
-        ValueError: the slice does not fit into so many.
+        ValueError: the slice does not fit into `count` micro-batches.
     """
     if not 0 <= stop - start <= size * count:
         raise ValueError(f"[{start}, {stop}) does not fit into {count} micro-batches of {size} samples")
@@ -249,7 +255,7 @@ def _epoch(order: Order, epoch: int) -> tuple[Words, EpochSizes]:
 
 
 def _root(number: int) -> int:
-    """The smallest integer whose square is at least number."""
+    """The smallest integer whose square is at least `number`."""
     return isqrt(number - 1) + 1 if number else 0
 
 

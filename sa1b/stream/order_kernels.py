@@ -1,7 +1,8 @@
-"""The positions of an order: a compiled loop, and the same on whole arrays.
+"""The rows of an order, computed by a compiled loop or by numpy on arrays.
 
-The loop runs where numba is installed, the array form elsewhere; both give the same numbers. Per position
-of an order over 11.2 million samples: loop 20 ns, arrays 56 ns (`pytest benchmarks/test_order.py -s`).
+The loop runs if numba is installed, the array form otherwise; both return the same numbers. For an order of
+11.2 million samples, the loop takes 20 ns per position and the array form 56 ns
+(`pytest benchmarks/test_order.py -s`).
 """
 
 import numpy as np
@@ -12,7 +13,7 @@ from sa1b.kernel import COMPILED, kernel
 
 EpochSizes = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
 
-ROUNDS = 7  # four on the one half, three on the other
+ROUNDS = 7  # four change the left half, three the right one
 
 _ROUND = np.uint64(0xD6E8FEB86659FD93)  # multiplier of the order's round function
 
@@ -21,7 +22,7 @@ _1, _32 = np.uint64(1), np.uint64(32)
 
 @kernel
 def _scatter(half: np.uint64, key: np.uint64, size: np.uint64) -> np.uint64:
-    """The round function: a keyed number below size, for half and size up to 2**16."""
+    """The round function: a keyed number below `size`, for `half` and `size` up to 2**16."""
     word = half + key
     word ^= word >> _32
     word *= _ROUND
@@ -85,7 +86,7 @@ def _rows_arrays(positions: Words, keys: Words, sizes: EpochSizes, out: npt.NDAr
 
 
 def _scatter_arrays(half: Words, key: np.uint64, size: np.uint64) -> Words:
-    """The round function on a whole array."""
+    """The round function on an array."""
     word = half + key
     word ^= word >> _32
     word *= _ROUND

@@ -26,14 +26,15 @@ _REPLACED = "the source may have been replaced or dropped since the dataset was 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickedSample:
-    """A sample of a pending batch that is read and whose masks are chosen; its image is still a JPEG.
+    """A sample of a pending batch that is read, with its chosen masks; its image is still a JPEG.
 
     Attributes:
-        index: in the micro-batch.
-        attempt: substitutes that were tried before it.
-        row: of the sample table.
-        image: to decode; None for the black image in place of a damaged sample of a sequential stream.
-        masks: the chosen ones.
+        index: index in the micro-batch.
+        attempt: number of substitutes that were tried before it.
+        row: row of the sample table.
+        image: the image to decode; None for the black image that replaces a damaged sample of a sequential
+            stream.
+        masks: the chosen masks.
     """
 
     index: int
@@ -45,18 +46,19 @@ class PickedSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingBatch:
-    """A micro-batch of a stream whose samples are being read: `pick` and `decode` each, then `collate`.
+    """A micro-batch of a stream whose samples are being read: `pick` and `decode` each one, then `collate`.
 
-    A damaged sample goes to the damage log. A shuffled stream then takes its substitute. A sequential one
-    gives a black image without masks and sets its `valid` to False: an evaluation with another image would be
-    another evaluation.
+    A damaged sample is recorded in the damage log. A shuffled stream then takes a substitute. A sequential
+    stream returns a black image without masks and sets its `valid` to False: with a substitute, the
+    evaluation would not be comparable.
 
     Attributes:
-        stream: that it belongs to.
-        piece: its positions.
-        rows: of the sample table; valid: whether each counts, False for a fill-up and, once decoded, for a
-            damaged sample of a sequential stream.
-        reads: one for each sample.
+        stream: the stream of the micro-batch.
+        piece: positions of the micro-batch.
+        rows: rows of the sample table.
+        valid: whether each sample is valid: False for padding and, once decoded, for a damaged sample of a
+            sequential stream.
+        reads: one pending read for each sample.
     """
 
     stream: "Stream"
@@ -69,10 +71,10 @@ class PendingBatch:
         return len(self.rows)
 
     def pick(self, i: int) -> PickedSample:
-        """Wait for sample i and choose its masks. Safe to call from several threads, once for each sample.
+        """Wait for sample i and choose its masks. Threads may call it concurrently, once for each sample.
 
         Raises:
-            DamageLimitError: too many damaged samples.
+            DamageLimitError: too many samples are damaged.
             sa1b.storage.errors.StorageError: the storage is not available.
         """
         return self._pick(i, 0, self.rows[i], self.reads[i])
@@ -81,11 +83,11 @@ class PendingBatch:
         """Decode the images of picked samples, or those of their substitutes, and return the masks.
 
         Args:
-            picked: one sample, or all of them where the decoder takes a micro-batch at a time.
+            picked: one sample, or all samples if the decoder takes a micro-batch at a time.
             out: uint8 [n, S, S, 3] on the decoder's device.
 
         Raises:
-            As `pick`.
+            DamageLimitError, sa1b.storage.errors.StorageError: as in `pick`.
         """
         samples = list(picked)
         if all(sample.image is not None for sample in samples):
@@ -130,7 +132,7 @@ class PendingBatch:
         return self._substitute(i, attempt, row, damage)
 
     def _substitute(self, i: int, attempt: int, row: int, damage: ShardError | BadSample) -> PickedSample:
-        """Log a damaged sample and pick what takes its place."""
+        """Log a damaged sample and pick its replacement."""
         stream, position = self.stream, self.piece.start + i
         order = stream.plan.order
         stream.record_damage(row, position, damage)
@@ -146,13 +148,13 @@ class PendingBatch:
         return self._pick(i, attempt + 1, row, read)
 
     def _note(self, error: Exception, i: int, row: int) -> None:
-        """Say in an error which sample it is about."""
+        """Add the sample's position, image and shard to an error."""
         error.add_note(f"at position {self.piece.start + i}: {self.stream.where(row)}")
         if isinstance(error, MissingError):
             error.add_note(_REPLACED)
 
     def collate(self, images: torch.Tensor, samples: list[SampleMasks]) -> Batch:
-        """The batch of its samples, decoded into `images`, uint8 [B, S, S, 3]."""
+        """The batch of all samples, whose images are decoded into `images`, uint8 [B, S, S, 3]."""
         piece = self.piece
         batch = collate(images, samples, range(piece.start, piece.stop), self.valid, piece.position)
         by_key = {"image_id": batch.ids.numpy(), "mask_id": batch.mask_ids.numpy()}
@@ -160,6 +162,6 @@ class PendingBatch:
         return replace(batch, extra={name: one.lookup(by_key[one.key]) for name, one in columns.items()})
 
     def cancel(self) -> None:
-        """Drop what is not read yet."""
+        """Cancel all pending reads."""
         for read in self.reads:
             read.cancel()

@@ -1,4 +1,4 @@
-"""The three stages between a stream and complete batches, worked on by one pool of threads; see `Loader`."""
+"""The three stages from a stream to complete batches, run by one pool of threads; see `Loader`."""
 
 import sys
 import threading
@@ -23,16 +23,16 @@ from sa1b.stream.pending import PendingBatch, PickedSample
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.sample import SampleMasks
 
-_PICK, _DECODE, _DEVICE, _RASTER = range(4)  # what a job does, and
-_STAGES = ("read", "decode", "collate", "device")  # the stage before which it waits, see sa1b.stream.stats
+_PICK, _DECODE, _DEVICE, _RASTER = range(4)  # kinds of jobs
+_STAGES = ("read", "decode", "collate", "device")  # the stage that counts each kind, see sa1b.stream.stats
 
 
 class Pool:
-    """Like ThreadPoolExecutor, whose threads it uses, with priorities.
+    """A ThreadPoolExecutor with priorities.
 
     Args:
-        threads: how many.
-        begin: called by each of them before its first job.
+        threads: number of threads.
+        begin: called by each thread before its first job.
     """
 
     def __init__(self, threads: int, begin: Callable[[], object] | None = None) -> None:
@@ -41,20 +41,20 @@ class Pool:
         self._numbers = count()
 
     def submit(self, job: Callable[[], object], priority: tuple[int, int]) -> None:
-        """Have a thread do the job: those of the smallest priority first, equal ones in order.
+        """Run a job in a thread. Smaller priorities run first; jobs of equal priority run in order.
 
-        What a job returns or raises is lost.
+        The job's result or exception is discarded.
         """
         self._jobs.put((priority, next(self._numbers), job))
         self._threads.submit(self._work)
 
     def waiting(self) -> list[tuple[int, int]]:
-        """The priorities of the jobs that no thread has begun."""
+        """The priorities of the jobs that no thread has started."""
         with self._jobs.mutex:
             return [priority for priority, _, _ in self._jobs.queue]
 
     def shutdown(self) -> None:
-        """Wait for the jobs that threads have begun and drop the others."""
+        """Wait for the jobs that threads have started and drop the others."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._jobs = PriorityQueue()  # the jobs refer to their owner, which refers to the pool
 
@@ -68,14 +68,14 @@ class _Work:
     """A batch that threads are working on.
 
     Attributes:
-        number: of the batch, counted from the first of the iteration.
-        pending: its samples as they are read.
-        images: uint8 [B, S, S, 3], where the decoder writes.
-        pinned: the memory of the batch on the way to a GPU.
-        picked, samples: what pick and decode returned, None for what is not done.
-        left: jobs of the current stage that are not done, where the next stage needs all of them.
-        errors: by sample. The batch fails with the first one in the order of its samples.
-        result: the complete batch, and the event after which it is on its GPU.
+        number: number of the batch, counted from the first one of the iteration.
+        pending: the samples that are being read.
+        images: uint8 [B, S, S, 3], the decoder's output.
+        pinned: pinned memory of the batch for the copy to a GPU; None on a CPU.
+        picked, samples: results of pick and decode, None for samples that are not done.
+        left: unfinished jobs of the current stage, if the next stage needs all of them.
+        errors: index of a sample -> error. The batch fails with the error of the lowest index.
+        result: the complete batch, and the CUDA event after which it is on its GPU.
     """
 
     number: int
@@ -90,7 +90,7 @@ class _Work:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_last(self) -> bool:
-        """Count a finished job; True for the last one."""
+        """Count a finished job; return True for the last one."""
         with self._lock:
             self.left -= 1
             return self.left == 0
@@ -111,12 +111,12 @@ class _Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineSettings:
-    """What the iterations of one loader share.
+    """Settings and memory that the iterations of one loader share.
 
     Attributes:
         stream, threads, device, dense, read_only, stall_seconds: as for `sa1b.stream.loader.Loader`.
         images: memory for the images of batches on the CPU.
-        masks: memory for their dense masks.
+        masks: memory for the dense masks of batches on the CPU.
     """
 
     stream: Stream
@@ -138,7 +138,7 @@ class Pipeline:
         self.stats = settings.stream.stats
         self.side = SideStream(settings.device) if settings.device.type == "cuda" else None
         if self.side is not None and settings.dense is not None:
-            with self.side.current():  # compiles kernels in one thread, before there are several
+            with self.side.current():  # compiles kernels in one thread before other threads need them
                 _one_mask(self.stream.options.image_size).to(self.side.device).dense(settings.dense)
         self.pool = Pool(settings.threads, self.side.begin_thread if self.side else None)
         self.pending: deque[_Work] = deque()
@@ -146,12 +146,12 @@ class Pipeline:
         self.numbers = count()
 
     def submit(self, piece: MicroBatch) -> None:
-        """Start to work on a micro-batch."""
+        """Start reading and decoding a micro-batch."""
         pending = self.stream.submit(piece)
         size, samples = self.stream.options.image_size, len(pending)
         shape, pinned = (self.stream.plan.micro_batch, size, size, 3), None
         if self.side is None:
-            # The batch itself is the buffer, and the caller's for as long as it is held.
+            # The batch is a view of the buffer, which is not reused while the caller references it.
             images = self.settings.images.take(shape)[:samples]
         else:
             there = self.decoder.device.type != "cpu"
@@ -169,7 +169,7 @@ class Pipeline:
         self.pending.append(work)
         for i in range(samples):
             self._start(work, _PICK, partial(self._pick, work, i), i)
-        if not samples:  # a rank's part of a short step
+        if not samples:  # an empty micro-batch of a short step
             self._start(work, _DEVICE, partial(self._to_device, work))
 
     def take(self) -> Batch:
@@ -187,18 +187,18 @@ class Pipeline:
         return batch
 
     def look(self) -> None:
-        """Note what waits before each stage."""
+        """Record the number of jobs that wait before each stage."""
         waiting = Counter(_STAGES[-stage] for _, stage in self.pool.waiting())
         self.stats.look(waiting, sum(work.result.done() for work in self.pending))
 
     def close(self) -> None:
-        """End what is in flight."""
+        """Cancel the batches in flight and stop the threads."""
         for work in self.pending:
             work.pending.cancel()
         self.pool.shutdown()
 
     def _start(self, work: _Work, stage: int, job: Callable[[], object], i: int | None = None) -> None:
-        # The oldest batch first, and of a batch the latest stage.
+        # The oldest batch has priority; within a batch, the latest stage.
         self.pool.submit(partial(self._run, work, i, job), (work.number, -stage))
 
     def _run(self, work: _Work, i: int | None, job: Callable[[], object]) -> None:
@@ -233,7 +233,7 @@ class Pipeline:
             self._start(work, _DEVICE, partial(self._to_device, work))
 
     def _submitting(self) -> AbstractContextManager[object]:
-        """What a thread submits to the GPU goes to the side stream."""
+        """A context in which the calling thread submits to the side stream."""
         return nullcontext() if self.side is None else self.side.current()
 
     def _to_device(self, work: _Work) -> None:
@@ -256,7 +256,7 @@ class Pipeline:
         work.result.set_result((batch, ready))
 
     def _rasterise(self, work: _Work, batch: Batch, size: int) -> None:
-        """Have the threads make the dense masks of a batch on the CPU, image by image."""
+        """Rasterise the dense masks of a batch on the CPU with all threads, one job per image."""
         with self.stats.busy("device", batch.images.nbytes):
             out, boxes = self.settings.masks.take_known(len(batch.masks))
             batch = replace(batch, dense=out)
@@ -274,7 +274,7 @@ class Pipeline:
             work.result.set_result((batch, None))
 
     def _wait(self, work: _Work) -> None:
-        """Wait for a batch; name a sample if none of the batch is finished for suspiciously long."""
+        """Wait for a batch; report a sample on stderr if no sample was finished for `stall_seconds`."""
         unfinished, seconds = work.unfinished(), self.settings.stall_seconds
         while not wait([work.result], timeout=seconds).done:
             before, unfinished = unfinished, work.unfinished()
@@ -285,7 +285,7 @@ class Pipeline:
 
 
 def _one_mask(image_size: int) -> RaggedMasks:
-    """A mask without foreground of one image."""
+    """One mask without foreground, for warming up."""
     sides, zero = torch.full((1, 2), image_size), torch.zeros(1, dtype=torch.int64)
     return RaggedMasks(
         runs=torch.full((1,), image_size**2, dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""Which positions a rank reads together, step by step."""
+"""The positions that a rank reads in each step, as micro-batches."""
 
 import os
 import sys
@@ -26,17 +26,17 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class Plan:
-    """Which positions a rank reads, step by step.
+    """The micro-batches of a rank, step by step.
 
     Attributes:
-        order: of the samples.
+        order: order of the samples.
         global_batch: samples of a step over all ranks.
-        micro_batch: at most so many samples of a rank at a time.
+        micro_batch: largest number of samples that a rank reads at a time.
         rank, world_size: of this process.
-        count: micro-batches of a whole step, as many on every rank.
+        count: micro-batches of a full step, the same number on every rank.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: the sizes do not fit together.
     """
 
     order: Order | Sequential
@@ -52,7 +52,7 @@ class Plan:
         self.count = self._count(self.global_batch)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in an epoch, as many on every rank.
+        """Micro-batches of this rank in an epoch, the same number on every rank.
 
         Raises:
             TypeError: the order is endless.
@@ -68,17 +68,17 @@ class Plan:
         return -(-self.order.count // self.global_batch)
 
     def epoch_end(self, position: int) -> int:
-        """Where the epoch of a position ends; the border of two epochs belongs to the second."""
+        """Position at which the epoch of a position ends; the border of two epochs belongs to the second."""
         return (position // self.order.count + 1) * self.order.count
 
     def micro_batches(self, position: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches from a position that begins a step: to the end of its epoch, or endless.
+        """This rank's micro-batches from a position that begins a step, to the end of its epoch or endless.
 
         Raises:
-            ValueError: a position that is negative or cuts a block.
+            ValueError: the position is negative or cuts a block.
         """
         if isinstance(self.order, Sequential):
-            position %= self.order.count  # every epoch is the first one again
+            position %= self.order.count  # every epoch repeats the first one
         else:
             self.order.check_step(position)
         end = self.epoch_end(position)
@@ -101,24 +101,26 @@ class Plan:
         return self.order.block_size if isinstance(self.order, Order) else 1
 
     def _step_size(self, position: int) -> int:
-        """Samples of the step that begins at a position: less at the end of an epoch of training."""
+        """Samples of the step that begins at a position: fewer at the end of an epoch of training."""
         if self._endless or isinstance(self.order, Sequential):
             return self.global_batch
         return min(self.global_batch, self.epoch_end(position) - position)
 
     def _count(self, samples: int) -> int:
-        """Micro-batches of a step of so many samples."""
+        """Micro-batches of a step of `samples` samples."""
         return micro_batch_count(samples, self.world_size, self.micro_batch, block_size=self.block_size)
 
 
 def process_rank() -> tuple[int, int]:
-    """Rank and world size: from torch.distributed if it is initialised, else from torchrun's variables, else
-    one process.
+    """Rank and world size of this process.
+
+    They come from torch.distributed if it is initialised, else from torchrun's environment variables. Without
+    either, the process is rank 0 of 1.
 
     Raises:
-        ValueError: RANK and WORLD_SIZE do not fit each other.
+        ValueError: RANK is not below WORLD_SIZE, or is negative.
     """
-    # torch.distributed cannot be initialised if it was never imported.
+    # If torch.distributed was never imported, it is not initialised.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

@@ -1,4 +1,4 @@
-"""Whether a saved state belongs to a stream."""
+"""Check that a saved state belongs to a stream."""
 
 import reprlib
 import warnings
@@ -15,7 +15,8 @@ class ResumeError(Sa1bError):
     """A saved state that does not belong to this stream; the message names what differs and the way out.
 
     Attributes:
-        argument: of the stream that differs, such as "seed" or "view"; None where it is no state at all.
+        argument: the stream's argument that differs, such as "seed" or "view"; None if the value is not the
+            state of a stream.
     """
 
     def __init__(self, message: str, argument: str | None = None) -> None:
@@ -30,16 +31,18 @@ _PASS = "pass what state_dict() returned"
 
 
 def check_state(own: Mapping[str, Any], state: object, view: str, root: str, *, grown: bool) -> None:
-    """Check that a state has the sequence of a stream; warn of what else differs.
+    """Check that a state has the same sequence as a stream; warn of other differences.
 
     Args:
         own: state of the stream.
-        state: what was saved.
-        view: the stream's view in words; root: its directory.
-        grown: the stream reads all images of the directory, which may be more than when the state was saved.
+        state: the saved state.
+        view: the stream's view, for messages.
+        root: the stream's dataset directory, for messages.
+        grown: whether the stream reads all images of the directory, which may have grown since the state was
+            saved.
 
     Raises:
-        ResumeError: it has another sequence, or is no state of a stream.
+        ResumeError: the state has another sequence, or is not the state of a stream.
     """
     if not isinstance(state, Mapping):
         raise ResumeError(f"state {reprlib.repr(state)}: not the state of a stream; {_PASS}")
@@ -47,7 +50,7 @@ def check_state(own: Mapping[str, Any], state: object, view: str, root: str, *, 
         raise ResumeError(f"state {reprlib.repr(state)}: has no {', '.join(sorted(missing))}; {_PASS}")
     if not isinstance(state["options"], Mapping):
         raise ResumeError(f"state options {reprlib.repr(state['options'])}: not a mapping; {_PASS}")
-    # With blocks, the endless form cuts those of later epochs at other rows.
+    # With blocks, an endless order cuts the blocks of later epochs at other rows.
     for name in (*_SEQUENCE, "epochs") if own["block_size"] != 1 else _SEQUENCE:
         if state[name] != own[name]:
             raise _other_sequence(name, state[name], own[name], view, root, grown)
@@ -58,13 +61,13 @@ def check_state(own: Mapping[str, Any], state: object, view: str, root: str, *, 
     ]:
         warnings.warn(
             f"the state was saved by a stream with other options: {', '.join(changed)}. The sequence of "
-            "images is the same, the samples made from them are not",
+            "images is the same, but the samples differ",
             stacklevel=3,
         )
     if state["bytes_sha256"] != own["bytes_sha256"]:
         warnings.warn(
             f"{root} has changed since the state was saved (sample table {_short(state['bytes_sha256'])}, "
-            f"now {_short(own['bytes_sha256'])}): the images are the same, their stored bytes may not be",
+            f"now {_short(own['bytes_sha256'])}): the images are the same, but their stored bytes may differ",
             stacklevel=3,
         )
 
@@ -89,7 +92,7 @@ def _other_sequence(name: str, saved: Any, own: Any, view: str, root: str, grown
         differs = f"{name} {saved}, this stream {own}"
         remedy = f"pass {name}={saved!r}"
     return ResumeError(
-        f"saved state with {differs}: its sequence is another one, samples would be repeated and left out; "
+        f"saved state with {differs}: its sequence differs, so samples would be repeated and left out; "
         f"{remedy}",
         argument,
     )

@@ -1,16 +1,16 @@
-"""One training sample: how its image lies in the padded square, and which of its masks it takes, at most K.
+"""One training sample: the frame of its image in the padded square, and up to K of its masks.
 
-Which masks a visit of an image takes is a function of (seed, image id, epoch, mask index): the same on any
-rank, worker or thread.
+The choice of masks is a function of (seed, image id, epoch, mask index): it is the same on any rank, worker
+or thread. The strategies:
 
     uniform     each usable mask is equally likely
-    area        one mask of each of K equally large classes of area: small and large ones alike
-    quality     in proportion to predicted_iou * stability_score
-    coverage    a permutation for each cycle of ceil(M / K) epochs, cut into visits: after a cycle every mask
-                was taken, and no visit takes one twice; not with a transform that crops, where the masks that
-                can be chosen change from visit to visit
+    area        sort the masks by area, cut them into K classes of equal count, take one mask of each class
+    quality     the probability is proportional to predicted_iou * stability_score
+    coverage    a permutation for each cycle of ceil(M / K) epochs, cut into visits: each cycle takes every
+                mask, and no visit takes a mask twice. This does not hold with a transform that crops, because
+                the usable masks then change from visit to visit
 
-Masks without foreground, and those without a pixel in a transform's window, are never chosen.
+Masks without foreground, and masks without a pixel in a transform's window, are never chosen.
 """
 
 from collections.abc import Sequence
@@ -38,20 +38,20 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """How a stored image becomes a sample.
+    """Options for turning a stored image into a sample.
 
     Attributes:
         image_size: pixels of the padded square S x S.
-        masks: at most so many masks an image; 0 for images only, whose masks are then not even decoded.
-        strategy: which ones, see sa1b.stream.sample.
+        masks: largest number of masks per image; 0: images only, and masks are not decoded.
+        strategy: how masks are chosen, see sa1b.stream.sample.
         flip: probability of mirroring left and right.
         resize: "pad" scales the longer side to S and pads the shorter one; "stretch" scales both sides to S;
             "crop" cuts the square of the shorter side from the middle and scales it to S.
-        transform: changes how the image lies in the square, one or several; see sa1b.stream.transform.
-        min_pixels: masks with fewer pixels in the dense mask at `min_pixels_size` are not chosen. Otherwise a
-            mask may be chosen that has no pixel at the size that is asked for: it is a target without
-            foreground, with a point and scores; `batch.masks.empty(size)` finds these.
-        min_pixels_size: pixels of the square at which they are counted; None: image_size.
+        transform: one or several transforms of the image's frame; see sa1b.stream.transform.
+        min_pixels: masks with fewer pixels in the dense mask at `min_pixels_size` are not chosen. If it is 0,
+            a chosen mask may have no pixel in the dense mask: it is a target without foreground, with a point
+            and scores. `batch.masks.empty(size)` finds such masks.
+        min_pixels_size: size of the square, in pixels, for `min_pixels`; None: image_size.
         decoder: name of the JPEG decoder, see sa1b.stream.decode. Decoders may differ in the last bits of a
             pixel.
     """
@@ -108,14 +108,15 @@ class SampleMasks:
     """The chosen masks of one image, m of them; coordinates in the padded square S x S, see sa1b.masks.grid.
 
     Attributes:
-        image_id: of the image; frame: how it lies in the square.
-        runs: of the chosen masks in the frame's window, at source resolution, mirrored if the image is.
+        image_id: id of the image.
+        frame: window, size and mirroring of the image in the square.
+        runs: runs of the chosen masks in the frame's window, at source resolution, mirrored if the image is.
         boxes: float32 [m, 4], x0, y0, x1, y1: the centres of the mask's first and last column and row.
         points: float32 [m, 2], x, y: the centre of a uniform foreground pixel.
         areas: int64 [m], source pixels in the window.
         predicted_iou, stability_score: float32 [m].
-        mask_ids: int64 [m], -1 where the annotation has none; mask_index: int64 [m], the mask's index in its
-            record, ascending and unique in an image.
+        mask_ids: int64 [m], -1 where the annotation has none.
+        mask_index: int64 [m], the mask's index in its record, ascending and unique in an image.
     """
 
     image_id: int
@@ -131,7 +132,7 @@ class SampleMasks:
 
 
 def frame_of(annotations: Annotations, options: SampleOptions, seed: int, epoch: int) -> Frame:
-    """How an image lies in the square, as (seed, image id, epoch) decide.
+    """The frame of an image, a function of (seed, image id, epoch).
 
     Raises:
         TransformError: a transform failed.
@@ -156,9 +157,9 @@ def pick_masks(
     *,
     usable: npt.NDArray[np.bool_] | None = None,
 ) -> SampleMasks:
-    """Choose masks and a point in each, as (seed, image id, epoch) decide, in the frame of the image.
+    """Choose masks and a point in each: a function of (seed, image id, epoch) in the frame of the image.
 
-    usable: bool [N], which masks may be chosen; None: all. Empty masks never are.
+    `usable` is bool [N], the masks that may be chosen; None means all. Empty masks are never chosen.
 
     Raises:
         TransformError: a transform failed.
@@ -171,7 +172,7 @@ def pick_masks(
     if usable is not None:
         filled &= usable
     if frame.is_whole and options.min_pixels == 0:
-        # The numbers of the record suffice: only the chosen masks are decoded.
+        # The record's columns are enough to choose; only the chosen masks are decoded.
         chosen = choose(annotations, filled, options.masks, options.strategy, seed, epoch)
         runs = _in_frame(annotations.runs(chosen), frame)
     else:
@@ -204,14 +205,14 @@ def pick_masks(
 
 
 def _in_frame(runs: Runs, frame: Frame) -> Runs:
-    """The masks of the source image in the frame's window, mirrored if it is."""
+    """The masks of the source image cropped to the frame's window, mirrored if the frame is."""
     if not frame.is_whole:
         runs = geometry.crop(runs, *frame.window)
     return geometry.flip_horizontal(runs) if frame.flip else runs
 
 
 def _large_enough(runs: Runs, frame: Frame, options: SampleOptions) -> npt.NDArray[np.bool_]:
-    """Which masks have `min_pixels` in the square."""
+    """Which masks have at least `min_pixels` pixels in the square."""
     if options.min_pixels == 0:
         return np.ones(len(runs), np.bool_)
     size = options.min_pixels_size or options.image_size
@@ -244,7 +245,7 @@ def choose(
     seed: int,
     epoch: int,
 ) -> Indices:
-    """Indices of the chosen masks, int64, ascending; all usable ones if they are no more than `limit`."""
+    """Indices of the chosen masks, int64, ascending; all usable masks if there are at most `limit`."""
     candidates = np.flatnonzero(usable)
     image_id = annotations.image_id
     if len(candidates) <= limit:

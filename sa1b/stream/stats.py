@@ -1,4 +1,4 @@
-"""Pipeline statistics: items, bytes, busy seconds and queue of each stage, and the stage that limits."""
+"""Pipeline statistics: items, bytes, busy seconds and queue depth of each stage, and the limiting stage."""
 
 import threading
 import time
@@ -15,11 +15,11 @@ class Stage:
     """Counters of one stage over all threads.
 
     Attributes:
-        items: samples of read, pick and decode; batches of collate and device.
-        bytes: of files in read and decode, of images in device.
-        seconds: busy.
-        depth: jobs that waited for a thread, mean over the moments at which a batch was asked for. Those of
-            pick are counted for read, as one job does both.
+        items: samples for read, pick and decode; batches for collate and device.
+        bytes: bytes of files for read and decode, of images for device.
+        seconds: busy time.
+        depth: jobs that waited for a thread, mean over all requests for a batch. Jobs of pick are counted
+            under read, because one job does both.
     """
 
     items: int = 0
@@ -29,7 +29,7 @@ class Stage:
 
 
 class Snapshot(dict[str, Any]):
-    """What `PipelineStats.snapshot` returns: a plain dict, for JSON too, that prints as a table."""
+    """The result of `PipelineStats.snapshot`: a dict of JSON values that prints as a table."""
 
     def __repr__(self) -> str:
         lines = [f"{'stage':<8}{'items':>10}{'MB':>12}{'busy s':>10}{'waiting':>9}"]
@@ -53,10 +53,10 @@ class PipelineStats:
     """All stages of one stream or loader; safe to share between threads.
 
     Attributes:
-        stages: by name.
-        waited_seconds: that the caller waited for batches.
-        ready: complete batches when one was asked for, mean.
-        looks: how often one was asked for.
+        stages: counters by name of the stage.
+        waited_seconds: seconds that the caller waited for batches.
+        ready: complete batches at a request for a batch, mean.
+        looks: number of requests for a batch.
     """
 
     stages: dict[str, Stage] = field(default_factory=lambda: {name: Stage() for name in STAGES})
@@ -67,7 +67,7 @@ class PipelineStats:
 
     @contextmanager
     def busy(self, name: str, size: int = 0, *, items: int = 1) -> Iterator[None]:
-        """Count so many items of `size` bytes together, and the time they take."""
+        """Count `items` items with `size` bytes in total, and the time of the block."""
         began = time.perf_counter()
         yield
         seconds = time.perf_counter() - began
@@ -78,7 +78,7 @@ class PipelineStats:
             stage.seconds += seconds
 
     def look(self, depths: Mapping[str, int], ready: int) -> None:
-        """Note how many jobs wait before each stage, and how many batches are complete, at this moment."""
+        """Record the current number of waiting jobs before each stage and of complete batches."""
         with self._lock:
             self.looks += 1
             self.ready += (ready - self.ready) / self.looks
@@ -86,7 +86,7 @@ class PipelineStats:
                 stage.depth += (depths.get(name, 0) - stage.depth) / self.looks
 
     def waited(self, seconds: float) -> None:
-        """Note that the caller waited for a batch."""
+        """Add seconds that the caller waited for a batch."""
         with self._lock:
             self.waited_seconds += seconds
 
@@ -97,12 +97,13 @@ class PipelineStats:
         return PipelineStats, ()
 
     def snapshot(self) -> Snapshot:
-        """Stage -> items, bytes, busy seconds, queue depth; and which stage limits.
+        """The statistics of all stages, and the limiting stage.
 
-        `limiting`: the stage that keeps threads busy longest. `limiting_share`: its part of all busy seconds,
-        from 0 to 1: without it, the rest would take 1 - share of the time. `waited_seconds`: how long the
-        caller of a Loader waited: next to nothing where the caller, and not the loading, limits.
-        `ready_batches`: complete batches when one was asked for, mean: `prefetch` where the caller limits.
+        `stages`: name -> items, bytes, busy seconds, queue depth. `limiting`: the stage with the most busy
+        seconds. `limiting_share`: its share of all busy seconds, from 0 to 1; the other stages would take
+        1 - share of the time. `waited_seconds`: seconds that the caller of a Loader waited, about 0 if the
+        caller is the bottleneck. `ready_batches`: complete batches at a request for a batch, mean; about
+        `prefetch` if the caller is the bottleneck.
         """
         with self._lock:
             found = Snapshot({name: asdict(stage) for name, stage in self.stages.items()})

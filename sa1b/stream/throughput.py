@@ -1,14 +1,14 @@
-"""How many images a second a machine can make of a dataset directory, and what limits it.
+"""Measure how many images per second a machine can load from a dataset directory, and find the bottleneck.
 
 Three measurements of the same random images, one after the other:
 
-    storage   bytes of samples, read as the loader reads them and verified by CRC-32C; of local files what the
-              page cache has of them is dropped first
-    decode    JPEG files in memory to images of the padded square, in all threads
-    loader    `sa1b.Loader`: everything together, warm
+    storage   reading the bytes of samples in the same way as the loader, with verification by CRC-32C; local
+              files are dropped from the page cache first
+    decode    decoding JPEG files in memory to images of the padded square, with all threads
+    loader    `sa1b.Loader`: all stages together, warm
 
-On a quiet machine the rates of the first two are upper bounds of the third. `benchmarks/own_time.py` instead
-measures what each stage of an image takes of one core.
+On a quiet machine the rates of the first two are upper bounds of the third. `benchmarks/own_time.py` measures
+the time of each stage per image on one core.
 """
 
 import itertools
@@ -43,22 +43,22 @@ LABELS = {
     "device": "copies and dense masks",
 }
 _SAMPLES = 64  # JPEG files that are kept in memory
-_PORTION = 8  # images that a thread decodes before it asks for more
-_MARGIN = 1.2  # storage that delivers less than this much more than the loader takes is what it waits for
+_PORTION = 8  # images that a thread decodes in one job
+_MARGIN = 1.2  # below this ratio of storage rate to loader rate, storage is the bottleneck
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What was measured.
+    """The measured throughput.
 
     Attributes:
         root: the dataset directory.
         threads, image_size, masks, dense, batch, device: the settings of the loader.
-        images_per_second: of storage, decode and loader.
-        storage_bytes_per_second: bytes that were read, of JPEG files and mask records.
-        shares: part of the threads' busy time in each stage of the loader.
-        limit: "storage", or the stage of the loader with most of the busy time.
-        advice: what to change.
+        images_per_second: rates of storage, decode and loader.
+        storage_bytes_per_second: bytes read per second, of JPEG files and mask records.
+        shares: share of the threads' busy time in each stage of the loader.
+        limit: "storage", or the stage of the loader with the largest share of the busy time.
+        advice: how to increase the throughput.
     """
 
     root: str
@@ -75,7 +75,7 @@ class Throughput:
     advice: str
 
     def document(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The measurement as JSON values."""
         return asdict(self)
 
     def table(self) -> str:
@@ -110,9 +110,9 @@ def measure(
 
     Args:
         stream: Stream(root, global_batch=..., epochs=None, ...).
-        seconds: of all measurements together; warming up and a batch that takes long come on top.
-        threads, dense, device: as of `Loader`.
-        quiet: no progress bar.
+        seconds: time of all measurements together, without warm-up; the last batch may exceed it.
+        threads, dense, device: as for `Loader`.
+        quiet: show no progress bar.
     """
     if stream.epochs is not None:
         raise UsageError(
@@ -123,7 +123,7 @@ def measure(
     with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
 
         def timed(steps: Iterator[int]) -> float:
-            """Units a second that the steps return, for a third of the time."""
+            """Units per second of a measurement that runs for a third of the time."""
             began, units, known = time.perf_counter(), 0, 0.0
             for number in steps:
                 units += number
@@ -140,7 +140,7 @@ def measure(
         decode = timed(_decodes(stream, images, pool, threads))
         loader = Loader(stream, threads=threads, dense=dense, device=device, quiet=True)
         batches = iter(loader)
-        for _ in range(loader.prefetch + 2):  # all memory is in use
+        for _ in range(loader.prefetch + 2):  # after these batches all buffers are allocated
             next(batches)
         before = stream.stats.snapshot()
         rate = timed(map(len, batches))
@@ -167,12 +167,12 @@ def measure(
 
 
 def limiting(storage: float, loader: float, shares: Mapping[str, float]) -> str:
-    """What the loader waits for: "storage", or the stage with most of the busy time."""
+    """The bottleneck of the loader: "storage", or the stage with the largest share of the busy time."""
     return "storage" if storage < _MARGIN * loader else max(shares, key=lambda name: shares[name])
 
 
 def _reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes: list[int]) -> Iterator[int]:
-    """Read batches of samples, twice as many at a time as there are threads."""
+    """Read batches of samples, with twice as many reads in flight as there are threads."""
 
     def take(read: PendingRead) -> int:
         with suppress(DamageError):
@@ -193,7 +193,7 @@ def _reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes: list[i
 
 
 def _forget(stream: Stream, rows: list[int]) -> None:
-    """Drop what the page cache has of these samples."""
+    """Drop these samples from the page cache."""
     if not hasattr(os, "posix_fadvise"):
         return
     for row in rows:
@@ -222,7 +222,7 @@ def _images(stream: Stream) -> list[EncodedImage]:
 def _decodes(
     stream: Stream, images: list[EncodedImage], pool: ThreadPoolExecutor, threads: int
 ) -> Iterator[int]:
-    """Decode the same JPEG files again and again, each thread into memory of its own."""
+    """Decode the same JPEG files repeatedly, each thread into its own memory."""
     shape = (1, *2 * (stream.options.image_size,), 3)
 
     def work(number: int) -> int:
@@ -243,5 +243,5 @@ def _advice(limit: str, threads: int, dense: int | None, size: int, images: list
     if limit == "storage":
         return f"Use faster storage{smaller}."
     if limit == "device" and dense is not None:
-        return "Take dense masks at a smaller size, or leave them to a GPU: --device cuda."
+        return "Use a smaller size of dense masks, or rasterise them on a GPU: --device cuda."
     return f"Use more {'threads (--threads)' if threads < available_cpus() else 'CPU cores'}{smaller}."

@@ -1,16 +1,16 @@
-"""How an image lies in the padded square, and transforms that change it.
+"""The frame of an image in the padded square, and transforms that change it.
 
     from sa1b.stream.transform import RandomCrop, ScaleJitter
 
     stream = sa1b.Stream("shards", global_batch=256, transform=[RandomCrop((0.5, 1)), ScaleJitter(0.5, 2)])
 
-A `Frame` is a window of the source image, mirrored or not, and the pixels that it takes of the square. Image,
-masks, boxes and points all follow it. Masks are cropped as runs: their pixels equal pycocotools' decode, a
-numpy slice and the index of sa1b.masks.grid. Masks without a pixel in the window are never chosen.
+A `Frame` is a window of the source image, mirrored or not, and its size in the square. Image, masks, boxes
+and points all follow it. Masks are cropped as runs. Their pixels equal those of pycocotools' decode, a numpy
+slice and the indices of sa1b.masks.grid. Masks without a pixel in the window are never chosen.
 
 A transform is a callable that takes a frame and a `Visit` and returns a changed frame. It runs before the
-image is decoded; `Frame.pixels` runs after. With worker processes that are spawned it must be picklable: a
-function of a module, or an object of a class like those below.
+image is decoded; `Frame.pixels` runs after decoding. For spawned worker processes it must be picklable: a
+function of a module, or an instance of a class such as those below.
 
     def largest_mask(frame: Frame, visit: Visit) -> Frame:
         x, y, width, height = visit.annotations.bbox[visit.annotations.area.argmax()].astype(int)
@@ -46,21 +46,21 @@ class TransformError(Sa1bError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """How one image lies in the padded square S x S: top left, the rest is 0.
+    """The window of one image and its size in the padded square S x S: top left, the rest is 0.
 
     Attributes:
         height: pixels of the source image.
         width: pixels of the source image.
         image_size: pixels of the square, S.
         window: x, y, width, height of the visible part, in source pixels, before mirroring.
-        side: pixels of the square that the window's longer side takes, 1 to S.
-        stretch: whether the shorter side takes as many, or in proportion.
+        side: pixels of the window's longer side in the square, 1 to S.
+        stretch: whether the shorter side has `side` pixels too; otherwise it is scaled in proportion.
         flip: whether the window is mirrored left to right.
         pixels: called with the decoded image, uint8 [rows, columns, 3], RGB, mirrored if `flip`; returns an
             image of the same shape and type.
 
     Raises:
-        ValueError: a window that does not lie inside the image, or a side that does not fit into the square.
+        ValueError: the window exceeds the image, or the side does not fit into the square.
     """
 
     height: int
@@ -84,7 +84,7 @@ class Frame:
 
     @classmethod
     def whole_image(cls, height: int, width: int, image_size: int, *, stretch: bool = False) -> "Frame":
-        """The whole image, as large as it fits into the square."""
+        """The whole image, scaled to fill the square as far as possible."""
         return cls(height, width, image_size, (0, 0, width, height), image_size, stretch)
 
     @property
@@ -94,16 +94,16 @@ class Frame:
 
     @property
     def taken(self) -> tuple[int, int]:
-        """Rows and columns that the window takes of the square; see sa1b.masks.grid."""
+        """Rows and columns of the square that the window fills; see sa1b.masks.grid."""
         _, _, width, height = self.window
         return (self.side, self.side) if self.stretch else framed_size(height, width, self.side)
 
     def crop(self, x: int, y: int, width: int, height: int) -> "Frame":
-        """The same with another window, in pixels of the source image."""
+        """A frame with another window, in pixels of the source image."""
         return replace(self, window=(index(x), index(y), index(width), index(height)))
 
     def center_square(self) -> "Frame":
-        """The same with the largest square in the middle of the window."""
+        """A frame with the largest square in the middle of the window."""
         x, y, width, height = self.window
         side = min(width, height)
         return self.crop(x + (width - side) // 2, y + (height - side) // 2, side, side)
@@ -111,14 +111,14 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What a transform may look at: one image in one epoch.
+    """Input of a transform: one image in one epoch.
 
     Attributes:
-        image_id: of the image.
+        image_id: id of the image.
         epoch: number of the epoch, from 0.
-        seed: of the stream.
-        number: of the transform among those of the stream, from 0.
-        annotations: all masks of the image with their numbers; `annotations.runs()` gives them as runs.
+        seed: seed of the stream.
+        number: index of the transform among those of the stream, from 0.
+        annotations: all masks of the image with their columns; `annotations.runs()` returns their runs.
     """
 
     image_id: int
@@ -128,8 +128,9 @@ class Visit:
     annotations: Annotations
 
     def uniforms(self, count: int) -> npt.NDArray[np.float64]:
-        """Uniform random values between 0 and 1, float64 [count]: the same for the same visit and transform,
-        on any rank and in any process.
+        """Uniform random values between 0 and 1, float64 [count].
+
+        They depend only on the visit and the transform, not on the rank or the process.
         """
         key = (Purpose.TRANSFORM, self.image_id, self.epoch, self.number, np.arange(count))
         return uniforms(self.seed, *key)
@@ -145,9 +146,9 @@ class RandomCrop:
     RandomCrop((1, 1), (1, 1)) is the square of the shorter side at a random position.
 
     Args:
-        area: least and largest part of the image's area, uniform between them.
-        aspect: least and largest width / height, uniform in the logarithm; None keeps that of the image. A
-            window that would be larger than the image is made smaller in the same shape.
+        area: smallest and largest fraction of the image's area, uniform between them.
+        aspect: smallest and largest width / height, uniform in the logarithm; None keeps the aspect ratio of
+            the image. A window that would exceed the image is scaled down.
     """
 
     area: tuple[float, float] = (0.25, 1.0)
@@ -177,7 +178,7 @@ class ScaleJitter:
     a random position; below, the square is padded.
 
     Args:
-        low: least scale, above 0.
+        low: smallest scale, above 0.
         high: largest scale; the scale of a visit is uniform between the two.
 
     Raises:
@@ -204,10 +205,10 @@ class ScaleJitter:
 def apply(
     transforms: Sequence[Transform], frame: Frame, annotations: Annotations, seed: int, epoch: int
 ) -> Frame:
-    """The frame after all transforms, one after the other.
+    """Apply all transforms to a frame, one after the other.
 
     Raises:
-        TransformError: one of them raised, or returned something else than a frame of this image.
+        TransformError: a transform raised an error, or did not return a frame of this image.
     """
     image_id = annotations.image_id
     for number, transform in enumerate(transforms):
@@ -227,10 +228,10 @@ def apply(
 
 
 def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """What `Frame.pixels` makes of a decoded image, of the same shape and type.
+    """Apply `Frame.pixels` to a decoded image; the result has the same shape and dtype.
 
     Raises:
-        TransformError: the function raised, or returned something else.
+        TransformError: the function raised an error, or returned another shape or dtype.
     """
     try:
         changed = function(image)
@@ -245,10 +246,10 @@ def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) 
 
 
 def check_pickles(transforms: Sequence[Transform]) -> None:
-    """Check that worker processes that are spawned can be given the transforms.
+    """Check that the transforms can be sent to spawned worker processes.
 
     Raises:
-        TransformError: one cannot be pickled.
+        TransformError: a transform cannot be pickled.
     """
     for transform in transforms:
         try:
@@ -262,7 +263,7 @@ def check_pickles(transforms: Sequence[Transform]) -> None:
 
 
 def name_of(function: object) -> str:
-    """A transform in words: with its arguments where it is a dataclass, else by its qualified name."""
+    """A transform for messages: the repr of a dataclass, else the qualified name."""
     if is_dataclass(function):
         return repr(function)
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -289,7 +290,10 @@ def _between(low: float, high: float, part: float) -> float:
 
 
 def _cut(frame: Frame, width: float, height: float, right: float, down: float) -> Frame:
-    """A window of about this size inside the frame's, `right` and `down` from 0 to 1 as far as it goes."""
+    """A window of about this size inside the frame's window.
+
+    `right` and `down`, from 0 to 1, give its position between the left and right, and top and bottom edge.
+    """
     x, y, most_wide, most_high = frame.window
     wide = min(most_wide, max(1, round(width)))
     high = min(most_high, max(1, round(height)))
