@@ -18,6 +18,7 @@ from sa1b.storage.processes import is_of_dead_process, this_machine, this_proces
 from sa1b.storage.store import Store
 
 _OWNER = "owner"  # file in the folder: which process it belongs to
+_TRIES = 100  # of making a folder that another process may remove
 _ABANDONED = 3600.0  # seconds; a process that works writes every few, and is killed when it does not
 
 
@@ -26,7 +27,13 @@ def make_staging(parent: Path) -> Path:
     folder = parent / f"{socket.gethostname()}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     with naming_path(folder):
-        folder.mkdir(parents=True)
+        # Again: a command that ends at this moment removes `parent` if it is empty.
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                folder.mkdir(parents=True)
+                break
+        else:
+            folder.mkdir(parents=True)
         (folder / _OWNER).write_text(this_process(), encoding="utf-8")
     return folder
 
@@ -52,8 +59,9 @@ def remove_leftovers(root: Path, spill: Path | None = None) -> None:
     for parent in (root / PARTIAL, spill):
         if parent is None or not parent.is_dir():
             continue
-        now = Store(parent).now("")
-        for folder in parent.iterdir():
+        # The clock of ROOT: another command that starts or ends may remove .partial in between.
+        now = Store(parent if parent == spill else root).now()
+        for folder in _children(parent):
             if _is_left(folder, now):
                 shutil.rmtree(folder, ignore_errors=True)
         if parent != spill:
@@ -67,6 +75,12 @@ def remove_leftovers(root: Path, spill: Path | None = None) -> None:
         for path in temporary:
             if _has_ended(path.name.removesuffix(".partial").rpartition(".")[2], path, now):
                 path.unlink(missing_ok=True)
+
+
+def _children(folder: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError):
+        return list(folder.iterdir())
+    return []
 
 
 def _is_left(folder: Path, now: float) -> bool:

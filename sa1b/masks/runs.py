@@ -102,7 +102,11 @@ class Runs:
     def indices(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The masks that `select` would take as int64 [K], each 0 <= index < N."""
         chosen = np.asarray(indices)
-        if chosen.size == 0 and chosen.dtype != np.bool_:
+        if chosen.dtype == np.bool_ and chosen.size != len(self):
+            raise IndexError(
+                f"bool array of {chosen.size} for {len(self)} masks: pass one bool for each mask"
+            )
+        if chosen.size == 0:
             chosen = chosen.astype(np.int64)
         rows: npt.NDArray[np.int64] = np.arange(len(self), dtype=np.int64)[chosen.reshape(-1)]
         return rows

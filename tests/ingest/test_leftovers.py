@@ -1,16 +1,19 @@
 """What a loss of power or a killed process leaves in a dataset directory is removed by the next run."""
 
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sa1b.ingest.finish import drop_source, finish
-from sa1b.ingest.staging import remove_leftovers, remove_staging_of
+from sa1b.ingest.staging import make_staging, remove_leftovers, remove_staging_of
 from sa1b.shards.manifest import Options
 from sa1b.storage.claim import Holder
+from sa1b.storage.store import Store
 from tests.shards.tiny_source import make_root, pairs, write_source
 
 LONG_AGO = 6 * 3600  # seconds
@@ -42,6 +45,34 @@ def test_staging_of_before_the_machine_was_started_again_is_removed_once_nobody_
     aged(folder, age)
     remove_leftovers(root)
     assert folder.exists() == stays
+
+
+def test_another_command_may_remove_the_folder_of_staging_at_any_moment(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`.partial` goes away before its clock is read, and again before this process has its folder in it."""
+    partial = root / ".partial"
+    (partial / "another-host-1").mkdir(parents=True)
+    now, mkdir = Store.now, Path.mkdir
+
+    def now_without(store: Store, folder: str = "") -> float:
+        shutil.rmtree(partial, ignore_errors=True)
+        return now(store, folder)
+
+    monkeypatch.setattr(Store, "now", now_without)
+    remove_leftovers(root)
+    assert not partial.exists()
+    removed = []
+
+    def mkdir_late(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == partial and not removed:
+            removed.append(path)  # made here and removed by another command at once
+            return
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_late)
+    assert make_staging(partial).is_dir()
+    assert removed
 
 
 def test_temporary_files_and_claims_of_before_are_removed(root: Path) -> None:

@@ -36,7 +36,7 @@ def test_select_takes_masks_in_the_order_asked_for(drawn, data):
 
 def test_select_refuses_what_is_not_there():
     runs = to_runs(np.zeros((2, 3, 4), np.bool_))
-    for wrong in ([2], [-3], np.array([True])):
+    for wrong in ([2], [-3], np.array([True]), np.array([], np.bool_)):
         with pytest.raises(IndexError):
             runs.select(wrong)
 
