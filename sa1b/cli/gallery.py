@@ -69,7 +69,7 @@ def main(
     images, facts = None, []
     if view is not None:
         if not is_dataset(source):
-            raise UsageError(f"{source}: no dataset directory; --view and --warnings need one")
+            raise UsageError(f"{source}: not a dataset directory; pass one, or omit --view and --warnings")
         table = open_dataset(source).table
         opened = open_view(source, table, view)
         images = opened.image_ids(table)

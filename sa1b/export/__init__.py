@@ -1,1 +1,1 @@
-"""A dataset written back in other forms."""
+"""Export of a dataset to other formats."""

@@ -1,7 +1,7 @@
-"""The record of an export, `.export.json` in its folder: which tars it owns, and which of them are complete.
+"""The record of an export: the file `.export.json`, which lists the tars of the export and their state.
 
-A tar counts as complete if the record has its content and size and the file has that size. A tar that the
-record names without a size was being written when the export ended: it is written again.
+A tar is complete if the record contains its digest and size and the file has that size. A tar without a size
+in the record was in progress when the export ended, and is written again.
 """
 
 import json
@@ -21,8 +21,9 @@ class ExportRecord:
     """The tars of an export folder.
 
     Attributes:
-        contents: name -> digest of the content, see content_digest.
-        written: name -> what is complete.
+        out: folder of the export.
+        contents: name of a tar -> digest of its content, see content_digest.
+        written: name of a complete tar -> its counts and size.
     """
 
     out: Path
@@ -30,11 +31,11 @@ class ExportRecord:
     written: dict[str, Written] = field(default_factory=dict)
 
     def owns(self, name: str, content: str) -> bool:
-        """Whether the tar of this name is this export's: it may be skipped or written again."""
+        """Whether this export wrote the tar of this name, so that it may be skipped or replaced."""
         return self.contents.get(name) == content
 
     def complete(self, name: str, content: str) -> bool:
-        """Whether the tar with this content is there."""
+        """Whether the tar exists with this content and is complete."""
         known = self.written.get(name)
         path = self.out / name
         return (
@@ -45,7 +46,7 @@ class ExportRecord:
         )
 
     def begin(self, contents: dict[str, str]) -> None:
-        """Record tars that are going to be written, before the first one is."""
+        """Record the names of tars before the first one is written."""
         self.contents.update(contents)
         for name in contents:
             self.written.pop(name, None)
@@ -65,10 +66,10 @@ class ExportRecord:
 
 
 def read_record(out: Path) -> ExportRecord:
-    """The record of a folder; an empty one where there is none.
+    """The record of a folder; an empty record if the folder has none.
 
     Raises:
-        UsageError: it is damaged or of another format.
+        UsageError: the record is damaged or has another format.
     """
     path = out / RECORD
     try:

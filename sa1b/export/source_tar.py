@@ -1,4 +1,4 @@
-"""One source tar: `./sa_<id>.jpg` beside `./sa_<id>.json`; the same images give the same bytes."""
+"""Writer of one source tar: `./sa_<id>.jpg` and `./sa_<id>.json` in turn; equal images give equal bytes."""
 
 import hashlib
 import io
@@ -20,7 +20,7 @@ from sa1b.shards.sample import Sample
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import commit, flush, naming_path
 
-_GZIP_LEVEL = 2  # of isal's 0 to 3; JPEGs hardly shrink at any
+_GZIP_LEVEL = 2  # isal has levels 0 to 3; JPEGs hardly shrink at any level
 _REPORT_BYTES = 8 << 20
 
 Rows = npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a tar that was written holds. Bytes as stored."""
+    """Counts of a complete tar, and its size in bytes."""
 
     images: int
     masks: int
@@ -36,7 +36,7 @@ class Written:
 
 
 def content_digest(table: SampleTable, rows: Rows, plain: bool) -> str:
-    """Names the content of a tar: the images with the checksums of their bytes, in order, and the form."""
+    """Digest of the content of a tar: ids and checksums of its images in order, and the compression."""
     columns = (table.image_id[rows], table.jpg_crc32c[rows], table.masks_crc32c[rows])
     digest = hashlib.sha256(b"plain" if plain else b"gzip")
     for column in columns:
@@ -52,12 +52,14 @@ def partial_path(path: Path) -> Path:
 def write_source_tar(
     root: Path, path: Path, rows: Rows, plain: bool, report: Callable[[int], object]
 ) -> Written:
-    """Write one tar; it gets its name when it is complete and on the disk. Memory: one image.
+    """Write one tar and commit it when it is complete. Memory: one image.
 
     Args:
-        rows: of the sample table, in the order of the tar.
-        plain: without gzip.
-        report: called with bytes of images done since the last call.
+        root: dataset directory.
+        path: final path of the tar.
+        rows: rows of the sample table, int64 [N], in the order of the tar.
+        plain: write a plain tar instead of gzip.
+        report: called with the bytes of images written since the last call.
 
     Raises:
         ShardError: a sample is damaged.
@@ -93,8 +95,11 @@ def write_source_tar(
 
 
 def annotation_text(sample: Sample) -> bytes:
-    """The annotation file of a sample: the original's bytes where it was in SA-1B's usual form or odd enough
-    to have been kept, else (other white space, other escapes) the same values in the usual form."""
+    """The annotation file of a sample, in UTF-8.
+
+    The bytes equal those of the source if the source file has SA-1B's usual JSON format, or if ingest stored
+    its text. Otherwise (other white space, other escapes) the file has the same values in the usual format.
+    """
     kept = sample.annotations.text
     return json.dumps(sample.annotations.to_json()).encode() if kept is None else kept
 

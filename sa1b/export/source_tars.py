@@ -1,9 +1,9 @@
-"""Back to source tars: gzip, `./sa_<id>.jpg` beside `./sa_<id>.json`, named as the sources were.
+"""Export to source tars with the names of the sources: gzip, members `./sa_<id>.jpg` and `./sa_<id>.json`.
 
-The JPEG is the original's bytes; the annotation file says the same, and in SA-1B's usual form it has the same
-bytes. The order inside a tar is that of the shards. The same shards give the same bytes (with the same
-version of isal, which compresses), whatever the number of workers. An export that was interrupted goes on
-with the same command: tars that are complete are skipped, see sa1b.export.export_record.
+The JPEG has the bytes of the source. The annotation file has the same values, and the same bytes if the
+source file has SA-1B's usual JSON format. The order in a tar is the order in the shards. The same shards give
+the same bytes with any number of workers and the same version of isal, the compression library. To resume an
+interrupted export, run the same command: complete tars are skipped, see sa1b.export.export_record.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.console import command
+from sa1b.console import command, counted
 from sa1b.errors import ManifestError, ShardError, UsageError
 from sa1b.export.export_record import ExportRecord, read_record
 from sa1b.export.source_tar import Rows, Written, content_digest, partial_path, write_source_tar
@@ -32,13 +32,16 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class ExportSummary:
-    """What the folder holds now. Bytes of tars as stored; seconds in all.
+    """The result of an export.
 
     Attributes:
-        tars: all tars of this export; skipped: those that an earlier run had completed.
-        images, masks, bytes: of all tars.
-        failed: tar -> why it could not be written.
-        bytes_written: of the tars that this run wrote.
+        out: folder of the export.
+        seconds: duration of this run.
+        tars: names of all complete tars.
+        skipped: names of the tars that an earlier run had completed.
+        failed: name of a tar that was not written -> the error.
+        images, masks, bytes: totals over all complete tars; bytes are file sizes.
+        bytes_written: bytes of the tars that this run wrote.
     """
 
     out: str
@@ -63,13 +66,13 @@ class ExportSummary:
             self.bytes_written += written.bytes
 
     def document(self) -> dict[str, Any]:
-        """For --json."""
+        """The summary as a JSON document, for --json."""
         return asdict(self)
 
     def table(self) -> str:
-        """For people."""
+        """The summary as a table of text."""
         rate = self.bytes_written / 1e6 / self.seconds if self.seconds else 0.0
-        skipped = f" ({len(self.skipped):,} complete before)" if self.skipped else ""
+        skipped = f" ({len(self.skipped):,} already complete)" if self.skipped else ""
         return "\n".join(
             [
                 f"  tars    {len(self.tars):,}{skipped}",
@@ -93,28 +96,33 @@ def export_sa1b(
     workers: int = 1,
     quiet: bool = False,
 ) -> ExportSummary:
-    """Write the images of a dataset directory as source tars into `out`, made if need be.
+    """Write the images of a dataset directory as source tars to the folder `out`.
 
     Memory: one image for each worker. A tar with a damaged sample is left out, and the others are written.
 
     Args:
-        images_per_tar: split a source into `<source>-0000.tar`, ... of so many images; None: one tar each.
-        ids: file of image ids, see sa1b.shards.image_ids: only these. A source without any gives no tar.
-        images: image ids, such as those of a view: only these.
-        plain: plain tars instead of gzip.
-        overwrite: replace tars that exist, complete ones of an earlier export too.
-        workers: processes, each with one tar at a time.
+        root: dataset directory.
+        out: folder for the tars; created if it is missing.
+        images_per_tar: split a source into tars of this many images, `<source>-0000.tar`, ...; None: one tar
+            for each source.
+        ids: file of image ids to export, see sa1b.shards.image_ids. A source without such an image has no
+            tar.
+        images: image ids to export, uint64 [N], such as those of a view.
+        plain: write plain tars instead of gzip.
+        overwrite: replace existing tars, also the complete ones of an earlier export.
+        workers: worker processes; each writes one tar at a time.
+        quiet: show no progress bar.
 
     Raises:
-        UsageError: shards made with an image size, an unknown id, a tar that exists and is none of this
-            export; nothing was written.
+        UsageError: the shards were made with an image size, an id is unknown, or a tar exists that is not
+            part of this export. Nothing was written.
         ShardError: a sample is damaged; the other tars are complete.
-        ManifestError: no dataset there.
-        OSError: the disk is full, or fails; complete tars stay.
+        ManifestError: `root` has no readable dataset.
+        OSError: the disk is full or fails; complete tars are kept.
     """
     began = time.monotonic()
     if workers < 1:
-        raise UsageError("--workers must be at least 1")
+        raise UsageError(f"--workers {workers}: must be at least 1")
     dataset = open_dataset(root)
     table = dataset.table
     _refuse_scaled(dataset)
@@ -142,8 +150,8 @@ def export_sa1b(
         name, why = min(summary.failed.items())
         others = f" ({len(summary.failed) - 1:,} other tars failed too)" if len(summary.failed) > 1 else ""
         raise ShardError(
-            f"{out / name}: {why}{others}. {len(summary.tars):,} tars are complete; repair {root} and run "
-            "the same command again"
+            f"{out / name}: {why}{others}; {counted(len(summary.tars), 'tar')} complete; repair {root} and "
+            "run the same command again"
         )
     return summary
 
@@ -166,19 +174,19 @@ def _run(
                 summary.add(name, event.value, skipped=False)
             elif event.kind == "failed":
                 failure: Failure = event.value
-                if failure.kind != ShardError.__name__:  # the next tar would fail as well
+                if failure.kind != ShardError.__name__:  # the next tar would fail too
                     raise OSError(failure.message) if failure.expected else RuntimeError(failure.trace)
                 summary.failed[name] = failure.message
             elif event.kind == "lost":
-                summary.failed[name] = f"its process died: {event.value}"
+                summary.failed[name] = f"the worker process died: {event.value}"
     finally:
         events.close()
-        for _, path, _, _ in tasks:  # of processes that were killed
+        for _, path, _, _ in tasks:  # left by processes that were killed
             partial_path(path).unlink(missing_ok=True)
 
 
 def _here(tasks: list[tuple[Path, Path, Rows, bool]], progress: Bar) -> Generator[Event, None, None]:
-    """What supervise does, in this process."""
+    """The events of `supervise`, with the work done in this process."""
     for number, task in enumerate(tasks):
         try:
             yield Event(number, "done", write_source_tar(*task, progress.update))
@@ -192,8 +200,8 @@ def _refuse_existing(record: ExportRecord, contents: dict[str, str], overwrite: 
     if existing and not overwrite:
         more = f" and {len(existing) - _SHOWN} more" if len(existing) > _SHOWN else ""
         raise UsageError(
-            f"{record.out} holds {', '.join(existing[:_SHOWN])}{more} already, not from an export of these "
-            "images: name another --out, or replace them with --overwrite"
+            f"--out {record.out}: already has {', '.join(existing[:_SHOWN])}{more}, not from an export of "
+            "these images; use another --out, or replace the tars with --overwrite"
         )
 
 
@@ -201,8 +209,8 @@ def _refuse_scaled(dataset: Dataset) -> None:
     size = dataset.manifest["options"]["image_size"]
     if size is not None:
         raise UsageError(
-            f"{dataset.root} was made with --image-size {size}: its JPEGs are re-encoded, and no longer of "
-            "the size their annotations and masks say. Export from shards made without --image-size"
+            f"{dataset.root}: was made with --image-size {size}, so the sizes of its JPEGs differ from the "
+            "sizes in the annotations; export from shards made without --image-size"
         )
 
 
@@ -215,14 +223,16 @@ def _chosen(dataset: Dataset, ids: str | Path | None, images: npt.NDArray[np.uin
         missing = missing_ids(listed, known)
         if len(missing):
             raise UsageError(
-                f"{ids}: {listing(missing)}: not in {dataset.root}; take them out of the list, or make a "
+                f"{ids}: {listing(missing)}: not in {dataset.root}; remove the ids from the file, or make a "
                 f"view with `{command('view')} --ids FILE --missing skip`"
             )
         wanted &= np.isin(known, listed, assume_unique=True)
     if images is not None:
         wanted &= np.isin(known, images, assume_unique=True)
     if not wanted.any():
-        raise UsageError(f"{dataset.root}: no image is left to export; --view and --ids share none")
+        raise UsageError(
+            f"{dataset.root}: no image to export, because no image is in both --view and --ids; change one"
+        )
     return np.flatnonzero(wanted)
 
 
@@ -233,8 +243,8 @@ def _tars(dataset: Dataset, chosen: Rows, images_per_tar: int | None) -> Iterato
     strange = [stem for stem in stems if stem not in sources]
     if strange:
         raise ManifestError(
-            f"{dataset.reader.url(DATASET)}: names no source for shards of {strange[0]!r}; "
-            f"run `{command('index')}` to make it again"
+            f"{dataset.reader.url(DATASET)}: lists no source for the shards of {strange[0]!r}; "
+            f"run `{command('index')}` to rebuild it"
         )
     names = sorted(sources.values())
     numbers = {name: number for number, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Distributions drawn as inline SVG: bars, labelled axes, and a line of figures."""
+"""Charts of distributions as inline SVG: bars, labelled axes, and a caption with statistics."""
 
 import math
 from html import escape
@@ -8,7 +8,7 @@ from sa1b.gallery.histograms import Distribution, Survey
 
 # The chart in SVG units, which are about pixels.
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 348, 194, 56, 20, 10, 46
-_LETTER = 7  # the width of a digit at the font size of the labels, at most
+_LETTER = 7  # largest width of a digit at the font size of the labels
 
 
 def charts(survey: Survey) -> str:
@@ -24,7 +24,7 @@ def _chart(distribution: Distribution) -> str:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     y_ticks = _ticks(0, int(counts.max()), 4, whole=True)
     top = max(int(counts.max()), y_ticks[-1])
-    # Counted things are whole: the bin of n masks reaches from n - 0.5 to n + 0.5.
+    # The bin of an integer n ranges from n - 0.5 to n + 0.5.
     x_low, x_high = float(edges[0]), float(edges[-1])
 
     def x(value: float) -> str:
@@ -72,14 +72,14 @@ def _summary(distribution: Distribution) -> str:
         mean = distribution.total / known
         parts.append(f"mean {form(mean)}, from {form(distribution.smallest)} to {form(distribution.largest)}")
     if distribution.missing:
-        parts.append(f"{distribution.missing:,} {distribution.unit} without it")
+        parts.append(f"{distribution.missing:,} {distribution.unit} without a value")
     if distribution.outside:
-        parts.append(f"{distribution.outside:,} beyond the chart")
+        parts.append(f"{distribution.outside:,} out of range")
     return "; ".join(parts) or "no values"
 
 
 def _span(distribution: Distribution, start: float, stop: float) -> str:
-    """The values of one bar."""
+    """The range of values of one bar, as text."""
     if distribution.log:
         return f"{_percent(10**start)} to {_percent(10**stop)}"
     if distribution.step == 1:
@@ -89,7 +89,7 @@ def _span(distribution: Distribution, start: float, stop: float) -> str:
 
 
 def _x_ticks(distribution: Distribution, low: float, high: float) -> list[tuple[float, str]]:
-    """Positions and labels along the x axis, as many as fit beside each other."""
+    """Positions and labels on the x axis, as many as fit without overlap."""
     if not distribution.log:
         whole = distribution.step == 1
         for most in range(6, 0, -1):
@@ -109,7 +109,7 @@ def _x_ticks(distribution: Distribution, low: float, high: float) -> list[tuple[
 
 
 def _fit(ticks: list[tuple[float, str]], low: float, high: float) -> bool:
-    """Whether the labels, each centred on its tick, leave the width of a digit between neighbours."""
+    """Whether adjacent labels, each centred on its tick, are at least the width of a digit apart."""
     scale = (_WIDTH - _RIGHT - _LEFT) / (high - low)
     spans = sorted(
         ((value - low) * scale - len(label) * _LETTER / 2, (value - low) * scale + len(label) * _LETTER / 2)
@@ -119,7 +119,7 @@ def _fit(ticks: list[tuple[float, str]], low: float, high: float) -> bool:
 
 
 def _ticks(low: float, high: float, most: int, *, whole: bool) -> list[float]:
-    """Round numbers that cover low..high: about `most` of them, the first at or below low."""
+    """About `most` round numbers that cover low..high; the first is at or below low."""
     wide = max((high - low) / most, 1e-9)
     power = 10.0 ** math.floor(math.log10(wide))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= wide * 0.999)

@@ -1,7 +1,7 @@
-"""Distributions over a whole input, counted as it streams by.
+"""Distributions over an input, counted in one pass.
 
-Values are counted in fine bins of fixed width, so that memory does not grow with the input; a chart joins
-neighbouring bins until at most 40 bars are left.
+Values are counted in fine bins of fixed width, so that memory does not grow with the input. A chart merges
+adjacent bins into at most 40 bars.
 """
 
 import math
@@ -14,20 +14,22 @@ import numpy.typing as npt
 
 MAX_BARS = 40
 _JOINS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # fine bins in a bar
-_MOST_MASKS = 20_000  # per image; more are counted as beyond the chart
+_MOST_MASKS = 20_000  # per image; larger numbers are counted as outside
 
 
 @dataclass(slots=True, eq=False)
 class Distribution:
-    """How often which value occurs.
+    """A histogram with the sum and the range of its values.
 
     Attributes:
-        title, axis, unit: what the chart is called, what its x axis measures, and what is counted.
-        low, step: where the first fine bin begins and how wide a bin is (in decades if `log`).
+        title, axis: title of the chart and label of its x axis.
+        unit: plural noun for the counted items.
+        low, step: lower edge of the first bin and width of a bin (in decades if `log`).
         counts: int64 [bins].
-        log: whether bins are of the decimal logarithm.
-        outside, missing: values beyond the bins, and NaN (the annotation has no such number).
-        total, smallest, largest: sum and bounds of all values but the missing ones.
+        log: whether the bins are bins of the decimal logarithm.
+        outside: number of values outside the bins.
+        missing: number of NaN, for annotations without the number.
+        total, smallest, largest: sum and range of the values that are not missing.
     """
 
     title: str
@@ -55,7 +57,7 @@ class Distribution:
         self.largest = max(self.largest, float(known.max()))
         with np.errstate(divide="ignore", invalid="ignore"):
             scaled = np.log10(known) if self.log else known
-        # A value on an edge, such as 0.95, belongs to the bin above it whatever the last bit says.
+        # A value on an edge, such as 0.95, belongs to the bin above it, regardless of rounding errors.
         bins = np.floor((scaled - self.low) / self.step + 1e-6)
         inside = (bins >= 0) & (bins < len(self.counts))
         self.outside += int(len(known) - inside.sum())
@@ -63,7 +65,7 @@ class Distribution:
 
     @property
     def known(self) -> int:
-        """Values that are not missing."""
+        """Number of values that are not missing."""
         return int(self.counts.sum()) + self.outside
 
     def bars(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
@@ -81,7 +83,7 @@ class Distribution:
 
 @dataclass(slots=True, eq=False)
 class Survey:
-    """Everything that is counted over an input."""
+    """Counts and distributions of an input."""
 
     images: int = 0
     masks: int = 0
@@ -122,14 +124,21 @@ class Survey:
         stability_score: npt.NDArray[Any],
         runs_count: npt.NDArray[Any],
     ) -> None:
-        """Count images, [N] each, with all their masks, [sum of masks] each, image after image."""
+        """Count N images and all their masks.
+
+        Args:
+            widths, heights: sizes of the images in pixels, [N].
+            masks: number of masks of each image, [N].
+            area: areas of all masks in pixels, [sum of masks], image after image; below 0: unknown.
+            predicted_iou, stability_score, runs_count: numbers of all masks, [sum of masks].
+        """
         self.images += len(masks)
         self.masks += len(area)
         self.runs += int(runs_count.sum())
         self.sizes.update(zip(widths.tolist(), heights.tolist(), strict=True))
         self.masks_per_image.add(masks)
         pixels = np.repeat(widths.astype(np.float64) * heights, masks)
-        # An area below zero stands for an annotation without one.
+        # An area below zero means that the annotation has none.
         self.area.add(np.where(area < 0, np.nan, area / pixels))
         self.predicted_iou.add(predicted_iou)
         self.stability_score.add(stability_score)

@@ -1,8 +1,8 @@
-"""What the gallery shows, gathered from any input: distributions, and the chosen images.
+"""Input of the gallery: reads the distributions and the chosen images of a dataset, shard, tar or folder.
 
-Of a dataset directory the images are chosen from its sample table and read by their offsets. Distributions
-come from the indexes of at most SURVEYED_SHARDS shards, evenly spaced, unless all are asked for: the survey
-of 11,000 shards takes minutes, the page a second. Other inputs are read once, whole.
+The images of a dataset directory are chosen from its sample table and read by their offsets. By default the
+distributions come from the indexes of at most SURVEYED_SHARDS shards, evenly spaced, because the indexes of
+11,000 shards take minutes and the rest of the page takes a second. Other inputs are read completely, once.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,18 +41,19 @@ def gather(path: Path, choice: Choice, progress: Bar, *, survey_all: bool = Fals
 
     Args:
         path: dataset directory, shard, source tar, folder of pairs or of tars.
-        progress: bar of bytes; its total is set here.
+        choice: the images to show.
+        progress: bar of bytes; this function sets its total.
         survey_all: read the indexes of all shards of a dataset directory.
 
     Raises:
-        SourceError, ManifestError, ShardError: nothing there that can be shown.
-        UsageError: an image asked for is not there, or only a part of the images is asked for of what is no
-            dataset directory.
+        SourceError, ManifestError, ShardError: the input has nothing to show.
+        UsageError: the input does not contain a requested image, or `choice.images` is set and the input is
+            not a dataset directory.
     """
     if is_dataset(path):
         gathered = _dataset(path, choice, progress, survey_all)
     elif choice.images is not None:
-        raise UsageError(f"{path}: no dataset directory; --view and --warnings need one")
+        raise UsageError(f"{path}: not a dataset directory; pass one, or omit --view and --warnings")
     elif path.is_file() and index_path(path).exists():
         gathered = _indexed_shard(path, choice, progress)
     else:
@@ -64,8 +65,10 @@ def gather(path: Path, choice: Choice, progress: Bar, *, survey_all: bool = Fals
     missing = [image_id for image_id in choice.ids if image_id not in gathered.found]
     if missing:
         listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
-        part = " or not in the part asked for" if choice.images is not None else ""
-        raise UsageError(f"--id: not in {path}{part}: {listed}; it holds {gathered.images:,} images")
+        part = ", or not in the chosen part of it" if choice.images is not None else ""
+        raise UsageError(
+            f"--id {listed}: not in {path}{part}; choose other ids, the input has {gathered.images:,} images"
+        )
     return gathered
 
 
@@ -75,7 +78,7 @@ def is_dataset(path: Path) -> bool:
 
 
 def sources(path: Path) -> list[Source]:
-    """The tars and folders of a path; unlike for ingest, a single tar may have any name."""
+    """The tars and folders at a path; unlike in ingest, a single tar may have any name."""
     if path.is_file() and is_tar(path):
         stat = path.stat()
         return [Source(path.name, path, "tar", stat.st_size, stat.st_mtime_ns)]
@@ -95,7 +98,7 @@ def _dataset(root: Path, choice: Choice, progress: Bar, survey_all: bool) -> Gat
     totals, options = document["totals"], document["options"]
     part = np.arange(len(table)) if choice.images is None else _rows(table.image_id, choice.images)
     if not len(part):
-        raise UsageError(f"{root}: none of the images asked for is there")
+        raise UsageError(f"{root}: contains none of the chosen images; omit --view or --warnings")
     gathered = Gathered("Dataset directory", root.resolve().name, known_images=len(part))
     ids = table.image_id[part]
     rows = part[choice.best(ids)]
@@ -132,12 +135,12 @@ def _dataset(root: Path, choice: Choice, progress: Bar, survey_all: bool) -> Gat
 
 
 def _rows(known: npt.NDArray[np.uint64], ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """The rows of those ids that are there."""
+    """The rows of the ids that are known."""
     return np.flatnonzero(np.isin(known, ids, assume_unique=True))
 
 
 def _read_rows(dataset: Dataset, rows: npt.NDArray[np.int64], skipped: Skipped) -> Iterator[Exhibit]:
-    """The images of rows of the sample table, read as they are asked for."""
+    """The images in rows of the sample table, each read when the iterator reaches it."""
     for row in rows.tolist():
         try:
             sample = dataset[row]
@@ -150,7 +153,12 @@ def _read_rows(dataset: Dataset, rows: npt.NDArray[np.int64], skipped: Skipped) 
 
 
 def _survey(shard: Path, survey: Survey, keep: npt.NDArray[np.uint64] | None) -> None:
-    """Count the images of a shard by its index, all or those with the ids to keep.
+    """Count the images of a shard from its index.
+
+    Args:
+        shard: path of the shard.
+        survey: receives the counts.
+        keep: ids of the images to count, uint64 [N]; None: all.
 
     Raises:
         ShardError: the index is missing or damaged.
@@ -171,13 +179,13 @@ def _batches(shard: Path, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
         with pq.ParquetFile(index) as file:
             yield from file.iter_batches(_BATCH_IMAGES, columns=list(columns))
     except FileNotFoundError:
-        raise ShardError(f"{index}: missing; `{command('index')}` makes it again from the tar") from None
+        raise ShardError(f"{index}: missing; run `{command('index')}` to rebuild it from the tar") from None
     except (pa.ArrowException, KeyError) as error:
-        raise ShardError(f"{index}: {error}; `{command('index')}` makes it again from the tar") from None
+        raise ShardError(f"{index}: {error}; run `{command('index')}` to rebuild it from the tar") from None
 
 
 def _indexed_shard(shard: Path, choice: Choice, progress: Bar) -> Gathered:
-    """A shard alone, with its index beside it."""
+    """Read a single shard that has an index."""
     index_bytes = index_path(shard).stat().st_size
     progress.total = index_bytes
     gathered = Gathered("Shard", shard.name)
@@ -194,7 +202,7 @@ def _indexed_shard(shard: Path, choice: Choice, progress: Bar) -> Gathered:
 
 
 def _read_located(shard: Path, rows: list[dict[str, Any]], skipped: Skipped) -> Iterator[Exhibit]:
-    """The images that rows of an index point to, read as they are asked for."""
+    """The images in rows of an index, each read when the iterator reaches it."""
     reader = Reader(shard.parent)
     for row in rows:
         try:

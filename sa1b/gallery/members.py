@@ -1,7 +1,8 @@
 """Galleries of source tars, folders of pairs and shards without index: one pass over all members.
 
-The two members of an image may lie far apart. Those that may still be chosen wait in memory: at most
-WAITING_BYTES, of which the ones least likely to be chosen give way first; of the others only numbers stay.
+The two members of an image may be far apart. The first member stays in memory if the image may still be
+chosen. These members take at most WAITING_BYTES; beyond the limit, the image with the lowest priority loses
+its bytes first. Only numbers are kept of the other images.
 """
 
 import heapq
@@ -27,14 +28,15 @@ _NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
 
 @dataclass(slots=True)
 class _Half:
-    """What is known of an image whose partner has not come yet.
+    """One member of an image whose other member has not been read yet.
 
     Attributes:
-        ending: of the member that came, "jpg", "json" or "masks".
+        ending: ending of the member: "jpg", "json" or "masks".
         rank: see Choice.
-        frame: height and width of the JPEG.
-        annotations: without the masks themselves where `data` has gone.
-        data: the JPEG's bytes while the image may still be chosen.
+        frame: height and width of the JPEG in pixels.
+        annotations: the annotations; the masks are removed if the image can no longer be chosen.
+        data: the JPEG, or None if the image can no longer be chosen.
+        kept_bytes: bytes in memory.
     """
 
     ending: str
@@ -53,15 +55,15 @@ class _Pass:
         self.skipped = gathered.skipped
         self.halves: dict[int, _Half] = {}
         self.done: set[int] = set()
-        self.refused: set[int] = set()  # one half was bad, the other one goes with it
-        self.best: list[tuple[int, int]] = []  # heap of (-rank, id) of whole images, the least wanted on top
+        self.refused: set[int] = set()  # a member was bad: the other member is ignored
+        self.best: list[tuple[int, int]] = []  # heap of (-rank, id) of complete images, largest rank on top
         self.exhibits: dict[int, Exhibit] = {}
-        self.waiting: list[tuple[int, int]] = []  # the same of halves that keep their bytes
+        self.waiting: list[tuple[int, int]] = []  # heap of (-rank, id) of single members with their bytes
         self.waiting_bytes = 0
-        self.sharded = False  # masks come as records here, so that annotation files are copies of them
+        self.sharded = False  # the input has mask records, so that its annotation files are copies
 
     def member(self, member: Member, place: str) -> None:
-        """Take in one member of a source or a shard."""
+        """Process one member of a source or a shard."""
         named = parse_member_path(member.name)
         masks = named is not None and named.ending == "masks"
         if member.kind == "folder" or (self.sharded and member.name.endswith(".json")):
@@ -71,7 +73,7 @@ class _Pass:
             self.skipped.add("not_a_file", f"{where}: {member.kind}")
             return
         if named is None:
-            self.skipped.add("unexpected_name", f"{where}: neither sa_<id>.jpg nor its masks")
+            self.skipped.add("unexpected_name", f"{where}: neither sa_<id>.jpg nor masks of an image")
             return
         self.sharded |= masks
         image_id, ending = named
@@ -82,7 +84,7 @@ class _Pass:
         if image_id in self.refused:
             return
         if image_id in self.done or (first is not None and (first.ending == "jpg") == (ending == "jpg")):
-            self.skipped.add("duplicate", f"{where}: a second one")
+            self.skipped.add("duplicate", f"{where}: the image has such a member already")
             return
         try:
             half = _read_half(member.data, ending, image_id, rank)
@@ -100,7 +102,7 @@ class _Pass:
             self._whole(image_id, image, masks_half, place)
 
     def finish(self) -> None:
-        """Count what never met its partner; keep the chosen images."""
+        """Count the members without a partner, and store the chosen images."""
         for image_id, half in sorted(self.halves.items()):
             self.skipped.add("unpaired", f"{member_name(image_id, half.ending)}: its partner is missing")
         ranks = sorted((-rank, image_id) for rank, image_id in self.best)
@@ -152,10 +154,10 @@ class _Pass:
 
 
 def _read_half(data: bytes, ending: str, image_id: int, rank: int) -> _Half:
-    """One member, checked.
+    """Decode one member.
 
     Raises:
-        BadSample: it does not decode.
+        BadSample: the member cannot be decoded.
     """
     if ending == "jpg":
         frame = jpeg.frame(data)
@@ -172,7 +174,7 @@ def _read_half(data: bytes, ending: str, image_id: int, rank: int) -> _Half:
 
 
 def _strip(half: _Half) -> None:
-    """Keep only what the survey needs."""
+    """Release the bytes and the masks; keep the numbers for the survey."""
     half.kept_bytes = 0
     half.data = None
     if half.annotations is not None:
@@ -186,7 +188,7 @@ def read_members(
     """Read all sources once.
 
     Returns:
-        Whether masks came as records: there is a shard among them.
+        Whether a source has mask records, so that it is a shard.
     """
     read = _Pass(choice, gathered)
     sharded = False

@@ -1,7 +1,8 @@
-"""The page: one HTML file that needs nothing else, always below 20 MB.
+"""The gallery page: a single self-contained HTML file below 20 MB.
 
-The frame of the page, its style and its script are in page.html. Data from outside (names, messages) are
-escaped, and the page's own policy forbids every request, so that even a hostile input cannot load anything.
+The structure of the page, its style and its script are in page.html. Names and messages from the input are
+escaped, and the content security policy of the page forbids every request, so that a hostile input cannot
+load anything.
 """
 
 import re
@@ -30,7 +31,7 @@ from sa1b.storage.atomic import write_whole
 MAX_PAGE_BYTES = 19_990_000
 MAX_SIDE = 1000  # pixels
 MAX_COUNT = 100
-# What is tried one after the other until the page fits: part of the longer side, JPEG quality.
+# Tried in this order until the page fits: fraction of the longer side, JPEG quality.
 _STEPS = ((1.0, 88), (1.0, 80), (1.0, 70), (0.8, 70), (0.64, 66), (0.5, 60), (0.4, 50))
 _LISTED = 200  # shards; a dataset of thousands would fill the page with their names
 _SIZES_LISTED = 3
@@ -54,20 +55,21 @@ def write_gallery(
 
     Args:
         path: dataset directory, shard, source tar, folder of pairs or of tars.
-        out: the page; an existing one is replaced.
-        sort: one of SORTS, the order of the images.
-        max_side: pixels of the longer side of an image, at most.
-        max_bytes: of the page.
-        predictions: file of a model's masks, see sa1b.gallery.predictions: its images are shown, unless
-            `choice` names ids, and its masks beside the true ones.
-        warnings: only images of a dataset directory that ingest kept with a warning, with the reasons.
-        survey_all: distributions over all shards of a dataset directory.
-        facts: label and text of what else the page states of the input.
-        quiet: no progress bar.
+        out: path of the page; an existing file is replaced.
+        choice: the images to show.
+        sort: order of the images, one of SORTS.
+        max_side: largest longer side of an image, in pixels.
+        max_bytes: largest size of the page.
+        predictions: file with masks of a model, see sa1b.gallery.predictions. The page shows the images of
+            this file, unless `choice` has ids, with the predicted masks next to the true masks.
+        warnings: show only the images of a dataset directory that have a warning, with the reasons.
+        survey_all: compute distributions over all shards of a dataset directory.
+        facts: labels and texts of additional facts about the input.
+        quiet: show no progress bar.
 
     Raises:
-        UsageError: an option out of range, or an image asked for that is not there.
-        SourceError, ManifestError, ShardError: nothing there that can be shown.
+        UsageError: an option is out of range, or the input does not contain a requested image.
+        SourceError, ManifestError, ShardError: the input has nothing to show.
     """
     check_options(choice, sort, max_side)
     predicted = {} if predictions is None else read_predictions(predictions)
@@ -76,7 +78,7 @@ def write_gallery(
     kept = {}
     if warnings:
         if not is_dataset(path):
-            raise UsageError(f"{path}: no dataset directory; --view and --warnings need one")
+            raise UsageError(f"{path}: not a dataset directory; pass one, or omit --warnings")
         kept = read_warnings(path)
         ids = np.array(sorted(kept), np.uint64)
         if choice.images is not None:
@@ -85,7 +87,7 @@ def write_gallery(
         reasons = Counter(reason for image_id in ids.tolist() for reason, _ in kept[image_id])
         listed = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(reasons.items()))
         facts = [*facts, ("Only images kept with warnings", listed)]
-    # The bar comes late: most inputs are done before it would appear.
+    # Most inputs take less than two seconds and need no bar.
     with bar(0, "gallery", "B", quiet, delay=2) as progress:
         gathered = gather(path, choice, progress, survey_all=survey_all)
         pictures = _prepare(gathered, choice, max_side, predicted)
@@ -93,7 +95,7 @@ def write_gallery(
     pictures = [replace(picture, warnings=tuple(kept.get(picture.image_id, ()))) for picture in pictures]
     if choice.ids and not pictures:
         examples = "; ".join(message for some in gathered.skipped.examples.values() for message in some)
-        raise UsageError(f"none of the images asked for can be shown: {examples}")
+        raise UsageError(f"{path}: none of the --id images can be shown; choose other ids ({examples})")
     side, quality, shown, page = _fit(gathered, pictures, sort, max_side, max_bytes)
     write_whole(out, page)
     return GallerySummary(
@@ -111,19 +113,21 @@ def write_gallery(
 
 
 def check_options(choice: Choice, sort: str, max_side: int) -> None:
-    """UsageError for what cannot be done, before anything is read."""
+    """Raise UsageError if an option is out of range; called before any input is read."""
     if sort not in SORTS:
-        raise UsageError(f"--sort {sort!r} is not known; choose one of {', '.join(SORTS)}")
-    if not 1 <= choice.count <= MAX_COUNT or len(choice.ids) > MAX_COUNT:
-        raise UsageError(f"a page of 20 MB holds 1 to {MAX_COUNT} images; see --count and --id")
+        raise UsageError(f"--sort {sort}: must be one of {', '.join(SORTS)}")
+    if not 1 <= choice.count <= MAX_COUNT:
+        raise UsageError(f"--count {choice.count}: must be from 1 to {MAX_COUNT}")
+    if len(choice.ids) > MAX_COUNT:
+        raise UsageError(f"--id ({len(choice.ids)} ids): there must be at most {MAX_COUNT} ids")
     if not 64 <= max_side <= MAX_SIDE:
-        raise UsageError(f"--max-side is from 64 to {MAX_SIDE} pixels")
+        raise UsageError(f"--max-side {max_side}: must be from 64 to {MAX_SIDE} pixels")
 
 
 def _prepare(
     gathered: Gathered, choice: Choice, max_side: int, predicted: dict[int, Predicted]
 ) -> list[Picture]:
-    """The images to show, most wanted first; what does not decode is counted and the next one taken."""
+    """The images to show, highest priority first; an image that cannot be decoded is counted and replaced."""
     pictures: list[Picture] = []
     wanted = len(choice.ids) or choice.count
     for exhibit in gathered.exhibits:
@@ -141,7 +145,7 @@ def _prepare(
 def _fit(
     gathered: Gathered, pictures: list[Picture], sort: str, max_side: int, max_bytes: int
 ) -> tuple[int, int, list[Picture], bytes]:
-    """Longer side, quality, images and bytes of the best page that is not too large."""
+    """Longer side, JPEG quality, images and bytes of the best page that fits `max_bytes`."""
     for part, quality in _STEPS:
         side = round(max_side * part)
         figures = {picture.image_id: figure(picture, side, quality) for picture in pictures}
@@ -175,7 +179,7 @@ def _page(
     shown = f"{len(pictures):,} of {gathered.images:,} images, "
     shown += f"at most {side:,} px, JPEG quality {quality}"
     if left_out:
-        shown += f"; {left_out:,} more did not fit into the page"
+        shown += f"; {left_out:,} more do not fit into the page"
     options = "".join(
         f'<option value="{name}"{" selected" if name == sort else ""}>{escape(meaning)}</option>'
         for name, (_, _, meaning) in SORTS.items()
@@ -194,7 +198,7 @@ def _page(
         "PICTURES": "\n".join(figures[picture.image_id] for picture in _sorted(pictures, sort)),
     }
     template = files("sa1b.gallery").joinpath("page.html").read_text(encoding="utf-8")
-    # One pass, so that nothing inside the data is taken for a field.
+    # A single pass, so that text in the data cannot be mistaken for a field.
     page = re.sub(r"<!--([A-Z]+)-->", lambda match: fields[match[1]], template)
     return page.encode("utf-8", "backslashreplace")
 
@@ -203,9 +207,9 @@ def _facts(gathered: Gathered, shown: str) -> str:
     survey = gathered.survey
     masks = "" if gathered.masks is None else f"{gathered.masks:,}"
     if survey.images:
-        mean = f"{survey.masks / survey.images:,.1f} an image"
+        mean = f"{survey.masks / survey.images:,.1f} per image"
         masks = f"{masks} ({mean})" if masks else mean
-    per_mask = f"{survey.runs:,} ({survey.runs / survey.masks:,.0f} a mask)" if survey.masks else "0"
+    per_mask = f"{survey.runs:,} ({survey.runs / survey.masks:,.0f} per mask)" if survey.masks else "0"
     sizes = sorted(survey.sizes.items(), key=lambda item: (-item[1], item[0]))[:_SIZES_LISTED]
     listed = ", ".join(f"{width:,} × {height:,} ({count:,})" for (width, height), count in sizes)
     if len(survey.sizes) > _SIZES_LISTED:
@@ -227,7 +231,7 @@ def _facts(gathered: Gathered, shown: str) -> str:
 
 
 def _surveyed(gathered: Gathered) -> str:
-    """What the distributions come from, if not from everything."""
+    """The shards that the distributions were computed from; empty if all were used."""
     if gathered.surveyed is None:
         return ""
     names, of = gathered.surveyed
@@ -239,7 +243,7 @@ def _surveyed(gathered: Gathered) -> str:
 
 
 def _parts(gathered: Gathered) -> str:
-    """The files, folded away; empty for a single one, whose name is the title."""
+    """The collapsed list of files; empty for a single file, whose name is the title."""
     if len(gathered.parts) < 2:
         return ""
     rows = "".join(

@@ -1,8 +1,9 @@
 """One image of the gallery: its pixels and its masks at display size, as one HTML figure.
 
-Masks are resized on their runs (`sa1b.masks.geometry.resize`) and travel as COCO strings: the page's script
-decodes them and walks around their pixels, so that a drawn outline is the edge of `raster.rasterize` at
-display size, neither smoothed nor simplified. A tenth of the bytes of the same outlines as vector paths.
+Masks are resized as runs (`sa1b.masks.geometry.resize`) and stored as COCO strings. The page's script decodes
+the strings and traces the outlines, so that an outline is the exact boundary of `raster.rasterize` at display
+size, neither smoothed nor simplified. The strings take a tenth of the bytes of the same outlines as vector
+paths.
 """
 
 import base64
@@ -37,20 +38,22 @@ _NUMBERS = (
     "crop_box",
     "runs_count",
 )
-_EXACT_IN_SCRIPT = 2**53  # larger whole numbers lose digits in JavaScript
+_EXACT_IN_SCRIPT = 2**53  # larger integers lose digits in JavaScript
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """One image ready to be drawn at any size up to its own.
+    """One decoded image, ready to be drawn at its size or a smaller one.
 
     Attributes:
+        annotations: annotations of the image.
+        place: name of the shard, tar or folder of the image.
         pixels: RGB uint8 [height, width, 3].
-        runs: its masks at source resolution, in the order of `order`.
-        order: int64 [N], mask indices by area, largest first: what is drawn later lies on top.
-        predicted: the masks that a model predicted for these, in the same order; drawn beside them.
-        filtered: with predictions, the masks at source resolution that have none; drawn as dashed outlines.
-        warnings: reasons why ingest kept the image with a warning, and the messages.
+        runs: masks at source resolution, in the order of `order`.
+        order: int64 [N], mask indices by area, largest first, so that small masks are drawn on top.
+        predicted: the masks that a model predicted for `runs`, in the same order.
+        filtered: with predictions, the masks without one at source resolution; drawn as dashed outlines.
+        warnings: reasons and messages of the warnings from ingest.
     """
 
     annotations: Annotations
@@ -67,7 +70,7 @@ class Picture:
         return self.annotations.image_id
 
 
-# What images can be ordered by: the number of an image, and whether the largest comes first.
+# Order of images: the number of an image, whether the largest number comes first, and a label.
 SORTS: dict[str, tuple[Callable[[Annotations], float], bool, str]] = {
     "stability_score": (lambda a: _mean(a.stability_score), False, "mean stability score, lowest first"),
     "predicted_iou": (lambda a: _mean(a.predicted_iou), False, "mean predicted IoU, lowest first"),
@@ -78,12 +81,12 @@ SORTS: dict[str, tuple[Callable[[Annotations], float], bool, str]] = {
 
 
 def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = None) -> Picture:
-    """Decode an image and its masks; keeps at most `longer_side` pixels of the image.
+    """Decode an image and its masks, and scale the image to at most `longer_side` pixels.
 
-    With predictions, the masks that have none are apart, in `filtered`.
+    With predictions, the masks without a prediction are in `filtered`.
 
     Raises:
-        BadSample: JPEG or masks do not decode.
+        BadSample: the JPEG or the masks cannot be decoded.
     """
     found = jpeg.frame(exhibit.jpeg)
     pixels = jpeg.decode(exhibit.jpeg)
@@ -115,7 +118,7 @@ def _paired(
     """The masks that have a prediction, and the predicted masks in the same order.
 
     Raises:
-        BadSample: the predictions are of another image.
+        BadSample: the predicted masks have another size than the image.
     """
     if (predicted.runs.height, predicted.runs.width) != (annotations.height, annotations.width):
         raise BadSample("predictions_differ", "the predicted masks have another size than the image")
@@ -138,11 +141,12 @@ def display_masks(picture: Picture, longer_side: int) -> Runs:
 
 
 def figure(picture: Picture, longer_side: int, quality: int) -> str:
-    """The HTML of one image: pixels, empty stage for the masks, and their data.
+    """The HTML of one image: pixels, an empty SVG for the masks, and the data of the masks.
 
     Args:
-        longer_side: pixels, at most; a smaller image keeps its size.
-        quality: of the JPEG, 1 to 100.
+        picture: the image.
+        longer_side: largest longer side in pixels; a smaller image keeps its size.
+        quality: JPEG quality, 1 to 100.
     """
     annotations = picture.annotations
     height, width = _display_size(picture, longer_side)
@@ -189,7 +193,7 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
 
 
 def _filtered(runs: Runs | None) -> str:
-    """Which masks of the image have no prediction."""
+    """Text about the masks without a prediction."""
     if runs is None or not len(runs):
         return "Every mask of the image has a prediction."
     areas = geometry.area(runs)
@@ -198,7 +202,7 @@ def _filtered(runs: Runs | None) -> str:
 
 
 def sort_key(picture: Picture, sort: str) -> tuple[bool, float, int]:
-    """Sorts images in the order `sort`; images without that number come last, equal ones by image id."""
+    """Sort key of an image in the order `sort`; images without the number are last, ties go by image id."""
     number, descending, _ = SORTS[sort]
     value = number(picture.annotations)
     missing = bool(np.isnan(value))
@@ -206,7 +210,7 @@ def sort_key(picture: Picture, sort: str) -> tuple[bool, float, int]:
 
 
 def _masks(picture: Picture, longer_side: int) -> dict[str, Any]:
-    """What the script needs: one list per number, in drawing order."""
+    """The data for the page's script: one list per number, in drawing order."""
     annotations, order = picture.annotations, picture.order
     columns = {name: _plain(getattr(annotations, name)[order]) for name in _NUMBERS}
     masks = display_masks(picture, longer_side)
@@ -235,7 +239,7 @@ def _masks(picture: Picture, longer_side: int) -> dict[str, Any]:
 
 
 def _plain(values: npt.NDArray[Any]) -> list[Any]:
-    """As the script can show it: null for NaN and infinities, 5 for 5.0, text for what would lose digits."""
+    """Values for the script: null for NaN and infinities, 5 for 5.0, text for integers that lose digits."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):
@@ -250,7 +254,7 @@ def _plain(values: npt.NDArray[Any]) -> list[Any]:
 
 
 def _script_json(document: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot end the enclosing script element."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

@@ -1,8 +1,8 @@
-"""What a model draws beside the true masks: read from a file that training writes.
+"""Masks that a model predicted, from the file predictions.jsonl that training writes.
 
-One line of JSON an image: {"image_id": 7, "masks": [{"mask_id": ..., "point": [x, y], "iou": ...,
-"predicted_iou": ..., "segmentation": {"size": [height, width], "counts": "..."}}, ...]}; masks as strings
-of COCO at source resolution, the point that asked for the mask in source pixels.
+The file has one line of JSON per image: {"image_id": 7, "masks": [{"mask_id": ..., "point": [x, y],
+"iou": ..., "predicted_iou": ..., "segmentation": {"size": [height, width], "counts": "..."}}, ...]}.
+Masks are COCO strings at source resolution. `point` is the prompt, in source pixels.
 """
 
 import json
@@ -20,13 +20,14 @@ from sa1b.masks.runs import Runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predicted:
-    """The masks that a model drew for some masks of an image, N of them.
+    """The masks that a model predicted for N masks of an image.
 
     Attributes:
-        mask_id: int64 [N], of the true masks.
-        points: float64 [N, 2], x and y in source pixels.
-        iou: float64 [N], with the true mask; predicted_iou: what the model expects of it.
-        runs: at source resolution.
+        mask_id: int64 [N], ids of the true masks.
+        points: float64 [N, 2], x and y of the prompts in source pixels.
+        iou: float64 [N], IoU of prediction and true mask.
+        predicted_iou: float64 [N], the model's estimate of `iou`.
+        runs: the predicted masks at source resolution.
     """
 
     mask_id: npt.NDArray[np.int64]
@@ -36,7 +37,7 @@ class Predicted:
     runs: Runs
 
     def line(self, image_id: int) -> str:
-        """The line of the file."""
+        """The line of the file for an image."""
         size = [self.runs.height, self.runs.width]
         masks = [
             {
@@ -59,11 +60,11 @@ class Predicted:
 
 
 def read_predictions(path: Path) -> dict[int, Predicted]:
-    """Image id -> what was drawn for it, in the order of the file.
+    """Image id -> predicted masks, in the order of the file.
 
     Raises:
-        UsageError: not such a file; the message names the line.
-        OSError: it cannot be read.
+        UsageError: the file has another format; the message names the line.
+        OSError: the file cannot be read.
     """
     found: dict[int, Predicted] = {}
     with path.open(encoding="utf-8") as file:
@@ -73,11 +74,14 @@ def read_predictions(path: Path) -> dict[int, Predicted]:
                 found[int(document["image_id"])] = _parse(document["masks"])
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise UsageError(
-                    f"{path}: line {number} is no prediction ({error!r}); "
-                    "`sa1b train` writes predictions.jsonl into its --out folder"
+                    f"{path}: line {number} is no prediction ({error!r}); pass the predictions.jsonl that "
+                    "`sa1b train` writes to its --out folder"
                 ) from None
     if not found:
-        raise UsageError(f"{path}: holds no prediction")
+        raise UsageError(
+            f"{path}: has no predictions; pass the predictions.jsonl that `sa1b train` writes to its --out "
+            "folder"
+        )
     return found
 
 

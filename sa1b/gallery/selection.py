@@ -1,7 +1,7 @@
-"""Which images a gallery shows, and what reading an input has brought together.
+"""Choice of the images of a gallery, and the data that is gathered from an input.
 
-Which images are chosen depends on their ids and the seed alone, so that a source tar and the shards made of
-it show the same ones: those with the smallest keyed hash, a uniform sample of the whole input.
+The choice depends on the image ids and the seed only, so that the galleries of a source tar and of its shards
+show the same images. The images with the smallest keyed hash are chosen: a uniform sample of the input.
 """
 
 from collections import Counter
@@ -15,17 +15,20 @@ from sa1b.gallery.histograms import Survey
 from sa1b.hashing import Purpose, random_words
 from sa1b.shards.annotation import Annotations
 
-SPARE = 8  # images beyond the number asked for, to take the place of images that do not decode
+SPARE = 8  # additional images that replace images that cannot be decoded
 NEVER = 2**64 - 1  # rank of an image that is not shown
 _EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which images to show: `ids`, or if there are none `count` of all, sampled by `seed`.
+    """The images to show: `ids`, or if `ids` is empty a random sample.
 
     Attributes:
-        images: only of these image ids, such as those of a view; None: of all.
+        ids: ids of the images to show.
+        count: size of the random sample.
+        seed: seed of the random sample.
+        images: uint64 [N], ids to choose from, such as those of a view; None: all images.
     """
 
     ids: tuple[int, ...] = ()
@@ -35,11 +38,11 @@ class Choice:
 
     @property
     def limit(self) -> int:
-        """Images to keep until some have been decoded."""
+        """Number of images to keep before decoding."""
         return len(self.ids) or self.count + SPARE
 
     def ranks(self, image_ids: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-        """How little each image is wanted, uint64: the smallest are chosen, NEVER is not."""
+        """Rank of each image, uint64: the images with the smallest ranks are chosen, NEVER excludes one."""
         ids = np.asarray(image_ids, np.uint64)
         if self.ids:
             wanted = np.array(self.ids, np.uint64)
@@ -52,9 +55,9 @@ class Choice:
         return words >> np.uint64(1)  # below 2^63: every image can be chosen
 
     def best(self, image_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Where the chosen images are among these, the most wanted first: at most `limit`.
+        """Indices of the chosen images, int64, smallest rank first, at most `limit`.
 
-        1 s for 11 million.
+        Takes 1 s for 11 million ids.
         """
         ranks = self.ranks(image_ids)
         limit = min(self.limit, len(ranks))
@@ -66,7 +69,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Skipped:
-    """What could not be used: reason -> how often, and the first examples of each reason."""
+    """Skipped members: number and first examples of each reason."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -80,11 +83,12 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exhibit:
-    """One chosen image as it was read.
+    """One chosen image.
 
     Attributes:
-        jpeg: bytes as stored.
-        place: the file it comes from, for a person.
+        jpeg: the stored JPEG.
+        annotations: annotations of the image.
+        place: name of the shard, tar or folder of the image.
     """
 
     jpeg: bytes
@@ -94,15 +98,18 @@ class Exhibit:
 
 @dataclass(slots=True, eq=False)
 class Gathered:
-    """What an input holds.
+    """The data of an input that the page shows.
 
     Attributes:
-        kind, name: what it is, in words, and what it is called; not to be trusted.
-        known_images, known_masks: in all, where the survey does not count them; masks may be unknown.
-        facts: label and text of whatever else is worth saying.
-        parts: of each file: name, images, masks, bytes (None where unknown).
-        survey: what was counted; surveyed: the shards that it comes from, and of how many, None: all.
-        exhibits: chosen images, most wanted first; may be more than asked for.
+        kind, name: kind and name of the input; `name` is untrusted text.
+        known_images, known_masks: totals of the input, if the survey covers a part of it; masks may be None.
+        facts: labels and texts of additional facts.
+        parts: name, images, masks and bytes of each file; None where unknown.
+        survey: counts and distributions.
+        surveyed: names of the surveyed shards and the number of all shards; None: all were surveyed.
+        skipped: members that cannot be used.
+        exhibits: chosen images, smallest rank first, with spare ones at the end.
+        found: requested ids that the input contains, also those of bad images.
     """
 
     kind: str
@@ -115,14 +122,14 @@ class Gathered:
     surveyed: tuple[list[str], int] | None = None
     skipped: Skipped = field(default_factory=Skipped)
     exhibits: Iterable[Exhibit] = ()
-    found: set[int] = field(default_factory=set)  # of the ids asked for, bad ones included
+    found: set[int] = field(default_factory=set)
 
     @property
     def images(self) -> int:
-        """Images in all."""
+        """Number of images of the input."""
         return self.survey.images if self.known_images is None else self.known_images
 
     @property
     def masks(self) -> int | None:
-        """Masks in all, None: unknown."""
+        """Number of masks of the input; None: unknown."""
         return self.survey.masks if self.surveyed is None else self.known_masks

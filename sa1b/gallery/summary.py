@@ -1,4 +1,4 @@
-"""What a gallery shows and what its page left out."""
+"""Summary of a gallery: the shown images, and the skipped ones."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,16 +7,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class GallerySummary:
-    """What was made.
+    """The result of writing a gallery.
 
     Attributes:
-        page: where it lies; bytes: its size.
-        images, masks: of the whole input; masks is None where they were not counted.
+        page: path of the page.
+        bytes: size of the page.
+        images, masks: totals of the input; masks is None if they were not counted.
         shown: ids of the images, in the order of the page.
-        longer_side, quality: of the images: pixels at most, JPEG quality.
-        left_out: images that were chosen but did not fit.
-        surveyed: shards that the distributions come from, and of how many; None: everything.
-        skipped: reason -> what could not be used.
+        longer_side: largest longer side of the images in pixels.
+        quality: JPEG quality of the images.
+        left_out: number of chosen images that did not fit.
+        skipped: reason -> number of members that cannot be used.
+        surveyed: number of surveyed shards and of all shards; None: the whole input.
     """
 
     page: Path
@@ -31,7 +33,7 @@ class GallerySummary:
     surveyed: tuple[int, int] | None
 
     def document(self) -> dict[str, Any]:
-        """For scripts."""
+        """The summary as a JSON document, for --json."""
         names = (
             "bytes",
             "images",
@@ -46,8 +48,8 @@ class GallerySummary:
         return {"page": str(self.page)} | {name: getattr(self, name) for name in names}
 
     def text(self) -> str:
-        """For people."""
-        masks = f", {self.masks:,} masks in all" if self.masks is not None else ""
+        """The summary as lines of text."""
+        masks = f", {self.masks:,} masks in total" if self.masks is not None else ""
         lines = [
             f"  shown      {len(self.shown):,} of {self.images:,} images{masks}",
             f"  drawn at   at most {self.longer_side:,} px, JPEG quality {self.quality}",

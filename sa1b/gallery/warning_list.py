@@ -12,12 +12,12 @@ def read_warnings(root: Path) -> Warnings:
     """All warnings of a dataset directory, by image.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are no warnings.
         ManifestError: a file is damaged; the message names the line.
     """
     found: Warnings = {}
     for _, entry in warning_list.read_warnings(root):
         found.setdefault(entry["image_id"], []).append((entry["reason"], str(entry.get("message"))))
     if not found:
-        raise UsageError(f"{root}: no image was kept with a warning; leave --warnings out")
+        raise UsageError(f"{root}: no image has a warning; omit --warnings")
     return found

@@ -1,1 +1,1 @@
-"""From sources to shards: one task per source, and the run over many of them."""
+"""Conversion of sources to shards: the task of one source, and the run over many sources."""

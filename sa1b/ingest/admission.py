@@ -1,4 +1,4 @@
-"""What a run of ingest may take: its sources, and the checks made before anything is written."""
+"""Checks before a run of ingest writes anything: sources, names, options and free space."""
 
 import json
 import shlex
@@ -17,10 +17,11 @@ from sa1b.storage.claim import ENDING
 from sa1b.storage.store import Store
 
 OPTIONS = ".options.json"  # options of the first run, until a source is finished
-_OUT_FACTOR, _SPILL_FACTOR = 1.1, 0.3  # of a source's size: its shards; what waits when the order is random
+_OUT_FACTOR = 1.1  # size of the shards / size of the source
+_SPILL_FACTOR = 0.3  # size of the spill / size of the source, if the members are in random order
 _NAME_LENGTH = 150  # files are named after the source, and a file name has at most 255 bytes
 _LONGER_SIDE = 2250  # pixels of most images
-_ANNOTATIONS = 0.1  # of a source's size, at most: what --image-size leaves as it is
+_ANNOTATIONS = 0.1  # upper limit of size of annotations / size of source; --image-size does not shrink them
 
 
 def admitted(
@@ -29,32 +30,42 @@ def admitted(
     skip: Sequence[Path] = (),
     ignore: Sequence[str] = (),
 ) -> Discovered:
-    """All sources, in the order of their names, and what is not taken; see `discover` for the arguments."""
+    """All sources in the order of their names, and the files that are not taken.
+
+    `discover` documents the arguments.
+
+    Raises:
+        UsageError: a name in `rename` is not valid.
+    """
     for path, name in rename.items():
         if not is_source_name(name):
             raise UsageError(
-                f"--rename {path}={name}: the name goes into the shards' names; use letters, digits, '_', "
-                "'-' and '.'"
+                f"--rename {path}={name}: the name becomes part of the shards' names; use letters, digits, "
+                "'_', '-' and '.'"
             )
         if len(name) > _NAME_LENGTH:
-            raise UsageError(f"--rename {path}={name}: a name has at most {_NAME_LENGTH} characters")
+            raise UsageError(
+                f"--rename {path}={name}: the name has {len(name)} characters; it must have at most "
+                f"{_NAME_LENGTH}"
+            )
     return discover([*rename, *paths], ignore, skip=skip, rename=rename)
 
 
 def check_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None:
+    """Raise UsageError if a finished source was made with other options."""
     for task in tasks.values():
         if (differs := task.options.difference(options)) is not None:
             raise UsageError(
-                f"{root} was made with {differs[0]}, this run says {differs[1]}; "
-                "all shards of a dataset are alike: use the same flags or another --out"
+                f"{root}: was made with {differs[0]}, this run has {differs[1]}; all shards of a dataset "
+                "need the same options: use the same flags or another --out"
             )
 
 
 def fix_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None:
-    """Record the options of the first run in a new dataset directory, before any source is worked on.
+    """Record the options of the first run in a new dataset directory, before any source is processed.
 
-    Of several runs that start at once the first one decides. Where sources are finished, their task files
-    decide, see `check_options`.
+    If several runs start at the same time, the first one determines the options. If a source is finished,
+    its task file determines them, see `check_options`.
 
     Raises:
         UsageError: another run has recorded other options.
@@ -67,36 +78,37 @@ def fix_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None
     try:
         recorded = Options(**json.loads(path.read_bytes())["options"])
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{path}: damaged; remove it if no other run works in {root}") from None
+        raise UsageError(f"{path}: damaged; remove it if no other run writes to {root}") from None
     if (differs := recorded.difference(options)) is not None:
         raise UsageError(
-            f"{root}: a run that started before has {differs[0]}, this run says {differs[1]}; all shards of "
-            f"a dataset are alike: use the same flags or another --out, or remove {path} if no other run "
-            "works there"
+            f"{root}: an earlier run has {differs[0]}, this run has {differs[1]}; all shards of a dataset "
+            f"need the same options: use the same flags or another --out, or remove {path} if no other run "
+            "writes there"
         )
 
 
 def release_options(root: Path) -> None:
-    """Forget the recorded options where no source is finished and no run works: others may be chosen."""
+    """Remove the recorded options if no source is finished and no run is active, so that they may change."""
     store = Store(root)
     if not store.names(TASKS, ".json") and not store.names(TASKS, ENDING):
         store.remove(OPTIONS)
 
 
 def check_names(root: Path, tasks: Mapping[str, Task], sources: list[Source]) -> None:
+    """Raise UsageError if the shards of a source would have the names of another source's shards."""
     taken = {source_stem(name): name for name in tasks}
     for source in sources:
         other = taken.get(source_stem(source.name), source.name)
         if other != source.name:
             raise UsageError(
-                f"{source.path}: {root} holds a source named {other!r} already, and the shards of both would "
-                f"have the same names; add --rename {shlex.quote(f'{source.path}=NEW_NAME')}, or use another "
-                "--out"
+                f"{source.path}: {root} already contains a source named {other!r}, and the shards of both "
+                f"would have the same names; add --rename {shlex.quote(f'{source.path}=NEW_NAME')}, or use "
+                "another --out"
             )
 
 
 def check_space(sources: list[Source], root: Path, options: Options, spill: Path, workers: int) -> None:
-    """Refuse before starting what cannot fit."""
+    """Raise UsageError if the disk is too small for the shards or the spill; both are estimates."""
     if not sources:
         return
     spill.mkdir(parents=True, exist_ok=True)
@@ -112,5 +124,5 @@ def check_space(sources: list[Source], root: Path, options: Options, spill: Path
         if free < need:
             raise UsageError(
                 f"{folder}: {free / 1e6:,.0f} MB free, about {need / 1e6:,.1f} MB needed; name a larger disk "
-                f"with {flag}, or fewer sources at a time, or start all the same with --no-space-check"
+                f"with {flag}, take fewer sources at a time, or skip this check with --no-space-check"
             )

@@ -1,8 +1,8 @@
-"""Finishing: the finished sources of a dataset directory become a dataset that readers can open.
+"""Finishing: writes dataset.json and the sample table over the finished sources of a dataset directory.
 
-A step of its own, which may run at any time and as often as anyone likes: it reads the task files and their
-rows, never a shard or an index. One process that does everything runs it at its end; after distributed runs
-it is asked for. 11 million rows take one pass over 400 MB.
+Finishing may run at any time and any number of times. It reads the task files and the sample rows of each
+source, never a shard or an index. A single `reshard` run finishes at its end; after runs with --task the user
+runs `reshard --finish`. 11 million rows take one pass over 400 MB.
 """
 
 import contextlib
@@ -41,12 +41,12 @@ from sa1b.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What dataset.json now says.
+    """The contents of dataset.json.
 
     Attributes:
         tasks: sources in the dataset, by name.
-        failed: source -> why it is not.
-        pending: sources that are neither.
+        failed: source that is not in the dataset -> the error.
+        pending: known sources that are neither finished nor failed.
     """
 
     tasks: dict[str, Task]
@@ -55,20 +55,20 @@ class Finished:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a source that is known is missing."""
+        """Whether a known source is missing."""
         return bool(self.failed or self.pending)
 
     def line(self, root: Path) -> str:
-        """One sentence for a person."""
+        """The state of the dataset and the next command, as one line of text."""
         if not self.tasks:
-            return f"No source is finished: there is no {root / DATASET}."
+            return f"No source is finished: {root / DATASET} was not written."
         damaged = [name for name, task in self.tasks.items() if task.damage]
         if not self.is_partial and not damaged:
             return f"Complete: {root / DATASET}"
         if not self.is_partial:
             return (
-                f"Complete but for the damaged parts of {_shown(damaged)}: {root / DATASET}. Get them again "
-                "and run reshard with --replace."
+                f"Complete except for the damaged parts of {_shown(damaged)}: {root / DATASET}. Download "
+                "these sources again and run reshard with --replace."
             )
         parts = [
             f"{len(names):,} {what} ({_shown(names)})"
@@ -77,7 +77,7 @@ class Finished:
         ]
         return (
             f"Partial: {root / DATASET} holds {counted(len(self.tasks), 'source')} and can be read; "
-            f"{', '.join(parts)}. To try again, run the same command; to forget a source, --drop NAME."
+            f"{', '.join(parts)}. To try again, run the same command; to remove a source, use --drop NAME."
         )
 
 
@@ -88,12 +88,13 @@ def _shown(names: list[str]) -> str:
 def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = None) -> Finished:
     """Write the sample table and dataset.json over all finished sources, unless they are up to date.
 
-    A source that holds an image of another one, or was made with other options, is left out and counts as
-    failed; of two such sources the first by name stays.
+    A source that contains an image of another source, or was made with other options, is left out and counts
+    as failed. Of two conflicting sources the first one by name is kept.
 
     Args:
-        expected: names of sources that should be there; those that are not are pending.
-        without: a source that is left out as if it were not there.
+        root: dataset directory.
+        expected: names of the sources of this run; the missing ones are pending.
+        without: name of a source to leave out.
 
     Raises:
         ManifestError: a task file is damaged.
@@ -115,13 +116,13 @@ def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = No
             if not is_current(root, tasks, failed, pending):
                 join_tables(root, tasks, tables, failed, pending)
         remove_old_tables(root)
-        if tasks:  # dataset.json has what was pending
+        if tasks:  # dataset.json now records the pending sources
             store.remove(*(f"{TASKS}/{name}" for name in lists))
     return Finished(tasks, failed, pending)
 
 
 def record_expected(root: Path, names: Iterable[str]) -> None:
-    """Note which sources a run with a part of them belongs to, for the finish that follows all parts."""
+    """Record the names of all sources of a run with --task, so that `finish` knows the pending ones."""
     data = json_bytes({"sources": sorted(names)})
     Store(root).put_if_absent(f"{TASKS}/{hashlib.sha256(data).hexdigest()[:16]}.expected", data)
 
@@ -139,7 +140,7 @@ def _claimed(store: Store) -> set[str]:
 
 
 def _known_before(root: Path) -> set[str]:
-    """Sources that dataset.json names, as finished or as pending: none of them is forgotten silently."""
+    """Sources that dataset.json lists as finished or pending, so that none of them disappears silently."""
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
         document = read_dataset(root)
         return {str(name) for name in (*document["sources"], *document.get("pending", []))}
@@ -147,57 +148,59 @@ def _known_before(root: Path) -> set[str]:
 
 
 def _other_options(tasks: Mapping[str, Task]) -> dict[str, str]:
-    """Sources whose options are not those of the first: source -> message."""
+    """Sources whose options differ from those of the first source: source -> message."""
     found = {}
     first = next(iter(tasks.values()), None)
     for name, task in tasks.items():
         if first is not None and (differs := first.options.difference(task.options)):
             found[name] = (
                 f"{name} was made with {differs[1]}, {first.name} with {differs[0]}; all shards of a dataset "
-                f"are alike: drop one of them (--drop {name}) and reshard it again"
+                f"need the same options: drop one of the two (--drop {name}) and reshard it again"
             )
     return found
 
 
 def record_failure(root: Path, name: str, error: str, message: str) -> None:
-    """Note why a source is not in the dataset, unless an earlier version of it is."""
+    """Record the error of a source, unless an earlier version of the source is in the dataset."""
     store = Store(root)
     if not store.exists(task_name(name)):
         store.put(task_name(name, "failed"), json_bytes({"error": error, "message": message}))
 
 
 def read_failed(store: Store) -> dict[str, str]:
-    """Source -> why it failed, of all sources that have no later task file."""
+    """Source -> recorded error message, for all failed sources."""
     found = {}
     for name in store.names(TASKS, ".failed"):
         try:
             message = str(json.loads(store.read(f"{TASKS}/{name}"))["message"])
         except (ValueError, KeyError, TypeError, FileNotFoundError):
-            message = f"{store.path(f'{TASKS}/{name}')} cannot be read; run reshard again for this source"
+            message = f"{store.path(f'{TASKS}/{name}')}: damaged; run reshard again for this source"
         found[name.removesuffix(".failed")] = message
     return found
 
 
 def drop_source(root: Path, name: str) -> Finished:
-    """Take a source out of a dataset directory: dataset.json is written without it, then its files go.
+    """Remove a source from a dataset directory: write dataset.json without it, then delete its files.
 
     Readers that have the dataset open lose the shards of this source.
 
     Raises:
-        UsageError: the directory holds no such source.
-        LockedError: a process works on it.
+        UsageError: the directory has no such source.
+        LockedError: another process is writing the source.
     """
     store = Store(root)
     tasks = read_tasks(root)
     known = {*tasks, *read_failed(store), *_claimed(store), *_known_before(root)}
     if name not in known and not stored_shards(store, name) and not store.exists(f"{QUARANTINE}/{name}"):
         listed = ", ".join([*tasks][:10]) + (" …" if len(tasks) > 10 else "")
-        raise UsageError(f"--drop {name}: {root} holds no such source; it holds {listed or 'none'}")
+        raise UsageError(f"--drop {name}: {root} has no such source; it has {listed or 'none'}")
     claim = Claim.take(store, task_name(name, "claim"))
     if claim is None:
         found, path = holder(store, task_name(name, "claim")), store.path(task_name(name, "claim"))
         terms = path if found is None else found.terms(path)
-        raise LockedError(f"--drop {name}: {found or 'another process'} works on it now ({terms})")
+        raise LockedError(
+            f"--drop {name}: {found or 'another process'} is writing this source; wait for it ({terms})"
+        )
     with claim:
         finished = finish(root, without=name)
         store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed")))
@@ -207,5 +210,5 @@ def drop_source(root: Path, name: str) -> Finished:
             store.remove_folder(f"{QUARANTINE}/{name}")
     release_options(root)
     with contextlib.suppress(OSError):
-        store.path(TASKS).rmdir()  # the last source is gone
+        store.path(TASKS).rmdir()  # succeeds if this was the last source
     return finished

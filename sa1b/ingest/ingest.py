@@ -1,7 +1,7 @@
-"""One task of ingest: one source in, its shards, indexes, quarantine and task file out.
+"""Ingest of one source: writes its shards, indexes, quarantine and task file.
 
-A pass over the source writes everything into `.partial/<source>/`; only when the source has ended and every
-shard has been read back do the files get their names, the task file last.
+One pass over the source writes all files below `.partial/`. The files are committed after the end of the
+source, once every shard has been read back and verified. The task file is committed last.
 """
 
 import contextlib
@@ -24,19 +24,18 @@ from sa1b.storage.atomic import naming_path
 __all__ = ["Counts", "Policy", "ingest", "limit_threads"]
 
 
-_M_ARENA_MAX = -8  # of mallopt, malloc.h of glibc
+_M_ARENA_MAX = -8  # parameter of mallopt, from glibc's malloc.h
 
 
 def limit_threads() -> None:
-    """Settings of a worker process, which has a core or two of its own, not all of them.
+    """Limit the threads of OpenCV and Arrow to one: a worker process uses one or two cores.
 
-    One thread for OpenCV and for Arrow; one arena of glibc's malloc for all threads, because what one of them
-    allocates another one frees.
+    All threads share one arena of glibc's malloc, because one thread frees the memory of another one.
     """
     cv2.setNumThreads(1)
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
@@ -48,19 +47,25 @@ def ingest(
     report: Callable[[Counts], None] = lambda counts: None,
     check: Callable[[Task], None] = lambda task: None,
 ) -> Task:
-    """Turn one source into shards of `root` and return its task, already written.
+    """Convert one source to shards of `root`, write its task file and return the task.
 
-    Running it again gives the same bytes. An interruption at any point leaves the dataset as it was, or with
-    files that no task file claims; the next run replaces them.
+    A second ingest of the same source writes the same bytes. An interruption at any point leaves the dataset
+    unchanged, or with files that no task file lists; the next run replaces such files.
 
     Args:
-        report: called with what has been done so far.
-        check: called before the first file is committed; what it raises ends the ingest without a trace.
+        source: the source.
+        root: dataset directory.
+        options: options that determine the bytes of the shards.
+        policy: handling of bad input.
+        report: called with the current counts.
+        check: called before the first file is committed; an exception from it ends the ingest, and no file
+            is written.
 
     Raises:
-        SourceError: the md5 differs from the checklist's, or nothing in the source can be used.
-        SystematicError, RefusedError: see there.
-        OutOfMemoryError: the process may not take the memory it needs, up to 600 MB.
+        SourceError: the md5 differs from the one in the checklist, or the source has no usable pair.
+        SystematicError: too many pairs have the same problem.
+        RefusedError: a pair cannot be used, and the policy is to stop.
+        OutOfMemoryError: memory is exhausted; ingest of a source takes up to 600 MB.
         OSError: the disk is full or fails; the message names the path.
     """
     parents = dict.fromkeys((root / PARTIAL, policy.spill or root / PARTIAL))
@@ -76,12 +81,12 @@ def ingest(
             task = commit_task(task, staged, root)
     except MemoryError:
         raise OutOfMemoryError(
-            f"{source.path}: out of memory; ingest of a source takes up to 600 MB: use fewer --workers, or "
-            "raise the limit (ulimit -v, the job's memory)"
+            f"{source.path}: out of memory: ingest of a source takes up to 600 MB; use fewer --workers, or "
+            "raise the memory limit (ulimit -v, or the limit of the job)"
         ) from None
     except (SourceError, SystematicError):
-        # What was refused, with reasons and offsets, is what a person looks at now; but never in place of
-        # what an earlier run refused of a source whose shards stay.
+        # The quarantine shows the user what was refused, and why. It must not replace the quarantine of an
+        # earlier run whose shards are still in the dataset.
         if not task_path(root, source.name).exists():
             commit_quarantine(source.name, staged, root)
         raise

@@ -1,4 +1,4 @@
-"""One pair as it comes from a source, checked: what is stored of it, or the reason why it cannot be used."""
+"""Validation of one pair of a source: the pair to store, or the reason why it cannot be used."""
 
 from sa1b.errors import BadSample
 from sa1b.shards import annotation, jpeg
@@ -8,14 +8,16 @@ from sa1b.sources.pairing import MemberPair
 
 
 def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:
-    """Read both members, compare them with each other, scale the image down if asked for.
+    """Parse both members, compare them, and scale the image down if `options.image_size` is set.
 
     Args:
-        max_pixels: of the image; a larger one is refused.
+        members: the JPEG and the JSON of one image.
+        options: options of the dataset.
+        max_pixels: largest accepted image, in pixels.
 
     Raises:
         BadSample: the pair cannot be used.
-        MemoryError: it says nothing about the pair.
+        MemoryError: memory is exhausted; the pair may be valid.
     """
     data, text = members.image.data, members.text.data
     parsed = annotation.parse_annotation(text, members.image_id, max_pixels)

@@ -1,4 +1,4 @@
-"""Stages of one pass that run at once, each in a thread of its own, a bounded number of bytes ahead.
+"""Stages of one pass that run in parallel, each in its own thread, with queues of a bounded number of bytes.
 
     with Pipeline() as pipeline:
         members = pipeline.stage("read", read(), size=len, max_bytes=16 << 20)
@@ -6,8 +6,8 @@
         for item in checked:
             write(item)
 
-The order of the items is kept. An error of a stage reaches the loop at once, before the items that wait.
-Leaving the block, by an error, Ctrl-C or in the regular way, ends every thread first.
+The order of the items is kept. An error of a stage reaches the loop at once, before the queued items. Every
+thread has ended when the `with` block ends, also after an error or Ctrl-C.
 """
 
 import threading
@@ -20,26 +20,27 @@ T = TypeVar("T")
 
 
 class _StoppedError(Exception):
-    """The pipeline ends: raised in the threads of its stages only."""
+    """Ends the thread of a stage when the pipeline stops; raised in these threads only."""
 
 
 class Pipeline:
     """The threads and queues of one pass."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()  # of any queue, or of `stopped`
+        self.changed = threading.Condition()  # notified when a queue or `stopped` changes
         self.stopped = False
         self._threads: list[threading.Thread] = []
 
     def stage(
         self, name: str, items: Iterable[T], *, size: Callable[[T], int], max_bytes: int
     ) -> Iterator[T]:
-        """The same items, produced in a thread of their own.
+        """The same items, produced in a separate thread.
 
         Args:
-            name: of the thread.
-            size: bytes that an item holds.
-            max_bytes: how many may wait; a larger item waits alone.
+            name: name of the thread.
+            items: iterated over in the thread.
+            size: returns the bytes of an item.
+            max_bytes: limit of the queue in bytes; an item that is larger is queued alone.
 
         Raises:
             MemoryError: no thread can be started.
@@ -70,7 +71,7 @@ class Pipeline:
 
 
 class _Queue(Iterator[T], Generic[T]):
-    """What a stage has produced and the next one has not taken."""
+    """Items that one stage has produced and the next one has not received."""
 
     def __init__(self, pipeline: Pipeline, size: Callable[[T], int], max_bytes: int) -> None:
         self._pipeline, self._size, self._max_bytes = pipeline, size, max_bytes
@@ -80,7 +81,7 @@ class _Queue(Iterator[T], Generic[T]):
         self._error: BaseException | None = None
 
     def fill(self, items: Iterable[T]) -> None:
-        """Take all items; what a thread runs."""
+        """Put all items into the queue; the function of the thread."""
         error = None
         try:
             for item in items:

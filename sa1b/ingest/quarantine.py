@@ -1,11 +1,11 @@
-"""What was refused, with its bytes and the reason, so that nothing is lost and everything is accounted for.
+"""Quarantine of a source: refused members with their bytes and the reason, and warnings about stored images.
 
-quarantine/<source>/refused.jsonl    a line per refused member or damaged stretch: reason, message, name,
-                                     offset in the tar, bytes, the file that holds the bytes, its sha256
-quarantine/<source>/warnings.jsonl   a line per image and reason that was kept although it is odd: reason,
-                                     message, image id, indices and number of the masks concerned
-                                     (doubtful.jsonl in directories of earlier versions, without masks)
-quarantine/<source>/000001-sa_5.jpg  the bytes
+quarantine/<source>/refused.jsonl    a line per refused member or damaged range: reason, message, name,
+                                     offset in the tar, bytes, the file that contains the bytes, its sha256
+quarantine/<source>/warnings.jsonl   a line per stored image and warning: reason, message, image id, indices
+                                     and number of the affected masks (doubtful.jsonl in directories of
+                                     earlier versions, without the masks)
+quarantine/<source>/000001-sa_5.jpg  the bytes of a refused member
 """
 
 import hashlib
@@ -21,15 +21,16 @@ from sa1b.sources.tar_stream import Damage, Member
 from sa1b.storage.atomic import flush
 
 EXAMPLES = 3
-_MESSAGE = 500  # characters; names and values in it come from outside
+_MESSAGE = 500  # characters; names and values in a message come from the source
 
 
 class Quarantine:
-    """Collects one source's refusals and warnings in a folder, made when the first one comes.
+    """Collects the refusals and warnings of one source in a folder, which is created with the first one.
 
     Attributes:
-        refused, warnings: reason -> pairs.
-        members: members refused so far.
+        refused, warnings: reason -> number of pairs.
+        members: number of refused members.
+        damages: damaged ranges of the archive.
         examples: reason -> the first messages.
     """
 
@@ -43,7 +44,7 @@ class Quarantine:
         self.examples: dict[str, list[str]] = {}
 
     def refuse(self, reason: str, message: str, members: list[Member]) -> None:
-        """Keep the members of one pair, or a single one, that cannot be used."""
+        """Store the members of a pair, or a single member, that cannot be used."""
         self.refused[reason] += 1
         where = " + ".join(f"{member.name[-200:]} at offset {member.offset:,}" for member in members)
         self._example(reason, f"{where}: {message}")
@@ -60,7 +61,7 @@ class Quarantine:
             )
 
     def damage(self, damage: Damage) -> None:
-        """Keep a stretch of the archive that holds no readable member."""
+        """Store a damaged range of the archive."""
         kept = self._keep(f"{damage.reason}.bin", damage.data) if damage.data else {"file": None}
         self.damages.append(
             {
@@ -82,7 +83,7 @@ class Quarantine:
         )
 
     def warn(self, image_id: int, reason: str, warning: ImageWarning) -> None:
-        """List an image that was kept although something about it is odd."""
+        """Record a warning about a stored image."""
         self.warnings[reason] += 1
         self._example(reason, f"{image_name(image_id)}: {warning.message}")
         self._line(
@@ -95,7 +96,7 @@ class Quarantine:
         )
 
     def flush(self) -> None:
-        """Flush every file and the folder to the disk, before a task file relies on them."""
+        """Flush every file and the folder to the disk; called before the task file is written."""
         if self.exists():
             for path in sorted(self._folder.iterdir()):
                 flush(path)
@@ -111,10 +112,10 @@ class Quarantine:
             examples.append(_printable(message))
 
     def _keep(self, name: str, data: bytes) -> dict[str, str]:
-        """Write the bytes to a file; the fields of a line that name it and give its digest."""
+        """Write the bytes to a file and return its name and digest as fields of a line."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._files += 1
-        # The name comes from outside: only its last part, only harmless characters.
+        # The name comes from the source and is not trusted: keep its last part and safe characters only.
         plain = re.sub(r"[^A-Za-z0-9._-]", "_", name.rsplit("/", 1)[-1])[-80:]
         file = f"{self._files:06d}-{plain}"
         (self._folder / file).write_bytes(data)
@@ -127,6 +128,6 @@ class Quarantine:
 
 
 def _printable(message: str) -> str:
-    """Fit for one line of a terminal, whatever the source put into it."""
+    """The message on one line, shortened, with unprintable characters escaped."""
     shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message[:_MESSAGE])
     return shown if len(message) <= _MESSAGE else f"{shown} …"

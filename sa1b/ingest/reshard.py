@@ -1,7 +1,8 @@
-"""A run of ingest: many sources into one dataset directory; what is finished is left alone, the rest is done.
+"""A run of ingest: converts many sources to one dataset directory and skips the finished ones.
 
-Any number of runs may work on the same directory at the same time, on one machine or many. Each source is
-claimed before it is worked on, so the runs share the sources; whoever ends last finishes the dataset.
+Any number of runs may write to the same directory at the same time, on one machine or many. A run claims each
+source before it processes the source, so that the runs share the sources. The last run to end finishes the
+dataset.
 """
 
 import errno
@@ -32,18 +33,25 @@ from sa1b.storage.claim import observe
 from sa1b.storage.store import Store
 from sa1b.workers import Failure, supervise
 
-_POLL_SECONDS = 1.0  # between two looks at sources that other runs work on
-_STOP = {"SystematicError", "RefusedError"}  # these end the run: every other source would go the same way
+_POLL_SECONDS = 1.0  # between two checks of the sources that other runs have claimed
+_STOP = {"SystematicError", "RefusedError"}  # these end the run: the other sources would fail alike
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def reshard(
     paths: Sequence[Path], root: Path, options: Options, policy: Policy, run: Run | None = None
 ) -> ReshardSummary:
-    """Bring every source into the dataset directory `root`, then finish the dataset.
+    """Convert every source to shards of the dataset directory `root`, then finish the dataset.
+
+    Args:
+        paths: files and folders with sources.
+        root: dataset directory; created if it is missing.
+        options: options that determine the bytes of the shards.
+        policy: handling of bad input.
+        run: settings of the run.
 
     Raises:
-        SourceError, UsageError: nothing was done; the message says what to change.
+        SourceError, UsageError: an argument or a source is not valid. No source was processed.
     """
     run = run or Run()
     began = time.monotonic()
@@ -53,12 +61,12 @@ def reshard(
     named = [source.name for source in sources]
     if strangers := set(run.redo) - set(named):
         listed = ", ".join(named[:10])
-        raise UsageError(f"--redo {min(strangers)}: no SOURCE of that name is given; given: {listed}")
+        raise UsageError(f"--redo {min(strangers)}: no SOURCE has this name; choose one of {listed}")
     if run.task is not None:
         sources = sources[run.task[0] :: run.task[1]]
     md5 = _expected_md5(sources, run)
     if root.exists() and not root.is_dir():
-        raise UsageError(f"--out {root}: is a file; name a folder")
+        raise UsageError(f"--out {root}: is a file; pass a folder")
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root, policy.spill)
     tasks = read_tasks(root, without=run.redo)
@@ -75,7 +83,7 @@ def reshard(
             summary.skipped.append(source.name)
             if (found := _other_md5(task, source, expected, run.quiet)) is not None:
                 summary.failed[source.name] = (
-                    f"{source.path}: finished before, but its md5 is {found} and the checklist says "
+                    f"{source.path}: already finished, but its md5 is {found} and the checklist has "
                     f"{expected}; download it again and run the same command with --replace"
                 )
         else:
@@ -108,7 +116,7 @@ def _work_on(
     run: Run,
     summary: ReshardSummary,
 ) -> None:
-    """Ingest sources, several at a time; wait for those that other runs have claimed."""
+    """Ingest sources, several at a time, and wait for the sources that other runs have claimed."""
     totals = Counts()
     told: set[str] = set()
     total = sum(source.size for source in sources)
@@ -134,12 +142,12 @@ def _work_on(
                         summary.disk_full = True
                         sources = []
                         break
-                else:  # its process ended without an answer
+                else:  # the worker process ended without a result
                     counts = Counts()
                     summary.retried.setdefault(name, []).append(event.value)
                     if event.kind == "lost":
                         times = len(summary.retried[name])
-                        summary.failed[name] = f"its process ended {times} times: {event.value}"
+                        summary.failed[name] = f"the worker process ended {times} times: {event.value}"
                         record_failure(root, name, "lost", summary.failed[name])
                 if counts is not None:
                     before, seen[event.task] = seen[event.task], counts
@@ -173,7 +181,7 @@ def _take(outcome: Outcome, name: str, held: dict[str, str], summary: ReshardSum
 
 
 def _wait_for_change(root: Path, sources: list[Source]) -> None:
-    """Return when a source is finished, or may be claimed."""
+    """Return when one of the sources has no live claim any more."""
     store = Store(root)
     while True:
         time.sleep(_POLL_SECONDS)
@@ -184,13 +192,13 @@ def _wait_for_change(root: Path, sources: list[Source]) -> None:
 
 
 def _expected_md5(sources: list[Source], run: Run) -> dict[str, str]:
-    """Source name -> md5 that the checklist gives its file."""
+    """Source name -> md5 of its file in the checklist."""
     if run.checklist is None:
         return {}
     listed = read_checklist(run.checklist)
     for source in sources:
         if source.path.name not in listed:
-            _say(f"note: {source.path.name} is not in {run.checklist}: its md5 is not checked", run.quiet)
+            _say(f"note: {source.path.name} is not in {run.checklist}; its md5 is not checked", run.quiet)
     return {
         one.name: listed[one.path.name] for one in sources if one.kind == "tar" and one.path.name in listed
     }
@@ -204,11 +212,14 @@ def _check_accept(policy: Policy, summary: ReshardSummary, quiet: bool) -> None:
     totals = summary.totals()
     seen = totals["refused"].keys() | totals["warnings"].keys()
     for reason in sorted(policy.accept - seen if not summary.failed else ()):
-        _say(f"note: no pair has the problem {reason!r} that --accept names; is it spelled right?", quiet)
+        _say(f"note: --accept {reason}: no pair has this problem; check the spelling", quiet)
 
 
 def _other_md5(task: Task, source: Source, expected: str | None, quiet: bool) -> str | None:
-    """The md5 of a finished source if it is not the expected one; read again only if it was not recorded."""
+    """The md5 of a finished source if it differs from the expected one; None if it is equal or not expected.
+
+    The source is read only if its task file has no md5.
+    """
     if expected is None:
         return None
     found = task.source["md5"]

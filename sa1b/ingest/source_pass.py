@@ -1,7 +1,8 @@
 """One pass over a source, in three threads: read, digest and inflate; pair up and check; write tar and index.
 
-Whichever of a pair comes first waits in the spill. Finished shards are read back and flushed in a thread of
-their own, one at a time, because that waits for the disk. A failure anywhere ends the pass at once.
+The first member of a pair waits in the spill for the second one. A separate thread reads finished shards
+back and flushes them, one at a time, because this waits for the disk. An error in any thread ends the pass at
+once.
 """
 
 import threading
@@ -24,20 +25,21 @@ from sa1b.sources.pairing import MemberPair, Refusal, Spill, pair_up
 from sa1b.sources.source import Source, SourceReader
 from sa1b.sources.tar_stream import Damage, Member
 
-_QUEUE_BYTES = 16 << 20  # may wait between two stages, or one item that is larger
+_WAY_OUT = "fix the source, or use --on-error quarantine"
+_QUEUE_BYTES = 16 << 20  # limit of the queue between two stages
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a run does about bad input; none of it changes the bytes of good pairs.
+    """Handling of bad input. It does not change the bytes of good pairs.
 
     Attributes:
-        stop: end the run at the first refusal instead of quarantining.
+        stop: stop the run at the first refusal instead of quarantining.
         accept: reasons that may be frequent.
-        md5: the expected md5 of the source as stored, or None.
-        spill: folder for members that wait, None: inside the root.
-        spill_memory: bytes of them kept in memory instead.
-        max_pixels: of an image; a larger one is refused. At most MAX_STORED_PIXELS.
+        md5: the expected md5 of the source file, or None.
+        spill: folder for members that wait for their partner; None: inside the dataset directory.
+        spill_memory: bytes of waiting members that are kept in memory.
+        max_pixels: pixels of the largest accepted image, at most MAX_STORED_PIXELS.
     """
 
     stop: bool = False
@@ -50,7 +52,7 @@ class Policy:
 
 @dataclass(slots=True)
 class Counts:
-    """What has been done so far: a progress report, small when pickled."""
+    """Counts of one source so far: a progress report, small when pickled."""
 
     stored_bytes: int = 0
     members: int = 0
@@ -70,8 +72,8 @@ class SourcePass:
     Args:
         staged: temporary folder of this pass: shards, indexes and quarantine.
         spill: folder for members that wait for their partner.
-        report: called with what has been done so far, from one thread at a time.
-        sealer: one thread, which reads finished shards back.
+        report: called with the current counts, from one thread at a time.
+        sealer: executor of one thread, which reads finished shards back.
     """
 
     def __init__(
@@ -105,11 +107,11 @@ class SourcePass:
         self.report_lock = threading.Lock()
 
     def run(self) -> Task:
-        """Write all shards into the temporary folder and return the task, which claims them.
+        """Write all shards into the temporary folder and return the task, which lists them.
 
         Raises:
             SourceError, SystematicError, RefusedError, OSError, MemoryError: see `ingest`.
-            ShardError: a shard does not read back as it was written.
+            ShardError: a shard differs from what was written when it is read back.
         """
         reader = SourceReader(self.source, md5=self.policy.md5 is not None, progress=self._read_bytes)
         try:
@@ -131,14 +133,14 @@ class SourcePass:
             reader.close()
         if self.policy.md5 is not None and digests["md5"] != self.policy.md5:
             raise SourceError(
-                f"{self.source.path}: md5 is {digests['md5']}, the checklist says {self.policy.md5}; "
+                f"{self.source.path}: md5 is {digests['md5']}, the checklist has {self.policy.md5}; "
                 "download it again"
             )
         self._check_sums()
         self.systematic.check(self.quarantine, self.counts.images)
         if not self.sealed:
-            raise SourceError(f"{self.source.path}: holds no usable pair; {self._problems()}")
-        self.quarantine.flush()  # the task claims what is in it
+            raise SourceError(f"{self.source.path}: no usable pair; {self._problems()}")
+        self.quarantine.flush()  # the task file, written later, counts its contents
         return self._task(digests["sha256"])
 
     def _task(self, sha256: str) -> Task:
@@ -173,7 +175,7 @@ class SourcePass:
         self._report()
 
     def _report(self) -> None:
-        with self.report_lock:  # the thread that reads and the one that writes both do
+        with self.report_lock:  # called by the reading and the writing thread
             self.report(self.counts)
 
     def _read(self, reader: SourceReader) -> Iterator["_Read"]:
@@ -242,12 +244,12 @@ class SourcePass:
         assert shard is not None
         shard.close()
         self.shard = None
-        # Reading back and flushing overlap with the next shard; one at a time bounds the dirty pages.
+        # Reading back and flushing overlap with writing the next shard. One at a time bounds the dirty pages.
         self._wait_for_seal()
         self.sealing = self.sealer.submit(seal, shard.path)
 
     def _wait_for_seal(self) -> None:
-        """Take the result of the shard that is being sealed; its error ends the source."""
+        """Wait for the shard that is being sealed; an error of the sealing ends the pass."""
         if self.sealing is not None:
             sealing, self.sealing = self.sealing, None
             self.sealed.append(sealing.result())
@@ -256,21 +258,23 @@ class SourcePass:
     def _refuse(self, reason: str, message: str, *members: Member) -> None:
         if self.policy.stop:
             where = ", ".join(f"{member.name!r} at offset {member.offset:,}" for member in members)
-            raise RefusedError(f"{self.source.path}: {where}: {reason}: {message}")
+            raise RefusedError(f"{self.source.path}: {where}: {reason}: {message}; {_WAY_OUT}")
         self.quarantine.refuse(reason, message, list(members))
         self.counts.refused += 1
 
     def _damage(self, damage: Damage) -> None:
         if self.policy.stop:
-            raise RefusedError(f"{self.source.path}: at offset {damage.offset:,}: {damage.message}")
+            raise RefusedError(
+                f"{self.source.path}: at offset {damage.offset:,}: {damage.message}; {_WAY_OUT}"
+            )
         self.quarantine.damage(damage)
 
     def _check_sums(self) -> None:
-        """What went in is what came out plus what is in quarantine."""
+        """Check that every member is in a shard or in the quarantine."""
         out = 2 * self.counts.images + self.quarantine.members
         if self.counts.members != out:
             raise AssertionError(
-                f"{self.source.path}: {self.counts.members} members went in, {out} are accounted for; "
+                f"{self.source.path}: {self.counts.members} members were read, {out} were stored; "
                 "this is a bug: please report it"
             )
 
@@ -290,7 +294,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """The members of a pair, or a single one, that cannot be used."""
+    """The members of a pair, or a single member, that cannot be used."""
 
     reason: str
     message: str
@@ -299,7 +303,7 @@ class _Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What became of a pair, member or damage, with the members and stored bytes read up to it."""
+    """The result for a pair, member or damaged range, with the members and stored bytes read so far."""
 
     result: Pair | _Refused | Damage
     members: int

@@ -1,8 +1,8 @@
-"""Where a worker process builds shards before they are committed: `.partial/<host>-<pid>/`, its own folder.
+"""Staging folders: a worker process writes shards to `.partial/<host>-<pid>/` before they are committed.
 
-A process removes its own folder. What processes of this machine left behind when they were killed, folders
-here and temporary files beside the files they were to become, is removed by the next run. After a loss of
-power the machine has another name, as other machines have: what nobody wrote to for an hour is left over too.
+A process removes its own folder. The next run removes the staging folders and temporary files of processes of
+this machine that were killed. The name of a machine changes with each restart. Files of other machines, and
+of this machine before a restart, are removed an hour after the last write.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from sa1b.storage.claim import ENDING, Holder, remove_dead
 from sa1b.storage.processes import is_of_dead_process, this_machine, this_process
 from sa1b.storage.store import Store
 
-_OWNER = "owner"  # file in the folder: which process it belongs to
-_TRIES = 100  # of making a folder that another process may remove
-_ABANDONED = 3600.0  # seconds; a process that works writes every few, and is killed when it does not
+_OWNER = "owner"  # file in the folder that contains the name of the process
+_TRIES = 100  # attempts to create a folder that another process may remove
+_ABANDONED = 3600.0  # seconds; a live process writes every few seconds, and is killed if it stalls
 
 
 def make_staging(parent: Path) -> Path:
-    """This process's folder below `parent`, empty."""
+    """Create an empty folder of this process in `parent`."""
     folder = parent / f"{socket.gethostname()}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     with naming_path(folder):
@@ -39,7 +39,7 @@ def make_staging(parent: Path) -> Path:
 
 
 def remove_staging(folder: Path) -> None:
-    """Remove a process's folder, and the folder it is in if that is empty now."""
+    """Remove the folder of a process, and the parent folder if it is empty then."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
@@ -49,12 +49,12 @@ def remove_staging_of(process: Holder, root: Path, spill: Path | None = None) ->
     """Remove the folders of a process whose claim was taken over."""
     name = f"{process.host}-{process.pid}"
     for parent in (root / PARTIAL, spill):
-        if parent is not None and name == Path(name).name:  # a claim may hold anything
+        if parent is not None and name == Path(name).name:  # the contents of a claim are not trusted
             shutil.rmtree(parent / name, ignore_errors=True)
 
 
 def remove_leftovers(root: Path, spill: Path | None = None) -> None:
-    """Remove what ended processes left in a dataset directory and in a folder for spills."""
+    """Remove the files of ended processes from a dataset directory and a spill folder."""
     store = Store(root)
     for parent in (root / PARTIAL, spill):
         if parent is None or not parent.is_dir():
@@ -84,26 +84,27 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _is_left(folder: Path, now: float) -> bool:
-    """Whether the process that made a folder has ended: by its owner file, or where that says nothing."""
+    """Whether the process that made a folder has ended, by the owner file or else the folder's name."""
     owner = ""
     with contextlib.suppress(OSError, ValueError):
         owner = (folder / _OWNER).read_text(encoding="utf-8").strip("\0")
     host, _, pid = folder.name.rpartition("-")
     if not owner and host == socket.gethostname() and pid.isdecimal():
-        # Killed before it wrote the file, or about to write it; or the file was lost with the power.
+        # The process was killed before it wrote the file, or has not written it yet, or a power failure
+        # removed the file's contents.
         owner = this_process(int(pid))
     return _has_ended(owner, folder, now)
 
 
 def _has_ended(process: str, path: Path, now: float) -> bool:
-    """Whether the process that wrote a path has ended; of another machine: wrote nothing for long."""
+    """Whether the process that wrote a path has ended; on another machine: whether its last write is old."""
     if process.startswith(f"{this_machine()}-"):
         return is_of_dead_process(process)
     return now - _last_write(path) > _ABANDONED
 
 
 def _last_write(path: Path) -> float:
-    """When a file, or anything in a folder, was last written to: seconds, by the file system's clock."""
+    """Time of the last write to a file, or to any file in a folder: seconds, by the file system's clock."""
     newest = 0.0
     for one in (path, *path.rglob("*")):
         with contextlib.suppress(FileNotFoundError):

@@ -1,35 +1,37 @@
-"""What a run of ingest did, counted: for people, for scripts, and as an exit code."""
+"""Summary of a run of ingest, as a table, as JSON and as an exit code."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sa1b.console import command
+from sa1b.console import command, counted
 from sa1b.ingest.finish import Finished
 from sa1b.shards import manifest
 from sa1b.shards.manifest import DATASET, Task
 from sa1b.sources.discovery import NotTaken
 
-_LISTED = 20  # of what was not taken
+_LISTED = 20  # files in the table that were not taken
 
 
 @dataclass(slots=True)
 class ReshardSummary:
-    """What a run did, and what the dataset directory holds now.
+    """The results of a run, and the contents of the dataset directory after it.
 
     Attributes:
         sources: names of the sources of this run.
-        task: (I, N) where the run had a part of the sources.
-        not_taken: files and folders found beside the sources that are none, with the reason.
-        seconds: of this run.
-        stored_bytes: read from sources in this run.
-        done, skipped: names of sources finished in this run, and found finished.
-        failed: name of a source -> why it is not in the dataset.
-        retried: name of a source -> how its process ended, for those that finished later too.
+        task: (I, N) of a run with --task.
+        not_taken: files and folders that are not sources, with the reason.
+        seconds: duration of the run.
+        stored_bytes: bytes read from source files in this run.
+        done: names of the sources finished in this run.
+        skipped: names of the sources that were already finished.
+        failed: name of a source -> the error.
+        retried: name of a source -> how its worker processes ended, also if a later one finished the source.
         tasks: all finished sources of the directory.
-        finished: what dataset.json says; None: it was not written.
-        interrupted: Ctrl-C. disk_full: the disk was full or cannot be written, and the run stopped.
+        finished: the contents of dataset.json; None: it was not written.
+        interrupted: the run ended with Ctrl-C.
+        disk_full: the run stopped because the disk was full or cannot be written to.
     """
 
     sources: list[str] = field(default_factory=list)
@@ -48,12 +50,12 @@ class ReshardSummary:
 
     @property
     def complete(self) -> bool:
-        """Whether dataset.json is there and covers every source that is known."""
+        """Whether dataset.json exists and includes every known source."""
         finished = self.finished
         return not self.failed and finished is not None and bool(finished.tasks) and not finished.is_partial
 
     def end(self, finished: Finished) -> None:
-        """Take over what finishing the dataset found out."""
+        """Add the result of finishing the dataset."""
         self.finished = finished
         for name in set(self.sources) & finished.failed.keys():
             self.failed.setdefault(name, finished.failed[name])
@@ -64,7 +66,7 @@ class ReshardSummary:
         return [self.tasks[name] for name in self.done + self.skipped if name in self.tasks]
 
     def totals(self) -> dict[str, Any]:
-        """Counts over the sources of this run, finished before or now."""
+        """Totals over the finished sources of this run, also those finished before it."""
         tasks = self._chosen()
         refused: Counter[str] = Counter()
         warnings: Counter[str] = Counter()
@@ -86,7 +88,11 @@ class ReshardSummary:
         }
 
     def exit_code(self) -> int:
-        """0: all in. 3: something refused, damaged or not taken. 1: a source is missing. 130: interrupted."""
+        """The exit code of the run.
+
+        0: all sources are complete. 1: a source is missing. 3: a pair was refused, a source is damaged or a
+        file was not taken. 130: interrupted.
+        """
         if self.interrupted:
             return 130
         missing = self.finished is not None and {*self.sources} - self.finished.tasks.keys()
@@ -96,7 +102,7 @@ class ReshardSummary:
         return 3 if totals["refused"] or totals["damaged_sources"] or self.not_taken else 0
 
     def document(self) -> dict[str, Any]:
-        """For --json."""
+        """The summary as a JSON document, for --json."""
         return {
             "exit_code": self.exit_code(),
             "complete": self.complete,
@@ -121,7 +127,7 @@ class ReshardSummary:
         return self.stored_bytes / 1e6 / self.seconds if self.seconds else 0.0
 
     def table(self, root: Path) -> str:
-        """For people."""
+        """The summary as a table of text."""
         totals = self.totals()
         rows = [
             ("sources", f"{totals['sources']:,} ({len(self.done)} now, {len(self.skipped)} found finished)"),
@@ -153,7 +159,7 @@ class ReshardSummary:
             lines.append(f"FAILED {name}: {why}")
             refused = root / manifest.QUARANTINE / name
             if refused.exists():
-                lines.append(f"  what was refused of it: {refused}")
+                lines.append(f"  refused members: {refused}")
         lines += self._not_taken()
         lines.append(self._ending(root))
         return "\n".join(lines)
@@ -162,20 +168,23 @@ class ReshardSummary:
         count = len(self.not_taken)
         if not count:
             return []
-        lines = [f"not taken: {count:,} of what was found; leave it out with --ignore PATTERN"]
+        lines = [f"not taken: {counted(count, 'path')}; exclude with --ignore PATTERN"]
         lines += [f"  {ascii(str(one.path))[1:-1]}: {one.reason}" for one in self.not_taken[:_LISTED]]
         return lines + [f"  and {count - _LISTED:,} more, all listed with --json"] * (count > _LISTED)
 
     def _ending(self, root: Path) -> str:
         if self.interrupted:
-            return "Interrupted; nothing is broken. Run the same command again to go on."
+            return "Interrupted. Nothing is damaged; run the same command again to resume."
         if self.disk_full:
-            return "Stopped: make room, then run the same command again to go on."
+            return (
+                "Stopped: the disk is full or not writable. Free some space, then run the same command again "
+                "to resume."
+            )
         if self.task is not None:
             return (
                 f"Task {self.task[0]} of {self.task[1]} is done. When all tasks have ended, write "
                 f"{root / DATASET} with: `{command('reshard')} --out {root} --finish`"
             )
         if self.finished is None:
-            return f"{root / DATASET} is as it was before this run."
+            return f"This run did not change {root / DATASET}."
         return self.finished.line(root)

@@ -1,4 +1,4 @@
-"""What a worker process does with a source: claim it, see whether it is finished, ingest it."""
+"""The work of a worker process on one source: claim the source, check whether it is finished, ingest it."""
 
 import shlex
 import time
@@ -22,22 +22,22 @@ _REPORT_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a run goes about its sources; see `sa1b reshard` for the flags.
+    """Settings of a run; the flags of `sa1b reshard`.
 
     Attributes:
-        workers: processes at a time.
+        workers: number of worker processes.
         checklist: file with the md5 of sources.
-        recheck: recognise finished sources by digest.
-        replace: take a source of a finished one's name with other content in its place.
-        redo: names of sources that are done again although they are finished; their task files are not read.
-        rename: path -> the name that the source takes.
+        recheck: recognise finished sources by digest instead of size and time.
+        replace: replace a finished source by a source with the same name and other content.
+        redo: names of finished sources to convert again; their task files are not read.
+        rename: path -> name of the source.
         ignore: patterns of files and folders that are left out and not listed.
-        task: (I, N): only the sources I, I + N, I + 2 N, ... in the order of their names; the dataset is not
-            finished then.
-        claim_timeout: seconds without a heartbeat after which other runs may take over a claim of this one.
-        stall_timeout: seconds without progress after which a worker is killed and its source tried once more.
-        space_check: refuse to start when the disk is too small.
-        quiet: neither progress nor notes.
+        task: (I, N): process only the sources I, I + N, I + 2 N, ... in the order of their names, and do not
+            finish the dataset.
+        claim_timeout: seconds without a heartbeat after which other runs may take over a claim of this run.
+        stall_timeout: seconds without progress after which a worker is killed; its source is retried once.
+        space_check: refuse to start if the disk is too small.
+        quiet: print no progress and no notes.
     """
 
     workers: int = 1
@@ -56,7 +56,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a worker did with a source: ingested it, found it finished, or found it claimed by another run."""
+    """The result of a worker: the source is ingested ("done"), was already finished ("skipped"), or is
+    claimed by another run ("held").
+    """
 
     kind: Literal["done", "skipped", "held"]
     counts: Counts
@@ -71,7 +73,7 @@ def work_on(
     run: Run,
     report: Callable[[Counts], None],
 ) -> Outcome:
-    """What a worker process runs: claim a source and bring it into the dataset directory."""
+    """The function of a worker process: claim a source and ingest it into the dataset directory."""
     limit_threads()
     store = Store(root)
     name = task_name(source.name, "claim")
@@ -84,8 +86,8 @@ def work_on(
         try:
             return _claimed(source, root, options, policy, run, claim, report)
         except (LockedError, OSError):
-            # An OSError is of this machine or its disk and says nothing about the source. Who takes a source
-            # over removes what was staged: then the error is of that.
+            # An OSError concerns this machine or its disk, not the source. A run that takes over the claim
+            # removes the staging folder of this process, which may have caused the error.
             if claim.is_held():
                 raise
             return Outcome("held", Counts(), _held_by(store, name))
@@ -95,7 +97,7 @@ def work_on(
 
 
 def _held_by(store: Store, name: str) -> str:
-    """Who holds a claim, and for how long, for a note of those who wait."""
+    """The holder of a claim and the end of the claim, for the note of a waiting run."""
     found = holder(store, name)
     path = store.path(name)
     return (
@@ -117,7 +119,7 @@ def _claimed(
     note = ""
     if previous is not None:
         if (missing := missing_file(previous, root)) is not None:
-            note = f"{missing} is missing or cut off; {source.name} is done again"
+            note = f"{missing} is missing or truncated; {source.name} is converted again"
         elif not run.recheck and is_unchanged(previous, source, root):
             return Outcome("skipped", Counts())  # another run finished it in the meantime
         elif previous.source["sha256"] is not None:
@@ -126,7 +128,8 @@ def _claimed(
             if digest_of_source(source) == previous.source["sha256"]:
                 known = {**previous.source, "mtime_ns": source.mtime_ns}
                 write_task(root, replace(previous, source=known))
-                return Outcome("skipped", Counts(), f"{source.path} has another time and the same content")
+                note = f"{source.path} has a new modification time and the same content"
+                return Outcome("skipped", Counts(), note)
             if not run.replace:
                 raise _refused(source, previous, root)
     last = time.monotonic()
@@ -151,15 +154,15 @@ def _claimed(
 
 def _refused(source: Source, previous: Task, root: Path) -> SourceError:
     return SourceError(
-        f"{source.path}: {root} holds a source named {source.name!r} with other content "
-        f"({previous.source['size']:,} bytes, sha256 {str(previous.source['sha256'])[:12]}…; this one has "
-        f"{source.size:,} bytes). To take this one in its place, add --replace; to keep both, add "
+        f"{source.path}: {root} already has a source named {source.name!r} with other content "
+        f"({previous.source['size']:,} bytes, sha256 {str(previous.source['sha256'])[:12]}…; this source has "
+        f"{source.size:,} bytes); to replace the finished source, add --replace; to keep both, add "
         f"--rename {shlex.quote(f'{source.path}=NEW_NAME')}"
     )
 
 
 def is_unchanged(task: Task, source: Source, root: Path) -> bool:
-    """Whether a source is finished, as far as sizes and times tell."""
+    """Whether a source is finished, by the sizes and modification times of its files."""
     known = (task.source["size"], task.source["mtime_ns"])
     return known == (source.size, source.mtime_ns) and missing_file(task, root) is None
 

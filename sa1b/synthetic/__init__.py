@@ -1,1 +1,1 @@
-"""Synthetic source tars: SA-1B's form, laws and quirks, with drawn images."""
+"""Synthetic source tars with the format, the statistics and the irregularities of SA-1B."""

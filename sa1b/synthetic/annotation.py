@@ -43,29 +43,30 @@ class AnnotationFile(TypedDict):
 def annotate(
     rng: np.random.Generator, image_id: int, height: int, width: int, shapes: list[Shape]
 ) -> tuple[AnnotationFile, int]:
-    """The annotation file of drawn objects, in random order.
+    """The annotation file of a scene, with its objects in random order.
 
     Args:
-        rng: source of all draws.
-        image_id: of the image, at least 0.
-        height, width: of the image, pixels.
-        shapes: the objects, none of them empty.
+        rng: source of all random values.
+        image_id: id of the image, at least 0.
+        height, width: size of the image in pixels.
+        shapes: the objects; every mask has at least one pixel.
 
     Returns:
-        The file as `json.loads` would give it, and the number of runs of all its masks.
+        The file as `json.loads` returns it, and the number of runs of all its masks.
     """
     shapes = [shapes[i] for i in rng.permutation(len(shapes))]
     pieces = [mask_runs(shape.mask, shape.x, shape.y, height, width) for shape in shapes]
     offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     runs = np.concatenate([np.zeros(0, np.uint32), *pieces])
     strings = coco.encode(Runs(runs, offsets, height, width))
-    first_id = image_id * 2_654_435_761 % 2**22 * 512  # apart from every other image's, up to 2^31
-    integers = len(shapes) - int(rng.integers(1, 6))  # from here on, numbers are int in the real files
+    first_id = image_id * 2_654_435_761 % 2**22 * 512  # no overlap with other images, below 2^31
+    integers = len(shapes) - int(rng.integers(1, 6))  # from this mask on, SA-1B's files have int numbers
     annotations: list[Annotation] = []
     for index, (shape, counts) in enumerate(zip(shapes, strings, strict=True)):
         rows, columns = np.flatnonzero(shape.mask.any(1)), np.flatnonzero(shape.mask.any(0))
         x, y = shape.x + int(columns[0]), shape.y + int(rows[0])
-        box = [x, y, int(columns[-1] - columns[0]), int(rows[-1] - rows[0])]  # width and height one less
+        # As in SA-1B, width and height are one pixel less than the extent of the mask.
+        box = [x, y, int(columns[-1] - columns[0]), int(rows[-1] - rows[0])]
         crop = _crop_box(rng, box, height, width)
         whole = index >= integers
         annotations.append(
@@ -90,14 +91,14 @@ def mask_runs(mask: Mask, x: int, y: int, height: int, width: int) -> npt.NDArra
 
     Args:
         mask: uint8 [h, w] of 0 and 1.
-        x, y: where its top left pixel lies in the image, pixels.
-        height, width: of the image, pixels.
+        x, y: position of the top left pixel of the mask in the image, in pixels.
+        height, width: size of the image in pixels.
     """
     columns = np.zeros((mask.shape[1], mask.shape[0] + 2), np.int8)
     columns[:, 1:-1] = mask.T
     column, row = np.nonzero(np.diff(columns, axis=1))
     edges = (column + x) * height + row + y
-    # A run that reaches the foot of one column goes on at the head of the next.
+    # A run that ends at the bottom of a column continues at the top of the next one: join the two.
     joined = np.flatnonzero(edges[1:-1:2] == edges[2::2]) * 2 + 1
     edges = np.delete(edges, np.concatenate([joined, joined + 1]))
     runs = np.diff(edges, prepend=0, append=height * width)
@@ -105,7 +106,7 @@ def mask_runs(mask: Mask, x: int, y: int, height: int, width: int) -> npt.NDArra
 
 
 def _point(rng: np.random.Generator, shape: Shape) -> list[float]:
-    """A prompt inside the mask, [x, y] in steps of 1/16 pixel, away from the outline where there is room."""
+    """A prompt inside the mask, [x, y] in steps of 1/16 pixel, away from the outline if possible."""
     inner = cv2.erode(shape.mask, np.ones((3, 3), np.uint8), borderType=cv2.BORDER_CONSTANT, borderValue=0)
     choice = np.flatnonzero(inner if inner.any() else shape.mask)
     row, column = divmod(int(rng.choice(choice)), shape.mask.shape[1])
@@ -113,7 +114,7 @@ def _point(rng: np.random.Generator, shape: Shape) -> list[float]:
 
 
 def _crop_box(rng: np.random.Generator, box: list[int], height: int, width: int) -> list[int]:
-    """[x, y, width, height] of one of the overlapping crops in which SAM looks for masks, holding the box."""
+    """[x, y, width, height] of one of SAM's overlapping crops that contains the box."""
     fits = []
     for side in (1, 2, 4):
         overlap = int(512 / 1500 * min(height, width) * 2 / side) if side > 1 else 0

@@ -1,9 +1,10 @@
-"""Synthetic scenes: images of drawn objects whose masks are known to the pixel.
+"""Synthetic scenes: images of drawn objects with exact masks.
 
-The laws follow SA-1B: sizes and JPEG qualities, about 100 masks an image, areas lognormal plus two or three
-large masks, outlines rough enough that a mask has 300 to 340 runs at full size. Objects are painted from
-large to small. One that lies on another becomes a part of it (masks nest); one that lies across an outline
-hides what is behind it (masks are the visible region), so that every mask ends at an edge of the image.
+The statistics follow SA-1B: image sizes and JPEG qualities, about 100 masks per image, lognormal areas plus
+two or three large masks, and outlines so rough that a mask has 300 to 340 runs at full size. Objects are
+painted from large to small. An object on top of another one becomes a part of it, and the masks nest. An
+object across an outline hides the pixels below it, and each mask is the visible region. So every mask
+boundary is an edge in the image.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.uint8]
 Hues = npt.NDArray[np.float64]  # [3] of 0..1
 
-# (width, height) in pixels and how often.
+# (width, height) in pixels, and the share of images.
 SIZES = (
     ((2250, 1500), 0.62),
     ((1500, 2250), 0.20),
@@ -26,17 +27,17 @@ SIZES = (
     ((2667, 1500), 0.03),
     ((1920, 1080), 0.04),
 )
-LONG_SIDE_LEAST = 32  # pixels; below, no object of PIXELS_LEAST pixels looks like anything
+LONG_SIDE_LEAST = 32  # pixels; in smaller images, objects of PIXELS_LEAST pixels are not recognisable
 HIGH_QUALITY_SHARE = 0.63  # q95; the others are q75
 MASKS_MEAN, MASKS_LN_SD, MASKS_MAX = 96.0, 0.5, 500
 AREA_LN_MEAN, AREA_LN_SD = -6.21, 1.59  # of the area as a fraction of the image
 AREA_LEAST, AREA_MOST, PIXELS_LEAST = 3e-5, 0.95, 20
 LARGE_LEAST, LARGE_MOST = 0.04, 0.25  # area fractions of the two or three large masks
-AREA_LOST = 0.03  # what hiding and clipping take away from what was drawn, measured
-# Texture contrast and sensor grain (grey levels) that give the JPEG bytes of each quality.
+AREA_LOST = 0.03  # share of the area that hiding and clipping remove, measured
+# JPEG quality -> texture contrast and sensor grain (grey levels) that give SA-1B's bytes per image.
 DETAIL = {95: (0.8, 1.85), 75: (0.78, 4.8)}
-ROUGHNESS = 0.15  # of the roughest outlines, as a fraction of the radius
-# Of simple scenes: objects an image, their area fractions, and factors on roughness, contrast and grain.
+ROUGHNESS = 0.15  # largest roughness of an outline, as a fraction of the radius
+# Simple scenes: objects per image, their area fractions, and factors of roughness, contrast and grain.
 SIMPLE_MASKS, SIMPLE_AREAS = (8, 16), (0.008, 0.12)
 SIMPLE_ROUGHNESS, SIMPLE_CONTRAST = 0.3, 0.4
 TILE = 1024  # pixels, side of the periodic texture tiles
@@ -44,7 +45,7 @@ TILE = 1024  # pixels, side of the periodic texture tiles
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an image will be, before anything is drawn.
+    """Size, JPEG quality and object areas of an image, sampled before the image is drawn.
 
     Attributes:
         width, height: pixels.
@@ -65,9 +66,9 @@ class Shape:
     """An object in the image.
 
     Attributes:
-        x, y: pixels, where the top left pixel of `mask` lies in the image.
+        x, y: position of the top left pixel of `mask` in the image, in pixels.
         mask: uint8 [h, w] of 0 and 1, the visible region.
-        ancestors: indices of the objects this one is a part of.
+        ancestors: indices of the objects that contain this object.
     """
 
     x: int
@@ -77,14 +78,17 @@ class Shape:
 
 
 def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool = False) -> Plan:
-    """Draws size, quality and object areas by SA-1B's laws.
+    """Sample size, quality and object areas from SA-1B's distributions.
 
     Args:
-        rng: source of all draws.
-        long_side: pixels of the longer side; None for full size. Smaller images hold fewer masks
-            (about 40 at 640 pixels), with the same law of area fractions.
-        simple: instead of SA-1B's laws a few large objects with smooth outlines and plain surfaces, from
-            which a small model learns in minutes what an object is. Sizes and qualities stay.
+        rng: source of all random values.
+        long_side: pixels of the longer side; None for full size. Smaller images have fewer masks
+            (about 40 at 640 pixels), with the same distribution of area fractions.
+        simple: sample a few large objects with smooth outlines and plain surfaces instead, so that a small
+            model learns to segment them in minutes. Image sizes and qualities are unchanged.
+
+    Raises:
+        ValueError: `long_side` is too small.
     """
     if long_side is not None and long_side < LONG_SIDE_LEAST:
         raise ValueError(f"the longer side must have at least {LONG_SIDE_LEAST} pixels, not {long_side}")
@@ -111,11 +115,15 @@ def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool
 
 
 def draw(rng: np.random.Generator, scene: Plan) -> tuple[Mask, list[Shape]]:
-    """Paints the scene.
+    """Draw the image of a plan.
+
+    Args:
+        rng: source of all random values.
+        scene: the plan.
 
     Returns:
-        The image, uint8 [height, width, 3] RGB, and its objects in painting order. Objects that ended up
-        hidden are left out.
+        The image, uint8 [height, width, 3] RGB, and its objects in drawing order, without objects that are
+        completely hidden.
     """
     height, width = scene.height, scene.width
     contrast, grain = DETAIL[scene.quality]
@@ -143,7 +151,7 @@ def draw(rng: np.random.Generator, scene: Plan) -> tuple[Mask, list[Shape]]:
 
 
 def _outline(rng: np.random.Generator, area: float, height: int, width: int, roughness: float) -> Mask:
-    """A filled random shape of about `area` pixels, uint8 [h, w], tight."""
+    """A filled random shape of about `area` pixels, uint8 [h, w], without empty border rows or columns."""
     n = int(np.clip(2.5 * np.sqrt(area), 24, 6000))
     angle = np.linspace(0, 2 * np.pi, n, endpoint=False)
     power = rng.choice([1.6, 2.0, 2.0, 3.0, 6.0])  # superellipse: from diamond to box
@@ -161,7 +169,7 @@ def _outline(rng: np.random.Generator, area: float, height: int, width: int, rou
     unit = abs(float(np.sum(points[:, 0] * following[:, 1] - points[:, 1] * following[:, 0]))) / 2
     unit *= 1 - hole**2
     length = float(np.hypot(*(following - points).T).sum()) * (1 - hole)
-    # fillPoly also fills the pixels that the outline passes through: half a pixel all along it.
+    # fillPoly also fills the pixels under the outline, which adds half a pixel along the whole outline.
     size = (np.sqrt(length**2 / 4 + 4 * unit * max(area - 1, 4.0)) - length / 2) / (2 * unit)
     points *= size
     low, high = np.floor(points.min(0)), np.ceil(points.max(0))
@@ -183,16 +191,16 @@ def _wiggle(rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
 
 
 def _place(rng: np.random.Generator, mask: Mask, owner: npt.NDArray[np.int16], shapes: list[Shape]) -> Shape:
-    """Where the object goes: of several places, the one that cuts the fewest outlines."""
+    """Position an object: of several random positions, the one that crosses the fewest outlines."""
     height, width = owner.shape
     h, w = mask.shape
-    step = max(1, int(np.sqrt(h * w) / 24))  # a sample of the pixels is enough to compare places
+    step = max(1, int(np.sqrt(h * w) / 24))  # a subset of the pixels is enough to compare positions
     sample = mask[::step, ::step] > 0
     best, best_share, under = (0, 0), -1.0, -1
     near = shapes[int(rng.integers(len(shapes)))] if shapes and rng.random() < 0.6 else None
     for _ in range(8):
         x, y = int(rng.integers(0, width - w + 1)), int(rng.integers(0, height - h + 1))
-        if near is not None:  # things lie in groups, and on things
+        if near is not None:  # objects occur in groups and on top of each other
             around = rng.normal(0, 0.4, 2) * max(near.mask.shape) - [w / 2, h / 2]
             x = int(np.clip(near.x + near.mask.shape[1] / 2 + around[0], 0, width - w))
             y = int(np.clip(near.y + near.mask.shape[0] / 2 + around[1], 0, height - h))
@@ -207,7 +215,7 @@ def _place(rng: np.random.Generator, mask: Mask, owner: npt.NDArray[np.int16], s
     x, y = best
     if under < 0 or best_share < 0.7:
         return Shape(x, y, mask)
-    parent = shapes[under]  # a part of it: keep what lies inside
+    parent = shapes[under]  # the new object is a part of it: clip it to the parent's mask
     inside = np.zeros_like(mask)
     px, py = parent.x - x, parent.y - y
     ph, pw = parent.mask.shape
@@ -218,7 +226,7 @@ def _place(rng: np.random.Generator, mask: Mask, owner: npt.NDArray[np.int16], s
 
 
 def _hide(shape: Shape, shapes: list[Shape]) -> None:
-    """Takes the new object's pixels out of the objects behind it, in place."""
+    """Remove the pixels of the new object from the objects below it, in place."""
     h, w = shape.mask.shape
     for index, other in enumerate(shapes):
         oh, ow = other.mask.shape
@@ -231,11 +239,11 @@ def _hide(shape: Shape, shapes: list[Shape]) -> None:
 
 
 def _background(rng: np.random.Generator, height: int, width: int, hues: Hues, contrast: float) -> Floats:
-    """A shaded, textured ground, float32 [height, width, 3] in grey levels."""
+    """A shaded, textured background, float32 [height, width, 3] in grey levels."""
     coarse = np.stack([[_colour(rng, hues, 0.5) for _ in range(3)] for _ in range(2)]).astype(np.float32)
     canvas = np.asarray(cv2.resize(coarse, (width, height), interpolation=cv2.INTER_LINEAR), np.float32)
     canvas += _texture(rng, height, width)[:, :, None] * np.float32(9 * contrast)
-    # Beyond a soft, uneven horizon: another colour and texture.
+    # Below a soft, uneven horizon the background has another colour and texture.
     skyline = height * (rng.uniform(0.2, 0.6) + 0.04 * _wiggle(rng, 4 * width)[:width])
     depth = (np.arange(height)[:, None] - skyline[None, :]) / (0.01 * height)
     ground = (1 / (1 + np.exp(-np.clip(depth, -20, 20)))).astype(np.float32)[:, :, None]
@@ -245,7 +253,7 @@ def _background(rng: np.random.Generator, height: int, width: int, hues: Hues, c
 
 
 def _paint(rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, contrast: float) -> None:
-    """Paints an object into the canvas, in place: a shadow, then a textured surface with soft edges."""
+    """Draw an object on the canvas, in place: a shadow, then a textured surface with soft edges."""
     pad = 8
     height, width = canvas.shape[:2]
     h, w = shape.mask.shape
@@ -256,9 +264,8 @@ def _paint(rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, c
     ground = canvas[y0:y1, x0:x1]
     behind = np.asarray(cv2.mean(ground, np.asarray(solid, np.uint8))[:3])
     colours = [_colour(rng, hues) for _ in range(4)]
-    colour = max(
-        colours, key=lambda c: min(float(np.abs(c - behind).sum()), 150.0)
-    )  # the first that stands out
+    # The first colour with enough contrast to the background, or else the one with most contrast.
+    colour = max(colours, key=lambda c: min(float(np.abs(c - behind).sum()), 150.0))
     if rng.random() < 0.5:
         shadow = cv2.GaussianBlur(np.roll(solid, (2, 2), (0, 1)), (0, 0), 2.5)
         ground *= (1 - 0.45 * shadow)[:, :, None]
@@ -290,7 +297,7 @@ def _colour(rng: np.random.Generator, hues: Hues, strength: float = 1.0) -> npt.
 
 
 def _texture(rng: np.random.Generator, height: int, width: int) -> Floats:
-    """A piece of a texture tile, float32 [height, width], mean 0, standard deviation 1."""
+    """A random crop of a texture tile, float32 [height, width], mean 0, standard deviation 1."""
     tile = _tiles()[int(rng.integers(len(_tiles())))]
     top, left = rng.integers(0, TILE, 2)
     rows, columns = np.arange(top, top + height) % TILE, np.arange(left, left + width) % TILE
@@ -299,9 +306,9 @@ def _texture(rng: np.random.Generator, height: int, width: int) -> Floats:
 
 @lru_cache(maxsize=1)
 def _tiles() -> tuple[Floats, ...]:
-    """Periodic textures, float32 [TILE, TILE] each, always the same.
+    """Periodic textures, float32 [TILE, TILE] each, equal in every process.
 
-    Noise over all octaves, as photographs have it, fibres along either axis, and grains.
+    The textures are noise over all octaves as in photographs, fibres along each axis, and grains.
     """
     rng = np.random.default_rng(20230405)
     fy, fx = np.fft.fftfreq(TILE)[:, None], np.fft.rfftfreq(TILE)[None, :]

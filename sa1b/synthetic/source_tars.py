@@ -1,11 +1,11 @@
-"""Synthetic source tars: SA-1B's form, laws and quirks, with drawn images and no SA-1B byte.
+"""Synthetic source tars with the format, statistics and irregularities of SA-1B, but none of its data.
 
-The tars look like the download: gzip, `./` prefix, members in random order so that the two halves of a pair
-lie apart. Every image is a function of (seed, image id, long side) alone, so that a tar is reproducible
-byte by byte with the same library versions.
+The tars look like the download: gzip, `./` prefix, members in random order, so that the two members of a pair
+are not adjacent. Every image is a function of (seed, image id, long side, simple) only, so that the bytes of
+a tar are reproducible with the same library versions.
 
-At full size, means of 200 images: JPEG 1.30 MB (q95) and 0.52 MB (q75), decoded in 9 ms; JSON 62 kB; 92
-masks of 316 runs; area fraction p50 0.21 %, mean 0.91 %.
+Means of 200 images at full size: JPEG 1.30 MB (q95) and 0.52 MB (q75), decoded in 9 ms; JSON 62 kB; 92
+masks of 316 runs. The area fraction has median 0.21 % and mean 0.91 %.
 `pytest tests/synthetic/test_source_tars.py -k calibration -s` measures 48 images.
 One core draws 3 images a second at full size, 30 at 640 pixels.
 """
@@ -29,14 +29,14 @@ from sa1b.synthetic.annotation import AnnotationFile, annotate
 from sa1b.synthetic.scene import draw, plan
 from sa1b.workers import Failure, supervise
 
-IDS_PER_TAR = 11_187  # as in the download, so that a tar's ids stay the same whatever its number of images
+IDS_PER_TAR = 11_187  # as in the download; the ids of a tar do not depend on its number of images
 MTIME = 1_680_000_000  # seconds; any fixed time
-_SHUFFLE = 0x7A6  # tells the draws of a tar from those of an image
+_SHUFFLE = 0x7A6  # separates the random values of a tar from those of an image
 
 
 @dataclass(slots=True)
 class SyntheticSummary:
-    """What was made: counts and bytes."""
+    """Counts and bytes of synthetic tars."""
 
     tars: int = 0
     images: int = 0
@@ -54,7 +54,7 @@ class SyntheticSummary:
         return asdict(self)
 
     def table(self) -> str:
-        """For people: totals and what they come to per image and per mask."""
+        """Totals, and means per image and per mask, as a table of text."""
         images, masks = max(self.images, 1), max(self.masks, 1)
         return "\n".join(
             f"{name:<11}{total:>15,}{each}"
@@ -77,13 +77,13 @@ def scene(
 
     Args:
         image_id: SA-1B image id, at least 0.
-        seed: of the whole data set.
+        seed: seed of the whole dataset.
         long_side: pixels of the longer side; None for full size (mostly 2250x1500).
-        simple: few, large, plain objects instead of SA-1B's laws; see `sa1b.synthetic.scene.plan`.
+        simple: few large objects with plain surfaces; see `sa1b.synthetic.scene.plan`.
 
     Returns:
         The JPEG (baseline, 4:2:0, quality 95 or 75, no EXIF) and the annotation file as `json.loads`
-        gives it.
+        returns it.
     """
     jpeg, annotations, _ = _scene(image_id, seed, long_side, simple)
     return jpeg, annotations
@@ -92,7 +92,7 @@ def scene(
 def _scene(
     image_id: int, seed: int, long_side: int | None, simple: bool
 ) -> tuple[bytes, AnnotationFile, int]:
-    """What `scene` returns, and the number of runs of all masks."""
+    """The return values of `scene`, and the number of runs of all masks."""
     rng = np.random.default_rng([seed, image_id, long_side or 0])
     outlook = plan(rng, long_side, simple=simple)
     picture, shapes = draw(rng, outlook)
@@ -112,20 +112,23 @@ def write_tar(
     directory: bool = True,
     progress: Callable[[int], Any] | None = None,
 ) -> SyntheticSummary:
-    """Writes one source tar in the download's form to a temporary path, and renames it when it is complete.
+    """Write one source tar in the format of the download, and commit it when it is complete.
+
+    Memory: a few images, because a temporary file holds the members until they are shuffled.
 
     Args:
-        path: of the tar; an existing one is replaced.
-        images: how many pairs; ids run from `first_id`.
-        seed: of the whole data set.
+        path: path of the tar; an existing file is replaced.
+        images: number of pairs; the ids start at `first_id`.
+        first_id: id of the first image.
+        seed: seed of the whole dataset.
         long_side: pixels of the longer side; None for full size.
         simple: see `scene`.
-        compress: gzip, as downloaded; False for a plain tar.
-        directory: begin with an entry for `./`.
+        compress: write gzip, as in the download; False for a plain tar.
+        directory: write an entry for `./` first.
         progress: called with 1 for every image drawn.
 
     Returns:
-        Counts and bytes. Memory stays at a few images: members wait in a spill file to be shuffled.
+        Counts and bytes.
     """
     path = Path(path)
     temporary = _temporary_path(path)
@@ -134,7 +137,7 @@ def write_tar(
     try:
         with ExitStack() as stack:
             out: BinaryIO | gzip.GzipFile = stack.enter_context(temporary.open("wb"))
-            if compress:  # neither name nor time in the gzip header: the bytes depend on the content alone
+            if compress:  # no name and no time in the gzip header: the bytes depend on the content only
                 out = stack.enter_context(gzip.GzipFile("", "wb", 6, out, mtime=0))
             tar = stack.enter_context(tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT))
             spill = stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
@@ -189,31 +192,32 @@ def write_tars(
     overwrite: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> SyntheticSummary:
-    """Writes `sa_000000.tar`, `sa_000001.tar`, ... into a folder; the bytes do not depend on `workers`.
+    """Write `sa_000000.tar`, `sa_000001.tar`, ... to a folder; the bytes do not depend on `workers`.
 
     Args:
-        out: the folder, made if need be.
-        tars: how many, numbered from `first_tar`; tar t holds the ids from 1 + t * 11187 on.
-        images_per_tar: pairs in each.
+        out: the folder; created if it is missing.
+        tars: number of tars.
+        images_per_tar: pairs in each tar.
+        first_tar: number of the first tar; the ids of tar t start at 1 + t * 11187.
         seed, long_side, simple, compress: see `write_tar`.
-        workers: processes, each with one tar at a time.
-        overwrite: replace tars that exist already.
+        workers: worker processes; each writes one tar at a time.
+        overwrite: replace existing tars.
         progress: called with 1 for every image drawn.
 
     Raises:
         FileExistsError: one of the tars exists; nothing was written.
-        ChildProcessError: a worker failed; its tar is named.
-        ValueError: sizes out of range.
+        ChildProcessError: a worker failed; the message names its tar.
+        ValueError: `images_per_tar` is out of range.
     """
     if not 0 < images_per_tar <= IDS_PER_TAR:
-        raise ValueError(f"images per tar must lie in 1..{IDS_PER_TAR}, not {images_per_tar}")
+        raise ValueError(f"images_per_tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     jobs = [(out / f"sa_{tar:06d}.tar", 1 + tar * IDS_PER_TAR) for tar in range(first_tar, first_tar + tars)]
     present = [path for path, _ in jobs if path.exists()]
     if present and not overwrite:
         raise FileExistsError(
-            f"{present[0]} exists already ({len(present)} of {tars} do); --overwrite replaces"
+            f"{present[0]}: already exists ({len(present)} of {tars} tars do); replace them with --overwrite"
         )
     tasks = [(path, images_per_tar, first_id, seed, long_side, simple, compress) for path, first_id in jobs]
     total = SyntheticSummary()
@@ -244,7 +248,7 @@ def _work(
     compress: bool,
     report: Callable[[int], None],
 ) -> SyntheticSummary:
-    """Writes one tar in a process of its own."""
+    """Write one tar in a worker process."""
     cv2.setNumThreads(1)
     return write_tar(
         path,

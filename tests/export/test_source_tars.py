@@ -159,7 +159,7 @@ def test_a_damaged_sample_costs_its_tar_alone_which_the_same_command_writes_afte
     shard.write_bytes(whole[:600] + bytes([whole[600] ^ 1]) + whole[601:])
     out = tmp_path / "out"
     with pytest.raises(
-        ShardError, match=r"sa_000002.tar: .*sa1b-000002-0001\.tar.* 2 tars are complete; repair"
+        ShardError, match=r"sa_000002.tar: .*sa1b-000002-0001\.tar.*; 2 tars complete; repair"
     ):
         export(root, out)
     assert sorted(path.name for path in out.iterdir()) == [".export.json", "sa_000001.tar", "sa_000003.tar"]
@@ -287,7 +287,7 @@ def test_images_of_a_view(root, tmp_path):
     ids.write_text("102\n300\n")
     assert export(root, tmp_path / "both", images=images, ids=ids).images == 1
     ids.write_text("400\n")
-    with pytest.raises(UsageError, match="no image is left to export"):
+    with pytest.raises(UsageError, match="no image to export"):
         export(root, tmp_path / "none", images=images, ids=ids)
 
 

@@ -111,7 +111,7 @@ def test_without_predictions_nothing_is_drawn_beside(root: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("", "holds no prediction"),
+        ("", "has no predictions"),
         ("{}\n", "line 1 is no prediction"),
         ('{"image_id": 1, "masks": []}\n', "line 1 is no prediction"),
         ("not json\n", "line 1 is no prediction"),

@@ -344,9 +344,7 @@ def intact_ids(source: Damaged) -> set[int]:
 
 def check_refusal(source: Damaged, path: Path, message: str) -> None:
     """A source may be refused as a whole only where no pair is; the message names it and says why."""
-    assert re.fullmatch(
-        rf"{path}: (holds no usable pair; .{{5,}}|neither a gzip file nor a tar; .*)", message
-    )
+    assert re.fullmatch(rf"{path}: (no usable pair; .{{5,}}|neither a gzip file nor a tar; .*)", message)
     assert source.archive is None or not intact_ids(source), message
 
 

@@ -66,7 +66,7 @@ def test_a_corrupt_tar_added_to_a_finished_directory_is_listed_and_the_rest_stay
     dataset = sa1b.open(root)
     assert len(dataset) == 12
     assert list(dataset.failed) == ["sa_000009"]
-    assert "holds no usable pair" in dataset.failed["sa_000009"]
+    assert "no usable pair" in dataset.failed["sa_000009"]
     assert "partial: 1 source failed (sa_000009)" in repr(dataset)
     assert dataset[0].jpeg
     assert verify(root, workers=0, quiet=True).findings == []
@@ -256,7 +256,7 @@ def test_the_last_source_can_be_dropped(root: Path) -> None:
 
 
 def test_what_cannot_be_dropped_is_said(root: Path) -> None:
-    with pytest.raises(UsageError, match=r"--drop sa_000005: .* holds no such source; it holds sa_000000"):
+    with pytest.raises(UsageError, match=r"--drop sa_000005: .* has no such source; it has sa_000000"):
         drop_source(root, "sa_000005")
     claim = Claim.take(Store(root), "tasks/sa_000001.claim")
     assert claim is not None
@@ -264,7 +264,8 @@ def test_what_cannot_be_dropped_is_said(root: Path) -> None:
     with (
         claim,
         pytest.raises(
-            LockedError, match=rf"works on it now \({path}: held until process {os.getpid()} of this"
+            LockedError,
+            match=rf"is writing this source; .* \({path}: held until process {os.getpid()} of this",
         ),
     ):
         drop_source(root, "sa_000001")
@@ -278,7 +279,7 @@ def test_a_claim_that_is_released_at_this_moment_is_named_by_its_file(
     claim = Claim.take(Store(root), "tasks/sa_000001.claim")
     assert claim is not None
     path = root / "tasks" / "sa_000001.claim"
-    with claim, pytest.raises(LockedError, match=rf"another process works on it now \({path}\)"):
+    with claim, pytest.raises(LockedError, match=rf"another process is writing this source; .* \({path}\)"):
         drop_source(root, "sa_000001")
 
 
@@ -328,7 +329,7 @@ def test_a_failure_of_a_source_that_is_in_the_dataset_is_not_recorded(root: Path
         "message": "why",
     }
     (root / "tasks" / "sa_000004.failed").write_text("{")
-    assert "cannot be read" in finish(root).failed["sa_000004"]
+    assert "damaged" in finish(root).failed["sa_000004"]
 
 
 def test_ten_thousand_parts_and_more_are_in_the_order_of_their_numbers(root: Path) -> None:
@@ -452,7 +453,7 @@ def test_damaged_parts_of_a_source_are_named_by_every_finish(root: Path, tars: P
     cut.write_bytes(data[: len(data) * 2 // 3])
     summary = reshard([cut], root, OPTIONS, Policy(), Run(quiet=True))
     assert summary.exit_code() == 3
-    assert "Complete but for the damaged parts of sa_000002" in finish(root).line(root)
+    assert "Complete except for the damaged parts of sa_000002" in finish(root).line(root)
 
 
 def test_nothing_to_finish_is_no_success(tmp_path: Path) -> None:
@@ -478,7 +479,7 @@ def test_ten_sources_are_listed_where_none_of_a_name_can_be_dropped(
     names = [f"sa_{number:06d}" for number in range(11)]
     for count, end in ((10, names[9]), (11, f"{names[9]} …")):
         monkeypatch.setattr(finish_module, "read_tasks", lambda _, count=count: dict.fromkeys(names[:count]))
-        with pytest.raises(UsageError, match=f"it holds {names[0]}, .*{end}$"):
+        with pytest.raises(UsageError, match=f"it has {names[0]}, .*{end}$"):
             drop_source(tmp_path, "sa_000099")
 
 

@@ -54,7 +54,7 @@ def test_a_full_disk_stops_the_run_instead_of_failing_each_source(small_disk: Pa
     assert "No space left on device" in found["failed"][name]
     assert str(small_disk) in found["failed"][name]
     text = reshard(tmp_path / "in", "--out", small_disk / "root", "--no-space-check")
-    assert "Stopped: make room" in text.stdout
+    assert "Stopped: the disk is full" in text.stdout
     assert "Traceback" not in text.stdout + text.stderr
 
 

@@ -32,7 +32,7 @@ def downloads(tmp_path):
 def test_what_is_not_taken_is_listed_and_makes_the_exit_code_3(downloads, tmp_path):
     done = reshard(downloads, "--out", tmp_path / "root")
     assert done.returncode == 3, done.stderr
-    assert "not taken: 2 of what was found; leave it out with --ignore PATTERN" in done.stdout
+    assert "not taken: 2 paths; exclude with --ignore PATTERN" in done.stdout
     assert f"{downloads / 'notes.txt'}: neither a tar nor half of a pair" in done.stdout
     assert f"{downloads / 'batch1' / 'sa_000021.tar.gz.part'}: a partial download" in done.stdout
     assert tiny.read_back(tmp_path / "root").keys() == set(IDS)
@@ -49,7 +49,7 @@ def test_twenty_are_listed_and_all_are_in_the_document(downloads, tmp_path):
         (downloads / f"page{number:02d}.html").write_text("<html>")
     done = reshard(downloads, "--out", tmp_path / "root")
     assert done.returncode == 3
-    assert "not taken: 30 of what was found" in done.stdout
+    assert "not taken: 30 paths" in done.stdout
     assert "page17.html" in done.stdout
     assert "page18.html" not in done.stdout
     assert "and 10 more, all listed with --json" in done.stdout

@@ -46,7 +46,7 @@ def test_a_run_with_other_options_beside_the_first_one_is_refused_by_flag(
     (root / "tasks" / "sa_000009.claim").touch()  # of a third run
     with pytest.raises(SystemExit):
         run(tar, root, Options())
-    assert "has no --keep-json, this run says --keep-json" in said[0]
+    assert "has no --keep-json, this run has --keep-json" in said[0]
     assert f"remove {root / OPTIONS}" in said[0]
     (root / "tasks" / "sa_000009.claim").unlink()
     assert run(tar, root, Options()) == 0
@@ -58,7 +58,7 @@ def test_finished_sources_decide_in_directories_without_recorded_options(tar: Pa
     assert run(tar, root, Options()) == 0
     (root / OPTIONS).unlink()
     tiny.make_tar(tmp_path / "sa_000002.tar", range(20, 30))
-    with pytest.raises(UsageError, match=r"was made with no --keep-json, this run says --keep-json"):
+    with pytest.raises(UsageError, match=r"was made with no --keep-json, this run has --keep-json"):
         run(tmp_path / "sa_000002.tar", root, Options(keep_json=True))
     assert run(tmp_path / "sa_000002.tar", root, Options()) == 0
     assert not (root / OPTIONS).exists()

@@ -172,7 +172,7 @@ def test_ctrl_c_leaves_nothing_broken(
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group hears it
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "Run the same command again" in out
+    assert "run the same command again" in out
     assert "Traceback" not in err
     assert contents(root) == {}
     run(source, root)
@@ -182,10 +182,10 @@ def test_ctrl_c_leaves_nothing_broken(
 def test_other_options_than_the_recorded_are_refused_with_both_named(sources: Path, clean: Path) -> None:
     before = contents(clean)
     with pytest.raises(
-        UsageError, match=r"made with --images-per-shard 10, this run says --images-per-shard 1024"
+        UsageError, match=r"made with --images-per-shard 10, this run has --images-per-shard 1024"
     ):
         reshard([sources], clean, Options(), Policy(), Run(quiet=True))
-    with pytest.raises(UsageError, match=r"made with no --keep-json, this run says --keep-json"):
+    with pytest.raises(UsageError, match=r"made with no --keep-json, this run has --keep-json"):
         reshard([sources], clean, Options(images_per_shard=10, keep_json=True), Policy(), Run(quiet=True))
     assert contents(clean) == before
 
@@ -264,7 +264,7 @@ def test_a_checklist_given_later_checks_finished_sources_too(sources: Path, tmp_
         checklist.write_text(f"{'0' * 32}  sa_000000.tar\n")
         summary = reshard([source], root, Options(), Policy(), Run(quiet=True, checklist=checklist))
         assert summary.exit_code() == 1
-        assert f"its md5 is {right} and the checklist says {'0' * 32}" in summary.failed["sa_000000"]
+        assert f"its md5 is {right} and the checklist has {'0' * 32}" in summary.failed["sa_000000"]
 
 
 def test_images_of_a_complete_root_are_not_taken_twice_and_the_root_stays_complete(
@@ -310,7 +310,7 @@ def test_a_failed_second_attempt_leaves_the_quarantine_of_the_first(tmp_path: Pa
     before = contents(root)
     tiny.write_tar(path, tiny.pair_members(5, text=b"["))
     summary = reshard([path], root, Options(), Policy(), Run(quiet=True, replace=True))
-    assert "holds no usable pair" in summary.failed["sa_000005"]
+    assert "no usable pair" in summary.failed["sa_000005"]
     assert contents(root) == before
 
 
@@ -318,14 +318,14 @@ def test_a_reason_to_accept_that_no_pair_has_is_questioned(
     sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reshard([sources / "sa_000000.tar"], tmp_path, Options(), Policy(accept=frozenset({"aera"})))
-    assert "no pair has the problem 'aera' that --accept names" in capsys.readouterr().err
+    assert "--accept aera: no pair has this problem" in capsys.readouterr().err
 
 
 def test_what_was_refused_of_a_failed_source_is_kept(tmp_path: Path) -> None:
     tiny.write_tar(tmp_path / "sa_000005.tar", tiny.pair_members(5, text=b"{"))
     summary = reshard([tmp_path / "sa_000005.tar"], tmp_path / "root", Options(), Policy(), Run(quiet=True))
     assert summary.exit_code() == 1
-    assert f"what was refused of it: {tmp_path}/root/quarantine/sa_000005" in summary.table(tmp_path / "root")
+    assert f"refused members: {tmp_path}/root/quarantine/sa_000005" in summary.table(tmp_path / "root")
     assert {line["name"] for line in tiny.lines(tmp_path / "root", "sa_000005")} == {
         "./sa_5.jpg",
         "./sa_5.json",

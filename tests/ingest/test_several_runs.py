@@ -184,7 +184,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tars: Path, tmp_path: Path) ->
     line = [sys.executable, "tools/reshard.py", str(tars), "--out", str(tmp_path / "file")]
     run = processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert f"--out {tmp_path / 'file'}: is a file; name a folder" in run.stderr
+    assert f"--out {tmp_path / 'file'}: is a file; pass a folder" in run.stderr
 
 
 def test_a_source_can_be_taken_under_another_name(tars: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_source_whose_shards_would_replace_those_of_another_run_is_refused(tmp
     make_tar(tmp_path / "000020.tar", IDS)
     tiny.ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "root")
     with pytest.raises(
-        UsageError, match=r"000020.tar: .* holds a source named 'sa_000020' already.*--rename"
+        UsageError, match=r"000020.tar: .* already contains a source named 'sa_000020'.*--rename"
     ):
         reshard([tmp_path / "000020.tar"], tmp_path / "root", Options(), Policy(), Run(quiet=True))
 

@@ -57,7 +57,7 @@ def test_a_redo_reads_a_finished_source_again_and_must_be_given_it(root, sources
     path = root / "tasks" / "sa_000002.json"
     shutil.copy(root / "tasks" / "sa_000001.json", path)  # of another source
     run = Run(workers=1, quiet=True, redo=("sa_000002",))
-    with pytest.raises(UsageError, match="--redo sa_000002: no SOURCE of that name is given"):
+    with pytest.raises(UsageError, match="--redo sa_000002: no SOURCE has this name"):
         reshard(sources[:1], root, ROOTS["plain"], Policy(), run)
     summary = reshard(sources, root, ROOTS["plain"], Policy(), run)
     assert (summary.done, summary.skipped) == (["sa_000002"], ["sa_000001"])
