@@ -1,1 +1,1 @@
-"""Bytes: verified reads of ranges of files and objects, a cache per machine, atomic commits."""
+"""Storage: verified reads of ranges of files and objects, a cache per machine, atomic commits."""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written to a temporary path, flushed to the disk, then renamed."""
+"""Atomic writes: a file is written to a temporary path, flushed to the disk, then renamed."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ from sa1b.errors import LockedError
 
 
 def flush(path: Path) -> None:
-    """Have the operating system write a file's bytes, or a folder's names, to the disk."""
+    """Flush the bytes of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -22,7 +22,7 @@ def flush(path: Path) -> None:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a flushed file or folder its final name, on the same file system; a file there is replaced."""
+    """Rename a flushed file or folder to its final path on the same file system, and replace a file there."""
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary.replace(final)
     flush(final.parent)
@@ -30,7 +30,7 @@ def commit(temporary: Path, final: Path) -> None:
 
 @contextlib.contextmanager
 def naming_path(path: Path) -> Iterator[None]:
-    """Let errors of the operating system name `path` where they name nothing: failed writes and flushes."""
+    """Add `path` to errors of the operating system without a path, such as failed writes and flushes."""
     try:
         yield
     except OSError as error:
@@ -41,7 +41,7 @@ def naming_path(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_final(path: Path) -> Iterator[None]:
-    """Let errors of the operating system name the final path, not the temporary one beside it."""
+    """Replace the temporary path in errors of the operating system by the final path."""
     try:
         yield
     except OSError as error:
@@ -49,10 +49,13 @@ def naming_final(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, data: bytes, temporary: Path | None = None) -> None:
-    """Write a small file so that a reader sees the old content or the new, never a part.
+    """Write a small file atomically: a reader sees the old content or the new content.
 
     Args:
-        temporary: a path beside it that no other process takes; without it, one process writes at a time.
+        path: path of the file.
+        data: content of the file.
+        temporary: a path in the same folder that no other process uses. By default a fixed path: then only
+            one process may write the file at a time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or path.with_name(f".{path.name}.partial")
@@ -75,10 +78,10 @@ def append_line(path: Path, line: str) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append bytes to a file in one write, which does not mix with those of other processes.
+    """Append bytes to a file in one write, which is not interleaved with writes of other processes.
 
     Raises:
-        OSError: they were not written, or only a part of them; the error names the path.
+        OSError: the bytes were not written, or only some of them; the error names the path.
     """
     with naming_path(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -90,19 +93,20 @@ def append(path: Path, data: bytes) -> None:
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """A document as it stands in a file: the same content gives the same bytes, which digests count on."""
+    """The bytes of a JSON file. The same document gives the same bytes, so that digests are reproducible."""
     return (json.dumps(document, indent=1) + "\n").encode()
 
 
 @contextlib.contextmanager
 def lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock on a folder; it ends with the process, however that ends.
+    """Hold an exclusive lock on a folder. The operating system releases it when the process ends.
 
     Args:
-        wait: until it is free, however long that takes.
+        folder: the folder.
+        wait: wait without limit until the lock is free.
 
     Raises:
-        LockedError: another process holds it, and `wait` is False.
+        LockedError: another process holds the lock, and `wait` is False.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -2,10 +2,10 @@
 
     FOLDER/<sha256>/samples.bin
 
-A copy is stored under its digest, so it is never outdated; it is read and hashed as a whole before it is
-returned (0.3 s for the 400 MB of all of SA-1B), so it is never damaged. One process downloads, under a lock
-that the system releases when the process dies; the others wait. Nothing is evicted: a table takes 36 bytes
-per sample, and its folder may be removed at any time.
+A copy is stored under its digest, so that it is never outdated. The whole copy is hashed before it is
+returned (0.3 s for the 400 MB of all of SA-1B), so that damage is detected. One process downloads under a
+lock, which the operating system releases when the process ends; the other processes wait. No copy is evicted.
+A table takes 36 bytes per sample, and its folder may be removed at any time.
 """
 
 import contextlib
@@ -34,34 +34,34 @@ def default_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """The default cache, made if it is not there.
+    """The default cache, created if it is missing.
 
     Raises:
-        StorageError: it belongs to another user.
-        OSError: it cannot be made.
+        StorageError: the folder belongs to another user.
+        OSError: the folder cannot be created.
     """
     cache = default_folder()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     if cache.stat().st_uid != os.getuid():  # the temporary folder is open to everyone
-        raise StorageError(f"{cache}: belongs to another user; set XDG_CACHE_HOME to a folder of your own")
+        raise StorageError(f"{cache}: belongs to another user; set XDG_CACHE_HOME to another folder")
     return cache
 
 
 def fetch_once(reader: Reader, name: str, digest: str, cache: Path | None = None) -> Path:
-    """A local file with the bytes of an object; of a local root, the file itself, unverified.
+    """A local file with the bytes of an object. If the reader's root is local, the file itself, unverified.
 
-    Any number of processes may call this at the same time: one of them downloads.
+    Any number of processes may call this at the same time; one of them downloads.
 
     Args:
         reader: reads the object.
-        name: of the object, relative to the reader's root.
-        digest: sha256 of its bytes, in hexadecimal.
-        cache: folder for copies; default_folder() if not given.
+        name: name of the object, relative to the reader's root.
+        digest: sha256 of the object, in hexadecimal.
+        cache: folder for copies; by default default_folder().
 
     Raises:
         DamageError: the object has another digest.
         OSError: the cache cannot be written; the message names the file.
-        as Reader.read_range does.
+        StorageError: as `Reader.read_range`.
     """
     if reader.is_local:
         return Path(reader.url(name))
@@ -95,7 +95,7 @@ def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) ->
                 sha256.update(data)
             found = sha256.hexdigest()
             if found != digest:
-                # Damaged as stored, or in transit: a piece is accepted once two reads of it agree.
+                # The damage is in the store or in transit: accept a piece once two reads of it agree.
                 sha256 = hashlib.sha256()
                 for start in range(0, size, PIECE):
                     file.seek(start)

@@ -1,4 +1,4 @@
-"""Checksums that a range is verified against: one crc32c of the range, or one for each of its parts."""
+"""Checksums of a range: one crc32c of the range, or one crc32c of each of its parts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def parts_of(crc: Crc, length: int) -> tuple[Part, ...]:
 def wrong_parts(data: bytes, parts: tuple[Part, ...]) -> Iterator[tuple[Part, int]]:
     """Parts whose crc32c is wrong, each with the value found."""
     for part in parts:
-        # The checksum takes bytes only: a part is copied, the whole is not.
+        # The checksum function accepts bytes only: a part is copied, the complete range is not.
         whole = part.length == len(data)
         found = google_crc32c.value(data if whole else data[part.start : part.start + part.length])
         if found != part.crc:

@@ -1,16 +1,17 @@
-"""Claims: who works on what, for processes on any number of machines that share a dataset directory.
+"""Claims: exclusive work on a source by one of many processes and machines that share a dataset directory.
 
     claim = Claim.take(store, "tasks/sa_000020.claim", timeout=120)
     with claim:                    None instead of a claim: another process has it
         ...                        the heartbeat runs in a thread
         claim.check()              before the work is committed
 
-A claim is a file that is created exclusively. Its modification time is the heartbeat. It says itself how
-many seconds after the last heartbeat it may be taken over. The claim of a process of this machine counts
-until that process ends.
+A claim is a file that is created exclusively. Its modification time is the heartbeat. The file contains the
+timeout: the seconds after the last heartbeat after which the claim may be taken over. The claim of a process
+of this machine is live until that process ends.
 
-Claims save work; they do not protect data. Two processes that both believe they hold one (a machine that was
-suspended, a clock that jumped) write the same bytes under the same names, and both ways of ending are right.
+Claims avoid double work; they do not protect data. Two processes may hold the same claim after a machine was
+suspended or a clock jumped. Both then write the same bytes under the same names, so that the result is
+correct in any order.
 """
 
 import contextlib
@@ -32,21 +33,21 @@ from sa1b.storage.store import Store, temporary_path
 ENDING = ".claim"
 TIMEOUT = 120.0  # seconds without a heartbeat
 _BEATS = 6  # heartbeats in a timeout
-_CLOCKS = 1.0  # seconds that two looks at the clock of a file server may differ
-LONGEST = 1e6  # seconds: more than any timeout that somebody means
+_CLOCKS = 1.0  # seconds by which two readings of a file server's clock may differ
+LONGEST = 1e6  # seconds; a longer timeout is a mistake
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a claim, by its file.
+    """The holder of a claim, as recorded in the claim's file.
 
     Attributes:
-        host, pid: of the process.
-        process: its name, see sa1b.storage.processes.
-        token: of this one claim.
+        host, pid: host name and process id.
+        process: name of the process, see sa1b.storage.processes.
+        token: random value that identifies this claim.
         age: seconds since the heartbeat, by the file system's clock; below 0: it is dated in the future.
         timeout: seconds without a heartbeat after which the claim may be taken over.
-        started: when the process started, see sa1b.storage.processes; None: not known.
+        started: start time of the process, see sa1b.storage.processes; None: unknown.
     """
 
     host: str
@@ -62,34 +63,38 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a running process of this machine."""
+        """Whether the holder is a running process of this machine."""
         if self.started is None or not self.process.startswith(f"{this_machine()}-"):
             return False
         return start_of(self.pid) == self.started and not is_of_dead_process(self.process)
 
     def is_live(self, timeout: float = 0.0) -> bool:
-        """Whether the claim still counts; `timeout`: at least so many seconds without a heartbeat."""
+        """Whether the claim may not be taken over yet.
+
+        Args:
+            timeout: seconds without a heartbeat, if longer than the claim's own timeout.
+        """
         if is_of_dead_process(self.process):
             return False
         return self.age <= max(timeout, self.timeout) or self.is_here
 
     def terms(self, path: Path) -> str:
-        """How long the claim in a file holds others back, and the way out."""
+        """The end of the claim in a file and the way out, as text for a message."""
         if self.is_here:
             return f"{path}: held until process {self.pid} of this machine ends"
         left = max(0.0, self.timeout - max(0.0, self.age))
         return (
-            f"{path}: taken over {self.timeout:g} s after its last heartbeat, in at most {left:,.0f} s if "
-            "none comes; remove that file if no process works there"
+            f"{path}: taken over {self.timeout:g} s after its last heartbeat, in at most {left:,.0f} s "
+            "without a heartbeat; remove this file if no process uses it"
         )
 
 
 class Claim:
-    """A claim of this process; a context manager that keeps the heartbeat and releases it at the end.
+    """A claim of this process: a context manager that sends heartbeats and releases the claim at the end.
 
     Attributes:
-        name: of its file in the store.
-        previous: the holder that it was taken over from, None: it was free.
+        name: name of the claim's file in the store.
+        previous: the previous holder if the claim was taken over, else None.
     """
 
     def __init__(self, store: Store, name: str, token: str, timeout: float, previous: Holder | None) -> None:
@@ -103,9 +108,10 @@ class Claim:
         """Take a claim that is free or no longer live; None if another process holds it.
 
         Args:
-            name: of its file, ends with ".claim".
-            timeout: seconds without a heartbeat after which others may take this claim over. Of a claim that
-                is there, its own timeout counts.
+            store: the dataset directory.
+            name: name of the claim's file, ends with ".claim".
+            timeout: seconds without a heartbeat after which other processes may take over this claim. An
+                existing claim has its own timeout.
         """
         token = secrets.token_hex(8)
         holding = {"host": socket.gethostname(), "pid": os.getpid(), "process": this_process()}
@@ -126,13 +132,13 @@ class Claim:
         if not self.is_held():
             found = holder(self._store, self.name)
             raise LockedError(
-                f"{self._store.path(self.name)}: another process ({found or 'gone again'}) took over this "
-                f"claim after {self._timeout:,.0f} s without a heartbeat; its work counts. If this machine "
-                "was only slow, raise --claim-timeout"
+                f"{self._store.path(self.name)}: another process ({found or 'already ended'}) took over this "
+                f"claim after {self._timeout:,.0f} s without a heartbeat and continues its work; if this "
+                "machine was only slow, raise --claim-timeout"
             )
 
     def is_held(self) -> bool:
-        """Whether no other process has taken it over."""
+        """Whether this process still holds the claim."""
         found = holder(self._store, self.name)
         return found is not None and found.token == self._token
 
@@ -155,13 +161,13 @@ class Claim:
     def _beat(self) -> None:
         path = self._store.path(self.name)
         while not self._end.wait(self._timeout / _BEATS):
-            # A file that is gone, or a disk that fails for a moment: `check` is what decides.
+            # A missing file or a temporary disk error is ignored here; `check` detects a lost claim.
             with contextlib.suppress(OSError):
                 os.utime(path)
 
 
 def holder(store: Store, name: str) -> Holder | None:
-    """Who holds a claim, live or not; None if nobody does, or it is released at this moment."""
+    """The holder of a claim, live or not; None if the claim is free or is being released."""
     path = store.path(name)
     try:
         beat = path.stat().st_mtime
@@ -172,16 +178,17 @@ def holder(store: Store, name: str) -> Holder | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        # Cut by a crash of the machine: nobody's, as old as it is.
+        # Truncated by a crash of the machine: the holder is unknown, the age is that of the file.
         host, pid, process, token, timeout, started = "unknown", 0, "", "", TIMEOUT, None
     age = store.now(str(Path(name).parent)) - beat
     return Holder(host, pid, process, token, age, timeout, started)
 
 
 def observe(store: Store, name: str) -> Holder | None:
-    """Like `holder`, for a process that waits: a heartbeat dated in the future counts as one of now.
+    """Like `holder`, for a process that waits: a heartbeat in the future counts as a heartbeat now.
 
-    The file is dated now; from then on it ages, unless its process is alive and gives another heartbeat.
+    The modification time of the file is set to now, so that the claim ages from now on unless its process
+    sends another heartbeat.
     """
     found = holder(store, name)
     if found is None or found.age >= -_CLOCKS:
@@ -198,7 +205,7 @@ def _timeout(value: object) -> float:
 
 
 def live_holders(store: Store, folder: str) -> dict[str, Holder]:
-    """Live claims right in a folder: name without the ending -> holder."""
+    """Live claims directly in a folder: name without the ending -> holder."""
     found = {}
     for name in store.names(folder, ENDING):
         one = holder(store, f"{folder}/{name}")
@@ -218,9 +225,9 @@ def remove_dead(store: Store, name: str, *, timeout: float = math.inf) -> None:
 
 
 def _remove(store: Store, name: str, token: str) -> bool:
-    """Remove the claim with this token; False if it is another one by now.
+    """Remove the claim with this token; False if the file has another token by now.
 
-    The file is renamed first: of two processes that both found it old, one has it, the other has nothing.
+    The file is renamed first, so that only one of two processes that both found it old can remove it.
     """
     path = store.path(name)
     taken = temporary_path(path)
@@ -235,7 +242,7 @@ def _remove(store: Store, name: str, token: str) -> bool:
             found = ""
         if found == token:
             return True
-        with contextlib.suppress(FileExistsError):  # a live one, taken in the moment since we looked
+        with contextlib.suppress(FileExistsError):  # put back a claim that was taken since the check
             os.link(taken, path)
         return False
     finally:

@@ -1,8 +1,8 @@
 """The error class of a failed attempt, from the exceptions of fsspec's file systems.
 
-These wrap and rename errors: s3fs turns most error responses into an OSError whose `__cause__` is the
-client's error; aiohttp and botocore have their own families. None of these libraries is imported here: an
-exception is recognised by its attributes and by the module of its class.
+The file systems wrap errors: s3fs turns most error responses into an OSError whose `__cause__` is the
+client's error, and aiohttp and botocore have their own exception classes. None of these libraries is imported
+here. An exception is recognised by its attributes and by the module of its class.
 """
 
 import errno
@@ -50,21 +50,21 @@ _EXPIRED = {
 }
 _THROTTLED = {"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests"}
 _TIMEOUTS = {"RequestTimeout", "RequestTimeoutException"}
-_LOOKUPS = {"CredentialRetrievalError", "MetadataRetrievalError"}  # the metadata service is busy, or restarts
+_LOOKUPS = {"CredentialRetrievalError", "MetadataRetrievalError"}  # the metadata service is not available
 _CLIENTS = {"botocore", "aiobotocore", "aiohttp", "urllib3", "requests", "http", "ssl", "gcsfs", "google"}
 _DEVICE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO}
 
 
 def classify_error(error: BaseException) -> Fault | None:
-    """The fault that an exception stands for; None for one that no store can cause: a bug, to be raised.
+    """The fault of an exception; None if no store can cause the exception, so that it is a bug.
 
     Args:
-        error: as raised by a file system of fsspec.
+        error: exception of a file system of fsspec.
     """
     chain = list(_chain(error))
     message = _message(chain)
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-        # fsspec's http file system raises this for every failed request, also without an answer.
+        # fsspec's http file system raises this for every failed request, also without a response.
         return classify_error(error.__cause__) or Fault(ErrorClass.MISSING, message)
     for link in chain:
         status, code = _response(link)
@@ -87,11 +87,11 @@ def classify_error(error: BaseException) -> Fault | None:
 
 
 def classify_local_error(error: OSError) -> Fault | None:
-    """The fault of a failed read of a local file; None where neither a retry nor another sample helps.
+    """The fault of a failed read of a local file; None if neither a retry nor another sample helps.
 
-    An input/output error is retried: network disks return it while their server restarts. If it persists
-    until the deadline, the file is unavailable, not damaged: otherwise a mount that failed would have every
-    sample replaced by another.
+    An input/output error is retried, because network disks return it while their server restarts. If it
+    persists until the deadline, the file counts as unavailable, not as damaged. Otherwise a failed mount
+    would cause the substitution of every sample.
     """
     message = _message([error])
     if isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -160,6 +160,6 @@ def _origin(error: BaseException) -> str:
 
 
 def _message(chain: list[BaseException]) -> str:
-    """The innermost error, in one line."""
+    """The message of the innermost error, on one line."""
     inner = chain[-1]
     return f"{_name(inner)}: {' '.join(str(inner).split()) or 'no message'}"[:300]

@@ -7,18 +7,18 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """A snapshot. Counts of attempts, unless stated otherwise; an attempt counts in one error class only.
+    """A snapshot of the counters. They count attempts, unless stated otherwise, each in one error class only.
 
     Attributes:
         reads: ranges that were read.
-        attempts: requests made for them; attempts - reads were retries.
+        attempts: requests for these ranges; attempts - reads is the number of retries.
         bytes: bytes returned to the caller.
         resets: connections refused, reset or closed early.
         timeouts: no complete response within the timeout of one attempt.
         throttled: 503 and 429, "slow down".
         server_errors: other 5xx responses.
-        short: bodies of another length than the range.
-        crc: bodies of the right length with a wrong crc32c.
+        short: responses with another length than the range.
+        crc: responses of the right length with a wrong crc32c.
         device: input/output errors of a local or mounted disk.
         expired: responses that the credentials have expired.
         slow: attempts that succeeded, but took longer than `RetryPolicy.slow_after` seconds.

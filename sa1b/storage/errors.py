@@ -1,6 +1,6 @@
-"""Errors of a read, distinguished by what the caller should do.
+"""Errors of a read. The class determines the action of the caller.
 
-Every class can be constructed from a message alone and keeps its attributes through pickle, so that a worker
+Every class can be constructed from a message only and keeps its attributes through pickle, so that a worker
 process can raise it.
 """
 
@@ -25,23 +25,23 @@ class StorageError(Sa1bError):
 
 
 class MissingError(StorageError):
-    """There is no such object. Raised at once, without a retry."""
+    """The object does not exist. Raised at once, without a retry."""
 
 
 class DeniedError(StorageError):
-    """The store rejects the credentials, or there are none. Raised at once, without a retry."""
+    """The store rejects the credentials, or no credentials were found. Raised at once, without a retry."""
 
 
 class ExpiredError(DeniedError):
-    """The credentials have expired, also after they were looked up again."""
+    """The credentials have expired, even after a second lookup."""
 
 
 class DamageError(StorageError):
-    """The stored bytes are not those that were written. A retry cannot help; another sample can be used.
+    """The stored bytes differ from the written bytes. A retry cannot help; another sample can be used.
 
     Attributes:
         expected: the recorded crc32c, size in bytes or sha256.
-        found: the same of what is stored.
+        found: the crc32c, size or sha256 of the stored bytes.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class UnavailableError(StorageError):
 
     Attributes:
         last_error: message of the last failed attempt.
-        counters: of this reader in this process, at that moment.
+        counters: counters of the reader in this process at the time of the error.
     """
 
     def __init__(

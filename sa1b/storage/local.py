@@ -1,6 +1,6 @@
 """Ranges of files on local and mounted disks, read with `pread`.
 
-A disk error is retried like a network error, see `classify_local_error`; a file that ends too early is
+A disk error is retried like a network error, see `classify_local_error`. A file that ends too early counts as
 damaged at once. After a wrong crc32c the file is opened again and its cached pages are dropped, so that the
 second read comes from the disk.
 """
@@ -23,7 +23,7 @@ OPEN_FILES = 256  # a quarter of the usual limit of a process
 
 
 class _File:
-    """An open file; closed once unreferenced, not when it leaves the table of open files."""
+    """An open file. It is closed once unreferenced, not when it leaves the table of open files."""
 
     __slots__ = ("descriptor",)
 
@@ -31,14 +31,14 @@ class _File:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
-        descriptor = getattr(self, "descriptor", None)  # none where opening failed
+        descriptor = getattr(self, "descriptor", None)  # None if opening failed
         if descriptor is not None:
             os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRead:
-    """A pending read of a range that the system was asked to prefetch: no threads are needed."""
+    """A pending read of a range that the operating system prefetches, without a thread."""
 
     origin: "LocalOrigin"
     name: str
@@ -117,8 +117,8 @@ class LocalOrigin:
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
 
     def submit(self, name: str, start: int, length: int, crc: Crc) -> "LocalRead":
-        """Ask the system to prefetch a range; `result()` reads it."""
-        with contextlib.suppress(OSError, OverflowError):  # the read itself raises it
+        """Request the prefetch of a range from the operating system; `result()` reads the range."""
+        with contextlib.suppress(OSError, OverflowError):  # the read raises the error
             file = self._open(f"{self._root}/{name}")
             os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_WILLNEED)
         return LocalRead(self, name, start, length, crc)

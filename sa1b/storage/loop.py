@@ -1,9 +1,9 @@
-"""An event loop in its own thread, and what happens to it in a forked child.
+"""An event loop in a separate thread, with support for forked children.
 
-The child inherits the objects, but not the thread. Sockets and epoll set are shared with the parent: a
-transport that is collected in the child would remove its socket from the set that the parent waits on, or
-close the connection. So the child replaces every inherited connection by /dev/null and the epoll set by an
-empty one. The child then also keeps none of the parent's connections open.
+A forked child inherits the objects, but not the thread. It shares the sockets and the epoll set with its
+parent. If the child collected a transport as garbage, this would remove the socket from the parent's epoll
+set or close the connection. The child therefore replaces every inherited connection by /dev/null and the
+epoll set by an empty one. This also closes the child's copies of the parent's connections.
 """
 
 import asyncio
@@ -43,18 +43,18 @@ class Loop:
             return
         self._last = last
         self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:  # the garbage collector calls from anywhere
+        if threading.current_thread() is not self._thread:  # the garbage collector may run in any thread
             self._thread.join(2 * _CLOSING)
 
     def detach(self) -> None:
-        """In a forked child: release what the parent still uses."""
+        """Release the connections of the parent in a forked child."""
         fresh = selectors.DefaultSelector()
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in list(self._selector.get_map()):
             if isinstance(descriptor, int):
                 os.dup2(nothing, descriptor, inheritable=False)
         os.dup2(fresh.fileno(), self._selector.fileno(), inheritable=False)
-        self._loop.set_exception_handler(_silence)  # "unclosed", which is right
+        self._loop.set_exception_handler(_silence)  # suppress warnings about unclosed transports
         os.close(nothing)
         fresh.close()
 
@@ -87,9 +87,9 @@ _inherited: list[Loop] = []
 
 
 def generation() -> int:
-    """How many forks lie between the process that imported this module and the calling one.
+    """The number of forks between the process that imported this module and the calling process.
 
-    Objects of one process are stored under this number; a process id may be used again.
+    Objects of a process are stored under this number, because the system may reuse a process id.
     """
     return _forks[0]
 
@@ -98,7 +98,8 @@ def _after_fork() -> None:
     _forks[0] += 1
     for loop in _loops.values():
         loop.detach()
-    _inherited.extend(_loops.values())  # never collected: a loop that was not closed complains when it is
+    # Inherited loops are never collected, because an unclosed loop prints a warning when it is.
+    _inherited.extend(_loops.values())
     _loops.clear()
 
 

@@ -1,4 +1,4 @@
-"""Processes by a name that is unique on one machine, to tell whether one that left something still runs."""
+"""Unique names of the processes of a machine, which show whether the process that wrote a file still runs."""
 
 import hashlib
 import os
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def this_process(pid: int | None = None) -> str:
-    """Name of this process, or of another one of this machine: `<start of the machine>-<number>`."""
+    """The name `<machine>-<pid>` of this process, or of another process of this machine."""
     return f"{this_machine()}-{os.getpid() if pid is None else pid}"
 
 
 def this_machine() -> str:
-    """Names the start of this machine and the namespace of its process numbers; "unknown" without /proc."""
+    """A name that is unique for the boot and the pid namespace of this machine; "unknown" without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         namespace = Path("/proc/self/ns/pid").stat().st_ino
@@ -21,9 +21,9 @@ def this_machine() -> str:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process of this machine started, in ticks since the machine did; None: it has ended.
+    """Start time of a process of this machine, in clock ticks since boot; None: the process has ended.
 
-    Tells a process from a later one of the same number.
+    The start time distinguishes a process from a later process with the same id.
     """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])
@@ -32,7 +32,7 @@ def start_of(pid: int) -> int | None:
 
 
 def is_of_dead_process(process: str) -> bool:
-    """Whether `process`, as `this_process` named it, ran on this machine and has ended."""
+    """Whether the process with the name `process` (see `this_process`) ran on this machine and has ended."""
     machine, _, pid = process.partition("-")
     pid = pid.partition("-")[0]
     if machine != this_machine() or machine == "unknown" or not pid.isdecimal():

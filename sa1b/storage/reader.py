@@ -3,8 +3,8 @@
     with Reader("s3://bucket/sa1b") as reader:
         data = reader.read_range("sa1b-000020-0003.tar", 1_536, 330_000, crc=0x1C291CA3)
 
-Until its first read a reader holds only settings. It can be pickled, forked and shared by threads; every
-process that reads opens its own connections, one thread and one event loop, on its first read.
+A reader has only settings until its first read. It can be pickled, forked and shared by threads. Every
+process opens its own connections on its first read, with one thread and one event loop.
 """
 
 import weakref
@@ -34,10 +34,10 @@ class Range:
     """A range of a file or object.
 
     Attributes:
-        name: of the object, relative to the reader's root.
+        name: name of the object, relative to the reader's root.
         start: first byte.
         length: bytes.
-        crc: crc32c of the bytes, or of parts of them (sa1b.storage.checksum); None where it is not known.
+        crc: crc32c of the range, or of its parts (sa1b.storage.checksum); None: unknown.
     """
 
     name: str
@@ -54,15 +54,16 @@ class Reader:
     input/output errors of a disk; all other errors are raised at once, see sa1b.storage.errors. A range
     without a crc is not verified: a bit flipped in transit goes unnoticed.
 
-    Credentials come from the standard places, or from `options` as fsspec's file system takes them.
+    Credentials come from the standard locations, or from `options`, which are passed to fsspec's file system.
 
     Args:
         root: folder or URL.
-        deadline: seconds of one read over all its attempts, from the start of the first one.
-        attempt_timeout: seconds of one attempt, plus one for every 256 KiB of the range.
+        deadline: seconds of one read over all its attempts, from the start of the first attempt.
+        attempt_timeout: seconds of one attempt, plus one second for every 256 KiB of the range.
         attempts_in_flight: requests to a URL at the same time, per process; a range that waits for its retry
-            does not count. For a folder, read_ranges has the system prefetch instead.
-        options: for fsspec's file system, e.g. {"anon": True} or {"endpoint_url": "http://127.0.0.1:9000"}.
+            does not count. With a folder, read_ranges uses the prefetch of the operating system instead.
+        options: options of fsspec's file system, e.g. {"anon": True} or
+            {"endpoint_url": "http://127.0.0.1:9000"}.
         retry_policy: all times and the clock; overrides deadline and attempt_timeout.
     """
 
@@ -89,29 +90,29 @@ class Reader:
         self._prepare()
 
     def read_range(self, name: str, start: int, length: int, crc: Crc = None) -> bytes:
-        """The bytes of one range: exactly `length`, with this crc32c if one is given.
+        """The `length` bytes of one range, verified by `crc`.
 
-        Safe in threads. A range of length 0 is empty without a request.
+        Thread-safe. A range of length 0 is empty and needs no request.
 
         Args:
-            name: relative to the root, with "/" between folders.
+            name: path relative to the root, with "/" between folders.
             start: first byte.
             length: bytes.
-            crc: crc32c of the range, or of parts of it.
+            crc: crc32c of the range, or of its parts; None: the range is not verified.
 
         Raises:
-            MissingError: there is no such object.
-            DeniedError: the store denies access; ExpiredError is one of them.
-            DamageError: the stored bytes have another crc32c, or end too early.
+            MissingError: the object does not exist.
+            DeniedError: the store denies access; ExpiredError is a subclass.
+            DamageError: the stored bytes have another crc32c, or the object ends too early.
             UnavailableError: the deadline passed.
-            StorageError: the store rejects the request itself.
+            StorageError: the store rejects the request.
             ValueError: a negative range, or a name outside of the root.
         """
         _check(name, start, length)
         return self._origin().read(name, start, length, crc) if length else b""
 
     def submit(self, item: Range) -> "Future[bytes] | LocalRead":
-        """Start to read a range: `result()` returns or raises what read_range does, `cancel()` drops it."""
+        """Start to read a range: `result()` returns or raises as read_range, `cancel()` drops the read."""
         _check(item.name, item.start, item.length)
         return (
             self._origin().submit(item.name, item.start, item.length, item.crc) if item.length else _nothing()
@@ -120,17 +121,17 @@ class Reader:
     def read_ranges(self, ranges: Iterable[Range], *, prefetch: int | None = None) -> Iterator[bytes]:
         """The bytes of many ranges, in their order, with many requests in flight.
 
-        `ranges` is consumed lazily, at most `prefetch` beyond the one yielded; at most that many ranges are
-        in memory. A range that fails raises its error in its turn. Closing the iterator early drops the
+        `ranges` is consumed lazily. At most `prefetch` ranges are in flight or in memory. The error of a
+        failed range is raised when the iterator reaches that range. Closing the iterator early drops the
         pending reads.
 
         Args:
-            ranges: what to read.
-            prefetch: ranges in flight, 2 * attempts_in_flight if not given, so that a slow one at the head
-                does not stop the others.
+            ranges: the ranges to read.
+            prefetch: ranges in flight, by default 2 * attempts_in_flight, so that a slow first range does not
+                stop the others.
 
         Raises:
-            as read_range does.
+            StorageError: as read_range.
         """
         pending: deque[Future[bytes] | LocalRead] = deque()
         try:
@@ -148,11 +149,12 @@ class Reader:
         """A range without a known crc, read until two reads agree, so that damage in transit is detected.
 
         Args:
-            first: the bytes of an earlier read, which counts as one.
+            name, start, length: as in read_range.
+            first: the bytes of an earlier read, which counts as the first read.
 
         Raises:
             DamageError: no two of many reads agree.
-            as read_range does.
+            StorageError: as read_range.
         """
         seen = set() if first is None else {int(google_crc32c.value(first))}
         for _ in range(_AGREEMENTS):
@@ -173,11 +175,11 @@ class Reader:
         """A small object, such as dataset.json. At a URL it is read twice, see read_agreed.
 
         Args:
-            cap: largest size that is accepted, in bytes.
+            name: as in read_range.
+            cap: largest accepted size in bytes.
 
         Raises:
-            StorageError: it is larger than `cap`.
-            as read_range does.
+            StorageError: the object is larger than `cap`, or as read_range.
         """
         size = self.size(name)
         if size > cap:
@@ -193,14 +195,14 @@ class Reader:
         )
 
     def size(self, name: str) -> int:
-        """Bytes of a file or object. Raises as read_range does."""
+        """Size of a file or object in bytes. Raises the errors of read_range."""
         _check(name, 0, 0)
         return self._origin().size(name)
 
     def names(self, folder: str) -> list[str]:
-        """Names of the files or objects directly in a folder, sorted; none if there is no such folder.
+        """Names of the files or objects directly in a folder, sorted; empty if the folder does not exist.
 
-        Raises as read_range does.
+        Raises the errors of read_range.
         """
         _check(folder, 0, 0)
         return self._origin().names(folder)
@@ -214,9 +216,9 @@ class Reader:
         return self._origin().counters.snapshot()
 
     def close(self) -> None:
-        """Close files and connections and end the threads of this process; the counters are reset.
+        """Close files and connections, end the threads of this process and reset the counters.
 
-        Pending reads of other threads are cancelled. A later read opens again what it needs.
+        Pending reads of other threads are cancelled. A later read opens new connections.
         """
         _close(self._origins)
 
@@ -240,7 +242,7 @@ class Reader:
         self._finalizer = weakref.finalize(self, _close, self._origins)
 
     def _origin(self) -> LocalOrigin | RemoteOrigin:
-        """The origin of this process; a forked child does not use its parent's."""
+        """The origin of this process. A forked child creates its own."""
         found = self._origins.get(generation())
         return found or self._origins.setdefault(
             generation(), self._make()

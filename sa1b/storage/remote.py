@@ -1,9 +1,9 @@
 """Ranges of objects at a URL, read with fsspec from one event loop in one thread of the reading process.
 
-The file system is created inside that loop, on first use, and never leaves the process: after a fork the
-child creates its own. It reads one range per request, without retries of its own: every attempt is made here,
-with a timeout, counters and verified bytes. s3fs by itself returns short and corrupted bodies without an
-error and fills gaps with zeros when it reads whole objects; none of that code is called.
+The file system is created in that loop on first use, and a forked child creates its own. Its retries are
+disabled. It reads one range per request; this module makes every attempt, with a timeout, counters and
+verified bytes. The functions of s3fs for complete objects are not used, because they return short and
+corrupted responses without an error and fill gaps with zeros.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class RemoteOrigin:
 
     Args:
         root: URL of a scheme that fsspec supports.
-        options: for the file system, as fsspec takes them.
+        options: options of fsspec's file system.
         policy: times and retries.
         counters: counts the reads.
         in_flight: attempts at the same time.
@@ -57,7 +57,7 @@ class RemoteOrigin:
         return self._start(self._read(name, start, length, crc))
 
     def size(self, name: str) -> int:
-        """Bytes of an object. See Reader.size."""
+        """Size of an object in bytes. See Reader.size."""
         return _result(self._start(self._size(name)))
 
     def names(self, folder: str) -> list[str]:
@@ -131,7 +131,7 @@ class RemoteOrigin:
             await self._policy.async_sleep(state.backoff())
 
     async def _attempt(self, state: RetryState, request: Callable[[Any], Awaitable[T]]) -> T | None:
-        """One attempt; None where it failed and may be retried."""
+        """Make one attempt; None if it failed and may be retried."""
         system = self._system = self._system or self._connect()
         timeout = state.start_attempt()
         task = asyncio.ensure_future(request(system))
@@ -152,12 +152,12 @@ class RemoteOrigin:
         if fault is None:
             raise error
         if fault.error_class is ErrorClass.EXPIRED and system is self._system:
-            self._system = None  # a new one looks the credentials up again
+            self._system = None  # a new file system looks up the credentials again
         state.fail(fault)
         return None
 
     def _connect(self) -> Any:
-        """The file system, without retries and caches of its own."""
+        """The file system, with its retries and caches disabled."""
         import fsspec
 
         protocol = self._root.partition("://")[0]
@@ -171,7 +171,7 @@ class RemoteOrigin:
                 url=self._root,
             ) from None
         except ImportError as error:
-            advice = "pip install 'sa1b[s3]'" if protocol in ("s3", "s3a") else "install it"
+            advice = "run pip install 'sa1b[s3]'" if protocol in ("s3", "s3a") else "install it"
             raise StorageError(f"{self._root}: {error}; {advice}", url=self._root) from None
         if kind.async_impl:
             options |= {"asynchronous": True, "use_listings_cache": False}
@@ -181,7 +181,7 @@ class RemoteOrigin:
                 "retries": {"total_max_attempts": 1},
                 "connect_timeout": self._policy.attempt_timeout,
                 "read_timeout": self._policy.attempt_timeout,
-                "response_checksum_validation": "when_required",  # ranges have none; ours are verified
+                "response_checksum_validation": "when_required",  # ranges have none; our crc32c verifies them
                 "user_agent": "sa1b",  # botocore would build one for each request, a tenth of its time
                 **options.get("config_kwargs", {}),
             }
@@ -193,7 +193,7 @@ class RemoteOrigin:
 
 
 def _result(future: "Future[T]") -> T:
-    """Wait for a read; if the caller is interrupted, cancel it."""
+    """Wait for the result of a read; cancel the read if the caller is interrupted."""
     try:
         return future.result()
     except BaseException:
@@ -230,7 +230,7 @@ async def _names(system: Any, url: str) -> list[str]:
 
 
 async def _disconnect(systems: list[Any]) -> None:
-    """Close the connections of file systems that have any."""
+    """Close the connections of file systems."""
     for system in systems:
         if system.async_impl and hasattr(system, "set_session"):
             with contextlib.suppress(Exception):

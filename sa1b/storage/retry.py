@@ -1,7 +1,7 @@
-"""When a failed read is retried, how long it waits before that, and which error ends it.
+"""Retries of failed reads: the waiting times, the deadline, and the errors that end a read.
 
-The state of one read is a `RetryState`. It does no input or output and does not sleep, so that threads and
-coroutines share the implementation and a test can drive it with its own clock.
+`RetryState` is the state of one read. It does no input or output and does not sleep, so that threads and
+coroutines share the implementation and a test can use its own clock.
 
 Retries use exponential backoff with full jitter: the wait before the n-th retry is a random time between 0
 and min(max_backoff, initial_backoff * 2**n), so that thousands of readers that failed at the same time do not
@@ -45,25 +45,25 @@ class _Range(TypedDict):
 
 
 def random_fraction() -> float:
-    """A random number in [0, 1) from the operating system: a forked process does not copy its state."""
+    """A random number in [0, 1) from the operating system, which has no state that a fork could copy."""
     return _system.random()
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Times of a reader, in seconds, and what measures them.
+    """Time limits of a reader in seconds, with its clock and its source of random numbers.
 
     Attributes:
-        deadline: of one read over all its attempts, from the start of the first one.
-        attempt_timeout: of one attempt, plus `length / min_throughput`.
+        deadline: limit of one read over all its attempts, from the start of the first attempt.
+        attempt_timeout: limit of one attempt, plus `length / min_throughput`.
         min_throughput: bytes per second below which a response counts as stalled.
         initial_backoff: upper limit of the random wait before the first retry.
         max_backoff: upper limit of any wait.
-        slow_after: a successful attempt that took longer is counted as slow.
-        clock: monotonic seconds.
+        slow_after: successful attempts that take longer are counted as slow.
+        clock: returns monotonic seconds.
         sleep: waits in a thread.
         async_sleep: waits in a coroutine.
-        random: random numbers in [0, 1).
+        random: returns random numbers in [0, 1).
     """
 
     deadline: float = 300.0
@@ -88,8 +88,8 @@ class RetryState:
         url: path or URL of the object, for messages.
         start: first byte of the range.
         length: bytes of the range; None for a request that is not a range (the size of an object).
-        crc: crc32c of the range or of its parts, None where it is not known.
-        policy: times.
+        crc: crc32c of the range or of its parts; None: unknown.
+        policy: time limits.
         counters: counts the attempts.
     """
 
@@ -122,10 +122,10 @@ class RetryState:
         return min(timeout, max(self._remaining(), _MIN_TIMEOUT))
 
     def accept(self, data: bytes) -> bool:
-        """Whether these are the requested bytes.
+        """Whether `data` has the right length and crc32c.
 
-        The same wrong crc32c twice means that the stored bytes are damaged: bits that flip in transit do not
-        flip twice alike. Different wrong values mean damage in transit, which a retry fixes.
+        The same wrong crc32c twice means that the stored bytes are damaged, because damage in transit does
+        not repeat. Different wrong values mean damage in transit, which a retry fixes.
 
         Raises:
             DamageError: the stored bytes have another crc32c.
@@ -170,7 +170,7 @@ class RetryState:
                 f"{self.url}: no such object ({fault.message}); check the path or URL", **self._range
             )
         if fault.error_class is ErrorClass.DENIED:
-            advice = CREDENTIALS if "://" in self.url else "this user may not read it"
+            advice = CREDENTIALS if "://" in self.url else "change its permissions, or run as another user"
             raise DeniedError(f"{self.url}: access denied ({fault.message}); {advice}", **self._range)
         if fault.error_class is ErrorClass.EXPIRED:
             if self._renewed_credentials:

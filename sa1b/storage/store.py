@@ -1,10 +1,10 @@
-"""A dataset directory as named objects: every change of it goes through these operations.
+"""A dataset directory as a store of named objects. Every change of the directory uses these operations.
 
     store = Store(Path("shards"))
-    store.put("tasks/sa_000020.json", data)          whole or not at all, on the disk when the call returns
+    store.put("tasks/sa_000020.json", data)          atomic, on the disk when the call returns
     store.put_if_absent("tasks/sa_000020.claim", b)  True for exactly one of many callers
 
-Names are relative, with "/" between folders. This is the store of a local folder or a network file system; no
+Names are relative, with "/" between folders. The store is a folder of a local or network file system. No
 operation relies on `flock`, which is local to one machine on NFS.
 """
 
@@ -23,29 +23,30 @@ class Store:
     """The objects below a folder.
 
     Args:
-        root: the folder; made by the first `put`.
+        root: the folder; the first `put` creates it.
 
     Raises:
-        OSError: from every method, naming the path: the disk is full or fails, or permission is missing.
+        OSError: the disk is full or fails, or permission is missing. Every method may raise it, with the
+        path.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, name: str) -> Path:
-        """Where an object lies."""
+        """The path of an object."""
         return self.root / name
 
     def exists(self, name: str) -> bool:
-        """Whether there is such an object."""
+        """Whether the object exists."""
         return self.path(name).exists()
 
     def read(self, name: str) -> bytes:
-        """The bytes of a small object. Raises FileNotFoundError where there is none."""
+        """The bytes of a small object. Raises FileNotFoundError if the object does not exist."""
         return self.path(name).read_bytes()
 
     def names(self, folder: str, ending: str = "") -> list[str]:
-        """Names of the objects right in a folder, without the folder, sorted; hidden ones are left out."""
+        """Sorted names of the objects directly in a folder, without the folder and without hidden objects."""
         try:
             found = [path.name for path in self.path(folder).iterdir()]
         except FileNotFoundError:
@@ -53,14 +54,15 @@ class Store:
         return sorted(name for name in found if name.endswith(ending) and not name.startswith("."))
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small object: a reader sees the old content or the new one, never a part."""
+        """Write a small object atomically: a reader sees the old content or the new content."""
         final = self.path(name)
         write_whole(final, data, temporary_path(final))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a small object that is not there yet; False if it is. Of several callers exactly one wins.
+        """Write a small object unless it exists; True if this call wrote it.
 
-        The object appears with its content: it is a link to a complete file. NFS makes links atomically.
+        Exactly one of several concurrent callers writes the object. The object appears with its content,
+        because it is created as a link to a complete file. Links are atomic on NFS too.
         """
         final = self.path(name)
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ class Store:
             with naming_final(final), temporary.open("wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())  # or a loss of power could leave the name without the content
+                os.fsync(file.fileno())  # otherwise a power failure could leave an empty object
             try:
                 os.link(temporary, final)
             except FileExistsError:
@@ -80,9 +82,9 @@ class Store:
                 temporary.unlink()
 
     def commit(self, staged: Iterable[Path], folder: str = "") -> None:
-        """Give files, complete and flushed, their names in a folder of the store; then flush the folder.
+        """Move complete, flushed files to a folder of the store, and flush the folder once.
 
-        Each replaces a file of the same name. One flush makes all of them durable.
+        Each file replaces a file of the same name.
         """
         final = self.path(folder)
         final.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ class Store:
         flush(final)
 
     def commit_folder(self, staged: Path, name: str) -> None:
-        """Give a folder, complete and flushed, its name; what had it is removed first."""
+        """Move a complete, flushed folder to its name; an existing folder of this name is removed first."""
         final = self.path(name)
         shutil.rmtree(final, ignore_errors=True)
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +102,7 @@ class Store:
         flush(final.parent)
 
     def remove(self, *names: str) -> None:
-        """Remove objects, those that are there, and flush their folders once."""
+        """Remove the objects that exist, and flush their folders once."""
         folders: dict[Path, None] = {}
         for name in names:
             path = self.path(name)
@@ -111,7 +113,7 @@ class Store:
             flush(folder)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder, and the one it is in if that is empty then; flush what is left."""
+        """Remove a folder, and its parent folder if it is empty then; flush the remaining folder."""
         shutil.rmtree(self.path(name))
         parent = self.path(name).parent
         if parent != self.root:
@@ -121,7 +123,7 @@ class Store:
         flush(parent)
 
     def now(self, folder: str = "") -> float:
-        """The file system's time in seconds: the clock that modification times are compared with."""
+        """The file system's time in seconds, for comparison with modification times."""
         probe = temporary_path(self.path(folder) / "clock")
         try:
             probe.touch()
@@ -132,5 +134,5 @@ class Store:
 
 
 def temporary_path(final: Path) -> Path:
-    """A hidden path beside `final` that no other process takes; it tells whose it is once that has ended."""
+    """A hidden path in the folder of `final` that no other process uses; it contains the process's name."""
     return final.with_name(f".{final.name}.{this_process()}-{secrets.token_hex(4)}.partial")

@@ -135,7 +135,7 @@ def test_a_bad_list_of_images_is_refused(root, tmp_path, lines, message):
 
 def test_tars_that_exist_are_not_replaced_unasked(root, tmp_path):
     (tmp_path / "sa_000002.tar").write_bytes(b"mine")
-    with pytest.raises(UsageError, match=r"sa_000002\.tar already"):
+    with pytest.raises(UsageError, match=r"already has sa_000002\.tar"):
         export(root, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["sa_000002.tar"]
     export(root, tmp_path, overwrite=True)

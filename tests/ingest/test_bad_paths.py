@@ -30,7 +30,7 @@ def test_a_bad_file_that_is_named_fails_alone(tmp_path: Path) -> None:
 
 def test_a_name_that_is_too_long_is_refused_by_flag(tmp_path: Path) -> None:
     tiny.make_tar(tmp_path / "x.tar", range(3))
-    with pytest.raises(UsageError, match=r"--rename .*at most 150 characters"):
+    with pytest.raises(UsageError, match=r"--rename .*200 characters; it must have at most 150"):
         admitted([], {tmp_path / "x.tar": "n" * 200})
 
 

@@ -50,7 +50,7 @@ def test_pairs_of_millions_of_runs_stay_below_what_a_worker_may_take(images, tmp
 def test_a_worker_without_memory_says_so_and_leaves_nothing(tmp_path):
     dense = write_dense(tmp_path / "sa_000001.tar", 3)
     said, errors = ingest_apart(dense, tmp_path / "root", growth=60)
-    assert said.startswith(f"OutOfMemoryError: {dense}: out of memory; ")
+    assert said.startswith(f"OutOfMemoryError: {dense}: out of memory: ")
     assert "--workers" in said
     assert "ulimit -v" in said
     assert errors == ""

@@ -152,7 +152,7 @@ def test_an_old_claim_of_another_machine_is_taken_over_and_a_live_one_is_waited_
     assert process.returncode == 0, errors
     assert "waiting for sa_000001, which node7:4711 works on" in errors
     assert f"{claims[1]}: taken over 120 s after its last heartbeat, in at most" in errors
-    assert "remove that file if no process works there" in errors
+    assert "remove this file if no process uses it" in errors
     assert "Complete" in out
     assert files(root) == alone
 

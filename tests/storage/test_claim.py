@@ -143,7 +143,7 @@ def test_a_claim_that_is_dated_in_the_future_ages_from_when_it_is_seen(
     found = holder(store, NAME)
     assert found is not None
     assert 0 <= found.age < 3600  # not in the future any more
-    assert "remove that file if no process works there" in found.terms(store.path(NAME))
+    assert "remove this file if no process uses it" in found.terms(store.path(NAME))
     os.utime(store.path(NAME), (time.time() - 121,) * 2)
     claim = Claim.take(store, NAME)
     assert claim is not None

@@ -376,7 +376,7 @@ def test_an_unreadable_local_file_is_denied(store: Store, monkeypatch: pytest.Mo
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "open", refused)
-    words = r"Permission denied\); this user may not read it"
+    words = r"Permission denied\); change its permissions"
     with Reader(store.folder / "data") as reader, pytest.raises(DeniedError, match=words):
         reader.read_range("a.bin", 0, 1)
 
