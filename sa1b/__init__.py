@@ -1,6 +1,6 @@
 """SA-1B for training: indexed shards, masks as runs, exact streaming.
 
-Public names load on first use, so `import sa1b` and `--help` stay light.
+Public names are imported on first use, so that `import sa1b` and `--help` are fast.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m sa1b <verb>` is `sa1b <verb>`."""
+"""Entry point of `python -m sa1b <verb>`, the same as `sa1b <verb>`."""
 
 from sa1b.cli import main
 

@@ -1,6 +1,6 @@
-"""Checks of arguments, where they are passed: the message names the argument, the value and what is accepted.
+"""Validation of arguments: the message names the argument, its value and the accepted values.
 
-numpy's whole numbers are whole numbers; True and 1.0 are not.
+Integers of numpy are accepted as integers; True and 1.0 are not.
 """
 
 import os
@@ -14,7 +14,7 @@ def whole_number(name: str, value: object, least: int = 0, most: int | None = No
     """The value as an int.
 
     Raises:
-        ValueError: no whole number, or out of range.
+        ValueError: the value is not an integer, or out of range.
     """
     whole = (
         f"a whole number from {least} to {most}" if most is not None else f"a whole number, at least {least}"
@@ -38,7 +38,7 @@ def number(
     """The value as a float from `least` to `most`, and above `above`.
 
     Raises:
-        ValueError: no number, not a number (nan), or out of range.
+        ValueError: the value is not a number, is NaN, or is out of range.
     """
     what = f"a number above {above:g}" if above >= least else f"a number, at least {least:g}"
     if most < float("inf"):
@@ -54,10 +54,10 @@ def number(
 
 
 def path(name: str, value: object, what: str = "a path") -> str | os.PathLike[str]:
-    """The value, where it is a string or a path.
+    """The value, if it is a string or a path.
 
     Raises:
-        ValueError: it is something else, or empty.
+        ValueError: the value has another type, or is empty.
     """
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise _wrong(name, value, what)

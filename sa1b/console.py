@@ -1,7 +1,7 @@
-"""What all command lines share: arguments from a typed function, errors in one line, exit codes.
+"""Shared code of all commands: arguments from a typed function, errors on one line, exit codes.
 
-Exit codes: 2 for what the caller has to change (a flag, a file, a folder), 130 after Ctrl-C, 141 when the
-reader of the output is gone (`| head`); 0, 1 and 3 are the verb's own.
+Exit codes: 2 for an error that the user has to fix (a flag, a file, a folder), 130 after Ctrl-C, 141 if the
+reader of the output has closed the pipe (`| head`). Each verb defines the codes 0, 1 and 3.
 """
 
 import io
@@ -34,16 +34,16 @@ def run(
     arguments: Sequence[str] | None = None,
     prog: str | None = None,
 ) -> NoReturn:
-    """Call `main` with the command line's arguments and exit with what it returns.
+    """Call `main` with the arguments of the command line, and exit with the code that it returns.
 
-    Expected errors end with one line on stderr and code 2; Ctrl-C with 130. With --json, a command that ends
-    without its result prints {"error": message, "exit_code": code} on stdout.
+    An expected error prints one line on stderr and exits with code 2; Ctrl-C exits with 130. With --json, a
+    command that fails prints {"error": message, "exit_code": code} on stdout.
 
     Args:
-        main: its typed arguments are the flags, its docstring explains them.
+        main: function whose typed arguments are the flags; its docstring is their help.
         description: first part of the help.
-        arguments: by default those of this process.
-        prog: the command, as the help shows it.
+        arguments: the command line; by default that of this process.
+        prog: name of the command in the help.
     """
 
     def parse_and_call() -> int:
@@ -62,7 +62,7 @@ def run(
 
 
 def run_directly(work: Callable[[], int]) -> NoReturn:
-    """Do the work of a command and exit with the code that it returns, or as `run` says."""
+    """Call `work` and exit with the code that it returns; errors are handled as in `run`."""
     try:
         code = _code(work)
         sys.stdout.flush()
@@ -80,7 +80,7 @@ def _code(work: Callable[[], int]) -> int:
         return _failed("interrupted", INTERRUPTED, "interrupted")
     except (Sa1bError, OSError) as error:
         return _failed(str(error), 2, f"error: {error}")
-    except SystemExit as ended:  # of help
+    except SystemExit as ended:  # after --help
         return int(ended.code or 0)
     except Exception as error:
         _print_json(f"{type(error).__name__}: {error}", 1)
@@ -89,7 +89,7 @@ def _code(work: Callable[[], int]) -> int:
 
 @contextmanager
 def usage_errors(prog: str | None) -> Iterator[None]:
-    """Around a call of tyro: what it refuses of a command line becomes a UsageError of one line."""
+    """Context of a call of tyro: an error in the command line becomes a UsageError of one line."""
     box = io.StringIO()
     try:
         with redirect_stderr(box):
@@ -104,7 +104,7 @@ def usage_errors(prog: str | None) -> Iterator[None]:
 
 
 def _refusal(box: str, prog: str | None) -> str:
-    """What a box of tyro says, in one line: a message, a rule, then the help of arguments."""
+    """The message in a box of tyro, on one line. The box has a message, a rule and help for arguments."""
     rows = [row.removeprefix("│ ").rstrip("│ ") for row in box.splitlines() if row.startswith("│")]
     sections = [list(part) for rule, part in groupby(rows, lambda row: row.startswith("──")) if not rule]
     message, others = sections[0] if sections else [], sections[1:]
@@ -131,17 +131,17 @@ def end(code: int, text: str, file: TextIO | None = None) -> NoReturn:
 
 
 def broken_pipe() -> int:
-    """The exit code where the reader of the output is gone; nothing more can be printed."""
-    # Python flushes stdout once more at its end.
+    """The exit code after the reader closed the pipe. Later output is discarded."""
+    # Python flushes stdout again when it exits.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Around imports that take long: Ctrl-C within ends the process at once.
+    """Context of slow imports, in which Ctrl-C ends the process at once.
 
-    KeyboardInterrupt in the import of a compiled module can come out as another error.
+    Otherwise a KeyboardInterrupt during the import of a compiled module may become another exception.
     """
     before = end_at_interrupt()
     try:
@@ -151,14 +151,14 @@ def loading() -> Iterator[None]:
 
 
 def end_at_interrupt() -> "Callable[..., object] | int | None":
-    """Let Ctrl-C end this process at once and without a traceback; returns the handler before.
+    """Make Ctrl-C end this process at once, without a traceback, and return the previous handler.
 
-    A process that ignores it, as those that a shell starts in the background, still does.
+    A process that ignores the signal, such as a background process of a shell, continues to ignore it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return signal.SIG_IGN
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Several ranks wait for each other where Python does not run.
+        # A rank may wait for the others in native code, where no Python handler runs.
         return signal.signal(signal.SIGINT, signal.SIG_DFL)
     return signal.signal(signal.SIGINT, _end)
 
@@ -181,9 +181,9 @@ def _print_json(message: str, code: int) -> None:
 
 
 def command(verb: str) -> str:
-    """How this installation starts a verb: "sa1b verify", or "python -m sa1b verify".
+    """The command of a verb in this installation: "sa1b verify" or "python -m sa1b verify".
 
-    The script `sa1b` counts if it is the one that PATH finds and belongs to this interpreter.
+    The short form is used if the script `sa1b` on the PATH belongs to this interpreter.
     """
     return f"{_program(os.environ.get('PATH'))} {verb}"
 
@@ -197,22 +197,22 @@ def _program(path: str | None) -> str:
 
 
 def _script_folders() -> set[Path]:
-    import sysconfig  # here: it takes as long as all other imports of this module
+    import sysconfig  # imported here because it takes as long as all other imports of this module
 
     schemes = (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user"))
     return {Path(sysconfig.get_path("scripts", scheme)).resolve() for scheme in schemes}
 
 
 def _interpreter() -> str:
-    """The word that starts this Python: its name if PATH finds it, else its path."""
+    """The command that starts this interpreter: its name if it is on the PATH, else its path."""
     for name in ("python", "python3"):
         found = shutil.which(name)
-        # Not resolved: the interpreter of a virtual environment is a link to another environment's.
+        # Links are not resolved, because the interpreter of a virtual environment is a link to another one.
         if found and Path(found).parent.samefile(Path(sys.executable).parent):
             return name
     return shlex.quote(sys.executable)
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """A number and its noun: "1 step", "2,000 steps"."""
+    """A number with its noun: "1 step", "2,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -1,20 +1,21 @@
-"""Expected errors: one family, distinguished by what the user has to do."""
+"""Expected errors: one family of classes. The class determines the action of the user."""
 
 
 class Sa1bError(Exception):
     """Base of every expected error.
 
-    The message names what failed (file, shard, image, flag), why, and the way out. A command prints it in one
-    line and exits with code 2; anything else is a bug and keeps its traceback.
+    The message has the form "what failed: why; what to do" and names the file, shard, image or flag. A
+    command prints it on one line and exits with code 2. Any other exception is a bug and is shown with its
+    traceback.
     """
 
 
 class UsageError(Sa1bError):
-    """A flag or argument that does not fit; the message names it."""
+    """A flag or argument is not valid; the message names it."""
 
 
 class SourceError(Sa1bError):
-    """A source that cannot be read at all."""
+    """A source cannot be read at all."""
 
 
 class ManifestError(Sa1bError):
@@ -26,11 +27,11 @@ class TableError(Sa1bError):
 
 
 class ShardError(Sa1bError):
-    """A shard that does not hold what its index says; the message names shard, offset and image."""
+    """The contents of a shard differ from its index; the message names shard, offset and image."""
 
 
 class CheckpointError(Sa1bError):
-    """A checkpoint that cannot be written or must not be used; the message names the file."""
+    """A checkpoint cannot be written or must not be used; the message names the file."""
 
 
 class LockedError(Sa1bError):
@@ -38,11 +39,11 @@ class LockedError(Sa1bError):
 
 
 class SystematicError(Sa1bError):
-    """So many pairs of a source are bad for one reason that the run must stop and ask."""
+    """Too many pairs of a source have the same problem, so that the user has to decide how to continue."""
 
 
 class RefusedError(Sa1bError):
-    """With --on-error stop: the first pair that cannot be used."""
+    """A pair cannot be used, and the run has --on-error stop."""
 
 
 class OutOfMemoryError(Sa1bError):
@@ -50,10 +51,10 @@ class OutOfMemoryError(Sa1bError):
 
 
 class BadSample(ValueError):
-    """A pair that cannot be used: a verdict on input, which ingest and readers handle.
+    """A pair of the input cannot be used. Ingest and readers handle this error.
 
     Attributes:
-        reason: short snake_case word; the message says what is wrong.
+        reason: name of the problem in snake_case; the message has the details.
     """
 
     def __init__(self, reason: str, message: str) -> None:

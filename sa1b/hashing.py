@@ -1,7 +1,7 @@
-"""Random choices without a generator: each is a hash of the seed and of what the choice is for.
+"""Counter-based random values: each value is a hash of the seed and of a key.
 
-There is no state to save, to split between workers or to restore: the random value for (seed, purpose,
-position or image id, round, ...) is the same in any process, at any world size, in any order of asking.
+There is no state to save, to split between workers or to restore. The random value for (seed, purpose,
+position or image id, iteration, ...) is the same in any process, at any world size and in any order of calls.
 
     random_word(7, Purpose.FLIP, 4711) & 1                                 flip the image at position 4711?
     below(random_words(7, Purpose.POINT, 4711, np.arange(64)), areas)      a pixel for each of its 64 masks
@@ -31,26 +31,26 @@ _WORD = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """The first number of every key, so that no two kinds of choices share their random values.
+    """The first number of every key, so that different uses never share random values.
 
-    The numbers are part of what a seed means: add to them, never change them.
+    The results for a seed depend on these numbers: add new ones, but never change a number.
     """
 
     SUBSTITUTE = 1  # the sample in place of a damaged one
     MASKS = 2  # which masks of an image
-    COVERAGE = 3  # the permutation of an image's masks that a cycle of visits goes through
+    COVERAGE = 3  # the order in which successive visits of an image use its masks
     FLIP = 4  # whether an image is flipped
-    TRANSFORM = 5  # the window and the scale of an image, and whatever a transform needs
+    TRANSFORM = 5  # the window and the scale of an image, and random values of user transforms
     POINT = 6  # a foreground pixel of a mask
     PROMPT = 7  # kinds of prompts and their noise
-    SUBSET = 8  # which images are in a subset: the image id's only further number
-    VISIT = 9  # what happens to an image when it is trained on
+    SUBSET = 8  # which images are in a subset; the key's only other number is the image id
+    VISIT = 9  # random values of one visit of an image in training
     FIRST_PROMPT = 17  # point or box
     BOX_NOISE = 18
     REST = 19  # which iterations have no new prompt
     CLICK = 20  # a pixel of the error region
-    DROP_PATH = 21  # which residual branches an image goes through
-    GALLERY = 22  # which images a page shows: the image id's only further number
+    DROP_PATH = 21  # which residual branches are dropped for an image
+    GALLERY = 22  # which images a gallery shows; the key's only other number is the image id
 
 
 @kernel
@@ -88,9 +88,9 @@ def random_word(seed: int, *key: int) -> int:
 
 
 def random_words(seed: int, *key: int | npt.NDArray[np.integer]) -> Words:
-    """Many random values at once: uint64 of the shape that the key's numbers and arrays broadcast to.
+    """Many random values at once: uint64 of the broadcast shape of the numbers and arrays in the key.
 
-    `random_words(s, a, [b0, b1])` holds `random_word(s, a, b0)` and `random_word(s, a, b1)`.
+    `random_words(s, a, np.array([b0, b1]))` contains `random_word(s, a, b0)` and `random_word(s, a, b1)`.
     """
     head = next((i for i, number in enumerate(key) if isinstance(number, np.ndarray)), len(key))
     words = np.array(random_word(seed, *map(int, key[:head])), np.uint64)
@@ -105,18 +105,19 @@ def random_words(seed: int, *key: int | npt.NDArray[np.integer]) -> Words:
 
 
 def below(words: Words, bound: int | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Random words as int64 from 0 to bound - 1; bound from 1 on, one number or one for each word.
+    """Random words reduced to int64 from 0 to bound - 1; `bound` is at least 1, one number or one per word.
 
-    The remainder: no number is likelier than another by more than bound / 2**64.
+    The result is the remainder of a division. The probabilities of two numbers differ by at most a factor of
+    1 + bound / 2**64.
     """
     return (words % np.asarray(bound).astype(np.uint64)).astype(np.int64)
 
 
 def uniforms(seed: int, *key: int | npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """Random float64 in the open interval (0, 1), odd multiples of 2**-53: a logarithm is finite."""
+    """Random float64 in the open interval (0, 1), odd multiples of 2**-53, so that logarithms are finite."""
     return ((random_words(seed, *key) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def permutation(count: int, seed: int, *key: int) -> npt.NDArray[np.int64]:
-    """A random order of 0 to count - 1, int64 [count]; its first k are k of them without a repeat."""
+    """A random order of 0 to count - 1, int64 [count]; its first k entries have no repeats."""
     return np.argsort(random_words(seed, *key, np.arange(count)), kind="stable")

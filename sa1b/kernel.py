@@ -1,14 +1,14 @@
-"""Loops over runs, compiled with numba where it is there.
+"""Loops over runs, compiled with numba if it is installed.
 
-Each kernel is plain Python over numpy arrays, so the same text runs uncompiled when numba cannot be imported
-or SA1B_NO_NUMBA=1 is set before the import: same result, one to two orders of magnitude slower. Compiled
-kernels release the GIL.
+Each kernel is plain Python over numpy arrays. Without numba, or with SA1B_NO_NUMBA=1 set before the import,
+the kernels run uncompiled, with the same results but one to two orders of magnitude slower. Compiled kernels
+release the GIL.
 
-Machine code is cached in $XDG_CACHE_HOME/sa1b/kernels, by default ~/.cache/sa1b/kernels, and with
-NUMBA_CACHE_DIR in the folder sa1b in there; never beside the source, where an installer would leave it. A
-folder for each digest of the kernels' source keeps versions apart: numba itself does not notice that a
-function which is called from another module has changed. Without a folder of its own that can be written a
-process compiles for itself. The cache may be removed at any time.
+Machine code is cached in $XDG_CACHE_HOME/sa1b/kernels (by default ~/.cache/sa1b/kernels), or in
+$NUMBA_CACHE_DIR/sa1b if this variable is set. It is never stored next to the source, because uninstalling
+would not remove it. The cache has a folder for each digest of the kernels' source, because numba does not
+detect changes of a function in another module. If the cache is not writable or belongs to another user, each
+process compiles the kernels again. The cache may be removed at any time.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# All modules with kernels. They import nothing else of the package, whose values would be compiled in.
+# All modules with kernels. They import no other module of the package, because numba would compile the
+# values of that module into the kernels.
 SOURCES = ("hashing.py", "kernel.py", "masks/compiled/*.py", "stream/order_kernels.py")
 
 numba: Any = None
@@ -38,7 +39,7 @@ COMPILED: bool = numba is not None
 
 
 def kernel(function: Callable[P, T]) -> Callable[P, T]:
-    """Compile a loop on its first call; without numba the function itself."""
+    """Decorator that compiles a loop on its first call; without numba it returns the function unchanged."""
     if numba is None:
         return function
     compiled: Any = numba.njit(nogil=True)(function)
@@ -57,20 +58,20 @@ def plain(function: Callable[P, T]) -> Callable[P, T]:
 
 @cache
 def cache_folder() -> Path | None:
-    """Where this process keeps compiled kernels; None: nowhere."""
+    """The folder of compiled kernels; None if this process cannot use a cache."""
     package = Path(__file__).parent
     try:
         folder = _home() / source_digest(package)[:16]
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         tempfile.TemporaryFile(dir=folder).close()
-        # What is read from it is run.
+        # The process runs code from this folder, which therefore must belong to the user.
         return folder if folder.stat().st_uid == os.getuid() else None
-    except (OSError, RuntimeError):  # the second: there is no home folder
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home folder
         return None
 
 
 def source_digest(package: Path) -> str:
-    """sha256 of the text of all kernels."""
+    """sha256 of the source of all kernels."""
     digest = hashlib.sha256()
     for pattern in SOURCES:
         for path in sorted(package.glob(pattern)):
@@ -89,7 +90,7 @@ def _home() -> Path:
 
 @cache
 def _cache_class() -> Any:
-    """numba's cache of a function, in our folder. A file in it that cannot be read or written is no error."""
+    """numba's cache class with our folder. A cache file that cannot be read or written is not an error."""
     caching = importlib.import_module("numba.core.caching")
 
     class Locator:
@@ -101,7 +102,7 @@ def _cache_class() -> Any:
             return cls(function)
 
         def ensure_cache_path(self) -> None:
-            """The folder is there."""
+            """The folder exists already."""
 
         def get_cache_path(self) -> str:
             return str(cache_folder())
@@ -115,13 +116,13 @@ def _cache_class() -> Any:
     def load_overload(self: Any, *arguments: Any) -> Any:
         try:
             return caching.FunctionCache.load_overload(self, *arguments)
-        except Exception:  # whatever unpickling a damaged file raises
+        except Exception:  # unpickling a damaged file may raise any exception
             return None
 
     def save_overload(self: Any, *arguments: Any) -> None:
         try:
             caching.FunctionCache.save_overload(self, *arguments)
-        except Exception:  # a full disk; or a damaged index, which another process can then make again
+        except Exception:  # a full disk, or a damaged index file, which `flush` resets
             with contextlib.suppress(OSError):
                 self.flush()
 

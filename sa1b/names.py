@@ -1,4 +1,4 @@
-"""Names of members, sources and shards: the rules that link them, each written once.
+"""Names of members, sources and shards, and the rules that derive one from the other.
 
 member  sa_<id>.jpg, sa_<id>.json, sa_<id>.masks    id: an integer below 2**63 without leading zeros
 source  sa_000020                                   its stem, 000020, is the name without "sa_"
@@ -17,21 +17,21 @@ _SHARD = re.compile(r"sa1b-([A-Za-z0-9_.-]+)-([0-9]{4}|[1-9][0-9]{4,})\.tar")
 
 
 class MemberName(NamedTuple):
-    """What a member's name says; `ending` is "jpg", "json" or "masks"."""
+    """The parts of a member's name; `ending` is "jpg", "json" or "masks"."""
 
     image_id: int
     ending: str
 
 
 class ShardName(NamedTuple):
-    """What a shard's name says. Shard names compare by stem, then by part as a number."""
+    """The parts of a shard's name. Shard names compare by stem, then by part as a number."""
 
     stem: str
     part: int
 
 
 def image_name(image_id: int) -> str:
-    """`sa_<id>`, as messages and pages name an image."""
+    """`sa_<id>`, the name of an image in messages and pages."""
     return f"{_IMAGE_PREFIX}{image_id}"
 
 
@@ -41,7 +41,7 @@ def member_name(image_id: int, ending: str) -> str:
 
 
 def parse_member_name(name: str) -> MemberName | None:
-    """The parts of `sa_<id>.<ending>`; None if `name` has another form."""
+    """The parts of `sa_<id>.<ending>`; None if `name` does not have this form."""
     match = _MEMBER.fullmatch(name)
     if match is None or int(match[1]) >= _ID_END:
         return None
@@ -49,10 +49,10 @@ def parse_member_name(name: str) -> MemberName | None:
 
 
 def parse_member_path(path: str) -> MemberName | None:
-    """Like `parse_member_name`, for the path of a member in a source: alone or in folders.
+    """Like `parse_member_name`, for the path of a member in a source, with or without folders.
 
-    The ending may be in upper case, `sa_5.JPG`; it is returned in lower case. Absolute paths and paths with
-    empty, `.` or `..` parts (except one `./` in front) give None.
+    The ending may be in upper case, `sa_5.JPG`; it is returned in lower case. The result is None for absolute
+    paths and for paths with empty, `.` or `..` parts, except for one leading `./`.
     """
     *folders, last = path.removeprefix("./").split("/")
     if any(part in ("", ".", "..") for part in folders):
@@ -62,7 +62,7 @@ def parse_member_path(path: str) -> MemberName | None:
 
 
 def is_source_name(name: str) -> bool:
-    """Whether `name` can be a source's: its stem becomes part of file names."""
+    """Whether `name` is a valid name of a source. Its stem becomes part of file names."""
     return _STEM.fullmatch(source_stem(name)) is not None
 
 
@@ -72,7 +72,7 @@ def source_stem(source: str) -> str:
 
 
 def source_name(stem: str) -> str:
-    """The usual source name for a stem: digits get `sa_` back, as in SA-1B; others are names themselves."""
+    """The usual source name for a stem: `sa_<stem>` for digits, as in SA-1B, else the stem itself."""
     return f"{_IMAGE_PREFIX}{stem}" if stem.isdigit() else stem
 
 
@@ -82,7 +82,7 @@ def shard_name(source: str, part: int) -> str:
 
 
 def parse_shard_name(name: str) -> ShardName | None:
-    """The parts of `sa1b-<stem>-<part>.tar`; None if `name` has another form."""
+    """The parts of `sa1b-<stem>-<part>.tar`; None if `name` does not have this form."""
     match = _SHARD.fullmatch(name)
     return None if match is None else ShardName(match[1], int(match[2]))
 
@@ -94,5 +94,5 @@ def is_shard_of(name: str, source: str) -> bool:
 
 
 def shard_order(name: str) -> ShardName:
-    """The sort key of shards: part 10,000 after part 9,999. Names of another form sort as text."""
+    """The sort key of shards: part 10,000 comes after part 9,999. Other names sort as text."""
     return parse_shard_name(name) or ShardName(name, -1)

@@ -1,4 +1,4 @@
-"""The progress bar of all commands: on stderr, often on a terminal, every ten seconds in a log."""
+"""The progress bar of all commands, on stderr. In a log it has a new line every ten seconds."""
 
 import sys
 from typing import Any, TypeAlias
@@ -12,11 +12,11 @@ def bar(total: int, desc: str, unit: str, quiet: bool, *, delay: float = 0.0) ->
     """A progress bar; a context manager with `update(n)` and `set_postfix(...)`.
 
     Args:
-        total: units of the whole work.
+        total: units of all work.
         desc: the command, such as "verify".
-        unit: "B" is shown with prefixes (kB, MB, ...), any other unit as it is.
+        unit: name of the unit; "B" is shown with prefixes (kB, MB, ...).
         quiet: show nothing.
-        delay: seconds before the bar is shown, for work that is usually done at once.
+        delay: seconds before the bar is shown, for work that usually takes less time.
     """
     return tqdm(
         total=total,

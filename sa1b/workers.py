@@ -1,12 +1,12 @@
-"""Worker processes that cannot hang or lose work silently: one process per task, watched to its end.
+"""Supervised worker processes: one process per task, so that no task hangs or is lost silently.
 
-A pool that loses a worker waits for ever or drops what it held. Here every task has its own process and
-pipe; a process that dies without an answer is started again, and after `retries` the task is reported by
-name while the others go on. One that reports no progress for `stall_timeout` seconds is killed and tried
-once more. If the watching process dies, its workers end themselves.
+A process pool that loses a worker may wait for ever or lose the worker's task. Here every task has its own
+process and pipe. A process that ends without a result is started again. After `retries` retries the task is
+reported as lost, and the other tasks continue. A process without progress for `stall_timeout` seconds is
+killed, and its task is retried once. If the parent process dies, its workers exit.
 
-An event costs the parent one wake-up and one small message, whatever the number of tasks: 6 to 20
-microseconds, so 64 workers with five reports a second each take 0.6 % of a core.
+An event costs the parent one wake-up and one small message, 6 to 20 microseconds for any number of tasks. So
+64 workers with five reports per second each take 0.6 % of a core.
 """
 
 import contextlib
@@ -29,29 +29,29 @@ from typing import Any, Literal
 
 from sa1b.errors import Sa1bError
 
-_CONTEXT = multiprocessing.get_context("spawn")  # no threads, locks or handles of the parent come along
+_CONTEXT = multiprocessing.get_context("spawn")  # inherits no threads, locks or handles of the parent
 _STALL_RETRIES = 1
-_KILL_SECONDS = 10.0  # a killed process that is still there hangs in the kernel, on storage that is gone
+_KILL_SECONDS = 10.0  # a killed process that exists for longer waits in the kernel for unreachable storage
 
 
 def available_cpus(root: str | Path = "/") -> int:
-    """CPUs that this process may use, at least 1: the number of threads or processes to start.
+    """Number of CPUs that this process may use, at least 1, as a default for threads and processes.
 
-    The smallest of
+    The number is the smallest of
         the affinity mask: taskset, cpusets, the binding of Slurm or of torchrun's --numa-binding;
         the CPU quota of the process's cgroups, version 1 or 2: Docker, Kubernetes, systemd;
-        Slurm's allotment for a task: SLURM_CPUS_PER_TASK, else an equal part of the node's.
-    Under torchrun the LOCAL_WORLD_SIZE ranks of a machine share equally what torchrun itself may use. Without
-    torchrun a rank is a Slurm task, whose allotment is its own and is not divided again.
+        the CPUs of a Slurm task: SLURM_CPUS_PER_TASK, else an equal part of the node's CPUs.
+    Under torchrun, the LOCAL_WORLD_SIZE ranks of a machine share the CPUs of torchrun equally. Without
+    torchrun a rank is a Slurm task, and the CPUs of the task are not divided.
 
     Args:
-        root: where /proc and /sys are mounted.
+        root: folder in which /proc and /sys are mounted.
     """
     ranks, tasks = _count("LOCAL_WORLD_SIZE"), _count("SLURM_NTASKS_PER_NODE")
     own = shared = _affinity(0)
     if ranks > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
-            shared = max(own, _affinity(os.getppid()))  # a rank's own mask may be its part already
+            shared = max(own, _affinity(os.getppid()))  # the mask of a rank may contain only its share
     limits = [shared, _cgroup_quota(Path(root))]
     if per_task := _count("SLURM_CPUS_PER_TASK"):
         limits.append(per_task)
@@ -61,7 +61,7 @@ def available_cpus(root: str | Path = "/") -> int:
 
 
 def _count(variable: str) -> int:
-    """A positive number from the environment; 0 where there is none."""
+    """A positive number from the environment; 0 if it is not set."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else 0
 
@@ -73,7 +73,7 @@ def _affinity(process: int) -> int:
 
 
 def _cgroup_quota(root: Path) -> float:
-    """CPUs that the cgroups of this process may use at a time, with those that contain them."""
+    """The smallest CPU quota of the cgroups of this process and their parents, in CPUs."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -88,14 +88,15 @@ def _cgroup_quota(root: Path) -> float:
             base = base if base.exists() else root / "sys/fs/cgroup/cpu"
         else:
             continue
-        # In a container the path may be the host's, whose folders are not here: the mount is the container's.
+        # In a container the path may be that of the host and not exist; the mount then is the container's
+        # group.
         group = base / path.strip("/")
         quotas += [_quota(folder) for folder in (group, *group.parents) if folder.is_relative_to(base)]
     return min(quotas)
 
 
 def _quota(folder: Path) -> float:
-    """The quota of one cgroup; infinite where it has none."""
+    """The quota of one cgroup in CPUs; infinite if it has none."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         return float("inf") if quota == "max" else int(quota) / int(period)
@@ -112,9 +113,10 @@ class Event:
 
     Attributes:
         task: index of the task.
-        kind: "progress" (value: what it reported), "done" (value: its result), "failed" (value: a Failure),
-            "died" (value: how its process ended; it will be tried again) or "lost" (value: the same; it
-            will not).
+        kind: "progress", "done", "failed" (by an exception), "died" (the process ended without a result, and
+            the task is retried) or "lost" (the same, without another retry).
+        value: the report of "progress", the result of "done", a Failure for "failed", or a text about the
+            end of the process for "died" and "lost".
     """
 
     task: int
@@ -127,10 +129,10 @@ class Failure:
     """An exception that ended a task.
 
     Attributes:
-        kind: the name of its class.
-        message, trace: its text, and its traceback as text.
-        expected: of the package's family of errors, or an OSError: the message is enough.
-        errno: of an OSError, else None.
+        kind: name of the exception's class.
+        message, trace: text and traceback of the exception.
+        expected: whether it is an Sa1bError or OSError, for which the message is enough.
+        errno: error number of an OSError, else None.
     """
 
     kind: str
@@ -145,7 +147,7 @@ class _Running:
     task: int
     process: BaseProcess
     pipe: Connection
-    last: float  # when it last gave a sign of life; seconds of the monotonic clock
+    last: float  # time of its last message; seconds of the monotonic clock
     answered: bool = False
 
 
@@ -159,14 +161,20 @@ def supervise(
 ) -> Generator[Event, None, None]:
     """Run function(*task, report) for every task in its own process, at most `workers` at a time.
 
-    `function` and the arguments must be importable and picklable. Closing the iterator, or an exception in
-    its consumer (Ctrl-C included), ends all processes first.
+    `function` must be importable, and its arguments must be picklable. All processes are ended when the
+    iterator is closed, also after an exception in its consumer or Ctrl-C.
 
     Args:
-        function: `report(value)`, its last argument, sends progress; from any one thread at a time.
-        retries: how often a task whose process died is tried again.
-        stall_timeout: seconds after which a worker that neither reports nor ends is killed; its task is
-            tried once more, then lost. None: never.
+        function: called with the arguments of a task and `report(value)`, which sends progress and must be
+            called by one thread at a time.
+        tasks: arguments of each task.
+        workers: processes at a time.
+        retries: number of retries of a task whose process died.
+        stall_timeout: seconds without a report after which a worker is killed; its task is retried once,
+            then lost. None: no limit.
+
+    Yields:
+        The events of all tasks, in order of arrival.
     """
     pool = _Pool(function, tasks, retries, stall_timeout)
     try:
@@ -184,7 +192,7 @@ def supervise(
 
 
 class _Pool:
-    """The processes of one call of supervise."""
+    """The processes of one call of `supervise`."""
 
     def __init__(
         self,
@@ -206,8 +214,8 @@ class _Pool:
         ours, theirs = _CONTEXT.Pipe()
         work = pickle.dumps((self.function, self.tasks[task]))
         process = _CONTEXT.Process(target=_work, args=(theirs, work), daemon=True)
-        # Ctrl-C reaches the whole process group; a new process must not receive it while it still imports.
-        # The first start of multiprocessing's resource tracker unblocks the signal again: it comes before.
+        # Ctrl-C goes to the whole process group. It is blocked in a new process, which is still importing.
+        # Starting multiprocessing's resource tracker would unblock the signal, so the tracker starts first.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -219,7 +227,7 @@ class _Pool:
         self.selector.register(ours, selectors.EVENT_READ, one)
 
     def ready(self) -> list[_Running]:
-        """Wait until processes have something to say, or one of them is silent for too long."""
+        """Wait until processes have sent messages or a process has stalled; return the former."""
         timeout = None
         if self.stall_timeout is not None:
             first = min(one.last for one in self.running.values())
@@ -227,7 +235,7 @@ class _Pool:
         return [key.data for key, _ in self.selector.select(timeout)]
 
     def receive(self, one: _Running) -> Event | None:
-        """The next message of a process, or what its end means."""
+        """The event for the next message or the end of a process; None for an end after the result."""
         try:
             kind, value = one.pipe.recv()
         except (EOFError, OSError):
@@ -243,7 +251,7 @@ class _Pool:
         return Event(one.task, kind, value)
 
     def stalled(self) -> list[_Running]:
-        """Processes that have been silent for too long."""
+        """Processes that have sent no message for `stall_timeout` seconds."""
         if self.stall_timeout is None:
             return []
         limit = time.monotonic() - self.stall_timeout
@@ -253,13 +261,13 @@ class _Pool:
         ]  # a report may have come while the caller was busy
 
     def kill(self, one: _Running) -> Event:
-        """End a stalled process."""
+        """Kill a stalled process."""
         self._remove(one)
         one.process.kill()
         one.process.join(_KILL_SECONDS)
         said = f"no progress for {self.stall_timeout:g} s"
         if one.process.is_alive():
-            return self._ended(one.task, False, f"{said}, and it cannot be killed: is its storage reachable?")
+            return self._ended(one.task, False, f"{said}, and it cannot be killed; check its storage")
         self.stalls[one.task] += 1
         return self._ended(one.task, self.stalls[one.task] <= _STALL_RETRIES, said)
 
@@ -284,12 +292,12 @@ class _Pool:
 
 
 def _work(pipe: Connection, work: bytes) -> None:
-    # Ctrl-C reaches the whole process group; the parent decides what ends.
+    # Ctrl-C goes to the whole process group. The parent handles it and ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     answer: tuple[str, Any]
     try:
-        function, arguments = pickle.loads(work)  # imports what the function needs: that can fail too
+        function, arguments = pickle.loads(work)  # imports the function's module, which may fail too
         answer = ("done", function(*arguments, lambda value: pipe.send(("progress", value))))
     except Exception as error:
         answer = ("failed", _failure(error))
@@ -300,7 +308,8 @@ def _failure(error: Exception) -> Failure:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError):
         message = (
-            f"out of memory ({error}): use fewer workers, or raise the limit (ulimit -v, the job's memory)"
+            f"out of memory ({error}); use fewer workers, or raise the memory limit (ulimit -v, or the limit "
+            "of the job)"
         )
         return Failure(type(error).__name__, message, trace, expected=True)
     errno = error.errno if isinstance(error, OSError) else None
@@ -308,7 +317,7 @@ def _failure(error: Exception) -> Failure:
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """The parent never sends: the pipe becomes readable when it is gone."""
+    """Exit when the parent ends. It never sends data, so the pipe becomes readable only at its end."""
     pipe.poll(None)
     os._exit(1)
 
@@ -316,7 +325,7 @@ def _end_with_parent(pipe: Connection) -> None:
 def _describe(exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
-        # The kernel kills a process that takes too much; libraries abort when they get nothing.
+        # The kernel kills a process that uses too much memory; libraries abort if an allocation fails.
         hint = ", perhaps out of memory" if name in ("SIGKILL", "SIGABRT") else ""
         return f"killed by {name}{hint}"
     return f"ended with code {exitcode} without an answer"

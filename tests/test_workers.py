@@ -128,7 +128,7 @@ def test_a_failure_says_which_error_of_the_operating_system_it_is() -> None:
 def test_out_of_memory_is_a_message_with_the_way_out() -> None:
     (event,) = supervise(no_memory, [()], workers=1)
     assert event.value.expected
-    assert event.value.message.startswith("out of memory (4 GB): use fewer workers")
+    assert event.value.message.startswith("out of memory (4 GB); use fewer workers")
 
 
 def test_a_process_is_registered_once_and_not_at_every_event() -> None:

@@ -366,7 +366,7 @@ def test_a_file_system_that_is_not_installed_is_named_with_what_installs_it(
     monkeypatch.setattr(fsspec, "get_filesystem_class", absent)
     with (
         Reader("s3://data") as reader,
-        pytest.raises(StorageError, match=r"s3://data: Install s3fs .*; pip install 'sa1b\[s3\]'"),
+        pytest.raises(StorageError, match=r"s3://data: Install s3fs .*; run pip install 'sa1b\[s3\]'"),
     ):
         reader.read_range("a.bin", 0, 1)
 
