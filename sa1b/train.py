@@ -5,7 +5,7 @@
         --parallel.mode ddp --parallel.precision bf16 --data.micro-batch 4 --out run
 
 The same command resumes a run that ended or was killed, with any number of ranks and in any mode. Exit code
-0: done, or stopped with a checkpoint; 1: failed; 2: a setting does not fit; 130: interrupted before training.
+0: done, or stopped with a checkpoint; 1: failed; 2: a setting is invalid; 130: interrupted before training.
 """
 
 import logging
@@ -41,11 +41,11 @@ from sa1b.engine.run import Run
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
 
-RAISED_TOGETHER = (HealthError, CheckpointError)  # by all ranks after the same step: none waits for another
+RAISED_TOGETHER = (HealthError, CheckpointError)  # raised by all ranks after the same step
 
 
 def train(run: Run) -> None:
-    """The loop: until the last step, or until a rank was asked to stop."""
+    """The training loop, until the last step or until a rank is asked to stop."""
     config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
     optimizer, scaler, control = run.optimizer, run.scaler, run.control
     trace = ChromeTrace(config.logging.profile, config.out, rank_info, control)
@@ -93,7 +93,7 @@ def train(run: Run) -> None:
 
 
 def run(config: Config) -> None:
-    """Do what the settings ask for, on this rank."""
+    """Train, evaluate or print estimates on this rank, according to the settings."""
     rank_info = start(config.parallel)
     config = settings.agree(config, rank_info)
     if config.dry_run:
@@ -106,7 +106,7 @@ def run(config: Config) -> None:
 
 
 def scored_model(config: Config) -> nn.Module:
-    """The model that --evaluate-only scores: with the weights of --init, else of the run's checkpoint."""
+    """The model for --evaluate-only, with the weights of --init, else of the run's newest checkpoint."""
     if config.init is None and not files.steps(config.out / "checkpoints"):
         raise UsageError(
             f"--evaluate-only: --out {config.out} has no checkpoint; pass --init WEIGHTS, or the --out of "
@@ -116,7 +116,7 @@ def scored_model(config: Config) -> nn.Module:
 
 
 def train_and_close(run: Run) -> None:
-    """Train until the end, or until the run is asked to stop, and write what is in flight."""
+    """Train until the end or until a stop is requested, then finish all writes."""
     config, rank_info, control = run.config, run.rank_info, run.control
     if rank_info.rank == 0:
         with control.writing():
@@ -132,7 +132,7 @@ def train_and_close(run: Run) -> None:
     run.close()
     control.check()
     if control.stopping and rank_info.rank == 0:
-        print(f"stopped after step {run.step:,} with a checkpoint; the same command goes on from there")
+        print(f"stopped after step {run.step:,} and saved a checkpoint; run the same command to resume")
 
 
 def main(
@@ -141,12 +141,12 @@ def main(
     arguments: Sequence[str] | None = None,
     prog: str | None = None,
 ) -> int:
-    """The command line; returns the exit code.
+    """Run the training command and return its exit code.
 
     Args:
-        presets: settings by the name that `--preset` takes; those of another model train that model.
-        arguments: by default those of this process.
-        prog: the command, as the help shows it; by default the one that started this process.
+        presets: name for `--preset` -> settings; settings of another model train that model.
+        arguments: command-line arguments; by default those of this process.
+        prog: name of the command in the help; by default the command that started this process.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rank = int(os.environ.get("RANK", "0"))
@@ -161,21 +161,21 @@ def main(
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             return broken_pipe()
-        # In one write: the lines of several ranks would mix.
+        # One write, so that lines of several ranks do not mix.
         sys.stderr.write(explain(error, rank, int(os.environ.get("WORLD_SIZE", "1"))))
         return 1
     return 0
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the reader of the output is gone, and not that of another pipe or socket."""
+    """Whether the error is a closed standard output, and not another closed pipe or socket."""
     poll = select.poll()
     poll.register(1, 0)
     return bool(poll.poll(0))
 
 
 def _refused(rank: int, code: int) -> int:
-    """The exit code of a rank that was refused its settings, when rank 0 has had the time to say why."""
+    """The exit code for invalid settings; waits until rank 0 has had time to print the reason."""
     if rank > 0 and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(5)  # torchrun ends all ranks with the first one
     return code
@@ -184,9 +184,9 @@ def _refused(rank: int, code: int) -> int:
 def exit_at_once(code: int) -> NoReturn:
     """End this process without waiting for other ranks or for threads.
 
-    A rank that has failed must not leave its process group in order, which needs the other ranks. One that
-    has succeeded has written and closed everything; threads of torch's process groups that outlive the
-    interpreter can abort it, and torchrun would then call a run failed that has ended well.
+    A failed rank must not destroy its process group, because that waits for the other ranks. A successful
+    rank has written and closed everything. Threads of torch's process groups that outlive the interpreter can
+    abort it, and torchrun would then report a successful run as failed.
     """
     try:
         sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""How it is trained: configuration, precision, ranks, gradients, optimizer, checkpoints, health, metrics."""
+"""Training: configuration, precision, ranks, gradients, optimizer, checkpoints, health, metrics."""

@@ -3,13 +3,13 @@
     sa1b train --preset vit_h --init sam_vit_h_4b8939.pth --evaluate-only
         --evaluation.coco instances_val2017.json --evaluation.images val2017
 
-Without detections the masks are scored by the protocol of sa1b.sam.protocol, with the annotations' boxes as
-box prompts: mean IoU by prompt and by COCO's sizes. With --evaluation.detections, a file of COCO results with
-boxes ([{"image_id", "category_id", "bbox", "score"}, ...]), these are the box prompts, and the average
-precision of the masks is measured by pycocotools.
+Without detections, masks are scored by the protocol of sa1b.sam.protocol, with the annotations' boxes as box
+prompts. The result is the mean IoU by prompt and by COCO's sizes. --evaluation.detections is a file of COCO
+results with boxes ([{"image_id", "category_id", "bbox", "score"}, ...]). With it, these boxes are the
+prompts, and pycocotools computes the average precision of the masks.
 
-Boxes are prompts as in the published code: x, y, x + width, y + height. Crowds are left out. Each rank takes
-every world_size-th image.
+Box prompts have the same form as in the published code: x, y, x + width, y + height. Crowds are left out.
+Each rank evaluates every world_size-th image.
 """
 
 import contextlib
@@ -60,11 +60,11 @@ class CocoImage:
     """An image of an annotation file.
 
     Attributes:
-        id: of the image.
-        path: of its file.
+        id: id of the image.
+        path: path of the image file.
         height, width: pixels.
-        annotations: of its masks, without crowds, as in the file.
-        detections: of its boxes, as in the file; empty where none are given.
+        annotations: entries of its masks in the annotation file, without crowds.
+        detections: entries of its boxes in the file of detections; empty without such a file.
     """
 
     id: int
@@ -79,8 +79,8 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     """The images of an annotation file, by id.
 
     Raises:
-        UsageError: a file is not what it should be, images are missing, or pycocotools is needed and missing;
-            the message names the flag and the file.
+        UsageError: a file has another format, images are missing, or pycocotools is required and missing; the
+            message names the flag and the file.
     """
     document = _json("--evaluation.coco", annotations)
     if not isinstance(document, dict) or not all(
@@ -107,7 +107,7 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     def take_image(one: Any) -> None:
         number = _field(one, "id", int)
         if number in images:
-            raise _EntryError(f"has id {number}, which an image before it has too")
+            raise _EntryError(f"has id {number}, which an earlier image has too")
         path = folder / _field(one, "file_name", str)
         images[number] = CocoImage(
             number, path, _field(one, "height", int), _field(one, "width", int), [], []
@@ -146,7 +146,7 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
 
 
 class _EntryError(ValueError):
-    """What is wrong with an entry of a file, as the end of a sentence: "has no height"."""
+    """An invalid entry of a file; the message is a predicate without subject: "has no height"."""
 
 
 def _take_each(entries: list[Any], where: str, take: Callable[[Any], None]) -> None:
@@ -158,7 +158,7 @@ def _take_each(entries: list[Any], where: str, take: Callable[[Any], None]) -> N
 
 
 def _field(one: Any, name: str, read: Callable[[Any], T]) -> T:
-    """A field of an entry, as `read` makes it."""
+    """A field of an entry, converted by `read`."""
     if not isinstance(one, dict):
         raise _EntryError("is not a JSON object")
     if name not in one:
@@ -167,7 +167,7 @@ def _field(one: Any, name: str, read: Callable[[Any], T]) -> T:
         return read(one[name])
     except (_EntryError, MaskError) as error:
         raise _EntryError(f"has a {name} that cannot be used: {error}") from None
-    except Exception:  # of pycocotools too, which raises nothing more special
+    except Exception:  # pycocotools raises plain Exception
         value = json.dumps(one[name])
         shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
         raise _EntryError(f"has a {name} that cannot be used: {shown}") from None
@@ -195,12 +195,13 @@ def evaluate_coco(
 
     Args:
         module: wrapped `Interactive`.
-        annotations: the file that the images are of.
-        detected: prompt with the detections and return average precisions; else with the annotations.
+        annotations: the annotation file of the images.
+        detected: True: prompt with the detections and return average precisions; False: prompt with the
+            annotations.
 
     Returns:
-        Detected: "ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large" of the masks. Else the scores of
-        `Score.result` and "empty", the number of annotations without a pixel, which are left out.
+        If detected, "ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large" of the masks. Else the scores
+        of `Score.result` and "empty", the number of annotations without a pixel, which are left out.
 
     Raises:
         CocoError: an image or a mask cannot be decoded.
@@ -246,7 +247,7 @@ Loaded = tuple[CocoImage | None, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[
 
 
 def _loaded(images: list[CocoImage], annotations: Path, rank_info: RankInfo) -> Iterator[Loaded]:
-    """This rank's images, read by a thread one ahead; every rank gives equally many, some of them None."""
+    """This rank's images; a thread prefetches the next one. Ranks with fewer images yield None at the end."""
     own = images[rank_info.rank :: rank_info.world_size]
     steps = -(-len(images) // rank_info.world_size)
     with ThreadPoolExecutor(1) as pool:
@@ -265,10 +266,10 @@ def load_image(image: CocoImage, annotations: Path) -> Loaded:
     """An image of `read_coco`: pixels uint8 [height, width, 3] RGB, its masks and boxes, its areas int64 [N].
 
     Raises:
-        CocoError: its file or an annotation of it cannot be decoded; the message names both files.
+        CocoError: the image or one of its annotations cannot be decoded; the message names both files.
     """
     data = np.fromfile(image.path, np.uint8)
-    # Annotations belong to the pixels as stored, whatever orientation a camera noted.
+    # Annotations refer to the stored pixels: the EXIF orientation is ignored.
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
     decoded = cv2.imdecode(data, flags) if len(data) else None
     if decoded is None:
@@ -327,7 +328,7 @@ def _corners(box: Any) -> tuple[float, float, float, float]:
 def _inputs(
     pixels: npt.NDArray[np.uint8], image_size: int, device: torch.device
 ) -> tuple[Tensor, Targets, Tensor]:
-    """Arguments of `Interactive` for an image, or for none where it has no pixel; without targets."""
+    """Arguments of `Interactive` without targets, for one image, or for none if `pixels` is empty."""
     count = int(pixels.size > 0)
     square, taken = np.zeros((count, image_size, image_size, 3), np.uint8), (image_size, image_size)
     if count:
@@ -378,7 +379,7 @@ def _average_precision(
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints tables
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints tables
         truth = COCO(str(annotations))
         judged = COCOeval(truth, truth.loadRes(everything), "segm")
         judged.evaluate()

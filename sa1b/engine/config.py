@@ -1,7 +1,7 @@
-"""All settings of a run, whatever the model: the command line, and that every rank has the same.
+"""All settings of a run except those of the model: command line, validation, equality on all ranks.
 
-Each part stands beside the code that it configures; here they come together. The settings of a model are a
-subclass of `Config`: `sa1b.engine.presets` has SAM's.
+Each part is defined in the module that it configures; this module combines them. The settings of a model are
+a subclass of `Config`: `sa1b.engine.presets` has SAM's.
 """
 
 import contextlib
@@ -42,26 +42,26 @@ class Config(ABC):
     """A run, without the settings of its model.
 
     Attributes:
-        preset: Where all other defaults come from.
+        preset: Set of defaults for all other flags.
         out: Folder of the run: checkpoints, metrics, resolved configuration.
-        seed: Of the initial weights, the order of samples and every other random value.
+        seed: Seed of the initial weights, the order of samples and every other random value.
         init: Weights to start from: a published file (.safetensors, .pth), a checkpoint or the folder of a
             run.
-        resume: auto: go on from the newest good checkpoint in --out, if there is one. no: refuse to start
-            where there are checkpoints.
+        resume: auto: resume from the newest good checkpoint in --out, if there is one. no: refuse to start if
+            --out has checkpoints.
         dry_run: Print ranks, batch arithmetic, memory and time estimates, and stop.
         evaluate_only: Evaluate --init, or the newest checkpoint in --out, and stop.
         json_output: With --evaluate-only: print the scores as JSON.
-        data: What is read.
-        parallel: How the work is shared.
+        data: Dataset and batches.
+        parallel: Ranks and devices.
         optim: Optimizer and schedule.
-        checkpoint: When checkpoints are written.
-        evaluation: When and on what the model is evaluated.
-        health: What happens when a loss is not finite.
-        logging: What is written down.
+        checkpoint: Schedule of checkpoints.
+        evaluation: Schedule and data of evaluations.
+        health: Handling of losses that are not finite.
+        logging: Recorded figures.
     """
 
-    evaluates: ClassVar[bool] = False  # whether the model is one that sa1b.engine.evaluation can score
+    evaluates: ClassVar[bool] = False  # whether sa1b.engine.evaluation can score the model
 
     preset: str = ""
     out: Path = Path("run")
@@ -82,7 +82,7 @@ class Config(ABC):
     @property
     @abstractmethod
     def image_size(self) -> int:
-        """Pixels of the padded square that the model takes."""
+        """Size of the padded square that the model takes, pixels."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -97,16 +97,16 @@ class Config(ABC):
         _check(self)
 
     def document(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The settings as JSON values."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return found
 
 
 def build(config: Config, weights: Path | None) -> nn.Module:
-    """The model from the seed, then with weights loaded if there are any; rank 0 prints what was loaded.
+    """The model with weights from the seed, or those of --init; rank 0 prints what was loaded.
 
     Raises:
-        UsageError: they cannot be read, or do not fit the model.
+        UsageError: the weights cannot be read, or do not fit the model.
     """
     torch.manual_seed(config.seed)  # the same on every rank
     module = config.build()
@@ -119,10 +119,10 @@ def build(config: Config, weights: Path | None) -> nn.Module:
 
 
 def load_initial(model: Model, weights: Path) -> str:
-    """Load what --init names; returns a line that says what was loaded.
+    """Load the weights of --init; return a line that describes them.
 
     Raises:
-        UsageError: they cannot be read, or do not fit the model.
+        UsageError: the weights cannot be read, or do not fit the model.
     """
     try:
         return load_weights(model, weights)
@@ -131,22 +131,22 @@ def load_initial(model: Model, weights: Path) -> str:
 
 
 def initial_weights(config: Config) -> Path | None:
-    """What a run begins with; None if it goes on, when the file may be gone."""
+    """The weights that a new run starts from; None if the run resumes, when the file may be gone."""
     return None if files.steps(config.out / "checkpoints") else config.init
 
 
 def parse(
     arguments: Sequence[str], description: str | None, presets: Mapping[str, Config], prog: str | None = None
 ) -> Config:
-    """The settings of a command line. `--preset` first decides what all other flags default to.
+    """The settings of a command line. `--preset` decides the defaults of all other flags.
 
     Args:
-        presets: by name; the first is the default.
-        prog: the command, as the help shows it; by default the one that started this process.
+        presets: name -> settings; the first is the default.
+        prog: name of the command in the help; by default the command that started this process.
 
     Raises:
-        UsageError: a flag cannot be read, or what was asked for does not fit together; the message names it.
-        SystemExit: help was asked for; only rank 0 prints it.
+        UsageError: a flag cannot be read, or flags do not fit together; the message names them.
+        SystemExit: --help was passed; only rank 0 prints it.
     """
     first = preset = next(iter(presets))
     for word, following in pairwise([*arguments, ""]):
@@ -220,7 +220,7 @@ def _check(config: Config) -> None:
 
 
 def _numbers(document: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """The flags that are numbers with a fraction."""
+    """All flags of type float."""
     if isinstance(document, dict):
         for name, value in document.items():
             yield from _numbers(value, f"{path}.{name}" if path else name.replace("_", "-"))
@@ -235,7 +235,7 @@ def agree(config: Config, rank_info: RankInfo) -> Config:
     """The configuration of rank 0, which every rank compares with its own.
 
     Raises:
-        DisagreementError: on all ranks, if they differ; the message names the first flag that does.
+        DisagreementError: on all ranks, if settings differ; the message names the first flag that differs.
     """
     if rank_info.world_size == 1 or not dist.is_initialized():
         return config
@@ -246,7 +246,7 @@ def agree(config: Config, rank_info: RankInfo) -> Config:
     if (difference := _difference(sent[0], own)) is not None:
         flag, first, other = difference
         refused = f"--{flag} is {other!r} on rank {rank_info.rank} and {first!r} on rank 0"
-    # All ranks raise together: none waits for one that has ended.
+    # All ranks raise together, so none waits for a rank that has ended.
     of_all: list[str | None] = [None] * rank_info.world_size
     dist.all_gather_object(of_all, refused)
     for one in of_all:

@@ -1,4 +1,4 @@
-"""The one owner of control of a run: stop requests, failed writes, figures and timings of all ranks.
+"""Control of a run: exchange of stop requests, failed writes, figures and timings between ranks.
 
     control = Control(rank_info)
     control.install()                                              # SIGTERM, SIGINT and SIGUSR1 ask to stop
@@ -9,8 +9,8 @@
             metrics.step(...)
     control.check()
 
-A signal may reach one rank, and a full disk may fail the writes of one. A rank that left the loop alone would
-leave the others waiting for it. So `stop_asked` and `failure` belong to a rank, at any moment; `stopping` and
+A signal may reach only one rank, and a full disk may affect only one rank. If that rank left the loop alone,
+the others would wait for it. So each rank sets its own `stop_asked` and `failure` at any time. `stopping` and
 `failed` are the same on all ranks and change only in `exchange` and `poll`, which all ranks call together.
 """
 
@@ -39,10 +39,10 @@ class WriteError(Sa1bError):
 
 @dataclass(slots=True)
 class StepTime:
-    """Where the seconds of a step went, on this process's clock.
+    """Seconds of the parts of a step, on this process's clock.
 
-    On a GPU the kernels of `compute` may end in `update`, where the figures are read and the device is waited
-    for, and those of the optimizer in the next step.
+    On a GPU, kernels of `compute` may end during `update`, which reads the figures and waits for the device.
+    Kernels of the optimizer may end during the next step.
 
     Attributes:
         data: waiting for batches.
@@ -60,7 +60,7 @@ class StepTime:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time of a block to a part."""
+        """Add the time of a block to a part."""
         began = time.perf_counter()
         yield
         setattr(self, name, getattr(self, name) + time.perf_counter() - began)
@@ -72,14 +72,14 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """The figures of a step over all ranks; the same on all of them but for `own_loss`.
+    """The figures of a step over all ranks; all except `own_loss` are the same on all ranks.
 
     Attributes:
-        means: the model's figures, each divided by `count`; 0 where nothing counts.
-        count: what the model counts, for SAM masks.
-        images: of all ranks.
-        norm: of the gradient before clipping.
-        own_loss: the sum of this rank.
+        means: the model's figures, each divided by `count`; 0 if the count is 0.
+        count: number of summed terms; for SAM, masks.
+        images: images of all ranks.
+        norm: norm of the gradient before clipping.
+        own_loss: this rank's sum of the loss.
         data, compute: seconds of each rank.
     """
 
@@ -93,7 +93,7 @@ class StepFigures:
 
     @property
     def slowest(self) -> int:
-        """The rank whose data and computation took longest: the one that the others waited for."""
+        """The rank whose data and computation took longest; the others waited for it."""
         times = [data + compute for data, compute in zip(self.data, self.compute, strict=True)]
         return times.index(max(times))
 
@@ -102,10 +102,10 @@ class Control:
     """Stop requests and failures of all ranks, exchanged together with the figures of each step.
 
     Attributes:
-        stop_asked: of this rank.
-        failure: of this rank: the first write that failed.
-        stopping: whether the run ends, with a checkpoint; the same on all ranks.
-        failed: whether it ends because a rank has a failure; the same on all ranks.
+        stop_asked: whether this rank was asked to stop.
+        failure: this rank's first failed write.
+        stopping: whether the run stops and saves a checkpoint; the same on all ranks.
+        failed: whether the run stops because a write has failed; the same on all ranks.
     """
 
     def __init__(self, rank_info: RankInfo) -> None:
@@ -126,11 +126,11 @@ class Control:
         """The figures of a step over all ranks, once a step: one collective, one wait for the device.
 
         Args:
-            totals: this rank's sums, tensors without dimensions: "loss", "count" and further figures, of the
-                same names in the same order on all ranks.
-            norm: of the gradient, the same on all ranks.
-            images: of this rank.
-            seconds: of this rank, up to now.
+            totals: this rank's sums, tensors without dimensions: "loss", "count" and further figures. Names
+                and their order are the same on all ranks.
+            norm: norm of the gradient, the same on all ranks.
+            images: number of images of this rank.
+            seconds: timings of this rank so far.
         """
         device = self._rank_info.device
         names = [name for name in totals if name != "count"]
@@ -150,7 +150,7 @@ class Control:
         )
 
     def poll(self) -> bool:
-        """Whether the run ends. Collective: for evaluations, once a micro-batch."""
+        """Whether the run stops. Collective; an evaluation calls it once per micro-batch."""
         self._gather(torch.zeros(0, dtype=torch.float64, device=self._rank_info.device), [])
         return self.stopping
 
@@ -161,9 +161,9 @@ class Control:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around the writing of a file: if it fails, the error is logged and all ranks stop in order.
+        """Context for writing a file: if the write fails, log the error and stop all ranks.
 
-        They stop after their step, with the attempt of a checkpoint; older checkpoints stay as they are.
+        The ranks stop after their step and try to save a checkpoint. Older checkpoints are kept.
         """
         try:
             yield
@@ -177,10 +177,10 @@ class Control:
                 _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
 
     def check(self) -> None:
-        """Raise what made the run fail, at its end.
+        """At the end of a run, raise the error that stopped it.
 
         Raises:
-            WriteError: a rank could not write a file; on the other ranks the message refers to it.
+            WriteError: a rank could not write a file; on other ranks, the message refers to that rank.
         """
         if self.failure is not None:
             raise self.failure
@@ -188,7 +188,7 @@ class Control:
             raise WriteError("--out: another rank cannot write its files; see that rank's message")
 
     def _gather(self, own: Tensor, numbers: list[float]) -> list[list[float]]:
-        """The values and numbers of each rank; takes the stop requests and failures on the way."""
+        """Gather the values and numbers of each rank, together with stop requests and failures."""
         device, ranks = self._rank_info.device, self._rank_info.world_size
         of_host = torch.tensor(
             [*numbers, self.stop_asked, self.failure is not None],
@@ -208,6 +208,6 @@ class Control:
     def _on_signal(self, number: int, frame: object) -> None:
         self.stop_asked = True
         if "TORCHELASTIC_RUN_ID" not in os.environ:
-            # The second time means at once. torchrun sends a second one itself, when the first one went to
-            # the whole group as Ctrl-C does, and kills after 30 s.
+            # A second signal ends the process at once. If the first one went to the whole process group, as
+            # Ctrl-C does, torchrun sends the second one itself, and kills after 30 s.
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What a step costs, from the sizes alone: operations, memory, time; what --dry-run prints."""
+"""Estimates for --dry-run from sizes alone: operations, memory and time of a step."""
 
 import warnings
 
@@ -26,7 +26,7 @@ _DENSE_BF16 = {  # operations a second, matrix products without sparsity, by the
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations a second that a GPU can do in bf16; None where that is not known, as on a CPU."""
+    """Peak operations per second of a GPU in bf16; None if unknown, as on a CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -34,16 +34,16 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_seconds(model: Model, images: float, masks: float, rank_info: RankInfo) -> float | None:
-    """Seconds that a training step would take at the devices' peak; over its real seconds that is the MFU."""
+    """Seconds of a training step at the devices' peak; divided by its real seconds, it is the MFU."""
     peak = peak_flops(rank_info.device)
     return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None
 
 
 def plan(config: Config, rank_info: RankInfo) -> None:
-    """Print what a run would be, after opening all that it reads: the data and the initial weights.
+    """Open the data and the initial weights, and print the estimates of a run.
 
     Raises:
-        Sa1bError: a run could not start.
+        Sa1bError: the run could not start.
     """
     feed = Feed(config.data, config.image_size, rank_info, config.out, config.seed)
     held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.out, feed.stream)
@@ -60,12 +60,12 @@ def plan(config: Config, rank_info: RankInfo) -> None:
 
 
 def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batches: int, images: int) -> str:
-    """What --dry-run prints.
+    """The output of --dry-run.
 
     Args:
         module: the model, on any device.
-        micro_batches: of a rank in a step.
-        images: in the view.
+        micro_batches: micro-batches of a rank in a step.
+        images: number of images in the view.
     """
     data, model = config.data, declared(module)
     parameters = sum(parameter.numel() for parameter in module.parameters())

@@ -1,11 +1,11 @@
-"""How good the model is: mean IoU after 1, 3 and 5 clicks and with a box, on images it never trains on.
+"""Evaluation: mean IoU after 1, 3 and 5 clicks and with a box, on images that are not trained on.
 
 Two protocols:
 
-    uniform    clicks are uniform pixels of the mask or of what is wrong, IoU at the resolution of the losses:
-               cheap, for curves of a training run
-    sam        clicks at the centres of masks and errors, IoU at source resolution, as the paper's figures
-               (sa1b.sam.protocol); also by mask size, and by the oracle's choice of three candidates
+    uniform    clicks are uniform random pixels of the mask or of the error, IoU at the resolution of the
+               losses: cheap, for curves of a training run
+    sam        clicks at the centres of masks and errors, IoU at source resolution, as in the paper
+               (sa1b.sam.protocol); also by mask size, and for the oracle's choice of three candidates
 """
 
 import json
@@ -49,22 +49,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
-    """When and on what the model is evaluated.
+    """Schedule, data and protocol of evaluations.
 
     Attributes:
         view: View to evaluate on (`sa1b view ROOT --held-out ... --split held-out`); it must share no image
-            with the one trained on.
-        every: Steps from one evaluation to the next, and one at the end; 0: never while training.
-        protocol: uniform: clicks at uniform pixels, IoU at the resolution of the losses, for curves. sam:
-            clicks at the centres of errors, IoU at source resolution, as published figures.
-        masks: At most so many masks an image, the same ones every time.
-        coco: With --evaluate-only: a COCO-format annotation file to evaluate on instead of a view, by the
-            protocol sam with the annotations' boxes; see sa1b.engine.coco_evaluation.
+            with the training view.
+        every: Steps between evaluations; there is also one at the end. 0: no evaluation during training.
+        protocol: uniform: clicks at uniform random pixels, IoU at the resolution of the losses, for curves.
+            sam: clicks at the centres of errors, IoU at source resolution, as in the paper.
+        masks: Largest number of masks per image; the choice is the same in every evaluation.
+        coco: With --evaluate-only: a COCO-format annotation file to evaluate on instead of a view, with the
+            protocol sam and the annotations' boxes; see sa1b.engine.coco_evaluation.
         images: With coco: the folder of its images.
-        detections: With coco: a file of COCO results whose boxes are the prompts; average precision is
-            measured then.
-        show: So many images, the first ones of the view, have the model's masks written to
-            OUT/predictions.jsonl: `sa1b gallery ROOT --predictions` draws them beside the true ones.
+        detections: With coco: a file of COCO results whose boxes are the prompts; the result is the average
+            precision.
+        show: Number of images, from the start of the view, whose predicted masks are written to
+            OUT/predictions.jsonl. `sa1b gallery ROOT --predictions` draws them beside the annotated masks.
     """
 
     view: str | None = None
@@ -106,10 +106,10 @@ def held_out_feed(
     """The feed of an evaluation: every image of the view once over all ranks; None without a view.
 
     Args:
-        training: must share no image with the view; None: nothing is trained.
+        training: the training feed, which must share no image with the view; None: nothing is trained.
 
     Raises:
-        UsageError: it does; the message has the number.
+        UsageError: the two share images; the message contains their number.
     """
     if config.view is None:
         return None
@@ -118,7 +118,7 @@ def held_out_feed(
         min(data.global_batch, rank_info.world_size * (data.micro_batch or data.global_batch)),
     )
     settings = replace(data, masks=config.masks, strategy="uniform", global_batch=batch)
-    # Another seed would score other masks: figures of different runs could not be compared.
+    # The seed is constant: another seed would choose other masks, and runs could not be compared.
     feed = Feed(settings, image_size, rank_info, run, seed=0, view=config.view, order="sequential")
     if training is None:
         return feed
@@ -144,20 +144,20 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Mean IoU by prompt and mask size, the same figure at any world size; see sa1b.sam.score.
 
-    Collective. The module is left as it was.
+    Collective. The module's mode and weights are unchanged.
 
     Args:
         module: wrapped `Interactive`.
-        feed: of held-out images; goes from its beginning.
-        config: the protocol, and for how many images predicted masks are written.
+        feed: feed of held-out images; read from its start.
+        config: the protocol, and the number of images whose predicted masks are written.
         out: folder of the run, for predictions.jsonl.
-        control: of the run, asked for each micro-batch.
+        control: control of the run; polled for each micro-batch.
 
     Returns:
-        The scores of `Score.result`; "damaged", the number of images that cannot be read and are left out,
-        see OUT/damaged.jsonl; "empty", the number of masks without a pixel at the evaluated resolution, which
-        are left out too (none by the protocol sam: every mask has a pixel at source resolution). None: the
-        run was asked to stop meanwhile.
+        The scores of `Score.result`. "damaged" is the number of images that cannot be read and are left out,
+        see OUT/damaged.jsonl. "empty" is the number of masks without a pixel at the evaluated resolution,
+        which are left out too; it is 0 with the protocol sam, because every mask has a pixel at source
+        resolution. None: a stop was requested meanwhile.
     """
     training = module.training
     module.eval()
@@ -169,7 +169,7 @@ def evaluate(
     shown: list[tuple[int, str]] = []
     feed.load_state_dict({**feed.state_dict(), "position": 0})
     try:
-        # As many micro-batches on all ranks, so that each of them asks as often.
+        # All ranks have the same number of micro-batches, so they poll equally often.
         for batch in (batch for batches in feed.steps() for batch in batches):
             if control.poll():
                 return None
@@ -204,7 +204,7 @@ def evaluate(
 
 
 def source_truth(batch: Batch) -> list[ImageTruth]:
-    """The masks of each image of a batch at source resolution; none of an image that is not valid."""
+    """The masks of each image of a batch at source resolution; no masks for an invalid image."""
     runs = batch.masks.runs.cpu().numpy().view(np.uint32)
     offsets = batch.masks.offsets.cpu().numpy()
     made, start = [], 0
@@ -223,19 +223,20 @@ def source_truth(batch: Batch) -> list[ImageTruth]:
 def prediction_lines(
     batch: Batch, rows: Tensor, counted: Tensor, found: dict[str, Tensor]
 ) -> list[tuple[int, str]]:
-    """Position of an image and its line of the file, for each image of a micro-batch that has masks.
+    """Position and line of the file, for each image of a micro-batch that has masks.
 
     Args:
-        rows: int64 [N], the masks of the batch that count.
-        counted: bool [K], which of the masks in `found` those are.
-        found: of an evaluation: K masks. Their logits become masks at source resolution as in `sa1b.predict`.
+        rows: int64 [N], the evaluated masks of the batch.
+        counted: bool [K], which of the masks in `found` are evaluated.
+        found: result of an evaluation of K masks. Their logits become masks at source resolution as in
+            `sa1b.predict`.
     """
     image = batch.masks.image[rows].cpu()
     found = {name: values[counted].cpu() for name, values in found.items()}
     image_size = batch.images.shape[-1]
     iou = (found["intersections"][:, 0] / found["unions"][:, 0].clamp(min=1)).double().numpy()
     predicted = found["predicted_iou"].double().numpy()
-    # Of the protocol sam the clicks are its own.
+    # The protocol sam chooses its own clicks.
     points = found.get("points", batch.points[rows].cpu()).double().numpy()
     mask_ids = batch.mask_ids[rows].cpu().numpy()
     made = []
@@ -256,7 +257,7 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo)
     """Evaluate a model without training and print the scores: --evaluate-only.
 
     Args:
-        build: makes the model, after the data was opened.
+        build: builds the model; called after the data is opened.
     """
     if config.evaluation.coco is not None:
         _print(config, _coco_scores(config, config.evaluation.coco, build, rank_info), rank_info)

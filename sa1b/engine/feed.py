@@ -24,23 +24,25 @@ from sa1b.stream.sample import Strategy
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Which samples, and how many at a time.
+    """Dataset, choice of samples and batch sizes.
 
     Attributes:
         root: Folder that `sa1b reshard` made, or its URL (s3://...).
-        view: Name, digest or path of the view to train on (`sa1b view` makes them); by default all images.
+        view: Name, digest or path of the view to train on (made by `sa1b view`); by default all images.
         global_batch: Images of a step over all ranks.
-        micro_batch: Images of a rank at a time; by default its whole share of a step. Less memory, same step.
-        masks: At most so many masks an image; 0: images only, for models that read no mask.
-        strategy: Which masks of an image: uniform; area: one of each class of sizes; quality: rather those
-            with high scores; coverage: all of them within as few epochs as can be.
+        micro_batch: Images that a rank computes at a time; by default its complete share of a step. A smaller
+            value takes less memory and does not change the step.
+        masks: Largest number of masks per image; 0: images only, for models that read no mask.
+        strategy: How masks are chosen. uniform: all are equally likely. area: one of each class of sizes.
+            quality: more often those with high scores. coverage: all masks within as few epochs as
+            possible.
         flip: Probability of mirroring an image left and right.
-        min_pixels: Masks with fewer pixels at the target size are not trained on; an evaluation keeps them.
-        block_size: Images that lie together and are read together, for disks that dislike random reads.
+        min_pixels: Masks with fewer pixels at the target size are not trained on; evaluations include them.
+        block_size: Neighbouring images that are read together, for disks that are slow at random reads.
         target_size: Pixels of the square in which losses and scores are computed; by default a quarter of
-            the image size, as the decoder's masks.
-        threads: That read and decode, in each rank; by default its part of the CPUs that the job may use.
-        prefetch: Micro-batches prepared before they are needed.
+            the image size, the size of the decoder's masks.
+        threads: Threads of each rank that read and decode; by default its share of the CPUs of the job.
+        prefetch: Micro-batches that are prepared in advance.
         endpoint: URL of an object store other than Amazon's.
         deadline: Seconds that a read may take over all its attempts before training stops.
     """
@@ -85,16 +87,16 @@ class Feed:
     """The micro-batches of one rank.
 
     Args:
-        config: what to read.
-        image_size: of the model, pixels.
-        rank_info: of this rank.
-        run: folder of the run; the damage log lies there.
-        seed: of the order and of every random value.
-        view: to read instead of `config.view`.
+        config: dataset and batch sizes.
+        image_size: image size of the model, pixels.
+        rank_info: this rank.
+        run: folder of the run, for the damage log.
+        seed: seed of the order and of every random value.
+        view: view to read instead of `config.view`.
         order: "sequential" for an evaluation.
 
     Raises:
-        UsageError: what was asked for does not fit together; the message names the flag.
+        UsageError: settings do not fit together; the message names the flag.
         StorageError: the data cannot be read.
     """
 
@@ -152,7 +154,7 @@ class Feed:
 
     @staticmethod
     def _opens(config: DataConfig) -> bool:
-        """Whether the dataset is there, so that its view is what is not."""
+        """Whether the dataset opens without the view, so that the view is the cause of an error."""
         try:
             Dataset(config.root, deadline=config.deadline, storage_options=_options(config))
         except Sa1bError:
@@ -160,9 +162,9 @@ class Feed:
         return True
 
     def step(self) -> Iterator[Batch]:
-        """The next step's `micro_batches` batches; none where a sequential feed has ended.
+        """The next step's `micro_batches` batches; none if a sequential feed has ended.
 
-        Every rank has equally many. Some may be empty.
+        Every rank has the same number. Batches may be empty.
         """
         for _ in range(self.micro_batches):
             began = time.perf_counter()
@@ -173,7 +175,7 @@ class Feed:
             yield batch
 
     def peek(self) -> Batch:
-        """The first batch of the next step, which `step` returns too.
+        """The first batch of the next step, without taking it: `step` returns it again.
 
         Raises:
             EOFError: a sequential feed has ended.
@@ -197,16 +199,16 @@ class Feed:
         return iter(lambda: list(self.step()), [])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where to go on: after the last step whose micro-batches were all taken."""
+        """The state after the last step whose micro-batches were all taken."""
         return self.loader.state_dict() if self._peeked is None else self._peeked[0]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken. Raises sa1b.stream.resume.ResumeError."""
+        """Resume from a state. Raises sa1b.stream.resume.ResumeError."""
         self.close()
         self.loader.load_state_dict(state)
 
     def close(self) -> None:
-        """End the loader's threads."""
+        """Stop the loader's threads."""
         batches, self._batches, self._peeked = self._batches, None, None
         if batches is not None:
             batches.close()

@@ -1,8 +1,8 @@
 """The gradient of a global batch, accumulated over micro-batches and ranks, and the number formats of a step.
 
-Losses are sums over masks, and ranks and micro-batches hold different numbers of masks: a mean of means would
-weigh them wrongly. So the sums themselves are back-propagated, and the gradients are divided once by the
-number of masks in the global batch. DDP and FSDP average over ranks, hence the factor world size / masks.
+Losses are sums over masks. Ranks and micro-batches have different numbers of masks, so a mean of means would
+weight them wrongly. Instead the sums are back-propagated, and the gradients are divided once by the number of
+masks in the global batch. DDP and FSDP average over ranks, so the factor is world size / masks.
 
 | precision | matrix products           | everything else, weights, optimizer |
 |-----------|---------------------------|-------------------------------------|
@@ -35,9 +35,9 @@ from sa1b.errors import UsageError
 
 @contextmanager
 def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around forward and backward of one micro-batch: gradients are reduced at a step's last only.
+    """Context for forward and backward of one micro-batch: only the last one of a step reduces gradients.
 
-    Until then each rank keeps whole gradients in float32, under FSDP too.
+    Until then each rank keeps unsharded gradients in float32, under FSDP too.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
@@ -49,13 +49,13 @@ def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
 
 
 def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
-    """Run one forward and backward that leaves no trace, before the first step of any run.
+    """Run one forward and backward pass before the first step of a run, and restore all state after it.
 
-    DDP learns in its first backward in which order gradients come, and arranges its buckets anew. From three
-    ranks on it then sums in another order: the step after a resume would differ in its last bits from the
-    same step of an uninterrupted run. With this call each real step has the final buckets, in fresh and
-    resumed runs alike. A static graph may not accumulate in its first backward, which is this one, too.
-    What is compiled is compiled here, for the shapes of the run's own micro-batches.
+    In its first backward pass, DDP records the order of the gradients and rebuilds its buckets. With three or
+    more ranks it then sums in another order. Without this call, the first step after a resume would differ in
+    its last bits from the same step of an uninterrupted run. With it, every real step has the final buckets.
+    A static graph does not support accumulation in its first backward pass, which is this one.
+    Compilation also happens here, for the shapes of the run's micro-batches.
 
     Args:
         run: Forward and backward of a micro-batch, with the scaler's scale and autocast. It must not step the
@@ -72,13 +72,14 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
 
 
 def loss_divisor(expected: int) -> float:
-    """What losses are divided by before backward: about the count that a global batch may have.
+    """The divisor of losses before the backward pass: about the largest count of a global batch.
 
     Sums over thousands of masks overflow float16 long before their mean does, and each overflow costs a step
-    until the scaler's scale has come down. A power of two: no other format rounds differently for it.
+    until the scaler has lowered its scale. The divisor is a power of two, so it changes no rounding in other
+    formats.
 
     Args:
-        expected: most that the count over all ranks is.
+        expected: largest possible count over all ranks.
     """
     return 2.0 ** round(math.log2(expected))
 
@@ -98,20 +99,21 @@ def finish(
     Collective: all ranks call it after their last micro-batch. `scaler.step` and `scaler.update` follow.
 
     Args:
-        count: masks in this rank's micro-batches (their weights' sum), one number, on the device, divided by
-            what the losses were divided by. If no rank has one the gradients stay as they are: zero.
+        count: masks in this rank's micro-batches (the sum of their weights), one number on the device,
+            divided by the divisor of the losses. If all ranks have 0, the gradients are 0 and do not change.
         grad_clip: largest norm over all parameters and ranks; 0: no limit.
 
     Returns:
-        The norm before clipping, float32, no dimensions, the same on all ranks, on the gradients' device.
-        Nothing waits for it. Not finite: an overflow, which fp16's scaler skips; else the caller's to judge.
+        The norm before clipping, float32, no dimensions, the same on all ranks, on the gradients' device. The
+        host does not wait for it. It is not finite after an overflow: fp16's scaler skips the step; in other
+        formats the caller decides.
     """
     scaler.unscale_(optimizer)
     total = count.detach().float().clone()
     if rank_info.world_size > 1:
         dist.all_reduce(total)
     found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    # Plain tensors: the same kernels in all modes, one call each.
+    # Local tensors instead of DTensors: all modes run the same kernels, with one call each.
     held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]
     factor = torch.where(total > 0, rank_info.world_size / total, 1.0).to(held[0].device)
     squares = torch.stack(torch._foreach_norm(held)).square().sum()
@@ -129,15 +131,17 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 
 def compute_dtype(precision: Precision) -> torch.dtype | None:
-    """What autocast computes matrix products in; None: no autocast."""
+    """The dtype in which autocast computes matrix products; None: no autocast."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 def set_float32(precision: Precision, device: torch.device) -> None:
-    """Set what float32 products mean in this process: exact, or tf32 (torch's default for convolutions).
+    """Set the precision of float32 products in this process: exact, or tf32.
+
+    Torch's default is tf32 for convolutions.
 
     Raises:
-        UsageError: tf32 or bf16 on a device that does not have it.
+        UsageError: the device does not support tf32 or bf16.
     """
     if precision == "tf32" and device.type != "cuda":
         raise UsageError("--parallel.precision tf32: needs a GPU; pass fp32 or bf16")
@@ -153,19 +157,18 @@ def set_float32(precision: Precision, device: torch.device) -> None:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Around every forward pass, an evaluation's too; the backward pass runs outside of it.
+    """Context for every forward pass, also in evaluations; the backward pass runs outside of it.
 
-    What must not be rounded (coordinates of prompts, sums of a loss) is computed by the model with autocast
-    off.
+    The model turns autocast off for values that must not be rounded, such as coordinates and sums of losses.
     """
     dtype = compute_dtype(precision)
     return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
 
 
 def grad_scaler(precision: Precision, device: torch.device) -> GradScaler:
-    """The scaler of losses: does its work in fp16, and passes everything through otherwise.
+    """The scaler of losses for fp16; for other formats it does nothing.
 
-    Ranks agree about an overflow: DDP leaves the same gradients on all of them, and for FSDP's shards torch
-    takes the maximum over the mesh. Its `state_dict` is a dictionary of numbers, empty unless fp16.
+    All ranks detect the same overflows: DDP leaves the same gradients on all ranks, and for FSDP's shards
+    torch takes the maximum over the mesh. The `state_dict` is a dictionary of numbers, empty unless fp16.
     """
     return GradScaler(device.type, enabled=precision == "fp16")

@@ -14,16 +14,16 @@ from sa1b.storage.atomic import append_line
 
 
 class HealthError(Sa1bError):
-    """So many steps in a row were not finite that training on would train nothing."""
+    """Too many consecutive steps were not finite to continue training."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthConfig:
-    """What happens when a loss is not finite: all ranks skip the step, and the images are logged.
+    """Handling of losses that are not finite: all ranks skip the step, and the images are logged.
 
     Attributes:
-        patience: A run survives so many steps in a row whose loss or gradient is not finite. With fp16,
-            overflows that the scaler answers by a smaller scale count too.
+        patience: Number of consecutive steps with a loss or gradient that is not finite after which the run
+            still continues. With fp16, overflows after which the scaler lowers its scale count too.
     """
 
     patience: int = 20
@@ -34,17 +34,17 @@ class HealthConfig:
 
 
 class Health:
-    """Judges steps, on every rank alike: what it is given must be the same on all of them.
+    """Decides whether steps are taken. Its input, and so its decision, is the same on all ranks.
 
     Args:
         run: folder of the run, for `not-finite.jsonl`.
-        control: of the run; a failed write of that file is reported to it.
+        control: control of the run; a failed write of that file is reported to it.
     """
 
     def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo, control: Control) -> None:
         self.path = run / "not-finite.jsonl"
         self.skipped = 0
-        self.lost = 0  # steps in a row until now whose loss was not finite: what was trained is in doubt
+        self.lost = 0  # latest consecutive steps whose loss was not finite: the weights may be bad
         self._config = config
         self._rank_info = rank_info
         self._control = control
@@ -55,12 +55,12 @@ class Health:
 
         Args:
             step: number of the step.
-            loss, norm: over all ranks.
-            own_loss: of this rank; a rank whose own is not finite logs its image ids.
-            ids: of this rank's images, int64 [B] for each micro-batch.
+            loss, norm: loss and gradient norm over all ranks.
+            own_loss: loss of this rank; if it is not finite, the rank logs its image ids.
+            ids: ids of this rank's images, int64 [B] for each micro-batch.
 
         Raises:
-            HealthError: too many steps in a row were not.
+            HealthError: too many consecutive steps were not finite.
         """
         self.lost = 0 if math.isfinite(loss) else self.lost + 1
         if math.isfinite(loss) and math.isfinite(norm):
@@ -82,10 +82,10 @@ class Health:
         return False
 
     def end(self, step: int) -> None:
-        """Judge the end of a run, or of a part of it.
+        """Check the last steps at the end of a run, or of a part of it.
 
         Raises:
-            HealthError: the last steps had no finite loss, so no checkpoint holds them.
+            HealthError: the last steps had no finite loss, so no checkpoint contains them.
         """
         if self.lost:
             raise self._error(self.lost, step, "loss")

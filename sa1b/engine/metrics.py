@@ -1,4 +1,4 @@
-"""What a run records: JSON lines, TensorBoard, a progress bar and a Chrome trace."""
+"""Records of a run: JSON lines, TensorBoard, a progress bar and a Chrome trace."""
 
 import errno
 import io
@@ -25,16 +25,16 @@ from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import append, append_line, write_whole
 
-PARTS = ("data", "compute", "update", "checkpoint")  # of a step's time, which are measured
+PARTS = ("data", "compute", "update", "checkpoint")  # measured parts of a step's time
 
 
 @dataclass(frozen=True, slots=True)
 class LoggingConfig:
-    """What is recorded; RUN/metrics.jsonl always is.
+    """Records besides RUN/metrics.jsonl, which is always written.
 
     Attributes:
-        every: Steps from one line of JSON to the next; a line has the figures of its step.
-        tensorboard: Curves in RUN/tensorboard; by default if TensorBoard is installed.
+        every: Steps between lines of RUN/metrics.jsonl; a line has the figures of its step.
+        tensorboard: Write curves to RUN/tensorboard; by default if TensorBoard is installed.
         profile: First and last step of a Chrome trace, RUN/trace-<rank>.json; open it in Perfetto.
     """
 
@@ -56,18 +56,18 @@ class LoggingConfig:
 class Metrics:
     """Writes the figures of a run; does nothing on ranks other than 0.
 
-    RUN/metrics.jsonl has a line of JSON for each start of the run, {"run": {...}}, the first of which is its
-    first line; for each step that is logged, {"step": 7, "loss": ...}; and for each evaluation, {"step": 7,
-    "evaluation": {...}, "seconds": ...}. A failed write is reported to `control` and stops the run in order.
+    RUN/metrics.jsonl has three kinds of lines. Each start of the run writes {"run": {...}}, so it is the
+    first line. Each logged step writes {"step": 7, "loss": ...}. Each evaluation writes {"step": 7,
+    "evaluation": {...}, "seconds": ...}. A failed write is reported to `control`, which stops all ranks.
 
     Args:
         run: folder of the run.
-        control: of the run.
-        done: steps that are done already: lines of later ones, of a run that was killed, are taken out.
-        steps: of the whole run.
-        about: what describes this start of the run: world size, precision, versions.
-        last: the line of step `done` from its checkpoint, written if a kill came before it.
-        shown: what the progress line shows beside the loss: label -> figure.
+        control: control of the run.
+        done: number of completed steps. Lines of later steps, from a run that was killed, are removed.
+        steps: total steps of the run.
+        about: description of this start of the run: world size, precision, versions.
+        last: the line of step `done` from its checkpoint; it is written if the file lacks it.
+        shown: figures of the progress line besides the loss: label -> figure.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Metrics:
         )
 
     def step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record a step that is done, counted from 1."""
+        """Record a completed step, counted from 1."""
         if not self._first:
             return
         if step % self._config.every == 0:
@@ -125,7 +125,7 @@ class Metrics:
             self._bar.update()
 
     def evaluation(self, step: int, scores: Mapping[str, float], seconds: float) -> None:
-        """Record an evaluation after so many steps, and print it."""
+        """Record and print an evaluation after `step` steps."""
         if not self._first:
             return
         self._write({"step": step, "evaluation": dict(scores), "seconds": seconds})
@@ -137,7 +137,7 @@ class Metrics:
         return self._first and step not in self._evaluated
 
     def say(self, line: str) -> None:
-        """A line on stdout beside the progress line; rank 0 only."""
+        """Print a line on stdout above the progress line; rank 0 only."""
         if self._first:
             tqdm.write(line)
 
@@ -155,7 +155,7 @@ class Metrics:
                 self._curves.add(int(figures["step"]), flat)
 
     def _drop_after(self, done: int) -> set[int]:
-        """Take out the lines of steps after `done`; returns the steps that still have one."""
+        """Remove the lines of steps after `done`; return the steps whose lines remain."""
         if not self.path.exists():
             return set()
         kept, found = [], set()
@@ -163,10 +163,10 @@ class Metrics:
             try:
                 document = json.loads(line)
                 step = document["run"]["step"] if "run" in document else document["step"]
-                # A run that begins again from nothing evaluates step 0 again.
+                # A run that starts from scratch evaluates step 0 again.
                 keep = done > 0 and line.endswith("\n") and step <= done
             except (ValueError, KeyError, TypeError):
-                keep = False  # cut off by a kill
+                keep = False  # truncated when the process was killed
             if keep:
                 kept.append(line)
                 if "evaluation" in document:
@@ -180,11 +180,11 @@ class Metrics:
 class Curves:
     """A TensorBoard event file.
 
-    torch's SummaryWriter writes in a thread of its own, which dies with a traceback on a full disk.
+    torch's SummaryWriter writes in a background thread, which ends with a traceback if the disk is full.
 
     Args:
-        folder: of the file; every start of a run has its own.
-        first: step from which on TensorBoard drops the points of earlier files.
+        folder: folder of the file; every start of a run has a new file.
+        first: step from which TensorBoard drops the points of earlier files.
     """
 
     def __init__(self, folder: Path, first: int) -> None:
@@ -197,7 +197,7 @@ class Curves:
         self._append({"file_version": "brain.Event:2"}, {"step": first, "session_log": start})
 
     def add(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Write a point of each curve, of what is a number."""
+        """Write a point for each value that is a number."""
         values = [
             {"tag": name, "simple_value": float(value)}
             for name, value in figures.items()
@@ -213,7 +213,7 @@ class Curves:
 
 
 def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures as JSON takes them, which has no word for what is not finite: None stands there."""
+    """Figures as JSON values: None replaces numbers that are not finite."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in figures.items()
@@ -221,7 +221,7 @@ def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def about(rank_info: RankInfo, mode: str, precision: str) -> dict[str, Any]:
-    """The description of a start of a run: what its figures depend on."""
+    """The description of a start of a run: versions, devices and settings that affect its figures."""
     device = rank_info.device
     return {
         "world_size": rank_info.world_size,
@@ -234,7 +234,7 @@ def about(rank_info: RankInfo, mode: str, precision: str) -> dict[str, Any]:
 
 
 def score_line(scores: Mapping[str, float]) -> str:
-    """An evaluation in one line."""
+    """The scores of an evaluation as one line of text."""
     prompts = {"1_click": "1 click", "3_clicks": "3 clicks", "5_clicks": "5 clicks", "box": "box"}
     left_out = [
         label.format(f"{scores[name]:,.0f}")
@@ -260,15 +260,16 @@ def figures_of(
 ) -> dict[str, float]:
     """The recorded figures of a step.
 
-    "seconds" is the whole step on rank 0's clock, from its beginning to this call: optimizer, exchange and
-    checkpoint included. "seconds_data", "seconds_compute", "seconds_update", "seconds_checkpoint" and
-    "seconds_other" are its parts. "data_wait" is the part of the step that ranks wait for data, a mean over
-    ranks; "slowest_rank" is the one whose data and computation took longest, "seconds_slowest" its time.
+    "seconds" is the time from the start of the step to this call on rank 0's clock, including optimizer,
+    exchange and checkpoint. "seconds_data", "seconds_compute", "seconds_update", "seconds_checkpoint" and
+    "seconds_other" are its parts. "data_wait" is the fraction of the step in which ranks wait for data, a
+    mean over ranks. "slowest_rank" is the rank whose data and computation took longest, "seconds_slowest" its
+    time.
 
     Args:
         lr: learning rate.
-        utilisation: part of the devices' peak operations that the step would need in one second, MFU times
-            seconds; None where the peak is not known.
+        utilisation: seconds of the step at the devices' peak; divided by the real seconds, it is the MFU.
+            None if the peak is unknown.
     """
     total = seconds.total()
     parts = {name: getattr(seconds, name) for name in PARTS}
@@ -289,7 +290,7 @@ def figures_of(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes used so far: of the device's memory, or of this process's on a CPU."""
+    """Peak memory so far in bytes: of the device, or of this process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -312,19 +313,19 @@ class ChromeTrace:
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        """To be called before each step."""
+        """Call this before each step."""
         if self._steps is not None and self._profile is None and self._steps[0] <= step <= self._steps[1]:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
             self._profile = profile(activities=activities)
             self._profile.start()
 
     def after(self, step: int) -> None:
-        """To be called after each step."""
+        """Call this after each step."""
         if self._profile is not None and self._steps is not None and step >= self._steps[1]:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded so far."""
+        """Write the steps recorded so far."""
         if self._profile is None:
             return
         self._profile.stop()

@@ -1,7 +1,7 @@
-"""The model contract: what the engine asks of a model that it trains.
+"""The model contract: the interface of a model that the engine trains.
 
-A model is a `torch.nn.Module` with the attributes of `Model`. It imports nothing of the engine. The smallest
-complete one, an image autoencoder of one layer:
+A model is a `torch.nn.Module` with the attributes of `Model`. It does not import the engine. A minimal
+complete example is an image autoencoder with one layer:
 
     class Autoencoder(nn.Module):
         figures = ("loss",)
@@ -40,8 +40,8 @@ complete one, an image autoencoder of one layer:
         def flops(self, images, masks):
             return 0.0
 
-Its settings are a subclass of `sa1b.engine.config.Config` with `image_size` and `build`; `tests/engine/
-reconstruction.py` is a complete second model, `sa1b.engine.presets` has the settings of SAM.
+The settings of a model are a subclass of `sa1b.engine.config.Config` with `image_size` and `build`;
+`tests/engine/ reconstruction.py` is a complete second model, `sa1b.engine.presets` has the settings of SAM.
 """
 
 from collections.abc import Mapping
@@ -56,19 +56,19 @@ from sa1b.stream.batch import Batch
 
 @runtime_checkable
 class Model(Protocol):
-    """What a trained module provides beside `nn.Module`.
+    """Interface of a trained module, in addition to `nn.Module`.
 
-    `forward(*inputs)` computes the losses of a micro-batch and returns a dictionary of scalars, sums over
-    what the loss is a mean of (masks, images): "loss", with the gradient; "count", how many were summed; and
-    one sum for each further name in `figures`. The engine divides by the count over all ranks. A micro-batch
-    may be empty: all sums are then 0, and every trained parameter still gets a gradient.
+    `forward(*inputs)` computes the losses of a micro-batch and returns a dictionary of scalars. They are sums
+    over masks or images: "loss", with the gradient; "count", the number of summed terms; and one sum for each
+    further name in `figures`. The engine divides by the count over all ranks. For an empty micro-batch, all
+    sums are 0, and every trained parameter still gets a gradient.
 
-    Evaluation is optional. Settings whose `evaluates` is true promise what `sa1b.engine.evaluation` calls: a
-    `forward` that takes `evaluate=True` and returns intersections, unions and logits as SAM's does.
+    Evaluation is optional. If `evaluates` of the settings is true, `forward` must accept `evaluate=True` and
+    return intersections, unions and logits in the same form as SAM, for `sa1b.engine.evaluation`.
 
     Attributes:
-        figures: Names of the sums whose means are recorded each step, "loss" among them.
-        shown: Figures of the progress line beside the loss: label to name in `figures`.
+        figures: Names of the sums whose means are recorded each step, including "loss".
+        shown: Figures of the progress line besides the loss: label -> name in `figures`.
     """
 
     @property
@@ -81,37 +81,38 @@ class Model(Protocol):
         """The arguments of `forward` for a micro-batch on the device.
 
         Args:
-            seed: of the run; random values are hashes of it and of the batch's positions.
+            seed: seed of the run; random values are hashes of the seed and the batch's positions.
         """
         ...
 
     def weights(self) -> nn.Module:
-        """The module whose state dict is saved, by these names; it holds every parameter that is trained."""
+        """The module whose state dict is saved; it contains every trained parameter."""
         ...
 
     def read_weights(self, path: Path) -> dict[str, Tensor]:
         """The tensors of a published file, by the names of `weights()`, on the CPU.
 
         Raises:
-            Sa1bError: damaged, or not of this kind of model.
+            Sa1bError: the file is damaged, or contains another kind of model.
         """
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
-        """Load tensors of a checkpoint or of `read_weights`; returns a line that says what was loaded.
+        """Load tensors of a checkpoint or of `read_weights`; return a line that describes them.
 
         Raises:
-            UsageError: they do not fit this model; one sentence that says why.
+            UsageError: the tensors do not fit this model; the message is one sentence with the reason.
         """
         ...
 
     def fsdp_units(self) -> list[list[nn.Module]]:
         """Groups of modules whose parameters FSDP gathers together, in the order of execution.
 
-        They are gathered in the number format of the matrix products. All other parameters stay gathered, in
-        float32. FSDP's hooks run around the call of each module of a group. If the first one has a method
-        `gathered`, they run around that: a model that compiles the code which uses the group calls it in
-        there, so that no hook is inside a graph, and uses the modules' `forward`.
+        These parameters are gathered in the number format of the matrix products. All other parameters stay
+        gathered, in float32. FSDP's hooks run around the call of each module of a group. If the first module
+        has a method `gathered`, the hooks run around that method instead. A model with compiled code calls
+        the compiled function inside `gathered`, where it uses the modules' `forward`: then no hook is in a
+        graph.
         """
         ...
 
@@ -124,20 +125,20 @@ class Model(Protocol):
         ...
 
     def flops(self, images: float, masks: float) -> float:
-        """Operations of a training step: 2 for each multiplication and addition, without recomputation."""
+        """Floating-point operations of a training step, 2 per multiply-add, without recomputation."""
         ...
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DDP; under FSDP, which shards in place, the same object."""
+    """The module inside DDP. FSDP shards in place, so its result is the module."""
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def declared(module: nn.Module) -> Model:
-    """The model inside what `wrap` returned.
+    """The model inside the result of `wrap`.
 
     Raises:
-        TypeError: it lacks a part of the contract; the message names the missing attributes.
+        TypeError: the model lacks a part of the contract; the message names the missing attributes.
     """
     module = unwrap(module)
     if isinstance(module, Model):
@@ -147,6 +148,6 @@ def declared(module: nn.Module) -> Model:
 
 
 def stored(module: nn.Module) -> nn.Module:
-    """The module whose state dict is saved; a plain module stands for itself."""
+    """The module whose state dict is saved; for a plain module, the module itself."""
     module = unwrap(module)
     return module.weights() if isinstance(module, Model) else module

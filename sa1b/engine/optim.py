@@ -2,8 +2,8 @@
 
 The defaults are the published recipe of ViT-H ("Segment Anything", Kirillov et al. 2023, appendix A): AdamW
 with betas 0.9 and 0.999, weight decay 0.1, layer-wise decay 0.8, 8e-4 at a batch of 256 images, 250 steps of
-linear warm-up, a tenth of the learning rate at 60,000 and again at 86,666 of 90,000 steps. It names no limit
-of the gradient's norm, here 1; SAM 2's is 0.1.
+linear warm-up, a tenth of the learning rate at 60,000 and again at 86,666 of 90,000 steps. The paper
+specifies no limit of the gradient norm; the default here is 1, and SAM 2 has 0.1.
 """
 
 import math
@@ -31,27 +31,28 @@ class OptimConfig:
 
     Attributes:
         lr: Learning rate of the last layer after warm-up, at the reference batch.
-        reference_batch: Images in the global batch that the learning rate is meant for.
-        batch_scaling: How the learning rate follows the global batch: linear, sqrt, or none: not at all.
+        reference_batch: Global batch, in images, for which --optim.lr is specified.
+        batch_scaling: How the learning rate scales with the global batch: linear, sqrt, or none.
         schedule: step: a tenth at each milestone. cosine: half a cosine down to --optim.min-lr-ratio times
             the learning rate. rsqrt: 1 / sqrt(1 + t / timescale), t steps after warm-up, and linearly to zero
             at the end (Zhai et al., "Scaling Vision Transformers", 2022).
         steps: Length of the schedule in steps.
         warmup: Steps in which the learning rate rises linearly.
-        milestones: step: steps after which the learning rate falls to a tenth.
-        min_lr_ratio: cosine: part of the learning rate that is left at the end.
-        timescale: rsqrt: steps after warm-up until the learning rate has fallen by the square root of 2.
-        cooldown: rsqrt: last steps, in which the learning rate falls linearly to zero.
-        layer_decay: Factor on the learning rate from each layer to the one before it; 1: the same everywhere.
-            The model numbers its layers.
-        weight_decay: On weights; biases, norms and position embeddings have none.
+        milestones: For step: steps after which the learning rate falls to a tenth.
+        min_lr_ratio: For cosine: fraction of the learning rate at the end.
+        timescale: For rsqrt: steps after warm-up until the learning rate has fallen by the square root of 2.
+        cooldown: For rsqrt: number of last steps, in which the learning rate falls linearly to zero.
+        layer_decay: Factor on the learning rate from each layer to the one before it; 1: the same for all
+            layers. The model numbers its layers.
+        weight_decay: Weight decay; biases, norms and position embeddings have none.
         beta1: Decay of the running mean of gradients.
         beta2: Decay of the running mean of squared gradients.
         epsilon: Added to the root of the running mean of squared gradients.
         grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
-        ema: Decay of the running mean of the weights, which is evaluated and exported in place of them, such
-            as 0.9999; 0: none. The first steps have less: (1 + step) / (10 + step). A run that has one must
-            go on with one; a run without may go on with one, which begins with the weights it then has.
+        ema: Decay of the running mean of the weights, such as 0.9999; 0: no running mean. The mean is
+            evaluated and exported instead of the weights. The first steps have a smaller decay:
+            (1 + step) / (10 + step). A run with a running mean cannot resume without it. A run without one
+            can resume with it; the mean then starts from the weights of the checkpoint.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
     """
 
@@ -75,7 +76,7 @@ class OptimConfig:
     freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense.
+        """Refuse invalid settings.
 
         Raises:
             UsageError: the message names the flag.
@@ -117,12 +118,12 @@ class OptimConfig:
 
 
 def freeze(module: nn.Module, config: OptimConfig) -> None:
-    """The parameters of frozen parts need no gradient, so no backward pass through them is recorded.
+    """Set requires_grad to False for frozen parts, so that autograd records no backward pass through them.
 
-    Call it before `wrap` and `make_optimizer`, on all ranks alike.
+    Call it before `wrap` and `make_optimizer`, on all ranks.
 
     Raises:
-        UsageError: the model has no such part, and the message names those it has; or nothing is left.
+        UsageError: the model has no such part, and the message lists its parts; or no parameter is left.
     """
     weights = declared(module).weights()
     for part in config.freeze:
@@ -140,11 +141,11 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
 def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
     """AdamW over the parameters that are trained, one group per layer and kind of decay.
 
-    Groups are in order of layers, parameters in order of the module's: the same in all modes and on all
-    ranks. Each group has its factor on the learning rate in "lr_scale", for `set_lr`.
+    Groups have the order of layers, parameters the order of the module: both are the same in all modes and on
+    all ranks. "lr_scale" of each group is its factor on the learning rate, for `set_lr`.
 
     Args:
-        module: wrapped or not; after `wrap`, because FSDP replaces parameters.
+        module: the result of `wrap`, because FSDP replaces parameters; or a module that is never wrapped.
         batch: images in the global batch.
 
     Raises:
@@ -192,7 +193,7 @@ def peak_lr(config: OptimConfig, batch: int) -> float:
 
 
 def lr_line(config: OptimConfig, batch: int) -> str:
-    """One line that says where the learning rate comes from."""
+    """One line that explains the learning rate."""
     return (
         f"learning rate {peak_lr(config, batch):g}: {config.lr:g} at "
         f"{counted(config.reference_batch, 'image')}, "
@@ -204,8 +205,8 @@ def lr_line(config: OptimConfig, batch: int) -> str:
 def lr_at(config: OptimConfig, batch: int, step: int) -> float:
     """Learning rate of the last layer in a step, counted from 0; a function of its arguments only.
 
-    Step 0 has 1 / warmup of the peak, step warmup - 1 is the first that has all of it. After the schedule's
-    end it stays the same.
+    Step 0 has 1 / warmup of the peak; step warmup - 1 is the first one at the peak. After the end of the
+    schedule, the learning rate is constant.
 
     Raises:
         UsageError: step is negative, or batch is not positive.
@@ -235,9 +236,9 @@ def set_lr(optimizer: Optimizer, rate: float) -> None:
 def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
     """Update the running mean of the weights after an optimizer step, counted from 0.
 
-    It is kept in the optimizer's state, as "ema" of each parameter: in float32, sharded, saved and loaded as
-    the rest of it. Parameters that are not trained have none. Where there is none yet, it begins with the
-    weights after this step.
+    The mean is part of the optimizer's state, as "ema" of each parameter: float32, and sharded, saved and
+    loaded like the rest of the state. Parameters that are not trained have no mean. If there is no mean yet,
+    it starts from the weights after this step.
     """
     if not config.ema:
         return
@@ -252,7 +253,7 @@ def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
 
 @contextmanager
 def averaged(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Within, the module has the running mean of its weights, where there is one; then its own again."""
+    """Context in which the module's weights are replaced by their running mean, if there is one."""
     _swap(module, optimizer)
     try:
         yield
@@ -264,7 +265,7 @@ def averaged(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
 def _swap(module: nn.Module, optimizer: Optimizer) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            part.reshard()  # what is gathered would be out of date
+            part.reshard()  # gathered copies would be out of date
     for parameter, state in optimizer.state.items():
         if "ema" in state:
             own, mean = _local(parameter.detach()), _local(state["ema"])

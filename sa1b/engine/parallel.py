@@ -1,4 +1,4 @@
-"""How the ranks of a run share the work: a single process, DDP, or FSDP2, by one switch.
+"""Parallel training: a single process, DDP, or FSDP2, selected by one flag.
 
     rank_info = start(config)                                  # device first, then the process group
     freeze(module, optim)                                  # sa1b.engine.optim: before wrapping
@@ -7,7 +7,7 @@
     scaler = grad_scaler(config.precision, rank_info.device)   # sa1b.engine.gradients
     ...load a checkpoint...; agree(module, rank_info)          # sa1b.engine.ranks
     warm_up(module, one_forward_and_backward)                # sa1b.engine.gradients: fresh and resumed alike
-    set_timeout(rank_info, config.timeout)                     # from here on a silent rank is found quickly
+    set_timeout(rank_info, config.timeout)                     # from now on, a lost rank is detected quickly
     for step in ...:
         set_lr(optimizer, lr_at(optim, batch, step))
         for number, inputs in enumerate(micro_batches):
@@ -58,23 +58,24 @@ from sa1b.stream.plan import process_rank
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How a run is spread over devices.
+    """Ranks, devices and precision.
 
     Attributes:
-        mode: none: one process. ddp: every rank holds the whole model. fsdp: ranks hold shards of it.
-        precision: Number format of the matrix products; weights and optimizer are float32 in all of them.
+        mode: none: one process. ddp: every rank has the complete model. fsdp: ranks have shards of it.
+        precision: Number format of the matrix products; weights and optimizer are always float32.
         device: auto: the GPU of this rank if there is one, else the CPU.
-        shard: fsdp: full: parameters too. grad_op: gradients and optimizer only; parameters stay gathered
-            between forward and backward.
-        replicas: fsdp: copies of the model; each is sharded over world size / replicas ranks.
-        offload: fsdp: where shards and optimizer rest: on the device, in host memory (cpu), or in pinned host
-            memory (pinned: faster copies, GPU only).
-        bucket: ddp: MiB of gradients that are sent together.
-        static_graph: ddp: promise that every step runs the same graph; lets torch plan from the first step.
-        timeout_first: Seconds that a rank waits for the others until the first step is done: reading,
-            compiling and connecting happen here.
-        timeout: Seconds that a rank waits for the others from then on. Longer than --data.deadline: a rank
-            whose storage is down for a while reads on, and the others wait for it.
+        shard: For fsdp. full: shard parameters too. grad_op: shard gradients and optimizer only; parameters
+            stay gathered between forward and backward.
+        replicas: For fsdp: copies of the model; each is sharded over world size / replicas ranks.
+        offload: For fsdp: where shards and optimizer state are stored: on the device (none), in host memory
+            (cpu), or in pinned host memory (pinned: faster copies, GPU only).
+        bucket: For ddp: MiB of gradients that are sent together.
+        static_graph: For ddp: promise that every step runs the same graph, so that torch can optimise it.
+        timeout_first: Seconds that a rank waits for the others until the first step is done, which includes
+            reading, compiling and connecting.
+        timeout: Seconds that a rank waits for the others after the first step. It must exceed
+            --data.deadline: while the storage of one rank is down, that rank retries and the others wait for
+            it.
         sync_batchnorm: Compute the statistics of BatchNorm layers over all ranks; GPUs only.
     """
 
@@ -94,11 +95,11 @@ class ParallelConfig:
 def start(config: ParallelConfig) -> RankInfo:
     """Take this process's device and join the other ranks.
 
-    Under torchrun rank and world size come from its variables. Without it the process is rank 0 of 1, in any
-    mode: ddp and fsdp then make a group of one. A process group that exists already is used as it is.
+    Under torchrun, rank and world size come from its environment variables. Without torchrun, the process is
+    rank 0 of 1; ddp and fsdp then create a group of one. An existing process group is used unchanged.
 
     Raises:
-        UsageError: what was asked for does not fit together or needs a GPU; the message names the flag.
+        UsageError: settings do not fit together or need a GPU; the message names the flag.
     """
     rank, world_size = process_rank()
     _refuse(config, world_size)
@@ -110,7 +111,7 @@ def start(config: ParallelConfig) -> RankInfo:
     if config.mode == "none":
         return RankInfo(rank, world_size, local_rank, device, None)
     if not dist.is_initialized():
-        # Checkpoints are saved from the CPU beside training, so GPUs need gloo too.
+        # Checkpoints are saved from the CPU in parallel with training, so GPUs need gloo too.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         wait = timedelta(seconds=config.timeout_first)
         if world_size == 1:
@@ -137,7 +138,7 @@ def start(config: ParallelConfig) -> RankInfo:
 
 
 def stop() -> None:
-    """Leave the process group, if there is one; all ranks together, so not after an error on one of them."""
+    """Destroy the process group, if there is one. Collective: do not call it after an error on one rank."""
     if dist.is_initialized():
         _left.append(dist.group.WORLD)
         dist.destroy_process_group()
@@ -150,10 +151,10 @@ _left: list[object] = []
 
 
 def set_timeout(rank_info: RankInfo, seconds: float) -> None:
-    """How long collectives that begin from now on wait for the other ranks: the long time for the first step.
+    """Set the timeout of later collectives, which begins with the long value for the first step.
 
-    With gloo a call that waited longer raises RuntimeError. With NCCL calls return at once, and torch's
-    watchdog thread ends the process. Torch offers it for these two back ends only, by a private function.
+    With gloo, a call that exceeds it raises RuntimeError. With NCCL, calls return at once, and torch's
+    watchdog thread ends the process. Torch supports this for these two back ends only, by a private function.
     """
     if not dist.is_initialized():
         return
@@ -162,21 +163,21 @@ def set_timeout(rank_info: RankInfo, seconds: float) -> None:
 
 
 def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-    """The module on its device, made to work with the other ranks; train and evaluate through the result.
+    """Move the module to its device and wrap it with DDP or FSDP; train and evaluate through the result.
 
     Args:
         module: a model (`sa1b.engine.model`). Frozen parameters have requires_grad False already.
 
-    FSDP: one group for each of the model's units, in the number format of the products, so that half the
-    bytes are sent; one root group in float32 for the rest. Inputs are never cast: they may be coordinates.
-    Gradients are averaged in float32.
+    FSDP: one group for each of the model's units, in the number format of the products, which halves the sent
+    bytes for 16-bit formats; one root group in float32 for the rest. Inputs are never cast, because they may
+    be coordinates. Gradients are averaged in float32.
 
-    DDP: gradients are views of the buckets, which saves their second copy. Buffers are not sent in each step:
-    they are constants, or equal on all ranks as the statistics of `shared_statistics`.
+    DDP: gradients are views of the buckets, which saves a second copy. Buffers are not broadcast in each
+    step: they are constants, or equal on all ranks, as the statistics of `shared_statistics`.
 
     Raises:
         UsageError: see `shared_statistics`.
-        DisagreementError: ranks have built different models, so FSDP would mix them and DDP hide it.
+        DisagreementError: ranks have built different models; FSDP would mix them, and DDP would hide it.
     """
     agree(module, rank_info)
     if config.mode == "none":
@@ -193,18 +194,19 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
         gradient_as_bucket_view=True,
         static_graph=config.static_graph,
     )
-    # The constructor's argument of this name is deprecated, its successor missing before torch 2.13.
+    # The constructor argument of this name is deprecated, but its successor is missing before torch 2.13.
     wrapped.broadcast_buffers = False
     return wrapped
 
 
 def shared_statistics(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-    """The module with BatchNorm layers, if it has any, that compute their statistics over all ranks.
+    """Convert the BatchNorm layers of a module, if any, to compute their statistics over all ranks.
 
-    Each rank would otherwise normalise by, and save, the statistics of its own samples: buffers are not sent.
+    Without this, each rank would normalise with the statistics of its own samples and save them, because
+    buffers are not broadcast.
 
     Raises:
-        UsageError: it has BatchNorm layers and this is not asked for, or the device is no GPU.
+        UsageError: the module has BatchNorm layers, and sync_batchnorm is False or the device is not a GPU.
     """
     norms = nn.modules.batchnorm._BatchNorm
     found = [name for name, part in module.named_modules() if isinstance(part, norms)]
@@ -229,8 +231,8 @@ def _fully_shard(module: nn.Module, config: ParallelConfig, rank_info: RankInfo)
     offload = OffloadPolicy()
     if config.offload != "none":
         offload = CPUOffloadPolicy(pin_memory=config.offload == "pinned")
-    # A unit may end in a view of a matrix product. Torch warns of changing such a result in place, which
-    # would remove the hook that gathers weights for backward; models add it to a residual.
+    # A unit may return a view of a matrix product. Torch warns that changing such a result in place removes
+    # the hook that gathers weights for the backward pass. Models add the result to a residual instead.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     low = MixedPrecisionPolicy(compute_dtype(config.precision), torch.float32, cast_forward_inputs=False)
     for unit in declared(module).fsdp_units():
@@ -254,11 +256,12 @@ def _fully_shard(module: nn.Module, config: ParallelConfig, rank_info: RankInfo)
 
 
 def _fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
-    """The ranks' store under a prefix that no earlier attempt has used.
+    """The ranks' store with a prefix that no earlier attempt has used.
 
     torchrun keeps one store over its restarts (torch 2.13, torch/distributed/elastic/rendezvous/
-    dynamic_rendezvous.py): ranks would find the addresses of dead ones there. So each rank writes a random
-    token, and rank 0 answers each token with its own, which is the prefix, until all ranks have confirmed it.
+    dynamic_rendezvous.py), so ranks would find the addresses of dead ranks there. Therefore each rank writes
+    a random token, and rank 0 answers each token with its own, until all ranks have confirmed it. The token
+    of rank 0 is the prefix.
 
     Raises:
         DistStoreError: a rank did not answer in time.
@@ -275,7 +278,7 @@ def _fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
     end = time.monotonic() + wait.total_seconds()
     while missing:
         for other in sorted(missing):
-            if store.check([f"token/{other}"]):  # it may be that of a dead rank
+            if store.check([f"token/{other}"]):  # the token may be that of a dead rank
                 store.set(f"prefix/{store.get(f'token/{other}').decode()}", token)
         missing -= {other for other in missing if store.check([f"confirmed/{token}/{other}"])}
         if time.monotonic() > end:
@@ -326,13 +329,13 @@ def _device(config: ParallelConfig, local_rank: int) -> torch.device:
             f"local rank {local_rank}: no GPU is left for it, this process sees {visible}; "
             "start fewer processes on this machine, or pass --parallel.device cpu"
         )
-    # Before anything else: whatever allocates on "the current device" must not do so on the first GPU.
+    # First of all, so that allocations on "the current device" are not on the first GPU.
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def _bound(device: torch.device) -> torch.device | None:
-    """The device that NCCL connects at once and uses for collectives without a device of their own."""
+    """The device on which NCCL connects at once, and which it uses for collectives without a device."""
     return device if device.type == "cuda" else None
 
 

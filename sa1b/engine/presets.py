@@ -1,4 +1,4 @@
-"""The models that the command trains, and their presets: the settings of SAM."""
+"""The presets of `sa1b train`: settings of SAM models."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -21,7 +21,7 @@ class SamConfig(Config):
     """A run that trains SAM.
 
     Attributes:
-        preset: Where all other defaults come from. tiny: learns in minutes on two CPU cores. vit_b,
+        preset: Set of defaults for all other flags. tiny: learns in minutes on two CPU cores. vit_b,
             vit_l, vit_h: the published models with the recipe of their paper. sam2: vit_b with the recipe of
             SAM 2's first stage, which is trained on SA-1B.
         model: Sizes of the model.
@@ -36,11 +36,11 @@ class SamConfig(Config):
 
     @property
     def image_size(self) -> int:
-        """Pixels of the padded square that the model takes."""
+        """Size of the padded square that the model takes, pixels."""
         return self.model.image_size
 
     def build(self) -> Interactive:
-        """The model with the simulated user that trains it."""
+        """The model together with the simulated user of interactive training."""
         return Interactive(Sam(self.model), self.recipe)
 
     def check(self) -> None:
@@ -68,18 +68,18 @@ def _published(model: Preset, **recipe: Any) -> SamConfig:
 
 
 # vit_b, vit_l, vit_h: "Segment Anything" (Kirillov et al. 2023), appendix A, "Training recipe". ViT-H at
-# batch 256 for 90,000 steps; ViT-B and ViT-L at batch 128 for 180,000, with milestones at the same parts of
-# the run. What the paper has and a preset cannot decide: weights of MAE (--init), and no masks of more than
-# 90 % of an image (a view with "area_fraction < 0.9"). What the paper does not say: the limit of the
-# gradient's norm, 1; the mean over the iterations of a mask; losses at the decoder's resolution.
+# batch 256 for 90,000 steps; ViT-B and ViT-L at batch 128 for 180,000, with milestones at the same fractions
+# of the run. A preset cannot set two parts of the recipe: initial weights of MAE (--init), and no masks of
+# more than 90 % of an image (a view with "area_fraction < 0.9"). The paper does not specify the limit of the
+# gradient norm (here 1), the mean over the iterations of a mask, and losses at the decoder's resolution.
 #
 # sam2: "SAM 2" (Ravi et al. 2024), appendix "Training", first stage on SA-1B, with the values of the base
 # model. Deviations: the image encoder is SAM's ViT-B, not Hiera-B+; images are padded to the square, not
-# stretched; no head for occlusion, so no loss for it; the predicted IoU has no sigmoid, so that exported
-# weights mean what they mean in the published SAM; the same view as above leaves out masks above 90 %.
+# stretched; there is no head for occlusion and no loss for it; the predicted IoU has no sigmoid, for
+# compatibility of exported weights with the published SAM; the same view as above excludes masks above 90 %.
 #
-# tiny: no publication. The recipe is that of SAM, shortened until it learns in minutes. The model compares
-# pixels with the clicked ones (sa1b.sam.similarity), which SAM has to learn.
+# tiny: not published. The recipe is SAM's, shortened until it learns in minutes. The model compares pixels
+# with the clicked pixels (sa1b.sam.similarity); SAM has to learn this.
 PRESETS: dict[str, SamConfig] = {
     "vit_b": _published(
         "vit_b", lr=8e-4, reference_batch=128, layer_decay=0.6, drop_path=0.6, steps=180_000,
@@ -107,8 +107,8 @@ PRESETS: dict[str, SamConfig] = {
         preset="tiny",
         data=DataConfig(global_batch=8, masks=16, flip=0.5),
         model=MODELS["tiny"],
-        # A weighted cross entropy in place of the focal loss: from random weights the latter answers "all
-        # background" for some hundred steps, on images of which most is background.
+        # A weighted cross entropy instead of the focal loss. From random weights, a model with the focal loss
+        # predicts only background for some hundred steps, because most pixels are background.
         recipe=Recipe(
             box_probability=0.25, clicks=1, unprompted=0, focal_weight=1, focal_alpha=0.75, focal_gamma=0,
             iou_weight=2, iou_masks="all", all_masks_share=0.5,

@@ -1,11 +1,11 @@
 """The ranks of a run: this process, work that succeeds or fails on all ranks, equality of models.
 
-A rank that raises while the others go on leaves them waiting for it. So results and errors are exchanged
-together, and every caller of a result gets the error of any rank.
+If one rank raises an error while the others continue, they wait for it. So results and errors are exchanged
+together, and an error on any rank is raised on all ranks.
 
-Ranks that initialise their weights from different seeds, read different checkpoints or build different models
-would not be detected by training itself: DDP would apply gradients of one model to the weights of another,
-FSDP would assemble a model from shards of several. `agree` compares them.
+Training itself would not detect ranks that initialise their weights from different seeds, read different
+checkpoints or build different models. DDP would apply gradients of one model to the weights of another, and
+FSDP would assemble a model from shards of several models. `agree` compares the ranks.
 """
 
 import datetime
@@ -36,10 +36,10 @@ class RankInfo:
     """One rank.
 
     Attributes:
-        rank: of `world_size` ranks.
-        local_rank: on its machine; the number of its GPU.
-        device: with its index, for a GPU.
-        mesh: FSDP only: ranks by "shard", or by "replicate" and "shard", in the order of their numbers.
+        rank: rank of this process, from 0 to world_size - 1.
+        local_rank: rank on this machine; the index of its GPU.
+        device: device of this rank; a GPU has an index.
+        mesh: FSDP only: ranks by "shard", or by "replicate" and "shard", in ascending order.
     """
 
     rank: int
@@ -50,21 +50,22 @@ class RankInfo:
 
     @property
     def shards(self) -> int:
-        """Number of ranks that one copy of the model is spread over."""
+        """Number of ranks over which one copy of the model is sharded."""
         return self.mesh["shard"].size() if self.mesh else 1
 
 
 T = TypeVar("T")
-# Of collectives beside training: a slow disk is no reason to end a run; a lost rank is detected at once.
+# Timeout of collectives outside of training. It is long because a slow disk must not end a run; a lost rank
+# is detected at once.
 _TIMEOUT = datetime.timedelta(hours=1)
-_SHOWN_AFTER = 5.0  # seconds until each host must see a file that another one has made
+_SHOWN_AFTER = 5.0  # seconds within which a host must see a file that another host has created
 _PEER_LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def explain(error: Exception, rank: int, world_size: int) -> str:
-    """What a failing rank prints: its reason, or in one line that it lost a rank that has failed.
+    """The message of a failing rank: its error, or one line if it only lost another rank.
 
-    Errors of this package and of the operating system explain themselves; all others come with a traceback.
+    Errors of this package and of the operating system are printed without a traceback, all others with one.
     """
     lines = [f"rank {rank}: {note}" for note in getattr(error, "__notes__", [])]
     where = "error" if world_size == 1 else f"error on rank {rank}"
@@ -86,10 +87,10 @@ class _Outcome(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of a run, with a gloo group of their own: a thread may use it beside training.
+    """The ranks of a run with a separate gloo group, which a thread may use in parallel with training.
 
     Attributes:
-        group: None: a single process.
+        group: the gloo group; None for a single process.
     """
 
     rank: int
@@ -97,10 +98,10 @@ class Ranks:
     group: dist.ProcessGroup | None
 
     def on_all(self, work: Callable[[], T]) -> list[T]:
-        """Do `work` on every rank and return what came out, in the order of ranks.
+        """Do `work` on every rank and return the results of all ranks, in the order of ranks.
 
         Raises:
-            CheckpointError: it failed on any rank; the message has the errors of all.
+            CheckpointError: the work failed on any rank; the message contains the errors of all ranks.
         """
         own = _attempt(work)
         outcomes: list[_Outcome[T]] = [own] * self.world_size
@@ -109,10 +110,10 @@ class Ranks:
         return _values(outcomes)
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 and return what came out on every rank.
+        """Do `work` on rank 0 and return its result on every rank.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the work failed.
         """
         outcomes: list[_Outcome[T] | None] = [_attempt(work) if self.rank == 0 else None]
         if self.group is not None:
@@ -135,7 +136,7 @@ def _attempt(work: Callable[[], T]) -> _Outcome[T]:
 
 
 def _values(outcomes: list[_Outcome[T]]) -> list[T]:
-    # Ranks that work together often fail with the same words.
+    # Ranks often fail with the same message.
     if errors := list(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None)):
         raise CheckpointError("; ".join(errors))
     return [cast(T, outcome.value) for outcome in outcomes]
@@ -150,15 +151,15 @@ def _text(error: BaseException) -> str:
 
 
 def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
-    """Make a folder and check that it is the same one on all ranks; collective.
+    """Create a folder and check that all ranks see the same folder; collective.
 
     Rank 0 writes a file with a random name. The others look for it for some seconds: a network file system
     may show new files late.
 
     Raises:
-        UsageError: on all ranks; the message names those with another folder, and their hosts. Or, on this
-            rank, it cannot be made.
-        OSError: it cannot be written.
+        UsageError: some ranks see another folder; raised on all ranks, and the message names these ranks and
+            their hosts. Or the folder cannot be created; raised on this rank.
+        OSError: the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +177,7 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
     dist.barrier()
     end = time.monotonic() + _SHOWN_AFTER
     while not token.exists() and time.monotonic() < end and rank_info.rank > 0:
-        list(folder.iterdir())  # makes NFS look at the folder again
+        list(folder.iterdir())  # makes NFS refresh the folder
         time.sleep(0.05)
     own = (token.exists(), f"{rank_info.rank} (host {socket.gethostname()}, {folder.resolve()})")
     of_all = [own] * rank_info.world_size
@@ -191,19 +192,19 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
 
 
 class DisagreementError(Sa1bError):
-    """Ranks hold different models; the message names the first difference and the ranks."""
+    """Ranks have different models; the message names the first difference and the ranks."""
 
 
 @torch.no_grad()
 def agree(module: nn.Module, rank_info: RankInfo) -> None:
-    """Compare all parameters and buffers over all ranks; call it wrapped or not, after every load.
+    """Compare all parameters and buffers over all ranks, wrapped or not; call it after every load.
 
-    Names, shapes, dtypes and placements must be the same on all ranks, and so must the bytes of tensors that
-    each rank holds whole. Of sharded parameters a rank reads its own shard only, which must be that of the
-    other replicas. A shard that exists once cannot be compared: therefore `wrap` compares before it shards.
-    Under FSDP what an evaluation left gathered is released.
+    Names, shapes, dtypes and placements must be the same on all ranks, and so must the bytes of unsharded
+    tensors. For sharded parameters, each rank reads its own shard only, which must equal that of the other
+    replicas. A shard without a replica cannot be compared; therefore `wrap` compares before it shards. Under
+    FSDP, parameters that an evaluation left gathered are released.
 
-    One crc32 of each tensor is exchanged, computed at 8.6 GB/s by one thread after a copy from the device;
+    The ranks exchange one crc32 per tensor, computed at 8.6 GB/s by one thread after a copy from the device.
     ViT-H has 2.5 GB of weights.
 
     Raises:
@@ -224,7 +225,7 @@ def agree(module: nn.Module, rank_info: RankInfo) -> None:
 
     digests = _gather([_digest(tensor) for tensor in tensors.values()], rank_info)
     for column, (name, tensor) in enumerate(tensors.items()):
-        # Ranks lie in the mesh in the order of their numbers: rank % shards says which shard one holds.
+        # The mesh has ranks in ascending order: rank % shards is the index of a rank's shard.
         shards = rank_info.shards if isinstance(tensor, DTensor) else 1
         for shard in range(shards):
             holders = list(range(shard, rank_info.world_size, shards))
@@ -251,7 +252,7 @@ def _compare_descriptions(described: list[str], digests: Tensor, rank_info: Rank
 
 
 def _parties(values: dict[int, object]) -> str:
-    """ "ranks [0, 2] hold A, ranks [1] hold B"."""
+    """Values and their ranks as text: "ranks [0, 2] hold A, ranks [1] hold B"."""
     parties: dict[object, list[int]] = {}
     for rank, value in values.items():
         parties.setdefault(value, []).append(rank)

@@ -1,4 +1,4 @@
-"""Settings of a run that are not those of the checkpoint it goes on from: refused, or named in a line."""
+"""Settings that differ from those of the checkpoint a run resumes from: refused, or listed in a line."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -6,15 +6,15 @@ from typing import Any
 
 from sa1b.errors import UsageError
 
-Settings = Mapping[str, Any]  # `Config.document` of a run
+Settings = Mapping[str, Any]  # result of `Config.document`
 
-_SEQUENCE = ("seed", "data.view", "data.block_size")  # they decide which images come when
+_SEQUENCE = ("seed", "data.view", "data.block_size")  # these determine the sequence of images
 _OF_TRAINING = ("data.global_batch", "data.target_size", "parallel.precision")
 _OTHER_PARTS = ("data", "parallel", "checkpoint", "evaluation", "health", "logging")
 
 
 def check_sequence(saved: Settings, own: Settings, out: Path) -> None:
-    """Refuse settings that make the order of images another one than the checkpoint's.
+    """Refuse settings that change the order of images.
 
     Raises:
         UsageError: the message names the flags with the values that `out` was trained with.
@@ -23,7 +23,7 @@ def check_sequence(saved: Settings, own: Settings, out: Path) -> None:
 
 
 def check_model(saved: Settings, own: Settings, out: Path) -> None:
-    """Refuse sizes of a model, or frozen parts, that are not the checkpoint's, by the names of their flags.
+    """Refuse sizes of the model, or frozen parts, that differ from the checkpoint's; the message names flags.
 
     Raises:
         UsageError: as `check_sequence`.
@@ -33,7 +33,7 @@ def check_model(saved: Settings, own: Settings, out: Path) -> None:
 
 
 def check_mean(saved: Settings, own: Settings, out: Path) -> None:
-    """Refuse to go on without the running mean of the weights that a checkpoint has.
+    """Refuse to resume without a running mean if the checkpoint has one.
 
     Raises:
         UsageError: as `check_sequence`.
@@ -47,14 +47,14 @@ def check_mean(saved: Settings, own: Settings, out: Path) -> None:
 
 
 def changes(saved: Settings, own: Settings, step: int) -> list[str]:
-    """Lines for people: settings that change the training and are not those of the checkpoint of a step."""
+    """Lines to print: settings that affect training and differ from those of the checkpoint."""
     found = [one for one in _differences(saved, own) if _of_training(one[0])]
     lines = []
     if found:
         named = ", ".join(f"{_flag(name)} {_shown(before)} -> {_shown(now)}" for name, before, now in found)
         lines.append(f"settings that differ from those of step {step:,}: {named}")
     if ("optim.ema", 0.0) in [(name, before) for name, before, _ in found]:
-        lines.append(f"the running mean (--optim.ema) begins with the weights of step {step:,}")
+        lines.append(f"the running mean (--optim.ema) starts from the weights of step {step:,}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""All that a run is made of, on one rank: data, model, optimizer, checkpoints, metrics."""
+"""The parts of a run on one rank: data, model, optimizer, checkpoints, metrics."""
 
 import time
 from typing import Any
@@ -66,7 +66,7 @@ class Run:
         )
 
     def _resume(self) -> dict[str, Any] | None:
-        """Go on from the newest good checkpoint, if there is one; the metrics of its step."""
+        """Resume from the newest good checkpoint, if there is one; return the metrics of its step."""
         if self.config.resume == "no" and self.checkpoints.newest() is not None:
             raise UsageError(
                 f"--resume no: --out {self.config.out} has checkpoints; pass another --out, or move it away"
@@ -98,14 +98,14 @@ class Run:
         if self.step >= steps:
             more = "" if self.step == steps else f" and is at step {self.step:,}"
             has = f"{self.config.out} has all {counted(steps, 'step')}{more}"
-            print(f"{has}: raise --optim.steps to train on")
+            print(f"{has}: raise --optim.steps to continue training")
             return
-        print(f"going on after step {self.step:,} at position {position:,}")
+        print(f"resuming after step {self.step:,} at position {position:,}")
         for line in resume.changes(saved, self.config.document(), self.step):
             print(line)
 
     def save(self, line: dict[str, Any] | None) -> None:
-        """A checkpoint of what was trained so far.
+        """Save a checkpoint of the current state.
 
         Args:
             line: metrics of the last step, as far as they are known.
@@ -120,7 +120,7 @@ class Run:
         self.checkpoints.save(self.step, self.module, self.optimizer, state)
 
     def evaluate(self) -> None:
-        """Score the held-out images and write the scores down, unless the run is asked to stop meanwhile."""
+        """Evaluate on the held-out images and record the scores, unless a stop is requested meanwhile."""
         if self.held_out is not None:
             config, began = self.config, time.perf_counter()
             with averaged(self.module, self.optimizer):
@@ -142,9 +142,9 @@ class Run:
         return self.control.stopping or self.step >= self.config.optim.steps
 
     def forward_backward(self, batch: Batch) -> dict[str, Tensor]:
-        """Add the gradient of a micro-batch's loss; returns the model's sums, without gradient.
+        """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
 
-        The loss is divided by `divisor`, and so must its count be.
+        The loss is divided by `divisor`. The caller must divide its count by `divisor` too.
         """
         inputs = self.model.inputs(batch, self.config.seed)
         with autocast(self.config.parallel.precision, self.rank_info.device):
@@ -153,12 +153,12 @@ class Run:
         return {name: sums[name].detach() for name in (*self.model.figures, "count")}
 
     def record(self, figures: StepFigures, seconds: StepTime, lr: float) -> None:
-        """Write down the step that has just ended; save and evaluate where it is time to."""
+        """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
         self.checkpoints.poll()
         ideal = estimate.peak_seconds(self.model, figures.images, figures.count, self.rank_info)
         saves = (self.ended or self.step % self.config.checkpoint.every == 0) and not self.health.lost
         if saves:
-            # A kill may come after the checkpoint and before the step's line.
+            # The process may be killed after the checkpoint and before the step's line is written.
             line = metrics.figures_of(figures, seconds, lr, self.rank_info, ideal)
             with seconds.part("checkpoint"):
                 self.save(metrics.json_figures({"step": self.step, **line}))
@@ -166,7 +166,7 @@ class Run:
         self._evaluate_if_due(saved=saves or bool(self.health.lost))
 
     def evaluate_what_is_missing(self) -> None:
-        """Before the first step: what there is to gain; where a run goes on, what was interrupted."""
+        """Evaluate before the first step, or, after a resume, repeat an evaluation that was interrupted."""
         if self.control.any_rank(self.metrics.lacks_evaluation(self.step)):
             self._evaluate_if_due(saved=self.step > 0)
 
@@ -179,7 +179,7 @@ class Run:
             self.save(None)
 
     def close(self) -> None:
-        """End threads and files; waits for the checkpoint that is being written."""
+        """Stop threads and close files; wait for the checkpoint that is being written."""
         try:
             self.feed.close()
             self.metrics.close()

@@ -148,7 +148,7 @@ def test_a_run_that_has_all_its_steps_says_so_and_shows_no_progress(
     shutil.copytree(whole("none", 1), out)
     ended = start(root, out, "--optim.steps", str(steps))
     assert ended.codes == [0]
-    said = f"{out} has all {steps} steps{more}: raise --optim.steps to train on"
+    said = f"{out} has all {steps} steps{more}: raise --optim.steps to continue training"
     assert ended.outputs[0].strip().splitlines() == [said]
 
 

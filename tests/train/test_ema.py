@@ -85,7 +85,7 @@ def test_a_run_without_it_may_go_on_with_it_and_says_so(root: Path, tmp_path: Pa
     assert ended.codes == [0]
     assert "settings that differ from those of step 3: --optim.lr" in ended.outputs[0]
     assert "--optim.ema 0.0 -> 0.5\n" in ended.outputs[0]
-    assert "the running mean (--optim.ema) begins with the weights of step 3\n" in ended.outputs[0]
+    assert "the running mean (--optim.ema) starts from the weights of step 3\n" in ended.outputs[0]
     assert means(out) != {}
 
 

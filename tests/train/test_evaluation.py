@@ -123,7 +123,7 @@ def test_a_run_that_is_asked_to_stop_while_it_evaluates_ends_there_with_a_checkp
     flags = (*EVALUATED, "--evaluation.every", "3")
     ended = start(parted, out, *flags, ranks=2, mode="ddp", mishap=mishap)
     assert ended.codes == [0, 0], ended.outputs
-    assert "stopped after step 3 with a checkpoint; the same command goes on from there" in ended.outputs[0]
+    assert "stopped after step 3 and saved a checkpoint; run the same command to resume" in ended.outputs[0]
     assert scored.read_text() == "1"  # no micro-batch was scored after the signal
     assert [line["step"] for line in lines(out) if "evaluation" in line] == [0]
     assert len(losses(out)) == 3
@@ -147,7 +147,7 @@ def test_torchrun_that_is_told_to_end_during_the_first_or_last_evaluation_leaves
     mishap["scored"] = str(scored)
     process = torchrun(parted, out, *flags, ranks=2, mode="ddp", mishap=mishap)
     output = output_of(process, out)
-    assert f"stopped after step {step} with a checkpoint" in output
+    assert f"stopped after step {step} and saved a checkpoint" in output
     assert scored.read_text() == "1"
     assert checkpoint_steps(out)[-1] == step
     assert step not in [line["step"] for line in lines(out) if "evaluation" in line]

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: all ranks stop after the same step with a checkpoint, and the same command goes on."""
+"""SIGTERM and Ctrl-C: all ranks stop after the same step with a checkpoint, and the same command resumes."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def test_one_rank_asked_at_any_moment_of_a_step_stops_all_with_a_checkpoint(
     done = 2 if moment == "begun" else 3  # the ranks agree once a step
     assert len(losses(tmp_path / "run")) == done
     assert checkpoint_steps(tmp_path / "run")[-1] == done
-    assert f"stopped after step {done} with a checkpoint; the same command goes on" in ended.outputs[0]
+    assert f"stopped after step {done} and saved a checkpoint; run the same command" in ended.outputs[0]
 
 
 def test_the_second_signal_ends_a_process_that_nobody_supervises_at_once(root: Path, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_torchrun_that_is_told_to_end_leaves_a_checkpoint(
     os.kill(process.pid, number)
     output = output_of(process, out)
     done = len(losses(out))
-    assert f"stopped after step {done:,} with a checkpoint" in output
+    assert f"stopped after step {done:,} and saved a checkpoint" in output
     assert checkpoint_steps(out)[-1] == done
     assert processes_of(out) == []
 

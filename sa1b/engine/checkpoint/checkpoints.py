@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written asynchronously, committed whole, checked before they are used.
+"""Checkpoints of a run: written asynchronously, committed atomically, verified before use.
 
     checkpoints = Checkpoints(run, CheckpointConfig())          # all ranks, after wrapping
     state = checkpoints.resume(module, optimizer)               # None: a fresh start
@@ -12,15 +12,15 @@
     RUN/checkpoints/step-00000100/
         __0_0.distcp ...   model and optimizer state, by torch.distributed.checkpoint, one file a rank
         .metadata          which tensor is in which file
-        state.json         everything else: what the caller gave, step, world size, versions
+        state.json         everything else: the caller's state, step, world size, versions
         manifest.json      bytes and sha256 of every file, written last
 
-A folder is written as step-00000100.partial, flushed, and renamed by rank 0 when all ranks have written and
-described their files. So a folder that has its name was complete; one whose manifest does not agree with it
-was damaged since. Nothing that a checkpoint holds is run as code: see `torch_metadata.py`.
+A folder is written as step-00000100.partial and flushed. Rank 0 renames it when all ranks have written and
+described their files. So a folder with its final name was complete. If it does not match its manifest, it was
+damaged later. No content of a checkpoint is run as code: see `torch_metadata.py`.
 
-ViT-B with AdamW, 1.13 GB, one process on two cores: training stands still for 0.3 s, the copy; the write
-beside it takes 10 s on a disk of 120 MB/s; checking digests takes 0.8 s, loading 2 s.
+Measured for ViT-B with AdamW, 1.13 GB, in one process on two cores: training stops for 0.3 s, for the copy to
+host memory. The asynchronous write takes 10 s on a disk of 120 MB/s, verifying digests 0.8 s, loading 2 s.
 """
 
 import contextlib
@@ -48,22 +48,23 @@ from sa1b.engine.ranks import ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.storage.atomic import commit, flush, lock, write_whole
 
-_LOCK_PATIENCE = 60.0  # seconds: the processes of a killed run may outlive it a moment
+_LOCK_PATIENCE = 60.0  # seconds: processes of a killed run may take a moment to end
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """When checkpoints are written and which are kept.
+    """Schedule of checkpoints and number of kept ones.
 
     Attributes:
-        every: Steps from one checkpoint to the next.
-        keep_last: Newest checkpoints that are kept; two, so that a damaged one costs little. The disk needs
-            room for one more.
+        every: Steps between checkpoints.
+        keep_last: Number of newest checkpoints to keep; by default two, in case one is damaged. The disk
+            needs space for one more.
         keep_every: Also keep the checkpoints whose step is a multiple of this; 0: none.
-        asynchronous: Whether training goes on while a checkpoint is written (the default), at the cost of
-            host memory for a copy of each rank's tensors; with --checkpoint.no-asynchronous it waits.
-        tolerate: Failed writes in a row that the run survives, going on with the older checkpoint.
+        asynchronous: Continue training while a checkpoint is written (the default). This takes host memory
+            for a copy of each rank's tensors. With --checkpoint.no-asynchronous, training waits.
+        tolerate: Number of consecutive failed writes after which the run still continues; the older
+            checkpoint is kept.
     """
 
     every: int = 1000
@@ -81,14 +82,14 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run and finds the one to go on with; created by all ranks together.
+    """Writes the checkpoints of one run and finds the one to resume from; created by all ranks together.
 
-    A rank's methods are called in the same order as the other ranks'; all but `poll` and `close` are
-    collective. A thread of each rank writes, with a process group of its own, so the ranks agree there that
-    all have written, and training never waits for that, except for the copy to host memory and when a save
-    begins before the last one has ended.
+    All ranks must call the methods in the same order; all except `poll` and `close` are collective. A thread
+    of each rank writes. These threads have a separate process group, in which they agree that all ranks have
+    written. Training only waits for the copy to host memory, and for the previous save if that is still being
+    written.
 
-    Making one removes what killed runs have left in the folder, and holds a lock on it.
+    Creating an instance removes incomplete checkpoints of killed runs and locks the folder.
 
     Args:
         run: folder of the run; checkpoints are in its folder `checkpoints`.
@@ -106,21 +107,21 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stager: DefaultStager | None = None
         self._writing: Future[int] | None = None
-        self._failures: list[str] = []  # since the last write that went well
-        self._good: set[int] = set()  # steps of checkpoints that this run has written or gone on from
+        self._failures: list[str] = []  # since the last successful write
+        self._good: set[int] = set()  # steps of checkpoints that this run has written or resumed from
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Write a checkpoint of `step` steps done; asynchronously, the tensors may change once it returns.
+        """Write a checkpoint after `step` steps; the tensors may change once this returns.
 
-        Waits for the write before this one. A failed write is logged as an error that names the path, and the
-        run goes on with the older checkpoint.
+        Waits for the previous write. A failed write is logged as an error that names the path, and the run
+        continues; the older checkpoint is kept.
 
         Args:
             model: see `sa1b.engine.checkpoint.tensors.gather`.
-            state: JSON; the same on all ranks, rank 0's is written.
+            state: JSON values; the same on all ranks, and rank 0 writes them.
 
         Raises:
-            CheckpointError: more writes in a row have failed than `tolerate` says.
+            CheckpointError: more than `tolerate` consecutive writes have failed.
             TypeError, ValueError: the state is not JSON.
         """
         self._settle()
@@ -136,7 +137,7 @@ class Checkpoints:
         own = tensors.share(tensors.gather(model, optimizer), self._ranks.rank, self._ranks.world_size)
         if self.config.asynchronous:
             if self._stager is None:
-                # Its copy in host memory stays and is filled again, pinned where that makes it faster.
+                # The copy in host memory is kept and reused; it is pinned if that makes it faster.
                 cuda = any(tensor.is_cuda for tensor in own.values())
                 self._stager = DefaultStager(
                     StagingOptions(
@@ -158,16 +159,16 @@ class Checkpoints:
             self._settle()
 
     def poll(self) -> None:
-        """Once a step: log a write that has ended. Waits for nothing and talks to no other rank.
+        """Log a write that has ended; call this once per step. Does not wait or communicate.
 
-        Ranks may see the end at different steps, so a failed write raises nothing here. `save` and `close`
-        raise, which all ranks call at the same step.
+        Ranks may see the end of a write at different steps, so a failed write raises no error here. `save`
+        and `close` raise it, because all ranks call them at the same step.
         """
         if self._writing is not None and self._writing.done():
             self._settle()
 
     def close(self) -> None:
-        """Wait for the write in flight and release the folder; before the process group is destroyed.
+        """Wait for the write in flight and unlock the folder; call it before the process group is destroyed.
 
         Raises:
             CheckpointError: the last write has failed.
@@ -181,7 +182,7 @@ class Checkpoints:
             raise self._failed()
 
     def newest(self) -> Found | None:
-        """The newest good checkpoint, the same on all ranks; rank 0 looks. See `checkpoint_files.newest`."""
+        """The newest good checkpoint, found by rank 0 for all ranks. See `checkpoint_files.newest`."""
         self._settle()
         return self._ranks.on_first(lambda: checkpoint_files.newest(self.folder))
 
@@ -189,8 +190,8 @@ class Checkpoints:
         """Fill model and optimizer in place and return the state; any mode and world size.
 
         Raises:
-            MismatchError: it is of another model, or other parameters were trained.
-            CheckpointError: tensors cannot be read; model and optimizer may be filled in part.
+            MismatchError: the checkpoint has another model or other trained parameters.
+            CheckpointError: tensors cannot be read; model and optimizer may be partly filled.
         """
         self._settle()
         tensors.load(found.folder, found.metadata, model, optimizer, self._ranks)
@@ -199,16 +200,16 @@ class Checkpoints:
         return found.state
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Go on from the newest good checkpoint: fill model and optimizer and return the state.
+        """Resume from the newest good checkpoint: fill model and optimizer and return the state.
 
-        Falls back to older ones, each time with a warning that names the file and what is wrong with it.
+        Falls back to older checkpoints, each time with a warning that names the damaged file and the reason.
 
         Returns:
-            None where there are no checkpoints: a fresh start. Nothing was changed then.
+            The state of the checkpoint. None if there are no checkpoints; model and optimizer are unchanged.
 
         Raises:
             MismatchError: as in `load`.
-            CheckpointError: there are checkpoints, and none is good.
+            CheckpointError: there are checkpoints, but none is good.
         """
         self._settle()
         refused: list[str] = []
@@ -241,7 +242,7 @@ class Checkpoints:
         checkpoint_files.sweep(self.folder)
 
     def _write(self, step: int, own: dict[str, Tensor], state: bytes) -> int:
-        """Write and commit; collective, in the writing thread. Fails on all ranks or on none."""
+        """Write and commit a checkpoint; collective, in the writing thread. Fails on all ranks or on none."""
         temporary = self.folder / f"{checkpoint_files.folder_name(step)}.partial"
         try:
             self._ranks.on_first(lambda: checkpoint_files.make_empty(temporary))
@@ -250,7 +251,7 @@ class Checkpoints:
             self._ranks.on_first(lambda: self._commit(temporary, step, parts))
         except CheckpointError as error:
             if self._ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # a full disk gets its space back
+                shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
             raise CheckpointError(f"{temporary}: {error}") from None
         return step
 
@@ -266,19 +267,19 @@ class Checkpoints:
 
     def _commit(self, temporary: Path, step: int, parts: list[dict[str, SealedFile]]) -> None:
         files = {name: file for part in parts for name, file in part.items()}
-        # A table that this program would refuse is better known now than at the next start.
+        # Verify the table of tensors now, so that an invalid one is not found at the next start only.
         read_metadata(temporary, {name: file.bytes for name, file in files.items()})
         seal(temporary, step, files)
         flush(temporary)
         final = self.folder / checkpoint_files.folder_name(step)
         if final.exists():
-            checkpoint_files.remove(final)  # damaged, or of this step once more
+            checkpoint_files.remove(final)  # damaged, or an earlier checkpoint of the same step
         commit(temporary, final)
         self._good.add(step)
         checkpoint_files.prune(self.folder, self._good, self.config.keep_last, self.config.keep_every)
 
     def _settle(self) -> None:
-        """Wait for the write in flight and take its outcome, which all ranks agree on."""
+        """Wait for the write in flight and return its outcome, which is the same on all ranks."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None

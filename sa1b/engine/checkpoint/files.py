@@ -1,7 +1,7 @@
 """The checkpoints of a run as files: found, verified by digests, removed when old.
 
-`manifest.json` is written last. It names every other file with its bytes and sha256, and ends with the sha256
-of itself. Only one encoding is valid, so every changed byte of it is detected.
+`manifest.json` is written last. It lists every other file with its length and sha256, and ends with its own
+sha256. Only one encoding is valid, so every changed byte of the manifest is detected.
 """
 
 import hashlib
@@ -29,14 +29,14 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """A checkpoint whose files have been verified against their digests.
+    """A checkpoint whose files are verified against their digests.
 
     Attributes:
-        step: steps that had been done.
-        folder: of its files.
-        state: what the caller gave to `save`.
-        world_size: ranks that wrote it.
-        metadata: which tensors it holds.
+        step: number of completed steps.
+        folder: folder of the checkpoint.
+        state: the caller's state, passed to `save`.
+        world_size: number of ranks that wrote it.
+        metadata: table of its tensors.
     """
 
     step: int
@@ -55,17 +55,17 @@ def steps(folder: Path) -> list[int]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether it is a folder with the name of a committed checkpoint, good or damaged."""
+    """Whether a path is a folder with the name of a committed checkpoint, good or damaged."""
     return folder.is_dir() and _NAME.fullmatch(folder.name) is not None
 
 
 def read(folder: Path) -> Found:
-    """Check one checkpoint: all digests, the table of tensors, the state.
+    """Verify one checkpoint: all digests, the table of tensors, the state.
 
     Reads every byte once. Call it in one process of a run.
 
     Raises:
-        CheckpointError: it must not be used; the message names the file.
+        CheckpointError: the checkpoint is damaged; the message names the file.
         OSError: a file cannot be read.
     """
     name = _NAME.fullmatch(folder.name)
@@ -89,12 +89,12 @@ def read(folder: Path) -> Found:
 
 
 def newest(folder: Path) -> Found | None:
-    """The newest checkpoint in RUN/checkpoints that is good; None where there is none at all.
+    """The newest good checkpoint in RUN/checkpoints; None if there are no checkpoints.
 
-    Each damaged one that is skipped is logged as a warning. Call it in one process of a run.
+    Each damaged checkpoint is skipped with a logged warning. Call it in one process of a run.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is good.
+        CheckpointError: there are checkpoints, but none is good.
     """
     refused = []
     for step in reversed(steps(folder)):
@@ -109,7 +109,7 @@ def newest(folder: Path) -> Found | None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed runs have left: checkpoints half written or half deleted. Needs the lock."""
+    """Remove partly written or partly deleted checkpoints of killed runs. The caller must hold the lock."""
     for path in folder.iterdir():
         if path.suffix in (".partial", ".deleted") and _NAME.fullmatch(path.stem):
             shutil.rmtree(path)
@@ -118,11 +118,11 @@ def sweep(folder: Path) -> None:
 def prune(folder: Path, good: set[int], keep_last: int, keep_every: int) -> None:
     """Remove checkpoints older than the newest `keep_last` of those known to be good.
 
-    Others are not counted: a damaged one must not displace the one that a run has fallen back to.
+    Other checkpoints are not counted: a damaged one must not displace the one that a run has fallen back to.
 
     Args:
-        good: steps; those removed are taken out.
-        keep_every: multiples of this stay; 0: none.
+        good: steps of good checkpoints; removed ones are deleted from it.
+        keep_every: checkpoints whose step is a multiple of this are kept; 0: none.
     """
     kept = sorted(good)[-keep_last:]
     if len(kept) < keep_last:
@@ -133,11 +133,11 @@ def prune(folder: Path, good: set[int], keep_last: int, keep_every: int) -> None
             try:
                 remove(folder / folder_name(step))
             except OSError as error:
-                _LOG.warning("an old checkpoint stays: %s", error)
+                _LOG.warning("an old checkpoint cannot be removed: %s", error)
 
 
 def remove(path: Path) -> None:
-    """Take its name away first: a crash in between leaves no half checkpoint under a good name."""
+    """Remove a checkpoint. It is renamed first: a crash leaves no incomplete checkpoint with a final name."""
     temporary = path.with_name(f"{path.name}.deleted")
     if temporary.exists():
         shutil.rmtree(temporary)
@@ -146,19 +146,19 @@ def remove(path: Path) -> None:
 
 
 def make_empty(folder: Path) -> None:
-    """Make a folder, without what was in it."""
+    """Create an empty folder; remove an existing one."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
 
 
 def folder_name(step: int) -> str:
-    """Of a committed checkpoint."""
+    """Name of the folder of a committed checkpoint."""
     return f"step-{step:08d}"
 
 
 def none_good(folder: Path, refused: list[str]) -> CheckpointError:
-    """The error when there are checkpoints and none of them can be used."""
+    """The error if there are checkpoints but none can be used."""
     listed = "\n  ".join(refused)
     return CheckpointError(
         f"{folder}: none of its {len(refused)} checkpoints can be used; restore one from a copy, or move the "
@@ -172,8 +172,8 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 MANIFEST = "manifest.json"
 VERSION = 1
-_LONGEST = 64 << 20  # bytes of a manifest or another JSON file: no run has as many files as fit into that
-_THREADS = 4  # hashlib lets others run meanwhile; one thread does about 1.5 GB/s
+_LONGEST = 64 << 20  # largest JSON file in bytes; no run has enough files for a longer manifest
+_THREADS = 4  # hashlib releases the GIL; one thread hashes about 1.5 GB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ class SealedFile:
     """One file of a sealed folder.
 
     Attributes:
-        bytes: its length.
-        sha256: of its bytes, hexadecimal.
+        bytes: length in bytes.
+        sha256: sha256 of the bytes, hexadecimal.
     """
 
     bytes: int
@@ -200,7 +200,7 @@ def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
     """Write the manifest of a folder whose files are complete and flushed.
 
     Raises:
-        CheckpointError: the folder does not hold exactly `files`: ranks do not share its file system.
+        CheckpointError: the files of the folder are not exactly `files`; ranks may not share its file system.
     """
     found = {path.name for path in folder.iterdir()}
     if missing := sorted(set(files) - found):
@@ -216,10 +216,10 @@ def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
 
 
 def check(folder: Path, step: int) -> dict[str, SealedFile]:
-    """The files of a sealed folder, each of them read and verified against its digest.
+    """The files of a sealed folder, each one read and verified against its digest.
 
     Raises:
-        CheckpointError: a file is missing, added, not a plain file, or has other bytes; the message names it.
+        CheckpointError: a file is missing, added, changed or not a plain file; the message names it.
         OSError: a file cannot be read.
     """
     path = folder / MANIFEST
@@ -244,10 +244,10 @@ def check(folder: Path, step: int) -> dict[str, SealedFile]:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file.
+    """Read a JSON file.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the file is not JSON, or too long.
     """
     if path.stat().st_size > _LONGEST:
         raise _damaged(path, f"longer than {_LONGEST} bytes")

@@ -1,8 +1,8 @@
-"""The tensors of a model and its optimizer under names that do not depend on how ranks share them.
+"""The tensors of a model and its optimizer, with names that do not depend on mode or world size.
 
-`model.` and the published name of a parameter; `optimizer.`, that name, and the optimizer's own name for its
-state: `optimizer.decoder.weight.exp_avg`. DDP and FSDP leave no trace in the names, so a
-checkpoint of one fits the other, at any world size.
+The name of a parameter is `model.` and its published name. The name of optimizer state is `optimizer.`, the
+published name, and the optimizer's key: `optimizer.decoder.weight.exp_avg`. DDP and FSDP do not change the
+names, so a checkpoint of one mode can be loaded in the other, at any world size.
 """
 
 import warnings
@@ -27,16 +27,16 @@ from sa1b.errors import CheckpointError
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
-# One process is no mistake here.
+# A single process is a supported case.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class MismatchError(CheckpointError):
-    """A good checkpoint of another model; no older one would fit either."""
+    """A good checkpoint of another model; older checkpoints of the run do not fit either."""
 
 
 class _Reader(FileSystemReader):
-    """Reads tensors by a table of contents that has been checked, never by the pickle in the folder."""
+    """Reads tensors with a verified table of contents, never with the pickle in the folder."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -47,7 +47,7 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
-    """Tells why a write has failed, where torch tells what its archive found in the end."""
+    """Reports the original error of a failed write; torch replaces it by an error of its archive writer."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -66,7 +66,7 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
         model: a model that declares its `weights()`, or a plain module; with or without DDP or FSDP.
 
     Raises:
-        TypeError: the optimizer's state is more than tensors.
+        TypeError: the optimizer's state contains values other than tensors.
     """
     found = _weights(model)
     if optimizer is not None:
@@ -80,7 +80,7 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
 
 
 def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """What this rank copies and writes: its shards, and its share, by bytes, of what all ranks hold whole."""
+    """The tensors that this rank writes: its shards, and its share, by bytes, of the unsharded tensors."""
     own: dict[str, Tensor] = {}
     load = [0] * world_size
     for name, tensor in tensors.items():
@@ -98,8 +98,8 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     """Write each rank's tensors into `folder`, one file a rank, and the table of contents; collective."""
     state_dict_saver.save(
         dict(tensors),
-        # One thread, because torch loses the errors of others; no copying ahead, because that would make
-        # streams on the first GPU in the thread of every rank.
+        # One thread, because torch loses errors of other threads. No prefetching of copies, because every
+        # rank would create streams on the first GPU.
         storage_writer=_Writer(folder, thread_count=1, per_thread_copy_ahead=0),
         process_group=ranks.group,
         no_dist=ranks.group is None,
@@ -109,13 +109,13 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
 def load(
     folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer | None, ranks: Ranks
 ) -> None:
-    """Fill a model, and an optimizer, in place; collective. Without an optimizer, its state is left out.
+    """Fill a model, and an optimizer if there is one, in place; collective.
 
-    The optimizer's groups keep their numbers: they come from the configuration, not from a checkpoint.
+    The hyperparameters of the optimizer's groups do not change: they come from the configuration.
 
     Raises:
-        MismatchError: names or shapes are not the model's.
-        CheckpointError: tensors cannot be read; then what was filled is undefined.
+        MismatchError: names or shapes differ from the model's.
+        CheckpointError: tensors cannot be read; the contents of model and optimizer are then undefined.
     """
     targets = _weights(model)
     _compare(folder, metadata, targets)
@@ -138,9 +138,9 @@ def load(
 
 
 def read_weights(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
-    """The model of a checkpoint by its published names, on the CPU; in this process alone.
+    """The weights of a checkpoint by their published names, on the CPU; not collective.
 
-    Where the run has kept a running mean of the weights (--optim.ema), that is what is read.
+    If the run has a running mean of the weights (--optim.ema), the mean is read instead.
 
     Raises:
         CheckpointError
@@ -211,7 +211,7 @@ def _described(tensor: Tensor | TensorStorageMetadata) -> str:
 def _empty_states(
     folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """By parameter and key, of the shapes in the checkpoint and placed as the parameter is."""
+    """Empty optimizer state by parameter and key, with shapes of the checkpoint, placed as the parameter."""
     names = _names(model)
     trained = {
         names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]

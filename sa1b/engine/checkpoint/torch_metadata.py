@@ -1,8 +1,8 @@
-"""The table of contents of torch.distributed.checkpoint, `.metadata`, read without running what it says.
+"""The table of contents of torch.distributed.checkpoint, `.metadata`, read without running code from it.
 
-It is a pickle, and a pickle can call any function. Here it is decoded into inert records that exist for this
-one call, whatever their classes do in torch; each record is then checked, and torch's objects are built anew
-from what it holds. Only tensors are accepted: torch unpickles everything else without a check.
+The file is a pickle, and a pickle can call any function. This module decodes it into plain records that do
+not use torch's classes. It checks each record and then builds torch's objects from the checked values. Only
+tensors are accepted, because torch unpickles all other objects without a check.
 """
 
 import pickle
@@ -37,14 +37,14 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    # The folder it was written to, which nobody asks for; its module has moved with Python's versions.
+    # The folder it was written to, which is not used; the module of this class depends on Python's version.
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
 
 
 class _Record:
-    """What stands in a pickle where an object was: its class by name, and its state as it came."""
+    """An object of a pickle as a plain record: the name of its class, and its state."""
 
     kind = ""
 
@@ -74,10 +74,10 @@ def read_metadata(folder: Path, sizes: dict[str, int]) -> Metadata:
     """Which tensors a checkpoint holds, and where.
 
     Args:
-        sizes: bytes of each file in the folder; all tensors must lie inside of them.
+        sizes: bytes of each file in the folder; all tensors must be within these sizes.
 
     Raises:
-        CheckpointError: the file is not what torch writes for tensors.
+        CheckpointError: the file is not a valid table of tensors.
     """
     path = folder / METADATA
     try:

@@ -1,4 +1,4 @@
-"""Weights out of checkpoints and published files, for training to start from and for others to use."""
+"""Weights from checkpoints and published files, as a start for training and for export."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -32,15 +32,15 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written.
+    """The result of exporting weights.
 
     Attributes:
-        source: what was read: a checkpoint or a file.
-        target: the file.
-        bytes: of the file.
-        model: name of the preset; None: sizes of no preset.
+        source: the checkpoint or file that was read.
+        target: the file that was written.
+        bytes: length of the file.
+        model: name of the preset with these sizes; None: there is none.
         image_size: pixels.
-        parameters: numbers in the model.
+        parameters: number of parameters of the model.
     """
 
     source: str
@@ -63,7 +63,7 @@ class Converted:
         )
 
     def snippet(self) -> str:
-        """Python that loads the file: with this package and, for a preset of it, the original one."""
+        """Python code that loads the file with this package and, for published sizes, the original one."""
         path = repr(self.target)
         own = (
             "Load it with this package:\n\n"
@@ -91,16 +91,16 @@ class Converted:
 def find_weights(
     source: Path, read_file: Callable[[Path], dict[str, Tensor]] = read_weights
 ) -> tuple[Path, dict[str, Tensor]]:
-    """The weights that a run may start from, by published names, float32, on the CPU, and where they lie.
+    """Weights that a run may start from, by published names, float32, on the CPU; and their path.
 
     Args:
-        source: a checkpoint, the folder of a run (its newest good one is taken), or a published file.
-        read_file: reads the latter.
+        source: a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file.
+        read_file: reads a published file.
 
     Raises:
-        CheckpointError: a damaged checkpoint, or a folder without any.
-        WeightsError: a damaged or foreign file.
-        OSError: it cannot be read.
+        CheckpointError: the checkpoint is damaged, or the folder contains none.
+        WeightsError: the file is damaged, or contains another model.
+        OSError: the source cannot be read.
     """
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder; pass {_KINDS}")
@@ -123,10 +123,10 @@ def find_weights(
 
 
 def load_weights(model: Model, source: Path) -> str:
-    """Load what `find_weights` takes into a model; returns a line that says what was loaded.
+    """Load the weights that `find_weights` finds into a model; return a line that describes them.
 
     Raises:
-        UsageError: they do not fit the model.
+        UsageError: the weights do not fit the model.
         CheckpointError, Sa1bError, OSError: see `find_weights`.
     """
     where, found = find_weights(source, model.read_weights)
@@ -145,9 +145,9 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
 
     Raises:
         UsageError: the source is not a path.
-        CheckpointError: no such file or folder, or a damaged checkpoint.
-        WeightsError: a damaged file, or one that holds no SAM.
-        OSError: it cannot be read.
+        CheckpointError: the file or folder does not exist, or the checkpoint is damaged.
+        WeightsError: the file is damaged, or does not contain a SAM.
+        OSError: the source cannot be read.
     """
     if not isinstance(source, str | PathLike):
         raise UsageError(f"source {source!r}: not a path; pass {_KINDS}")
@@ -167,7 +167,7 @@ def convert(source: Path, target: Path, *, overwrite: bool = False) -> Converted
     """Write the weights of a checkpoint or published file to one file.
 
     Raises:
-        UsageError: the target exists, or its name does not say a format.
+        UsageError: the target exists, or its name has an unknown ending.
         CheckpointError, WeightsError, OSError: see `find_weights`.
     """
     if target.suffix not in FORMATS:
