@@ -215,7 +215,7 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
         raise UsageError(f"step {step}: must not be negative")
     peak = peak_lr(config, batch)
     if step < config.warmup:
-        return peak * (step + 1) / config.warmup
+        return peak * ((step + 1) / config.warmup)  # at most the peak, in floating point too
     if config.schedule == "step":
         return peak * 0.1 ** bisect_right(config.milestones, step)
     if config.schedule == "rsqrt":

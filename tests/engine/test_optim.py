@@ -177,6 +177,12 @@ def test_the_reciprocal_square_root_falls_by_its_timescale_and_cools_down(step: 
     assert lr_at(PRESETS["sam2"].optim, 256, step) == pytest.approx(rate)
 
 
+def test_the_warm_up_ends_at_the_peak_exactly() -> None:
+    assert all(
+        lr_at(PUBLISHED, batch, PUBLISHED.warmup - 1) == peak_lr(PUBLISHED, batch) for batch in range(1, 99)
+    )
+
+
 @given(
     st.sampled_from([PUBLISHED, COSINE, OptimConfig(warmup=0), OptimConfig(schedule="rsqrt")]),
     st.integers(1, 10_000),
