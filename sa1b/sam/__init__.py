@@ -1,1 +1,1 @@
-"""What is trained: the Segment Anything model, and the recipe that turns masks into prompts and losses."""
+"""The Segment Anything model, and the recipe that turns masks into prompts and losses."""

@@ -1,19 +1,19 @@
-"""Attention of the model, always fused: no tokens x tokens matrix is ever in memory.
+"""Fused attention of the model: no tokens x tokens matrix is stored.
 
 The image encoder adds a decomposed relative position to the logits of its attention (Li et al., "MViTv2",
 2022; as in "Segment Anything", Kirillov et al., 2023): with q at row r, column c and k at row s, column t,
 
     logit = q.k / sqrt(d) + q.Rh[r - s] + q.Rw[c - t]
 
-A bias of tokens x tokens would shut out the fused kernels and take 4096 * 4096 numbers a head at 1024 pixels.
-So the bias is folded into longer queries and keys, and stays exact:
+A bias of tokens x tokens would prevent the use of fused kernels and take 4096 * 4096 numbers per head at 1024
+pixels. So the bias is folded into longer queries and keys, without loss of accuracy:
 
     q' = [q / sqrt(d), q.Rh[r - 0], q.Rh[r - 1], ..., q.Rw[c - 0], q.Rw[c - 1], ...]
     k' = [k,           1 where s = 0, 1, ...,         1 where t = 0, 1, ...        ]
 
-and q'.k' is the logit above. A head of d numbers becomes one of d + rows + columns: 92 in a window of 14 with
-d = 64, padded to 96, and 192 in a global block at 1024 pixels. The kernels want all three of one length, so
-the values are padded with zeros; the output is cut back to d.
+and q'.k' is the logit above. The length of a head grows from d to d + rows + columns: 92 in a window of 14
+with d = 64, padded to 96, and 192 in a global block at 1024 pixels. The kernels need queries, keys and values
+of equal length, so the values are padded with zeros and the output is cut back to d.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HEAD_MULTIPLE = 8  # flash attention wants heads of a multiple of 8 numbers
+HEAD_MULTIPLE = 8  # flash attention needs a head length that is a multiple of 8
 
 
 class RelativeAttention(nn.Module):
     """Self-attention on a grid of tokens with decomposed relative positions: the `attn` of a ViT block.
 
     Args:
-        width: numbers a token.
-        heads: how many; must divide width.
-        side: tokens of the grid per axis, the window's or the image's.
+        width: numbers per token.
+        heads: number of heads; must divide width.
+        side: tokens per axis of the grid, which is a window or the image.
     """
 
     def __init__(self, width: int, heads: int, side: int) -> None:
@@ -51,7 +51,7 @@ class RelativeAttention(nn.Module):
         """Tokens float [B, side, side, width] -> the same shape; B images or windows.
 
         Raises:
-            ValueError: a grid of another size. The tables of relative positions are not resized.
+            ValueError: the grid has another size. The tables of relative positions are not resized.
         """
         batch, rows, columns, width = x.shape
         if (rows, columns) != (self.side, self.side):
@@ -69,7 +69,7 @@ class RelativeAttention(nn.Module):
         rows_of_k = one_hot[:, None, :].expand(*k.shape[:-1], -1)
         columns_of_k = one_hot[None, :, :].expand(*k.shape[:-1], -1)
 
-        # Autocast may give the products of q another type than q has.
+        # Under autocast, the products of q may have another dtype than q.
         q = torch.cat([q * length**-0.5, rows_of_q.to(q.dtype), columns_of_q.to(q.dtype)], dim=-1)
         k = torch.cat([k, rows_of_k, columns_of_k], dim=-1)
         padding = -q.shape[-1] % HEAD_MULTIPLE
@@ -87,17 +87,18 @@ def distances(table: Tensor) -> Tensor:
     """The embedding of the distance from each query to each key along one axis.
 
     Args:
-        table: float [2n - 1, d], row i the embedding of the distance i - (n - 1).
+        table: float [2n - 1, d]; row i is the embedding of the distance i - (n - 1).
 
     Returns:
-        float [n, d, n]: [r, :, s] is that of r - s. Windows of the table instead of indices: the gradient of
-        an index is a scattered sum, slower and not in a fixed order on every device.
+        float [n, d, n]: [r, :, s] is the embedding of r - s. It is made of windows of the table, not by
+        indexing: the gradient of indexing is a scattered sum, which is slower and has no fixed order on some
+        devices.
     """
     return table.unfold(0, (table.shape[0] + 1) // 2, 1).flip(-1)
 
 
 def split_windows(x: Tensor, window: int) -> Tensor:
-    """Tokens [B, H, W, C] -> [B * windows, window, window, C], row after row of windows.
+    """Tokens [B, H, W, C] -> [B * windows, window, window, C], in row-major order of windows.
 
     The grid is padded with zeros at the bottom and on the right. The padding takes part in the attention, as
     in the published model.

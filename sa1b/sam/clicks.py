@@ -1,12 +1,13 @@
-"""Prompts for all masks at once: points, noised boxes, and clicks where an answer was wrong.
+"""Prompts for all masks of a batch: points, boxes with noise, and clicks on errors of predicted masks.
 
-A user is imitated as in "Segment Anything" (2023), appendix A. Every choice is a function of the mask's
-key (sa1b.sam.random_values): a mask gets the same prompts for the same answers in any batch, on any device.
-There is no loop over masks and nothing waits for the device. Points and boxes come in the frame of
-sa1b.masks.grid, a pixel's centre at its index plus 0.5. Prompts are in the frame of Sam.decode, that of the
-published model, a pixel's centre at its integer index: points and box corners alike minus 0.5.
+The simulated user follows "Segment Anything" (2023), appendix A. Every choice is a function of the mask's key
+(sa1b.sam.random_values): for the same predictions, a mask gets the same prompts in any batch, on any device.
+There is no loop over masks and the host does not wait for the device. Input points and boxes are in the frame
+of sa1b.masks.grid, where the centre of a pixel is its index plus 0.5. Prompts are in the frame of Sam.decode,
+as in the published model, where the centre of a pixel is its integer index. The difference is 0.5 for points
+and box corners.
 
-64 clicks at 256x256 on one CPU thread take 8 ms; the decoder of vit_b takes over 20 s for those 64 masks.
+64 clicks at 256x256 on one CPU thread take 8 ms; the decoder of vit_b takes over 20 s for the 64 masks.
 """
 
 import torch
@@ -21,7 +22,8 @@ BACKGROUND, FOREGROUND, TOP_LEFT, BOTTOM_RIGHT, NOTHING = 0, 1, 2, 3, -1  # labe
 def point_prompts(points: Tensor) -> tuple[Tensor, Tensor]:
     """Each point as a prompt of two points, the second empty: float32 [M, 2, 2] and labels int64 [M, 2].
 
-    points: float32 [M, 2], x and y, see sa1b.masks.grid.
+    Args:
+        points: float32 [M, 2], x and y, see sa1b.masks.grid.
     """
     labels = torch.full(points.shape, NOTHING, dtype=torch.int64, device=points.device)
     labels[:, 0] = FOREGROUND
@@ -31,7 +33,8 @@ def point_prompts(points: Tensor) -> tuple[Tensor, Tensor]:
 def box_prompts(boxes: Tensor) -> tuple[Tensor, Tensor]:
     """Each box as its two corners: float32 [M, 2, 2] and labels int64 [M, 2].
 
-    boxes: float32 [M, 4], x0, y0, x1, y1, see sa1b.masks.grid.
+    Args:
+        boxes: float32 [M, 4], x0, y0, x1, y1, see sa1b.masks.grid.
     """
     labels = torch.full((len(boxes), 2), TOP_LEFT, dtype=torch.int64, device=boxes.device)
     labels[:, 1] = BOTTOM_RIGHT
@@ -39,14 +42,14 @@ def box_prompts(boxes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noised_boxes(boxes: Tensor, keys: Tensor, sizes: Tensor, noise: float, limit: float) -> Tensor:
-    """Boxes as a hurried user draws them: each side moved by normal noise, clipped to the image.
+    """Boxes with noise: each side is moved by a normal random value and clipped to the image.
 
     Args:
         boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square.
         keys: int64 [M].
         sizes: int64 [M, 2], rows and columns of each mask's image.
-        noise: standard deviation, as a part of the box's width for x and of its height for y.
-        limit: pixels that a side moves at most.
+        noise: standard deviation, as a fraction of the box's width for x and of its height for y.
+        limit: largest movement of a side, pixels.
     """
     lengths = (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2)
     sides = torch.arange(4, device=boxes.device)
@@ -63,9 +66,10 @@ def first_prompts(
     """A point or a box for each mask, by its key: float32 [M, 2, 2] and labels int64 [M, 2].
 
     Args:
-        points: float32 [M, 2] as for `point_prompts`; boxes: float32 [M, 4] as for `box_prompts`.
+        points: float32 [M, 2] as for `point_prompts`.
+        boxes: float32 [M, 4] as for `box_prompts`.
         keys: int64 [M].
-        box_probability: chance of a box.
+        box_probability: probability of a box.
     """
     boxed = (uniforms(random_words(keys, Purpose.FIRST_PROMPT)) < box_probability)[:, None]
     (near, near_labels), (corners, corner_labels) = point_prompts(points), box_prompts(boxes)
@@ -75,8 +79,8 @@ def first_prompts(
 def unprompted_iterations(keys: Tensor, clicks: int, unprompted: int) -> Tensor:
     """The iterations after the first in which a mask gets no new prompt: bool [M, clicks + unprompted].
 
-    The last iteration is one of them for all masks; the unprompted - 1 others are chosen from the iterations
-    before it, any set of them as likely as another, for each mask by its key.
+    The last iteration is one of them for all masks. The other unprompted - 1 are chosen from the earlier
+    iterations by the key of each mask; all sets are equally likely.
     """
     if unprompted == 0:
         return torch.zeros((len(keys), clicks), dtype=torch.bool, device=keys.device)
@@ -90,22 +94,22 @@ def unprompted_iterations(keys: Tensor, clicks: int, unprompted: int) -> Tensor:
 def corrective_clicks(
     masks: Tensor, targets: Tensor, keys: Tensor, number: int, image_size: int
 ) -> tuple[Tensor, Tensor]:
-    """A click for each mask, uniform over the pixels where the answer is wrong.
+    """A click for each mask, uniform over the pixels where the predicted mask is wrong.
 
-    A foreground click where foreground was missed, a background click where background was taken. An answer
-    without an error gets a click uniform over its target: it repeats what is true. A target without a pixel
-    gets none then.
+    The click is a foreground click on a missing pixel, or a background click on a surplus pixel. For a
+    prediction without error, it is a foreground click, uniform over the target; if the target has no pixel,
+    there is no click.
 
     Args:
-        masks: bool [M, R, R], the answers; False outside the image, which nobody clicks on.
+        masks: bool [M, R, R], the predicted masks; False outside the image, where no click can be.
         targets: bool [M, R, R].
         keys: int64 [M].
-        number: of the iteration; the random values depend on it.
-        image_size: pixels of the padded square, which the R x R pixels cover.
+        number: number of the iteration; the random values depend on it.
+        image_size: pixels of the padded square that the R x R pixels cover.
 
     Returns:
         float32 [M, 2], the centres of pixels of the dense masks; labels int64 [M]: FOREGROUND, BACKGROUND or,
-        where there is no click, NOTHING.
+        without a click, NOTHING.
     """
     errors = masks ^ targets
     regions = torch.where(errors.flatten(1).any(dim=1)[:, None, None], errors, targets)
@@ -119,17 +123,17 @@ def corrective_clicks(
 def uniform_pixels(regions: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A uniform pixel of each region: rows, columns and the regions' pixel counts, int64 [M] each.
 
-    Pixel number k of the region's count, row by row, with k from the word: its row by the sums over rows,
-    then its column in that row. A region without a pixel gets row and column R - 1.
+    The result is pixel number k of the region, in row-major order, with k from the word. Sums over rows give
+    its row, then its column in that row. For a region without a pixel, row and column are R - 1.
 
-    64 masks of 256x256 on one CPU thread: 1.6 ms. One running sum over whole masks and a search in it take 14
-    to 19 ms, the largest of a hash for each pixel 190 ms.
+    64 masks of 256x256 take 1.6 ms on one CPU thread. A cumulative sum over complete masks with a search
+    takes 14 to 19 ms, and the maximum of a hash of each pixel 190 ms.
 
     Args:
         regions: bool [M, R, C].
         words: int64 [M], see sa1b.sam.random_values.
     """
-    in_row = regions.sum(dim=2, dtype=torch.int32).long()  # on the CPU seven times as fast as in int64
+    in_row = regions.sum(dim=2, dtype=torch.int32).long()  # seven times as fast as int64 on the CPU
     through_row = in_row.cumsum(dim=1)
     counts = through_row[:, -1]
     picked = below(words, counts.clamp(min=1))

@@ -4,10 +4,10 @@
     for ...:
         early.add(loss_of(early.embeddings))  # forward, then backward: its activations are freed
     total = early.total()
-    total.backward()                          # hands the sums of the gradients on
+    total.backward()                          # passes on the sums of the gradients
 
-The iterations of interactive training depend on each other by values without a gradient. So the activations
-of one are all that is ever in memory, as with activation checkpointing, and nothing is computed twice.
+The iterations of interactive training depend on each other only by values without a gradient. So only the
+activations of one iteration are in memory, as with activation checkpointing, but nothing is computed twice.
 """
 
 from collections.abc import Iterable
@@ -20,14 +20,14 @@ from torch import Tensor
 class EarlyGradients:
     """The gradients of losses with respect to image embeddings and parameters.
 
-    The losses are added as they are: a loss scale comes too late for number formats that underflow (float16).
+    The losses are added without a loss scale, so this is not for number formats that underflow (float16).
 
     Args:
-        embeddings: computed with a gradient or without one.
-        parameters: of which some are used by the losses; those that no loss uses get no gradient.
+        embeddings: image embeddings, with or without a gradient.
+        parameters: parameters that losses may use; the others get no gradient.
 
     Attributes:
-        embeddings: what to compute the losses with; cut off from the encoder.
+        embeddings: input for the losses, detached from the encoder.
     """
 
     def __init__(self, embeddings: Tensor, parameters: Iterable[Tensor]) -> None:
@@ -38,7 +38,7 @@ class EarlyGradients:
         self._loss: Tensor | None = None
 
     def add(self, loss: Tensor) -> None:
-        """Compute and add the gradients of a scalar, and free what it was computed from."""
+        """Compute and add the gradients of a scalar, and free its graph."""
         with torch.autocast(loss.device.type, enabled=False):
             found = torch.autograd.grad(loss, [inner for _, inner in self._sources], allow_unused=True)
         if self._loss is None:
@@ -52,7 +52,7 @@ class EarlyGradients:
             self._sums = list(torch._foreach_add(self._sums, gradients))
 
     def total(self) -> Tensor:
-        """The sum of the losses; its backward pass gives each source its gradients, times the incoming one.
+        """The sum of the losses; its backward pass returns the stored gradients times the incoming one.
 
         Raises:
             ValueError: no loss was added.

@@ -1,15 +1,15 @@
-"""Operations of the model, from its sizes alone: 2 for each multiplication and addition."""
+"""Floating-point operations of the model, computed from its sizes: 2 per multiply-add."""
 
 from sa1b.sam.mask_decoder import HEAD_LENGTH, MASKS
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.similarity import CONTEXT, HIDDEN
 
-_OWN_TOKENS = 1 + MASKS  # of the IoU and of the masks
+_OWN_TOKENS = 1 + MASKS  # the tokens of the IoU and of the masks
 
 
 def encoder_flops(model: ModelConfig) -> float:
-    """Of the image encoder's forward pass for one image."""
+    """Operations of the image encoder's forward pass for one image."""
     tokens, width = model.side**2, model.width
     windows = -(-model.side // model.window)
     padded = (windows * model.window) ** 2
@@ -28,17 +28,17 @@ def encoder_flops(model: ModelConfig) -> float:
 
 
 def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:
-    """Of one forward pass of the mask decoder for one mask, without what only tokens take part in.
+    """Operations of one forward pass of the mask decoder for one mask, without those on tokens only.
 
     Args:
-        tokens: of the mask: 5 of the decoder, and its prompts.
-        candidates: masks that are computed, 3 for one prompt, 1 for more.
+        tokens: number of tokens of the mask: 5 of the decoder, and its prompts.
+        candidates: number of computed masks: 3 for one prompt, 1 for more.
     """
     channels = model.channels
     heads, mask_rank = channels // HEAD_LENGTH, 16
     rows = heads * tokens
-    # For each token of the image: four products with rows of C numbers in each of two layers, and two in the
-    # last attention, which only the tokens of the IoU and of the candidates take part in.
+    # For each image token: four products with rows of C numbers in each of two layers, and two in the last
+    # attention, which only uses the tokens of the IoU and of the candidates.
     attention = 8 * rows * channels + 2 * heads * (1 + candidates) * channels
     earlier_mask = mask_rank * (3 * rows + channels) if candidates == 1 else 0
     upscaling = channels * channels + 4 * (channels // 4) * (channels // 8) * 4
@@ -48,7 +48,7 @@ def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:
 
 
 def step_flops(model: ModelConfig, recipe: Recipe, images: float, masks: float) -> float:
-    """Of a training step: backward costs twice forward; what is computed again does not count."""
+    """Operations of a training step: backward costs twice forward; recomputation does not count."""
     decoder = decoder_flops(model, _OWN_TOKENS + 2, MASKS - 1)
     for number in range(1, 1 + recipe.clicks + recipe.unprompted):
         prompted = min(number, recipe.clicks + max(recipe.unprompted - 1, 0))

@@ -1,7 +1,7 @@
 """The image encoder: a plain ViT with windowed and global attention, and a neck of two convolutions.
 
-Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", 2022, as taken over by
-"Segment Anything", Kirillov et al., 2023. Parameters have the published names and shapes.
+Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", 2022, as used in "Segment
+Anything", Kirillov et al., 2023. Parameters have the published names and shapes.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +20,20 @@ EPSILON = 1e-6  # of the layer norms of encoder, neck and mask prompt
 
 
 class ImageEncoder(nn.Module):
-    """Normalised pixels to an embedding a sixteenth of the size (with patches of 16 pixels).
+    """Computes an embedding from normalised pixels, with one vector for each patch.
 
     Args:
         image_size: pixels of the square images.
         patch_size: pixels of a patch, which is a token; must divide image_size.
-        width: numbers a token.
-        depth: blocks.
-        heads: of each block; must divide width.
-        global_blocks: which blocks see the whole image; the others see windows.
+        width: numbers per token.
+        depth: number of blocks.
+        heads: attention heads of each block; must divide width.
+        global_blocks: blocks whose attention covers the complete image; the others use windows.
         window: tokens of a window per axis.
-        channels: of the embedding.
-        drop_rates: of each block, the probability that drop path skips its attention, and likewise its MLP.
-        checkpoint_blocks: compute the activations of each block again in the backward pass.
+        channels: channels of the embedding.
+        drop_rates: for each block, the probability that drop path skips its attention, and independently its
+            MLP.
+        checkpoint_blocks: recompute the activations of each block in the backward pass.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class ImageEncoder(nn.Module):
         """Normalised pixels float [B, 3, S, S] -> embedding float [B, channels, S / patch, S / patch].
 
         Args:
-            keep: bool [B, depth, 2], which images go through the attention (0) and the MLP (1) of which
-                blocks; what goes through is scaled by 1 / (1 - rate), so that the expected value stays. None:
-                all, unscaled.
+            keep: bool [B, depth, 2], whether an image passes through the attention (0) and the MLP (1) of
+                each block. Outputs are scaled by 1 / (1 - rate), which keeps the expected value. None: all
+                images pass through all blocks, unscaled.
         """
         x = self.patch_embed(pixels) + self.pos_embed
         for index, block in enumerate(self.blocks):
@@ -110,7 +111,7 @@ class Block(nn.Module):
     Args:
         side: tokens of the image per axis.
         window: tokens of a window per axis, 0 for attention over the whole image.
-        recompute: keep nothing but the input for the backward pass.
+        recompute: keep only the input for the backward pass.
     """
 
     def __init__(self, width: int, heads: int, side: int, window: int, recompute: bool) -> None:
@@ -124,23 +125,23 @@ class Block(nn.Module):
         self.compiled: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     def compile_compute(self) -> None:
-        """Compile `compute`, anew for each batch size: sizes must not become dynamic.
+        """Compile `compute`, separately for each batch size: sizes must not become dynamic.
 
-        What surrounds it stays outside of the graph: the hooks of FSDP, at which a graph breaks, and the
-        checkpoint, of which nothing is compiled once a graph breaks inside.
+        FSDP's hooks stay outside of the graph, because a graph breaks at them. The activation checkpoint
+        stays outside too, because nothing in it is compiled if a graph breaks inside.
         """
-        # All blocks share one code and its limit of graphs: windowed and global ones, in training and
-        # evaluation, for a few batch sizes.
+        # All blocks share one code object and its limit of graphs: windowed and global blocks, training and
+        # evaluation, a few batch sizes.
         dynamo: Any = import_module("torch._dynamo.config")
         dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
         self.compiled = torch.compile(self.compute, dynamic=False, fullgraph=True)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """Tokens [B, H, W, width] -> the same shape; gain float [B, 2] scales attention and MLP of images."""
+        """Tokens [B, H, W, width] -> the same shape; gain float [B, 2] scales attention and MLP per image."""
         return self.attn.gathered(self.checkpointed, x, gain)
 
     def checkpointed(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        """`compute`; with `recompute`, nothing but the input is kept for the backward pass."""
+        """Call `compute`; with `recompute`, only the input is kept for the backward pass."""
         compute = self.compiled or self.compute
         if self.recompute and torch.is_grad_enabled():
             # Nothing in a block is random, so there is no state of a generator to keep.
@@ -149,7 +150,7 @@ class Block(nn.Module):
         return compute(x, gain)
 
     def compute(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        # No call of attention and MLP themselves: FSDP's hooks on them run in `gathered`.
+        # Call the methods of attention and MLP, not the modules: FSDP's hooks on them run in `gathered`.
         attended = self.attend(self.norm1(x))
         x = x + (attended if gain is None else attended * gain[:, 0, None, None, None])
         fed: Tensor = self.norm2(x)
@@ -172,6 +173,6 @@ class ChannelNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any memory format in, channels last out."""
+        """Input of any memory format -> output in channels-last format."""
         x = F.layer_norm(x.permute(0, 2, 3, 1), self.weight.shape, self.weight, self.bias, EPSILON)
         return x.permute(0, 3, 1, 2)

@@ -1,8 +1,8 @@
-"""Image tokens in the mask decoder, and their products with what the tokens of the prompts give.
+"""Image tokens in the mask decoder, and their products with the tokens of the prompts.
 
-All masks of an image begin with the same image tokens plus a term of rank 16, of the earlier mask.
-`SharedImage` does not add them up: nothing of N x C numbers is stored for a mask before the first layer's
-result.
+All masks of an image start from the same image tokens plus a term of rank 16, from the earlier mask.
+`SharedImage` does not compute this sum: before the first layer's result, no N x C tensor is stored for a
+mask.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class OwnImage:
 
     Attributes:
         tokens: float [M, N, C].
-        placed: float [M, N, C], the tokens plus their positions: what queries and keys see.
+        placed: float [M, N, C], the tokens plus their positions, for queries and keys.
     """
 
     tokens: Tensor
@@ -42,15 +42,15 @@ class OwnImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedImage:
-    """Image tokens of which the masks of an image share the most.
+    """Image tokens as a part that the masks of an image share, and a low-rank part for each mask.
 
-    The tokens of mask m, of image b, are tokens[b] + features[m]' @ basis. They are never stored.
+    The tokens of mask m of image b are tokens[b] + features[m]' @ basis. They are never stored.
 
     Attributes:
         tokens: float [B, N, C].
         placed: float [B, N, C], the tokens plus their positions.
         counts: masks of each image, B numbers with the sum M; the masks of an image are neighbours.
-        features: float [M, r, N], None for no term of the masks.
+        features: float [M, r, N]; None: the masks have no term.
         basis: float [r, C].
     """
 
@@ -86,7 +86,7 @@ class SharedImage:
         return torch.cat([part + tokens for part, tokens in zip(parts, self.tokens, strict=True)])
 
     def by_image(self, product: Product, rows: Tensor, image: Tensor) -> Tensor:
-        """Rows [M, R, K] times the matrix of their image, of [B, ...]: [M, R, L]."""
+        """Rows [M, R, K] times the matrix of their image: [M, R, L]."""
         if min(self.counts) == max(self.counts):
             grouped = rows.reshape(len(self.counts), -1, rows.shape[-1])
             return product(grouped, image).view(*rows.shape[:-1], -1)
@@ -96,15 +96,15 @@ class SharedImage:
 
 
 def added(product: Tensor, tokens: Tensor) -> Tensor:
-    """The sum, in the memory of the product where that is not a view, as it may be in a graph.
+    """The sum, computed in place in the memory of the product unless the product is a view.
 
-    Autograd would copy the gradient of a view that is changed in place.
+    Autograd would copy the gradient of a view that is changed in place; in a graph the product may be a view.
     """
     return product + tokens if torch.compiler.is_compiling() else product.add_(tokens)
 
 
 class _OfTwo(torch.autograd.Function):
-    """A function of two tensors that its backward pass needs."""
+    """A function of two tensors, both of which its backward pass needs."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -140,8 +140,8 @@ _of_transposed: Product = _OfTransposed.apply
 def product_with_transposed(a: Tensor, b: Tensor) -> Tensor:
     """a @ b' for a [..., R, K] and b [..., L, K] with equal leading dimensions.
 
-    The gradients have the memory layouts of a and b. Those of a plain product are transposed, and adding them
-    to other gradients takes as long as the product.
+    The gradients have the memory layouts of a and b. The gradients of a plain product are transposed, and
+    adding them to other gradients takes as long as the product.
     """
     return _with_transposed(a, b)
 

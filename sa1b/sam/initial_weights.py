@@ -1,10 +1,10 @@
-"""Weights that training starts from, fitted to the sizes of the model.
+"""Initial weights for training, resized to the sizes of the model.
 
-Two kinds of files are taken: a SAM, perhaps of another image size, and a plain ViT for the image encoder,
+Two kinds of files are accepted: a SAM, also of another image size, and a plain ViT for the image encoder,
 such as the published MAE ViT-B, ViT-L and ViT-H (He et al., "Masked Autoencoders Are Scalable Vision
-Learners", 2022), with which the training of SAM began. Positions are resized as in ViTDet's code (Li et al.
-2022): the absolute ones with bicubic, the relative ones with linear interpolation. Kernels of another patch
-size (ViT-H has 14 pixels) are resized with bicubic interpolation.
+Learners", 2022), the initial weights of the published SAM. Position embeddings are resized as in ViTDet's
+code (Li et al. 2022): absolute ones with bicubic, relative ones with linear interpolation. Kernels of another
+patch size (ViT-H has 14 pixels) are resized with bicubic interpolation.
 """
 
 import re
@@ -29,13 +29,13 @@ _OF_VIT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FittedWeights:
-    """Weights in the sizes of a model.
+    """Weights that fit the sizes of a model.
 
     Attributes:
-        tensors: by the published names of SAM.
-        kind: what they are the weights of.
-        resized: what was interpolated, a line; None: nothing.
-        left_out: names in the file that the model has no use for.
+        tensors: tensors by the published names of SAM.
+        kind: kind of the file's model, in words.
+        resized: a line that describes the resized tensors; None: no tensor was resized.
+        left_out: names in the file that the model does not use.
         kept: names of the model that keep their initial values.
     """
 
@@ -46,7 +46,7 @@ class FittedWeights:
     kept: tuple[str, ...]
 
     def __str__(self) -> str:
-        """One line: what was loaded, resized, left out, and what keeps its initial values."""
+        """One line that describes the loaded, resized and unused tensors, and those with initial values."""
         parts = [f"{len(self.tensors)} tensors of {self.kind}"]
         if self.resized is not None:
             parts.append(f"resized: {self.resized}")
@@ -61,8 +61,8 @@ def read_initial_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a file for `fit_weights`, float32, on the CPU. Runs no code of the file.
 
     Raises:
-        WeightsError: damaged, or neither a SAM nor a plain ViT.
-        OSError: it cannot be read.
+        WeightsError: the file is damaged, or contains neither a SAM nor a plain ViT.
+        OSError: the file cannot be read.
     """
     found = read_tensors(path)
     if not _is_vit(found):
@@ -73,10 +73,10 @@ def read_initial_weights(path: Path) -> dict[str, Tensor]:
 
 
 def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWeights:
-    """Weights of `read_initial_weights` or of a checkpoint in the sizes of a model.
+    """Fit weights of `read_initial_weights` or of a checkpoint to the sizes of a model.
 
     Raises:
-        UsageError: sizes other than the image size differ; one sentence that names the flag.
+        UsageError: sizes other than the image size differ; the message names the flag.
     """
     return _fit_encoder(weights, model) if _is_vit(weights) else _fit_sam(weights, model)
 
@@ -155,7 +155,7 @@ def _grid(positions: Tensor, width: int) -> Tensor:
 
 
 def resize_positions(positions: Tensor, side: int) -> Tensor:
-    """Absolute positions float [1, h, w, C] at side x side tokens, bicubic."""
+    """Absolute positions float [1, h, w, C], resized to side x side tokens with bicubic interpolation."""
     if positions.shape[1:3] == (side, side):
         return positions
     planes = positions.permute(0, 3, 1, 2)
@@ -164,7 +164,7 @@ def resize_positions(positions: Tensor, side: int) -> Tensor:
 
 
 def resize_table(table: Tensor, length: int) -> Tensor:
-    """Relative positions float [2n - 1, d] at another length, linear."""
+    """Relative positions float [2n - 1, d], resized to another length with linear interpolation."""
     resized = F.interpolate(table.T[None], length, mode="linear", align_corners=False)
     return resized[0].T.contiguous()
 
@@ -175,7 +175,7 @@ def _shapes(model: ModelConfig) -> dict[str, torch.Size]:
 
 
 def _groups(names: tuple[str, ...]) -> list[str]:
-    """Names by the part of the model that they belong to, in order, each once."""
+    """The parts of the model that the names belong to, in order and without duplicates."""
     parts = (
         "relative positions"
         if ".rel_pos_" in name

@@ -1,15 +1,15 @@
-"""All iterations of one micro-batch in one forward: what DDP and FSDP wrap.
+"""Interactive training: all iterations of one micro-batch in one forward pass, wrapped by DDP or FSDP.
 
     interactive = Interactive(Sam(PRESETS["vit_b"]), Recipe())
     sums = interactive(images, targets, image_keys)
     (sums["loss"] / masks_of_all_ranks).backward()
 
-The image encoder runs once, the mask decoder once an iteration. The number of iterations and all shapes are
-those of the recipe and of the micro-batch: no rank decides anything that another one must follow, and nothing
-waits for the device. What happens to a mask depends on its key, its targets and its image alone.
+The image encoder runs once, the mask decoder once per iteration. The number of iterations and all shapes
+depend only on the recipe and the micro-batch, so ranks need not agree on anything, and the host does not wait
+for the device. The prompts and losses of a mask depend only on its key, its targets and its image.
 
 The backward pass of an iteration follows its forward pass at once, inside of `forward`: only the activations
-of one iteration are ever in memory (see `sa1b.sam.early_gradients`).
+of one iteration are in memory (see `sa1b.sam.early_gradients`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ EvaluationProtocol = Callable[[Sam, Tensor, Tensor], dict[str, Tensor]]  # see s
 
 
 class _Scene(NamedTuple):
-    """What stays the same over the iterations."""
+    """Inputs that are the same in all iterations."""
 
     embeddings: Tensor  # [B, C, h, w]
     image: Tensor  # [M]
@@ -50,7 +50,7 @@ class _Scene(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The candidates of one iteration, K = 3 in the first and 1 later, and the one that a user would take."""
+    """The candidates of one iteration, K = 3 in the first and 1 later, and the chosen one."""
 
     logits: Tensor  # float32 [M, K, R, R]
     predicted: Tensor  # [M, K], IoU
@@ -60,7 +60,7 @@ class _Answer(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What one iteration of training leaves, and what the next one builds on."""
+    """Results of one iteration of training, including the input of the next one."""
 
     losses: Tensor  # [3, M], focal, dice, error of the IoU
     iou: Tensor  # [M], of the chosen mask
@@ -69,21 +69,22 @@ class _Outcome(NamedTuple):
 
 
 class Interactive(nn.Module):
-    """A model under training, with the user whom the recipe imitates.
+    """A model in training, together with the simulated user of the recipe.
 
-    The rules, from "Segment Anything" (2023) unless said otherwise:
-    - The first prompt is a point or a box. One prompt may mean several objects, so three masks answer it, of
-      which the best one is trained: the lowest weighted sum of focal and dice loss. (The others are trained
-      by `recipe.all_masks_share`.) The paper has three masks for any single prompt, a box too. In every later
-      iteration the answer is the single mask, number 0.
-    - The answer with the highest predicted IoU goes on to the next iteration: its logits as they are, and its
-      errors for the next click. The logits are detached unless `recipe.feedback_gradient`. (The paper does
-      not say; SAM 2's published code lets gradients through.)
-    - An iteration without a new prompt has an empty token where the others have a click.
-    - What the model predicts outside the image counts in focal and dice loss, not in IoU, clicks or scores.
+    The rules are those of "Segment Anything" (2023); exceptions are stated:
+
+    - The first prompt is a point or a box. One prompt may mean several objects, so the model predicts three
+      masks. The loss is that of the best mask, which has the lowest weighted sum of focal and dice loss, and,
+      with weight `recipe.all_masks_share`, the mean of all three. As in the paper, a box gets three masks
+      too. In later iterations the prediction is the single mask, number 0.
+    - The mask with the highest predicted IoU is the input of the next iteration: its logits are the mask
+      prompt, and the next click is on one of its errors. The logits are detached unless
+      `recipe.feedback_gradient` is set. (The paper does not specify this; SAM 2's code does not detach them.)
+    - In an iteration without a new prompt, an empty token replaces the click.
+    - Predictions outside the image count in focal and dice loss, but not in IoU, clicks or scores.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         recipe: prompts, iterations, losses.
     """
 
@@ -102,7 +103,7 @@ class Interactive(nn.Module):
         return inputs_of(batch, seed)
 
     def weights(self) -> Sam:
-        """What a checkpoint holds, by the published names."""
+        """The module that checkpoints contain, with the published names."""
         return self.model
 
     def read_weights(self, path: Path) -> dict[str, Tensor]:
@@ -110,12 +111,12 @@ class Interactive(nn.Module):
         return read_initial_weights(path)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
-        """Load weights of a SAM, or of a ViT for the image encoder; returns a line that says what was loaded.
+        """Load weights of a SAM, or of a ViT for the image encoder; return a line that describes them.
 
-        Positions are resized to the model's image size.
+        Position embeddings are resized to the model's image size.
 
         Raises:
-            UsageError: they are of a model of other sizes.
+            UsageError: the weights are those of a model with other sizes.
         """
         fitted = fit_weights(weights, self.model.config)
         self.model.load_state_dict(fitted.tensors, strict=not fitted.kept)
@@ -124,8 +125,8 @@ class Interactive(nn.Module):
     def fsdp_units(self) -> list[list[nn.Module]]:
         """Attention and MLP of each encoder block, without its norms, which stay in float32.
 
-        In a block's own group norms would lose 16 of their 24 bits for no gain, and torch's CPU norm refuses
-        a gain of another format than its float32 input.
+        In the group of a block, norms would lose 16 of their 24 bits without benefit, and torch's CPU norm
+        does not accept a weight whose dtype differs from its float32 input.
         """
         return [[block.get_submodule("attn"), block.get_submodule("mlp")] for block in self._blocks()]
 
@@ -139,7 +140,7 @@ class Interactive(nn.Module):
         return 0 if parts[1] in ("patch_embed", "pos_embed") else None
 
     def decays(self, name: str, parameter: Tensor) -> bool:
-        """Not biases and norms, which have one dimension, nor position embeddings."""
+        """False for biases and norms, which have one dimension, and for position embeddings; else True."""
         return parameter.ndim > 1 and name.rpartition(".")[2] not in ("pos_embed", "rel_pos_h", "rel_pos_w")
 
     def flops(self, images: float, masks: float) -> float:
@@ -165,16 +166,15 @@ class Interactive(nn.Module):
             targets: of M masks; M may be 0.
             image_keys: int64 [B], a hash for each image and visit; drop path depends on it.
             evaluate: score the masks without gradient and without noise; the first click is the target's
-                point, the others are chosen as in training. Put the module into evaluation mode before.
-            protocol: evaluate by it instead; it gets the model, the images and `targets.sizes`, and its
-                result is returned. It calls `embed` once on every rank, which FSDP counts on.
+                point, the others are chosen as in training. The module must be in evaluation mode.
+            protocol: evaluate with this function instead. It takes the model, the images and `targets.sizes`;
+                its result is returned. It must call `embed` once on every rank, for FSDP.
 
         Returns:
             Training: sums over masks, weighted by targets.weights, float32 scalars; divide by the count over
             all ranks. "loss" has the gradient; "focal", "dice" and "iou_loss" are its parts before their
             weights, "iou_first" and "iou_last" the chosen mask's IoU after the first and the last iteration,
-            "count" the sum of the weights. All parameters get a gradient in any case, zeros where nothing
-            counts.
+            "count" the sum of the weights. All parameters always get a gradient; it is 0 if the count is 0.
             Evaluation: "intersections" and "unions", int64 [M, 4], in pixels of the dense masks inside
             the image, after 1, 3 and 5 clicks and for the exact box alone; "logits", float32 [M, R, R] of
             the padded square, and "predicted_iou", float32 [M], of the answer to the first click. With one
@@ -247,8 +247,8 @@ class Interactive(nn.Module):
     def _iterations_are_independent(self, device: torch.device) -> bool:
         """Whether the backward pass of an iteration can follow its forward pass at once.
 
-        Not if gradients pass from an iteration to the one before, and not in float16: gradients would
-        underflow without the loss scale, which is applied to the sum.
+        It cannot if gradients flow between iterations. It cannot in float16 either: gradients would underflow
+        without the loss scale, which is applied to the sum.
         """
         if not torch.is_grad_enabled() or self.recipe.feedback_gradient:
             return False
@@ -287,9 +287,9 @@ class Interactive(nn.Module):
         return _Scene(embeddings, targets.image, targets.counts, masks, inside)
 
     def _iteration(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Outcome:
-        """One iteration, the first if there is no feedback.
+        """One iteration, the first one if there is no feedback.
 
-        Where its backward pass is late, its activations are computed a second time.
+        If its backward pass does not follow at once, the backward pass recomputes its activations.
         """
         arguments = (scene, points, labels, feedback)
         if not torch.is_grad_enabled() or self._iterations_are_independent(points.device):
@@ -341,16 +341,16 @@ class Interactive(nn.Module):
 
 
 def _pick(values: Tensor, chosen: Tensor) -> Tensor:
-    """Of [M, K, ...] the chosen one of each mask, [M, ...]; the others get a gradient of zeros."""
+    """The chosen candidate of each mask: [M, K, ...] -> [M, ...]; the others get a gradient of zeros."""
     return values[torch.arange(len(values), device=values.device), chosen]
 
 
 def _trained(losses: Tensor, best: Tensor, share: float) -> Tensor:
-    """Of losses [M, K] the best mask's and, by `share`, the mean over all masks: [M]."""
+    """The best candidate's loss, mixed with the mean over all candidates by `share`: [M, K] -> [M]."""
     picked = _pick(losses, best)
     return torch.lerp(picked, losses.mean(dim=1), share) if share else picked
 
 
 def _with_click(points: Tensor, labels: Tensor, click: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompts with one click more."""
+    """The prompts with one more click."""
     return torch.cat((points, click[:, None]), dim=1), torch.cat((labels, label[:, None]), dim=1)

@@ -1,7 +1,7 @@
 """The losses of SAM ("Segment Anything", 2023, appendix A), one number for each predicted mask.
 
-All of them work in float32, whatever the logits' type and under autocast too, and over the whole padded
-square, as the published code does: what lies outside the image is background that the model has to learn.
+All losses are computed in float32, for logits of any dtype and under autocast too. As in the published code,
+they cover the complete padded square: pixels outside the image are background that the model has to learn.
 """
 
 from typing import Literal
@@ -18,13 +18,13 @@ def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: floa
         logits: [..., H, W], any float type.
         targets: [..., H, W], 1 is foreground, 0 background; any type; broadcast against logits.
         alpha: weight of foreground pixels; background pixels have 1 - alpha.
-        gamma: the more, the less a pixel counts that is right already.
+        gamma: exponent; larger values reduce the weight of pixels that are predicted well.
 
     Returns:
         float32 [...].
     """
     foreground = targets.float()
-    # The logit of the wrong class: its sigmoid is the probability that the class is given.
+    # The logit of the wrong class; its sigmoid is the predicted probability of that class.
     wrong = logits.float() * (1 - 2 * foreground)
     weights = (2 * alpha - 1) * foreground + (1 - alpha)
     return (weights * torch.sigmoid(wrong) ** gamma * functional.softplus(wrong)).mean(dim=(-2, -1))
@@ -33,7 +33,7 @@ def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: floa
 def dice_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """1 - (2 * overlap + 1) / (predicted + true + 1), in sums of probabilities over the pixels.
 
-    Milletari et al., "V-Net", 2016, with plain sums; the ones keep a mask without a pixel finite.
+    Milletari et al., "V-Net", 2016, with plain sums; adding 1 keeps the loss of an empty mask finite.
     Arguments and result as for `focal_loss`.
     """
     probabilities = torch.sigmoid(logits.float())
@@ -50,16 +50,16 @@ def iou_loss(predicted: Tensor, actual: Tensor, error: Literal["squared", "absol
 
 
 def overlaps(masks: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Pixels in both and in either: two int64 [...] for bool [..., H, W] that broadcast."""
+    """Pixels of the intersection and the union: two int64 [...] for bool [..., H, W] that broadcast."""
     intersections = _pixels(masks & targets)
     return intersections, _pixels(masks) + _pixels(targets) - intersections
 
 
 def iou(intersections: Tensor, unions: Tensor) -> Tensor:
-    """float32 IoU of pixel counts; 0 where there is no pixel at all, as in the published code."""
+    """float32 IoU of pixel counts; 0 if the union has no pixel, as in the published code."""
     return intersections.float() / unions.clamp(min=1).float()
 
 
 def _pixels(masks: Tensor) -> Tensor:
-    """How many are True: int64 [...] for [..., H, W]."""
-    return masks.sum(dim=-1, dtype=torch.int32).sum(dim=-1)  # on the CPU faster than int64 at once
+    """Number of True pixels: int64 [...] for [..., H, W]."""
+    return masks.sum(dim=-1, dtype=torch.int32).sum(dim=-1)  # faster than int64 at once on the CPU

@@ -1,4 +1,4 @@
-"""The mask decoder: embeddings of image and prompts to four masks, and how good each is.
+"""The mask decoder: four masks and their predicted IoU from the embeddings of image and prompts.
 
 "Segment Anything", Kirillov et al., 2023. Parameters have the published names and shapes.
 """
@@ -19,20 +19,20 @@ from sa1b.sam.transformer import TwoWayTransformer
 MASKS = 4  # one for unambiguous prompts, three for ambiguous ones
 ALL = slice(0, MASKS)
 SINGLE, AMBIGUOUS = slice(0, 1), slice(1, MASKS)  # the candidates of several prompts, and of one
-HEAD_LENGTH = 32  # numbers a head of the self-attention: 8 heads in the published 256 channels
-HIDDEN_RATIO = 8  # of the feed-forward network: 2048 in the published 256 channels
+HEAD_LENGTH = 32  # numbers per head of the self-attention: 8 heads for the published 256 channels
+HIDDEN_RATIO = 8  # hidden width / channels of the feed-forward network: 2048 for the published 256 channels
 
 
 class MaskDecoder(nn.Module):
     """Masks at four times the size of the image embedding.
 
     Args:
-        channels: of all embeddings, a multiple of 32.
+        channels: width of all embeddings, a multiple of 32.
 
-    What one mask costs in one iteration of training, with 256 channels, 4,096 image tokens and 12 tokens (the
-    mean over the iterations), counted over all operators (FLOPs by torch's FlopCounterMode, bytes as inputs
-    and outputs of every operator), and what the published order of products with checkpointed iterations
-    costs:
+    The table has the cost of one mask in one iteration of training, with 256 channels, 4,096 image tokens and
+    12 tokens (the mean over the iterations). It is summed over all operators: FLOPs by torch's
+    FlopCounterMode, bytes as inputs and outputs of every operator. In parentheses: the cost of the published
+    order of products with checkpointed iterations.
 
         forward                  2.6 GFLOP, 222 MB in float32, 120 MB under bfloat16    (3.7, 297, 258)
         forward and backward     7.9 GFLOP, 594 MB in float32, 316 MB under bfloat16    (15, 1052, 899)
@@ -66,8 +66,8 @@ class MaskDecoder(nn.Module):
     def compile_compute(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile `compute`: one graph for the first iteration, one for all later ones.
 
-        The number of tokens is a variable of the graph. Tokens that fill up to a constant number would take
-        as long as true ones: a product for each image token and head.
+        The number of tokens is a variable of the graph. Padding to a constant number would cost as much as
+        real tokens: a product for each image token and head.
         """
         self.compiled = torch.compile(self.compute, fullgraph=True, backend=backend)
 
@@ -78,10 +78,10 @@ class MaskDecoder(nn.Module):
         sparse: Tensor,
         candidates: slice = ALL,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `compute`, compiled if `compile_compute` was called.
+        """Call `compute`, compiled if `compile_compute` was called.
 
-        Not for an image with less than two masks: a graph takes the numbers 0 and 1 as constants, so there
-        would be further graphs for each image of a micro-batch.
+        If an image has fewer than two masks, the compiled form is not used: a graph treats the numbers 0 and
+        1 as constants, so each image of a micro-batch could need further graphs.
         """
         if self.compiled is None or min(image.counts) < 2:
             return self.compute(image, image_position, sparse, candidates)
@@ -100,12 +100,12 @@ class MaskDecoder(nn.Module):
         Args:
             image: the image tokens of each mask, in the number format of the products.
             image_position: float [N, C].
-            sparse: float [M, T, C], of points and box corners.
-            candidates: which of the four masks.
+            sparse: float [M, T, C], embeddings of points and box corners.
+            candidates: which of the four masks to compute.
 
         Returns:
-            Logits [M, K, 4h, 4w]: mask 0 the single one, 1 to 3 the three. The predicted IoU of each,
-            [M, K], not bounded to 0..1. And the token of each, [M, K, C].
+            Logits [M, K, 4h, 4w]: mask 0 is for unambiguous prompts, 1 to 3 are for ambiguous ones. The
+            predicted IoU of each mask, [M, K], not bounded to 0..1. The token of each mask, [M, K, C].
         """
         own = torch.cat([self.iou_token.weight, self.mask_tokens.weight])
         tokens = torch.cat([own.expand(len(sparse), -1, -1), sparse.to(own.dtype)], dim=1)
@@ -113,7 +113,7 @@ class MaskDecoder(nn.Module):
         tokens, seen = self.transformer(image, image_position, tokens, (0, *(1 + mask for mask in chosen)))
         networks = list(self.output_hypernetworks_mlps)
         weights = torch.stack([networks[mask](tokens[:, 1 + k]) for k, mask in enumerate(chosen)], dim=1)
-        # The networks of other candidates take part with weight zero: DDP waits for every gradient.
+        # The networks of other candidates are used with weight zero, because DDP waits for every gradient.
         rest = [networks[mask] for mask in range(MASKS) if mask not in chosen]
         unused = [parameter.sum() for network in rest for parameter in network.parameters()]
         weights = weights + 0 * sum(unused)
@@ -123,8 +123,8 @@ class MaskDecoder(nn.Module):
     def upscale(self, image: Tensor, weights: Tensor) -> Tensor:
         """Image tokens [M, N, C] and weights [M, K, C / 8] -> logits [M, K, 4h, 4w].
 
-        Both convolutions have kernels of 2 x 2 without overlap: they are matrix products for each token, of
-        which only the logits have to be put in the order of pixels.
+        Both convolutions have kernels of 2 x 2 without overlap, so they are matrix products for each token.
+        Only the logits have to be reordered to pixels.
         """
         first, norm, _, second, _ = self.output_upscaling
         x = upscaled(image, first)  # (M, N, 4, C / 4)
@@ -139,7 +139,7 @@ class MaskDecoder(nn.Module):
 
 
 def upscaled(x: Tensor, convolution: nn.Module) -> Tensor:
-    """[..., C] -> [..., 4, D]: each token becomes the four of a square of 2 x 2, row by row."""
+    """[..., C] -> [..., 4, D]: each token becomes the four tokens of a 2 x 2 square, in row-major order."""
     weight = convolution.get_parameter("weight").permute(2, 3, 1, 0).flatten(0, 2)  # (4 D, C)
     bias = convolution.get_parameter("bias").repeat(4)
     out = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))

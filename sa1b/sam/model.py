@@ -5,9 +5,9 @@
     embeddings = model.embed(images)  # (B, C, h, w): the slow part, once an image
     logits, iou = model.decode(embeddings, image, points, labels)  # (M, 4, 4h, 4w), (M, 4): once a prompt
 
-One frame for all: the padded square of S x S pixels (S = image_size), the image at its top left, x right and
-y down, the centre of a pixel at integer coordinates. `load_state_dict` takes the published checkpoints of
-vit_b, vit_l and vit_h as they are.
+All coordinates are in one frame: the padded square of S x S pixels (S = image_size), with the image at its
+top left, x right and y down, and the centre of a pixel at integer coordinates. `load_state_dict` accepts the
+published checkpoints of vit_b, vit_l and vit_h unchanged.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from sa1b.sam.mask_decoder import ALL, MaskDecoder
 from sa1b.sam.prompt_encoder import PromptEncoder
 from sa1b.sam.similarity import ClickSimilarity
 
-CHANNELS_MULTIPLE = 32  # the decoder halves its width, then has heads of 16 numbers
+CHANNELS_MULTIPLE = 32  # the decoder halves its width and then splits it into heads of 16 numbers
 PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 0..255, RGB
 
 
@@ -32,19 +32,19 @@ class ModelConfig:
     """Sizes of the model, by default those of vit_b.
 
     Attributes:
-        image_size: Pixels of the padded square that holds an image.
+        image_size: Size of the padded square, pixels.
         patch_size: Pixels of a patch, which is a token of the encoder.
         width: Width of the encoder: size of a token's vector.
         depth: Blocks of the encoder.
         heads: Attention heads of a block; head dimension is width / heads.
-        global_blocks: Blocks whose attention sees the whole image; the others see windows.
+        global_blocks: Blocks whose attention covers the complete image; the others use windows.
         window: Tokens of a window per axis.
         channels: Width of the image embedding, the prompts and the decoder, a multiple of 32.
-        pixel_features: Numbers a pixel of the masks by which it is compared with clicked ones, an addition to
-            the published model that shortens training (sa1b.sam.similarity); 0: none.
+        pixel_features: Length of the feature vector of each mask pixel, for comparison with clicked pixels.
+            This addition to the published model shortens training (sa1b.sam.similarity); 0: none.
         drop_path: Probability that an image skips the attention of the last block, and independently its
-            MLP; linear from 0 at the first.
-        checkpoint_blocks: Compute each block's activations again in the backward pass, to save memory.
+            MLP; linear over the blocks, from 0 at the first one.
+        checkpoint_blocks: Recompute each block's activations in the backward pass, to save memory.
         compile_blocks: Compile (torch.compile) each block of the encoder.
         compile_decoder: Compile (torch.compile) the mask decoder.
     """
@@ -93,7 +93,7 @@ class ModelConfig:
 
     @property
     def side(self) -> int:
-        """Tokens of the image per axis, which is the size of its embedding; masks come at 4 times that."""
+        """Tokens of the image per axis: the size of its embedding, a quarter of the size of masks."""
         return self.image_size // self.patch_size
 
     @property
@@ -126,8 +126,9 @@ def _flag(name: str) -> str:
 class Sam(nn.Module):
     """Image encoder, prompt encoder and mask decoder.
 
-    Initial weights come from torch's generator on the CPU: the same after the same torch.manual_seed,
-    whatever checkpoint_blocks, compile_blocks and compile_decoder are; none changes the name of a parameter.
+    Initial weights come from torch's generator on the CPU, so they are the same after the same
+    torch.manual_seed. checkpoint_blocks, compile_blocks and compile_decoder do not change initial weights or
+    names of parameters.
     """
 
     pixel_mean: Tensor
@@ -165,23 +166,23 @@ class Sam(nn.Module):
 
         Args:
             images: uint8 [B, 3, S, S], RGB, of any memory format; B may be 0.
-            keep: bool [B, depth, 2], whether an image goes through attention and MLP of each block (drop
-                path), with the probabilities 1 - config.drop_rates, by which what goes through is divided.
-                None: every image through every block, nothing divided.
-            sizes: int64 [B, 2], rows and columns of each image inside the square: pixels outside become 0
-                after normalisation, as in the published code. None: all pixels count.
+            keep: bool [B, depth, 2], whether an image passes through attention and MLP of each block (drop
+                path). The caller samples it with the probabilities 1 - config.drop_rates; outputs are divided
+                by these. None: every image passes through every block, and nothing is divided.
+            sizes: int64 [B, 2], rows and columns of each image in the square. Pixels outside are set to 0
+                after normalisation, as in the published code. None: all pixels belong to the image.
 
         Returns:
-            float [B, channels, side, side]; with pixel features, 16 * pixel_features channels more, those of
-            the 4 x 4 mask pixels of a token.
+            float [B, channels, side, side]; with pixel features, 16 * pixel_features further channels, the
+            features of the 4 x 4 mask pixels of each token.
 
         Raises:
-            ValueError: images, keep or sizes of another shape or type.
+            ValueError: images, keep or sizes have another shape or dtype.
         """
         self.check_images(images, keep, sizes)
         if len(images) == 0:
-            # One blank image that is cut away again: no kernel has to know empty batches, and every parameter
-            # gets its gradient (of zeros), which the ranks that have images wait for.
+            # Encode one blank image and discard it. Kernels need not support empty batches, and every
+            # parameter gets a gradient (of zeros), for which ranks with images wait.
             blank = images.new_zeros(1, *images.shape[1:])
             return self.embed(blank, None if keep is None else F.pad(keep, (0, 0, 0, 0, 0, 1), value=True))[
                 :0
@@ -219,26 +220,27 @@ class Sam(nn.Module):
         counts: Sequence[int] | None = None,
         candidates: slice = ALL,
     ) -> tuple[Tensor, Tensor]:
-        """The masks that prompts ask for, M at once, of any of the images.
+        """Predict the masks of M prompts at once; each prompt may belong to any of the images.
 
         Args:
-            embeddings: float [B, ..., side, side], of `embed`.
-            image: int64 [M], whose embedding each mask is decoded with; M may be 0, B too then.
+            embeddings: float [B, ..., side, side], from `embed`.
+            image: int64 [M], index of the image of each mask; M may be 0, and then B too.
             points: float32 [M, P, 2], pixels of the padded square (see above); P may be 0.
             labels: int64 [M, P]: 1 foreground, 0 background, 2 and 3 first and second corner of a box, -1
-                nothing. Where there is no box, the published code adds a point of label -1; here the caller
-                does.
-            low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier iteration. None: no mask has one.
-            has_low_res: bool [M], which masks have one. None: all, if low_res is given.
-            counts: masks of each image, B numbers with the sum M; `image` is ascending then. The masks of an
-                image share its embedding. None: `image` in any order; the embedding is copied for each mask.
+                empty. The published code adds a point of label -1 to prompts without a box; here the caller
+                must do this.
+            low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier iteration. None: no mask has them.
+            has_low_res: bool [M], which masks have these logits. None: all, unless low_res is None.
+            counts: number of masks of each image, B numbers with the sum M; `image` must be ascending. The
+                masks of an image then share its embedding. None: `image` may have any order, and the
+                embedding is copied for each mask.
             candidates: which of the four masks: ALL, SINGLE or AMBIGUOUS of sa1b.sam.mask_decoder.
 
         Returns:
-            Logits float [M, K, 4 * side, 4 * side] of the K candidates (mask 0 is the single one for prompts
-            that are unambiguous, 1 to 3 the three for those that are not) and their predicted IoU, float
-            [M, K]. All parameters of prompt encoder and mask decoder take part, whatever the prompts and
-            candidates are: none is ever without a gradient.
+            Logits float [M, K, 4 * side, 4 * side] of the K candidates, and their predicted IoU, float [M,
+            K]. Mask 0 is for unambiguous prompts, masks 1 to 3 are for ambiguous ones. All parameters of
+            prompt encoder and mask decoder are used for all prompts and candidates, so they always get a
+            gradient.
 
         Raises:
             ValueError: counts do not add up.
@@ -247,7 +249,7 @@ class Sam(nn.Module):
             raise ValueError(
                 f"counts {counts} are not those of {len(image)} masks of {len(embeddings)} images"
             )
-        if len(image) == 0:  # As in `embed`: one mask without prompts, cut away again.
+        if len(image) == 0:  # as in `embed`: decode one mask without prompts and discard it
             blank = F.pad(embeddings[:0], (0, 0, 0, 0, 0, 0, 0, 1))
             points, labels = F.pad(points, (0, 0, 0, 0, 0, 1)), F.pad(labels, (0, 0, 0, 1), value=-1)
             logits, iou = self.decode(blank, image.new_zeros(1), points, labels, candidates=candidates)

@@ -1,4 +1,4 @@
-"""`sa1b.predict`: masks of one image for points and boxes, at the image's own resolution.
+"""`sa1b.predict`: masks of one image for points and boxes, at the resolution of the image.
 
     model = sa1b.load_model("run")                                  # or a .pth or .safetensors of a SAM
     found = sa1b.predict(model, image, points=[[120, 80], [500, 310]])
@@ -27,7 +27,7 @@ from sa1b.sam.model import Sam
 
 _AREA_FACTOR = 4 / 3  # beyond this much reduction, bilinear sampling would skip pixels
 _AT_ONCE = 32  # prompts that are decoded together
-_PIXELS = 1 << 25  # that are enlarged together: 128 MiB
+_PIXELS = 1 << 25  # pixels that are enlarged together: 128 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,9 +36,9 @@ class Prediction:
 
     Attributes:
         masks: bool [N, height, width], at the resolution of the image that was passed.
-        predicted_iou: float32 [N], the IoU with the intended mask that the model expects.
-        logits: float32 [N, 4 * side, 4 * side], of the padded square, side = image_size / patch_size; a mask
-            is where they are above 0 once enlarged.
+        predicted_iou: float32 [N], the IoU with the intended mask as predicted by the model.
+        logits: float32 [N, 4 * side, 4 * side], of the padded square, side = image_size / patch_size. Masks
+            are the pixels where the enlarged logits are above 0.
     """
 
     masks: npt.NDArray[np.bool_]
@@ -59,26 +59,26 @@ def predict(
     boxes: npt.ArrayLike | None = None,
     multimask: bool | None = None,
 ) -> Prediction:
-    """The masks of an image that prompts ask for; several prompts are answered at once.
+    """Predict the masks of an image for one or several prompts.
 
-    A prompt is a point, several points, a box, or a box with points. Where it is a single point or a single
-    box, the model makes three candidates and the one with the highest predicted IoU is returned; else its
-    single mask.
+    A prompt is a point, several points, a box, or a box with points. For a single point or a single box, the
+    model predicts three candidates, and the one with the highest predicted IoU is returned. For other prompts
+    it predicts a single mask.
 
     Args:
-        model: of `sa1b.load_model`, on any device.
+        model: the result of `sa1b.load_model`, on any device.
         image: uint8 RGB [height, width, 3], or a PIL image of any mode; any size.
         points: [N, 2], one point (x, y) for each prompt, or [N, P, 2], P points for each prompt; pixels of
             the image, within it.
-        labels: [N] or [N, P], 1 for foreground, 0 for background, -1 for a place holder, which fills up
-            prompts with fewer points and changes nothing. By default 1.
+        labels: [N] or [N, P], 1 for foreground, 0 for background, -1 for a placeholder, which pads prompts
+            with fewer points and has no effect. By default 1.
         boxes: [N, 4], x0, y0, x1, y1, the first and the last pixel of the object; pixels of the image,
             within it: x1 and y1 may be its width and height.
-        multimask: True: the best of three candidates for every prompt; False: the single mask; None: see
-            above.
+        multimask: True: the best of three candidates for every prompt; False: the single mask; None: as
+            described above.
 
     Raises:
-        ValueError: an argument has another shape, type or range; the message names it.
+        ValueError: an argument has a wrong shape, dtype or range; the message names it.
     """
     if not hasattr(model, "pixel_mean"):  # not isinstance: a compiled model is another class
         loaded = f"load_model({str(model)!r})" if isinstance(model, str | PathLike) else "load_model(path)"
@@ -86,7 +86,7 @@ def predict(
     pixels = _rgb(image)
     height, width = pixels.shape[:2]
     prompts, tags = _prompts(points, labels, boxes, height, width)
-    kinds = (tags != NOTHING).sum(axis=1)  # prompts of as many points and corners are decoded together
+    kinds = (tags != NOTHING).sum(axis=1)  # prompts with equally many points and corners are decoded together
     if boxes is None and not kinds.all():
         raise ValueError(
             f"prompt {int(kinds.argmin())} has no box and no point but place holders (label -1): "
@@ -111,7 +111,7 @@ def predict(
         ambiguous = count == (1 if boxes is None else 2) if multimask is None else multimask
         for start in range(0, len(alike), _AT_ONCE):
             own = alike[start : start + _AT_ONCE]
-            # Without a box one more that says so, as in the published code.
+            # Prompts without a box get one more point of label -1, as in the published code.
             given = slice(count + 1 if boxes is None else count)
             logits, predicted = model.decode(
                 embedding,
@@ -133,12 +133,12 @@ def predict(
 def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], image_size: int) -> Tensor:
     """Masks at the resolution of their image: bool [N, height, width], from logits float [N, R, R].
 
-    As the published model does: enlarged to the padded square, cut to the image, resized to its source,
-    bilinear both times, and above 0.
+    As in the published model, logits are enlarged to the padded square, cropped to the image and resized to
+    its source size, both times with bilinear interpolation. A mask is the pixels where the result is above 0.
 
     Args:
         source: height and width of the image.
-        taken: rows and columns that it takes of the square.
+        taken: rows and columns of the square that the image fills.
         image_size: pixels of the square.
     """
     made = torch.empty((len(logits), *source), dtype=torch.bool, device=logits.device)
@@ -186,7 +186,7 @@ def _prompts(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Points and box corners of N prompts, [N, P, 2], and their labels as `Sam.decode` takes them, [N, P].
 
-    Those that count come first; the last one never does.
+    Points with an effect come first; the last point is always empty.
     """
     if points is None and boxes is None:
         said = "" if labels is None else "labels are passed without points: "
@@ -230,7 +230,7 @@ def _prompts(
     where.append(np.zeros((len(where[0]), 1, 2)))
     tags.append(np.full((len(where[0]), 1), NOTHING))
     at, kinds = np.concatenate(where, axis=1), np.concatenate(tags, axis=1)
-    order = np.argsort(kinds == NOTHING, axis=1, kind="stable")  # those that count first
+    order = np.argsort(kinds == NOTHING, axis=1, kind="stable")  # points that are not empty come first
     return np.take_along_axis(at, order[..., None], axis=1), np.take_along_axis(kinds, order, axis=1)
 
 
@@ -242,7 +242,7 @@ def _check_inside(
     width: int,
     height: int,
 ) -> None:
-    """Refuse points or boxes that are partly outside of the image, of those that count."""
+    """Refuse points or boxes that are partly outside of the image; placeholders are ignored."""
     outside = ((values < -0.5) | (values > limits)).any(axis=-1) & counted
     if outside.any():
         first = tuple(np.argwhere(outside)[0].tolist())

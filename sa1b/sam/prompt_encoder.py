@@ -1,13 +1,13 @@
-"""The prompt encoder: points, box corners and an earlier mask as embeddings, always in float32.
+"""The prompt encoder: embeds points, box corners and an earlier mask, always in float32.
 
 "Segment Anything", Kirillov et al., 2023. Parameters have the published names and shapes. Half precision
-would move a coordinate by up to 2 pixels at 1024, and TF32 by half a pixel: autocast is off in here, and
-coordinates meet the frequencies in products of single numbers, not in a matrix product.
+would shift a coordinate by up to 2 pixels at 1024, and TF32 by half a pixel. So autocast is off in this
+module, and coordinates are multiplied by the frequencies element by element, not in a matrix product.
 
 Labels of points, which are prompts of any kind:
 
-    -1  nothing: its coordinates do not count. Where no box is given, the published code adds one to the
-        points; here the caller does.
+    -1  empty: its coordinates have no effect. The published code adds an empty point to prompts without a
+        box; here the caller must do this.
      0  background     1  foreground     2  first corner of a box (x0, y0)     3  second corner (x1, y1)
 """
 
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from sa1b.sam.image_encoder import ChannelNorm
 
 LABELS = 4  # background, foreground, two corners
-MASK_CHANNELS = 16  # inside the embedding of a mask, whatever its width
+MASK_CHANNELS = 16  # hidden channels of the mask embedding, for any width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,9 +43,9 @@ class PromptEncoder(nn.Module):
     """Prompts of M masks at once.
 
     Args:
-        channels: of all embeddings.
-        image_size: pixels of the square in which coordinates are given.
-        side: of the image embedding; masks come at four times that.
+        channels: width of all embeddings.
+        image_size: pixels of the square, the frame of coordinates.
+        side: height and width of the image embedding, a quarter of those of masks.
     """
 
     def __init__(self, channels: int, image_size: int, side: int) -> None:
@@ -75,12 +75,11 @@ class PromptEncoder(nn.Module):
                 has integer coordinates.
             labels: int64 [M, P], as above.
             low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier mask. None: no mask has one.
-            has_low_res: bool [M], which masks have one; what low_res holds for the others does not count.
-                None: all.
+            has_low_res: bool [M], which masks have logits; low_res is ignored for the others. None: all.
 
         Returns:
             Sparse float32 [M, P, channels], and the dense embedding. Both depend on every parameter in every
-            call, if only with weight zero, so that none is ever without a gradient.
+            call, possibly with weight zero, so every parameter always gets a gradient.
         """
         with torch.autocast(points.device.type, enabled=False):
             return self.embed_points(points, labels), self.embed_masks(low_res, has_low_res)
@@ -104,7 +103,7 @@ class PromptEncoder(nn.Module):
             return DenseEmbedding(nothing + 0 * unused.sum(), None, nothing[None, :0])
         has = None if has_low_res is None else has_low_res[:, None, None]
         if has is not None:
-            # Zeros go in where there is no mask: a NaN would reach the gradient through a weight of zero.
+            # Replace missing masks by zeros: a NaN would reach the gradient in spite of a weight of zero.
             low_res = torch.where(has[..., None], low_res, 0)
         weight, bias = last.get_parameter("weight"), last.get_parameter("bias").float()
         x = low_res.to(weight.dtype)

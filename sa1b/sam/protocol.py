@@ -1,15 +1,16 @@
 """The evaluation of "Segment Anything" (2023): clicks at the centres of errors, IoU at source resolution.
 
-The first click is the point of the mask that is farthest from its border. Each further click is the point of
-the wrong pixels that is farthest from the border of its region, missing and surplus pixels apart: the centre
-of the region with the largest inscribed circle, as in Sofiiuk et al., "Reviving Iterative Training with Mask
-Guidance for Interactive Segmentation" (2021), whose procedure the paper cites. The border of the image is a
-border. A single click and a box are answered by three candidates, later clicks by the single mask. Two
-results are scored: of the candidate with the highest predicted IoU, the model's own choice, and of the one
-with the highest IoU, the oracle's.
+The first click is the pixel of the mask that is farthest from the mask's border. Each further click is the
+wrong pixel that is farthest from the border of its region, where missing and surplus pixels are separate
+regions. It is the centre of the largest inscribed circle, as in Sofiiuk et al., "Reviving Iterative Training
+with Mask Guidance for Interactive Segmentation" (2021), which the paper cites. The border of the image counts
+as a border of regions. For a single click or a box the model predicts three candidates, for later clicks the
+single mask.
+Two candidates are scored: the one with the highest predicted IoU, the model's choice, and the one with the
+highest IoU, the oracle's choice.
 
-Clicks are found on the CPU, mask by mask, by OpenCV's exact Euclidean distance transform, on the box of each
-region: 10 ms for a disc of 600 pixels in an image of 1500 x 2250, one thread.
+Clicks are found on the CPU, mask by mask, with OpenCV's exact Euclidean distance transform on the bounding
+box of each region. This takes 10 ms for a disc of 600 pixels in an image of 1500 x 2250, with one thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageTruth:
-    """What belongs to one image.
+    """The annotated masks and boxes of one image.
 
     Attributes:
         masks: bool [m, height, width], at source resolution, each with a pixel; m may be 0.
@@ -47,7 +48,7 @@ class ImageTruth:
     boxes: npt.NDArray[np.float64]
 
     def parts(self) -> Iterator["ImageTruth"]:
-        """The same masks, as many at a time as are decoded together."""
+        """The masks in groups that are decoded together."""
         for start in range(0, len(self.masks), _AT_ONCE):
             part = slice(start, start + _AT_ONCE)
             yield ImageTruth(self.masks[part], self.boxes[part])
@@ -62,10 +63,10 @@ class Click(NamedTuple):
 
 
 class SamProtocol:
-    """Scores a model on the images of a micro-batch; what `Interactive` takes as its protocol.
+    """Scores a model on the images of a micro-batch; a protocol of `Interactive`.
 
     Args:
-        truth: of each image of the micro-batch.
+        truth: annotated masks of each image of the micro-batch.
     """
 
     def __init__(self, truth: Sequence[ImageTruth]) -> None:
@@ -83,7 +84,7 @@ class SamProtocol:
             "predicted_iou", float32 [M], and "points", float32 [M, 2], where it was, in the padded square
             with a pixel's centre at its index plus 0.5.
         """
-        embeddings = model.embed(images, sizes=sizes)  # once on every rank, whatever there is to decode
+        embeddings = model.embed(images, sizes=sizes)  # once on every rank, also without masks to decode
         found = [
             _score(model, embeddings[i : i + 1], part, (int(size[0]), int(size[1])))
             for i, (truth, size) in enumerate(zip(self.truth, sizes.tolist(), strict=True))
@@ -95,7 +96,7 @@ class SamProtocol:
 
 
 class BoxMasks:
-    """The masks that a model predicts for boxes of one image; what `Interactive` takes as its protocol.
+    """Predicts the masks for boxes of one image; a protocol of `Interactive`.
 
     Args:
         boxes: float64 [m, 4], x0, y0, x1, y1 in source pixels; m may be 0.
@@ -108,11 +109,11 @@ class BoxMasks:
     def __call__(self, model: Sam, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
         """
         Args:
-            images: uint8 [1, 3, S, S], or of no image where there is nothing to predict.
+            images: uint8 [1, 3, S, S], or [0, 3, S, S] if there is nothing to predict.
             sizes: int64 [1, 2], rows and columns of the image in the padded square.
 
         Returns:
-            "masks", bool [m, height, width]: of three candidates the one with the highest predicted IoU.
+            "masks", bool [m, height, width]: the candidate with the highest predicted IoU of three.
         """
         embedding = model.embed(images, sizes=sizes)
         found = [torch.zeros((0, *self.source), dtype=torch.bool, device=images.device)]
@@ -127,12 +128,12 @@ class BoxMasks:
 
 
 def centre(region: Mask) -> tuple[int, int, float]:
-    """The pixel of a region that is farthest from what is outside of it: x, y and the distance in pixels.
+    """The pixel of a region that is farthest from the region's outside: x, y and the distance in pixels.
 
-    The first one, row by row, of several; a distance of 0 for an empty region.
+    If there are several, the first one in row-major order. The distance is 0 for an empty region.
 
     Args:
-        region: bool [height, width]; what is outside of the array counts as outside of the region.
+        region: bool [height, width]; pixels outside of the array are outside of the region.
     """
     rows, columns = np.flatnonzero(region.any(axis=1)), np.flatnonzero(region.any(axis=0))
     if not len(rows):
@@ -146,9 +147,9 @@ def centre(region: Mask) -> tuple[int, int, float]:
 
 
 def next_click(predicted: Mask, truth: Mask) -> Click:
-    """The click that corrects a mask: foreground where it misses, background where it has too much.
+    """The click that corrects a mask: foreground on missing pixels, background on surplus pixels.
 
-    NOTHING is wrong: a click that does not count.
+    If no pixel is wrong, the label is NOTHING: an empty point.
     """
     missing, surplus = centre(truth & ~predicted), centre(predicted & ~truth)
     if not missing[2] and not surplus[2]:
@@ -200,7 +201,7 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
     prompts = _Prompts(model, embedding, source, taken)
     each = torch.arange(count, device=masks.device)
     first = np.array([centre(mask)[:2] for mask in truth.masks], np.float64)
-    # As published: one point more says that there is no box.
+    # As in the published code, a prompt without a box gets an empty point.
     at = np.stack([first, np.zeros_like(first)], axis=1)
     labels = np.tile([FOREGROUND, NOTHING], (count, 1))
     logits, predicted, candidates = prompts.answer(at, labels, AMBIGUOUS)
@@ -233,7 +234,7 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
 
 
 def _overlaps(masks: Tensor, truth: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pixels of intersection and union, int64 [m], of one of K candidates with the truth.
+    """Pixels of intersection and union, int64 [m], of one of K candidates with the annotated mask.
 
     Args:
         masks: bool [m, K, height, width].

@@ -1,9 +1,9 @@
-"""Weights as they are passed around: one file with the published names, `.pth` or `.safetensors`.
+"""Published files of weights: one `.pth` or `.safetensors` with the published names.
 
-A `.pth` is a plain dictionary from names to tensors, as published with "Segment Anything" (2023); it is a
-pickle in a zip archive, of which nothing but tensors is ever unpickled here. A `.safetensors` holds the same
-names without a pickle. Neither format notices flipped bits by itself: archives are verified by their
-checksums, and what is written here as `.safetensors` carries a digest.
+A `.pth` is a plain dictionary from names to tensors, as published with "Segment Anything" (2023). It is a
+pickle in a zip archive; this module unpickles only tensors. A `.safetensors` has the same names without a
+pickle. Loaders of these formats do not detect flipped bits. This module verifies the checksums of zip
+archives, and writes a digest into each `.safetensors`.
 """
 
 import hashlib
@@ -33,17 +33,17 @@ _AGAIN = "download or write it again"
 
 
 class WeightsError(Sa1bError):
-    """A file that does not hold the weights of a SAM; the message names it and says what it holds."""
+    """A file that does not contain the weights of a SAM; the message names the file and its contents."""
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, float32, on the CPU; its format is recognised by its content, not its name.
+    """The weights in a file, float32, on the CPU. The format is detected from the content, not the name.
 
     Runs no code of the file.
 
     Raises:
-        WeightsError: damaged, or of anything but a SAM: other names, or shapes that do not fit together.
-        OSError: it cannot be read.
+        WeightsError: the file is damaged, or is not a SAM: it has other names or inconsistent shapes.
+        OSError: the file cannot be read.
     """
     found = read_tensors(path)
     check_weights(path, found)
@@ -51,11 +51,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file, as they are, by its names; those under "model" where a .pth has such an entry.
+    """The unchanged tensors in a file, by name; if a .pth has an entry "model", the tensors of that entry.
 
     Raises:
-        WeightsError: damaged, or not a dictionary of tensors.
-        OSError: it cannot be read.
+        WeightsError: the file is damaged, or not a dictionary of tensors.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         start = file.read(16)
@@ -66,7 +66,7 @@ def check_weights(path: Path, found: Mapping[str, Tensor]) -> None:
     """Refuse tensors that are not the weights of a SAM.
 
     Raises:
-        WeightsError: other names, or shapes that do not fit together.
+        WeightsError: the names differ, or the shapes are inconsistent.
     """
     config = _config(path, found)
     with torch.device("meta"):
@@ -84,16 +84,16 @@ def check_weights(path: Path, found: Mapping[str, Tensor]) -> None:
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights in the format that the name of the file asks for; it appears whole or not at all.
+    """Write weights in the format of the file's ending; the file is committed atomically.
 
     Raises:
-        UsageError: a name with another ending.
-        OSError: it cannot be written; the message names it.
+        UsageError: the name has another ending.
+        OSError: the file cannot be written; the message names it.
     """
     if path.suffix not in FORMATS:
         raise UsageError(f"{path}: must end with .pth or .safetensors, the formats that can be written")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Copies of its own: neither format is to hold a larger tensor of which a weight is a part.
+    # Copy views: the file must not contain a larger tensor of which a weight is a part.
     whole = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in weights.items()
@@ -108,16 +108,16 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
                 _sort_header(temporary)
             flush(temporary)
             commit(temporary, path)
-    except (RuntimeError, SafetensorError) as error:  # what torch and safetensors say of a full disk
+    except (RuntimeError, SafetensorError) as error:  # raised by torch and safetensors if the disk is full
         raise OSError(f"{path} cannot be written: {_first_line(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
-    """The sizes of the model that weights belong to, as far as names and shapes tell them.
+    """The sizes of the model of these weights, derived from names and shapes.
 
-    Where windows are as large as the image, all blocks count as global.
+    If windows are as large as the image, all blocks are considered global.
 
     Raises:
         KeyError, ValueError, IndexError: the names or shapes are not a SAM's.
@@ -126,7 +126,7 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
     patch_size = weights["image_encoder.patch_embed.proj.weight"].shape[-1]
     blocks = {int(name.split(".")[2]) for name in weights if name.startswith("image_encoder.blocks.")}
     tables = [weights[f"image_encoder.blocks.{block}.attn.rel_pos_h"].shape for block in range(len(blocks))]
-    reach = [(length + 1) // 2 for length, _ in tables]  # tokens that a block sees per axis
+    reach = [(length + 1) // 2 for length, _ in tables]  # tokens per axis in the attention of a block
     return ModelConfig(
         image_size=side * patch_size,
         patch_size=patch_size,
@@ -149,7 +149,7 @@ def preset_of(config: ModelConfig) -> str | None:
 
 
 def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
-    """Why weights do not fit a model, in one sentence that names the flag; None: they fit.
+    """The reason why weights do not fit a model, in one sentence that names the flag; None: they fit.
 
     For example "vit_b weights, but the model is vit_l: pass --preset vit_b".
     """
@@ -180,7 +180,7 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
 
 
 def _value(config: ModelConfig, name: str) -> str:
-    """A size as its flag takes it."""
+    """A size in the form that its flag takes."""
     size = getattr(config, name)
     return " ".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
@@ -226,7 +226,7 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
 
 def _tensors(path: Path, loaded: object) -> dict[str, Tensor]:
     if isinstance(loaded, dict) and isinstance(loaded.get("model"), dict):
-        loaded = loaded["model"]  # as MAE and many training codes publish their weights
+        loaded = loaded["model"]  # MAE and many training codes save weights in this entry
     if not isinstance(loaded, dict):
         raise WeightsError(f"{path}: holds a {type(loaded).__name__}, not a dictionary of tensors; {_PASS}")
     found: dict[str, Tensor] = {}
@@ -241,7 +241,7 @@ def _tensors(path: Path, loaded: object) -> dict[str, Tensor]:
 
 
 def _sort_header(path: Path) -> None:
-    """Give the same weights the same bytes: the library writes the names in another order each time."""
+    """Make files of equal weights identical: the library writes the names in a different order each time."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.dumps(json.loads(file.read(size)), sort_keys=True, separators=(",", ":"))

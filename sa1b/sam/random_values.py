@@ -3,10 +3,10 @@
     random_words(keys, Purpose.CLICK, 3)                                   a word for each mask's third click
     random_words(keys[:, None], Purpose.DROP_PATH, torch.arange(depth))    a word for each image and block
 
-Every word depends on its own key and numbers alone: not on the device, on the other masks of the batch, or on
-what was sampled before. The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
-generators", 2014), bit for bit as `sa1b.hashing.random_words` with the key as seed; torch has no unsigned
-words, so the same 64 bits are read as int64.
+Every word depends only on its key and numbers, not on the device, on other masks of the batch, or on earlier
+random values. The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+2014). It equals `sa1b.hashing.random_words` with the key as seed, bit for bit. torch does not support
+arithmetic on unsigned words, so the same 64 bits are interpreted as int64.
 """
 
 import torch
@@ -16,10 +16,10 @@ from sa1b.hashing import FIRST, GAMMA, SECOND, Purpose
 
 
 def random_words(keys: Tensor, *numbers: int | Tensor) -> Tensor:
-    """Words for keys and numbers: int64 of the shape that they broadcast to, all 64 bits random.
+    """Random words for keys and numbers: int64 of their broadcast shape, all 64 bits random.
 
-    `random_words(k, a, b)` continues `random_words(k, a)`: each number picks an output of the sequence that
-    starts at the word so far.
+    `random_words(k, a, b)` continues `random_words(k, a)`: each number selects an output of the sequence
+    whose seed is the word of the numbers before it.
 
     Args:
         keys: int64, any shape.
@@ -45,7 +45,7 @@ def uniforms(words: Tensor) -> Tensor:
 def below(words: Tensor, bounds: Tensor) -> Tensor:
     """Words as int64 from 0 to bound - 1, for int64 bounds from 1 on.
 
-    The remainder of the highest 63 bits: no number is likelier than another by more than bound / 2**63.
+    The result is the remainder of the highest 63 bits; its bias is below bound / 2**63.
     """
     return _shifted(words, 1) % bounds
 
@@ -53,8 +53,8 @@ def below(words: Tensor, bounds: Tensor) -> Tensor:
 def normals(keys: Tensor, *numbers: int) -> Tensor:
     """Standard normal float32 values, at most 6: the sum of twelve uniform 16-bit numbers.
 
-    Integers up to the last division, so that every device gives the same bits; a logarithm and a cosine
-    would not. The fourth moment is 2.9, that of the normal distribution 3.
+    All operations before the last division are on integers, so every device gives the same bits; a logarithm
+    and a cosine would not. The fourth moment is 2.9; that of the normal distribution is 3.
     """
     total = torch.zeros_like(keys)
     for part in range(3):
@@ -65,12 +65,12 @@ def normals(keys: Tensor, *numbers: int) -> Tensor:
 
 
 def kept_branches(keys: Tensor, depth: int, drop_path: float) -> Tensor:
-    """Which residual branches each image goes through: bool [B, depth, 2] for int64 keys [B].
+    """Residual branches that each image passes through: bool [B, depth, 2] for int64 keys [B].
 
-    The attention (0) and the MLP (1) of block i are left out independently, each with the probability
-    drop_path * i / (depth - 1): never in the first block. This is stochastic depth (Huang et al. 2016) with
-    the linear rule and the two branches of ViTDet (Li et al. 2022, detectron2/modeling/backbone/vit.py), from
-    which SAM's encoder is taken.
+    The attention (0) and the MLP (1) of block i are skipped independently, each with the probability
+    drop_path * i / (depth - 1), which is 0 for the first block. This is stochastic depth (Huang et al. 2016)
+    with the linear rule and the two branches of ViTDet (Li et al. 2022, detectron2/modeling/backbone/vit.py),
+    the origin of SAM's encoder.
     """
     blocks = torch.arange(depth, device=keys.device)[:, None]
     branches = torch.arange(2, device=keys.device)
@@ -79,10 +79,10 @@ def kept_branches(keys: Tensor, depth: int, drop_path: float) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right: torch's own repeats the highest bit."""
+    """A logical shift to the right; torch's shift repeats the highest bit."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
+    """The int64 with the same 64 bits."""
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -8,37 +8,36 @@ from typing import Literal
 class Recipe:
     """Prompts, iterations and losses of "Segment Anything" (Kirillov et al. 2023, appendix A) by default.
 
-    A mask is decoded 1 + clicks + unprompted times: once with the first prompt, then with clicks where the
-    last answer was wrong, and in some iterations with nothing new but that answer.
+    A mask is decoded 1 + clicks + unprompted times: once with the first prompt, then with clicks on errors of
+    the last prediction. In unprompted iterations the last prediction is the only new input.
 
     Attributes:
-        box_probability: Chance that a mask's first prompt is its box, not a point. Paper: equal chance.
-        box_noise: Standard deviation of the noise on each side of a box, as a part of its width or height.
-            Paper: 10 %.
-        box_noise_limit: Most that a side moves, pixels of a 1024 square; scales with the image size.
+        box_probability: Probability that a mask's first prompt is its box, not a point. Paper: 0.5.
+        box_noise: Standard deviation of the noise on each side of a box, as a fraction of its width or
+            height. Paper: 0.1.
+        box_noise_limit: Largest movement of a side, pixels of a 1024 square; scales with the image size.
             Paper: 20.
         clicks: Corrective clicks after the first prompt. Paper: 8.
-        unprompted: Iterations without a new prompt: one is the last, the others lie anywhere among the
-            clicks.
-            Paper: 2.
-        focal_weight: Weight of the focal loss. Paper: 20 to 1 of dice.
-        dice_weight: Weight of the dice loss. Paper: see above.
+        unprompted: Iterations without a new prompt. One is the last iteration, the others are at random
+            positions among the clicks. Paper: 2.
+        focal_weight: Weight of the focal loss. Paper: 20, with a weight of 1 for dice.
+        dice_weight: Weight of the dice loss. Paper: 1.
         iou_weight: Weight of the error of the predicted IoU. Paper: 1.
         iou_loss: The error of a predicted IoU. Paper: squared. SAM 2: absolute.
-        focal_alpha: Weight of foreground pixels in the focal loss, background has 1 - alpha. The paper cites
+        focal_alpha: Weight of foreground pixels in the focal loss; background has 1 - alpha. The paper cites
             Lin et al. 2017: 0.25.
         focal_gamma: Exponent of the focal loss. Lin et al. 2017: 2.
-        iou_masks: Of the three masks of the first iteration, whose predicted IoU is trained: the best one's
-            (paper: only the lowest loss is propagated) or all (SAM 2, Ravi et al. 2024, appendix).
-        all_masks_share: Part of the mask loss of the first iteration that is the mean over all three masks;
-            the rest is that of the best one. Paper: 0. More makes the masks alike, so that a wrong choice
-            among them costs less (Rupprecht et al., "Learning in an Uncertain World", 2017).
-        iteration_loss: Whether the losses of a mask's iterations are averaged or summed. The paper does not
-            say; the mean has one scale for any number of iterations, the sum is what SAM 2's published code
-            takes.
-        feedback_gradient: Whether the loss of an iteration also trains the answers before it, through the
-            logits that it was given. The paper does not say; SAM 2's published code does. It takes a third
-            more time for the decoder: activations are then computed a second time in the backward pass.
+        iou_masks: Masks of the first iteration whose predicted IoU is trained: best, the one with the lowest
+            loss (paper), or all three (SAM 2, Ravi et al. 2024, appendix).
+        all_masks_share: Weight of the mean over all three masks in the mask loss of the first iteration; the
+            rest is the loss of the best mask. Paper: 0. Larger values make the masks similar, so that
+            choosing the wrong one costs less (Rupprecht et al., "Learning in an Uncertain World", 2017).
+        iteration_loss: Whether the losses of a mask's iterations are averaged (mean) or summed (sum). The
+            paper does not specify this. The mean has the same scale for any number of iterations; SAM 2's
+            published code uses the sum.
+        feedback_gradient: Propagate the loss of an iteration to earlier predictions through their logits. The
+            paper does not specify this; SAM 2's published code does it. The decoder takes a third more time,
+            because activations are recomputed in the backward pass.
     """
 
     box_probability: float = 0.5

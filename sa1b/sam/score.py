@@ -1,4 +1,4 @@
-"""The mean IoU of an evaluation, summed in integers: the same figure in any order, at any world size.
+"""The mean IoU of an evaluation, summed in integers: it does not depend on order or world size.
 
 score = Score.empty("cuda")
 for images, targets, keys, areas in batches:
@@ -16,7 +16,7 @@ from torch import Tensor
 
 PROMPTS = ("1_click", "3_clicks", "5_clicks", "box")
 SIZES = ("small", "medium", "large")
-MEDIUM, LARGE = 32**2, 96**2  # least source pixels of medium and large masks: COCO's limits
+MEDIUM, LARGE = 32**2, 96**2  # smallest area of medium and large masks in source pixels, as in COCO
 UNIT = 1 << 32  # an IoU of 1: 2**31 masks fit, and 2**31 pixels a mask
 
 
@@ -29,8 +29,8 @@ class Score:
     Attributes:
         sums: int64 [3, P + 1]: a row for each of SIZES; the IoU of each prompt, then the number of masks.
         prompts: names of the P prompts.
-        by_size: whether results are given by size too. The limits of sizes are in source pixels: they say
-            something where IoU is measured at source resolution, not where small masks have no pixel left.
+        by_size: whether the result has means by size too. The limits of sizes are in source pixels, so they
+            are meaningful only if IoU is measured at source resolution.
     """
 
     sums: Tensor
@@ -50,7 +50,7 @@ class Score:
         return cls(sums, prompts, by_size)
 
     def add(self, intersections: Tensor, unions: Tensor, areas: Tensor, weights: Tensor) -> None:
-        """Count the masks of a batch; nothing waits for the device.
+        """Add the masks of a batch; the host does not wait for the device.
 
         Args:
             intersections, unions: int64 [M, P], pixels, a column for each prompt. A union of 0 is an IoU
@@ -65,11 +65,11 @@ class Score:
         self.sums.add_((belongs[:, :, None] * entries[:, None, :]).sum(dim=0))
 
     def merge(self, other: "Score") -> None:
-        """Add what another score counted."""
+        """Add the sums of another score."""
         self.sums.add_(other.sums)
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
-        """Add what the other ranks counted, in one collective; every rank of the group takes part."""
+        """Add the sums of all ranks, in one collective that every rank of the group must call."""
         dist.all_reduce(self.sums, group=group)
 
     def result(self) -> dict[str, float]:

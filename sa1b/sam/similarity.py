@@ -1,17 +1,17 @@
 """Similarity to clicks: an addition to the published model that learns in minutes what a click means.
 
-The published mask decoder has to learn from nothing that a click means the pixels which look like the clicked
-one and lie near it. Here each pixel of the masks gets a vector f of a few numbers, and the logits of the
-decoder get a term that says this from the first step on. The distance of pixel p from click c is
+The published mask decoder has to learn from scratch that a click means pixels that are similar to the clicked
+pixel and near it. This module adds a term to the decoder's logits that has this meaning from the first step.
+Each pixel of the masks has a short feature vector f. The distance of pixel p from click c is
 
-    d(p, c) = a * |f(p) - f(c)|**2 + b * |p - c|**2          positions in parts of the padded square
+    d(p, c) = a * |f(p) - f(c)|**2 + b * |p - c|**2          positions as fractions of the padded square
 
-and with d1, d0 the distances from the nearest foreground and background click the term is
+Let d1 and d0 be the distances from the nearest foreground and background click. The term is
 
     e - d1(p) - softplus(g - d0(p))
 
-with a, b, e, g from the decoder's token of the mask. f comes from a few convolutions over the pixels and
-the image embedding, once an image. The centre of a box counts as a foreground click.
+The decoder's token of the mask gives a, b, e and g. A few convolutions over the pixels and the image
+embedding compute f, once per image. The centre of a box counts as a foreground click.
 """
 
 import math
@@ -24,9 +24,9 @@ from torch.nn import functional as F
 
 from sa1b.sam.image_encoder import ChannelNorm
 
-HIDDEN, CONTEXT = 32, 2  # channels of the convolutions, and how many of 3 x 3 see the embedding
-_COLOUR, _POSITION, _FOREGROUND, _BACKGROUND = 1.0, 8.0, 2.0, 2.0  # a, b, e, g at the beginning
-_FAR = 30.0  # the largest distance, also of no click: sigmoid and softplus are flat there
+HIDDEN, CONTEXT = 32, 2  # channels of the convolutions; number of 3 x 3 convolutions on the embedding
+_COLOUR, _POSITION, _FOREGROUND, _BACKGROUND = 1.0, 8.0, 2.0, 2.0  # initial a, b, e, g
+_FAR = 30.0  # largest distance, also used without a click: sigmoid and softplus are flat there
 
 
 class Clicks(NamedTuple):
@@ -34,8 +34,8 @@ class Clicks(NamedTuple):
 
     Attributes:
         pixels: float32 [B, R * R, D], the features of all pixels.
-        features: float32 [M, P, D], those of the clicked pixels.
-        positions: float32 [M, P, 2], x and y, parts of the padded square.
+        features: float32 [M, P, D], the features of the clicked pixels.
+        positions: float32 [M, P, 2], x and y, as fractions of the padded square.
         labels: int64 [M, P]: 1 foreground, 0 background, -1 no click.
     """
 
@@ -65,13 +65,13 @@ class PixelFeatures(nn.Module):
             nn.Conv2d(HIDDEN, HIDDEN, kernel_size=3, padding=1) for _ in range(CONTEXT)
         )
         self.last = nn.Conv2d(HIDDEN, features, kernel_size=1)
-        # What the embedding says means nothing at first. Colours do, under any projection.
+        # The embedding is meaningless at first; colours are meaningful under any projection.
         for parameter in self.last.parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, pixels: Tensor, embedding: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] and embedding [B, channels, h, w] -> [B, features, 4 h, 4 w]."""
-        # Means, not samples: from random weights, the noise of single pixels would be most of a feature.
+        # Means instead of samples: with random weights, noise of single pixels would dominate the features.
         colours = F.avg_pool2d(pixels, self.pool).to(self.first.weight.dtype)
         near = F.gelu(self.norm(self.first(colours.contiguous(memory_format=torch.channels_last))))
         x = near + F.interpolate(self.embedding(embedding), scale_factor=4.0, mode="nearest")
@@ -107,7 +107,7 @@ class ClickSimilarity(nn.Module):
         return torch.cat((embedding, F.pixel_unshuffle(self.pixels(pixels, embedding), 4)), dim=1)
 
     def split(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """What `with_features` put together: embedding, and features float32 [B, 4 h * 4 w, D]."""
+        """The inverse of `with_features`: embedding, and features float32 [B, 4 h * 4 w, D]."""
         channels = embeddings.shape[1] - 16 * self.features
         features = F.pixel_shuffle(embeddings[:, channels:], 4).float()
         return embeddings[:, :channels], features.flatten(2).transpose(1, 2).contiguous()
@@ -130,12 +130,12 @@ class ClickSimilarity(nn.Module):
         positions, side = (points.float() + 0.5) / image_size, math.isqrt(pixels.shape[1])
         columns, rows = (positions * side).long().clamp(0, side - 1).unbind(-1)
         index = (image[:, None] * side + rows) * side + columns
-        # Its gradient is summed in order, which that of indexing with tensors is not.
+        # Its gradient is summed in a fixed order; the gradient of indexing with tensors is not.
         features = pixels.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, pixels.shape[2])
         return Clicks(pixels, features, positions, labels)
 
     def embed(self, clicks: Clicks) -> Tensor:
-        """What prompts get of the clicked pixels: [M, P, channels], zeros where there is no click."""
+        """The clicked pixels as embeddings for the prompts: [M, P, channels], zeros without a click."""
         embedded: Tensor = self.clicked(clicks.features.to(self.clicked.weight.dtype))
         return embedded * (clicks.labels >= 0)[..., None]
 

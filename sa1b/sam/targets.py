@@ -1,4 +1,4 @@
-"""What the masks of a micro-batch are trained and evaluated against."""
+"""The targets of a micro-batch for training and evaluation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from sa1b.sam.random_values import random_words
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """What belongs to the M masks of a micro-batch of B images.
+    """The targets of the M masks of a micro-batch of B images.
 
     Attributes:
         masks: uint8 [M, R, R], 1 is foreground; the padded square in R x R pixels, R at least
             image_size / 4.
         boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square: the centres of the first and last column
             and row; see sa1b.masks.grid.
-        points: float32 [M, 2], x and y in the padded square of a foreground pixel's centre.
-        image: int64 [M], the image in the micro-batch that each mask belongs to.
-        weights: float32 [M], how much a mask counts; 0 for fillers, and for masks that have no pixel at R.
-        keys: int64 [M], a hash for each mask; the mask's random values are made from it.
+        points: float32 [M, 2], x and y in the padded square, the centre of a foreground pixel.
+        image: int64 [M], index in the micro-batch of each mask's image.
+        weights: float32 [M], weight of each mask; 0 for padding, and for masks without a pixel at R.
+        keys: int64 [M], a hash for each mask, from which its random values are computed.
         sizes: int64 [B, 2], rows and columns of each image in the padded square.
-        counts: how many masks each image has, B numbers on the host; `image` is ascending then. The masks of
-            an image share products with its embedding. None: each mask gets a copy of the embedding.
+        counts: number of masks of each image, B numbers on the host; `image` must be ascending. The masks of
+            an image then share products with its embedding. None: each mask gets a copy of the embedding.
     """
 
     masks: Tensor
@@ -40,7 +40,7 @@ class Targets:
 
 
 class MaskIndex(Protocol):
-    """Which image each mask of a batch belongs to; see `Samples`."""
+    """The image of each mask of a batch; see `Samples`."""
 
     @property
     def image(self) -> Tensor: ...
@@ -79,7 +79,7 @@ def inputs_of(batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
     A mask counts if its image is valid and it has a pixel at the size of the dense masks.
 
     Args:
-        seed: of the run; keys are hashes of it and of positions and mask indices.
+        seed: seed of the run; keys are hashes of the seed, positions and mask indices.
     """
     assert batch.dense is not None, "the loader was not asked for dense masks"
     image, positions = batch.masks.image, batch.positions
@@ -90,7 +90,7 @@ def inputs_of(batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
         points=batch.points,
         image=image,
         weights=(batch.valid[image] & batch.dense.flatten(1).any(dim=1)).float(),
-        # By the index, not the id: masks without an id all have -1.
+        # Use the index, not the id: all masks without an id have -1.
         keys=random_words(key, int(Purpose.PROMPT), positions[image], batch.mask_index),
         sizes=batch.framed_sizes,
         counts=batch.masks.counts,

@@ -1,16 +1,16 @@
 """The two-way transformer of the mask decoder: tokens attend to the image, and the image to the tokens.
 
 "Segment Anything", Kirillov et al., 2023, figure 14. Parameters have the published names and shapes. The
-results are the published ones; the order of the matrix products is not. A mask has T tokens, 7 to 16 in
-training, and N image tokens x, 4,096 at 1024 pixels. The published code projects the image tokens of every
-mask to keys, values and queries of C / 2 numbers, and projects what they attended to back to C. Here the
-projections are applied to the tokens:
+results equal the published ones, but the order of the matrix products differs. A mask has T tokens, 7 to 16
+in training, and N image tokens x, 4,096 at 1024 pixels. The published code projects the image tokens of every
+mask to keys, values and queries of C / 2 numbers, and projects the result of the attention back to C. Here
+the projections are applied to the tokens:
 
     logits = q (x W_k)' = (q W_k) x'
     seen   = a (x W_v)  = (a x) W_v
     added  = (a' v) W_o = a' (v W_o)
 
-This takes heads * T numbers for each image token in place of C / 2, and no projection of x is stored. In the
+This takes heads * T instead of C / 2 numbers for each image token, and no projection of x is stored. In the
 first layer the masks of an image share its tokens: see `sa1b.sam.image_tokens.SharedImage`.
 """
 
@@ -25,7 +25,7 @@ from sa1b.sam.image_tokens import OwnImage, SharedImage
 
 
 def feed_forward(width: int, hidden: int, activation: nn.Module) -> nn.Sequential:
-    """Two linear layers, `lin1` and `lin2`, and what is between them."""
+    """Two linear layers, `lin1` and `lin2`, with ReLU between them."""
     return nn.Sequential(
         OrderedDict(lin1=nn.Linear(width, hidden), act=activation, lin2=nn.Linear(hidden, width))
     )
@@ -35,10 +35,10 @@ class TwoWayTransformer(nn.Module):
     """Layers of attention in both directions, and a last attention of the tokens to the image.
 
     Args:
-        depth: layers.
-        width: numbers a token, of the image and of the prompts.
-        heads: of every attention.
-        hidden: inside the feed-forward network of the tokens.
+        depth: number of layers.
+        width: numbers per token, of the image and of the prompts.
+        heads: heads of every attention.
+        hidden: hidden width of the feed-forward network of the tokens.
     """
 
     def __init__(self, depth: int, width: int, heads: int, hidden: int) -> None:
@@ -56,10 +56,11 @@ class TwoWayTransformer(nn.Module):
         """
         Args:
             image: the image tokens of each mask.
-            image_position: float [N, C], the same for all; added to queries and keys, never to values.
-            tokens: float [M, T, C]. They are their own position: added again before every attention but the
-                first, so that a prompt is not forgotten on the way.
-            wanted: which tokens are returned; the last attention is computed for these alone.
+            image_position: float [N, C], positions of the image tokens; added to queries and keys, not to
+                values.
+            tokens: float [M, T, C]. The initial tokens also serve as positions: they are added to queries and
+                keys in every attention except the first.
+            wanted: indices of the tokens to return; the last attention is computed for these only.
 
         Returns:
             Tokens [M, len(wanted), C] and image [M, N, C].
@@ -73,7 +74,7 @@ class TwoWayTransformer(nn.Module):
 
 
 class TwoWayLayer(nn.Module):
-    """Tokens among themselves, tokens to image, feed-forward on tokens, image to tokens."""
+    """One layer: token self-attention, attention from tokens to image, token MLP, image to tokens."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class TwoWayLayer(nn.Module):
         *,
         first: bool,
     ) -> tuple[Tensor, OwnImage]:
-        """As `TwoWayTransformer.forward`; the first layer's queries are the tokens, and have no residual."""
+        """As `TwoWayTransformer.forward`. In the first layer, queries are the tokens without a residual."""
         if first:
             queries = self.self_attn(queries, queries, queries)
         else:
@@ -129,8 +130,8 @@ class ProjectedAttention(nn.Module):
     """The projections of an attention in the mask decoder, optionally at a smaller width inside.
 
     Args:
-        width: numbers a token, outside.
-        heads: how many; must divide the inner width.
+        width: numbers per token of input and output.
+        heads: number of heads; must divide the inner width.
         reduction: the inner width is width // reduction.
     """
 
@@ -151,7 +152,7 @@ class ProjectedAttention(nn.Module):
         return x.view(len(x), self.heads, -1, x.shape[-1])  # (M, heads * T, ...) -> (M, heads, T, ...)
 
     def projection(self, weight: Tensor) -> Tensor:
-        """The rows of a projection by heads: [inner, C] -> [heads, d, C]."""
+        """The rows of a projection, split by heads: [inner, C] -> [heads, d, C]."""
         return weight.reshape(self.heads, -1, *weight.shape[1:])
 
 
@@ -171,8 +172,8 @@ class TokenToImage(ProjectedAttention):
     def forward(self, queries: Tensor, image: SharedImage | OwnImage) -> Tensor:
         """Queries [M, T, C] -> [M, T, C]."""
         q = self.split(self.q_proj(queries))
-        # The bias of the keys adds the same to all logits of a query: the softmax does not change, and the
-        # gradient is zero. It still takes part, because DDP waits for every gradient.
+        # The bias of the keys adds a constant to all logits of a query, so the softmax does not change and
+        # the gradient is zero. The bias is still used, because DDP waits for every gradient.
         q = q * q.shape[-1] ** -0.5 + 0 * self.k_proj.bias.sum()
         rows = q @ self.projection(self.k_proj.weight).to(q.dtype)  # (M, heads, T, C)
         weights = softmax(image.logits(rows.flatten(1, 2)), dim=-1)
@@ -187,7 +188,7 @@ class ImageToToken(ProjectedAttention):
     """Attention of N image tokens to T tokens, with the image's projections applied to the tokens."""
 
     def forward(self, image: SharedImage | OwnImage, keys: Tensor, values: Tensor) -> Tensor:
-        """Keys and values [M, T, C] -> image tokens plus what they attended to, [M, N, C]."""
+        """Keys and values [M, T, C] -> image tokens plus the result of their attention, [M, N, C]."""
         k, v = self.split(self.k_proj(keys)), self.split(self.v_proj(values))
         k = k * k.shape[-1] ** -0.5
         rows = k @ self.projection(self.q_proj.weight).to(k.dtype)  # (M, heads, T, C)
@@ -201,10 +202,10 @@ class ImageToToken(ProjectedAttention):
 
 
 def share_projections(attention: ProjectedAttention) -> None:
-    """Begin with queries that attend to the keys they resemble: both are projected by the same weights.
+    """Initialise queries and keys with the same projection, so that queries attend to similar keys.
 
-    Tokens and image carry their positions, so a point attends to its own position from the first step. Two
-    projections with independent weights have to find this first, which takes longer than all the rest.
+    Tokens and image tokens contain their positions, so a point attends to its own position from the first
+    step. Independent projections have to learn this first, which takes most of the training time.
     """
     nn.init.normal_(attention.q_proj.weight, std=attention.q_proj.in_features**-0.5)
     with torch.no_grad():
