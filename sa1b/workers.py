@@ -235,7 +235,7 @@ class _Pool:
         return [key.data for key, _ in self.selector.select(timeout)]
 
     def receive(self, one: _Running) -> Event | None:
-        """The event for the next message or the end of a process; None for an end after the result."""
+        """The event for a message or the end of a process; None for an end after the result was sent."""
         try:
             kind, value = one.pipe.recv()
         except (EOFError, OSError):

@@ -21,7 +21,7 @@ COINED = re.compile(
     r"someone|somebody|is told|knows|the tool says|goes on|afresh|anew|in doubt)\b"
 )
 # Rooms whose messages have the form.
-ROOMS = ["engine", "export", "gallery", "ingest", "sam", "sources", "storage", "stream", "train.py"]
+ROOMS = ["cli", "engine", "export", "gallery", "ingest", "sam", "sources", "storage", "stream", "train.py"]
 
 
 @cache

@@ -1,9 +1,9 @@
-"""From nothing to verified shards, a trained model and a page of images: what `make demo` runs.
+"""The demo of `make demo`: makes synthetic tars, verified shards, a trained model and a gallery.
 
-Every step is one of the command lines you would use on real tars; each is printed before it runs. Safe to
-run again: finished steps are recognised.
+Every step is a command that also works on real tars. The demo prints each command before it runs it. The demo
+may be run again; finished steps are recognised.
 
-The images are simple scenes: a few large objects with smooth outlines and plain surfaces, not SA-1B's
+The images are simple scenes: a few large objects with smooth outlines and plain surfaces, without SA-1B's
 statistics. On the 33 held-out images (410 masks) the model reaches a mean IoU of 0.62 at one click and 0.86
 at five. On scenes with SA-1B's statistics (25 held-out images, 277 masks of at least 0.5 % of the image) the
 same model and losses reach 0.50 and 0.74 after 289 steps of 4 images.
@@ -28,32 +28,33 @@ def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
     """Make synthetic source tars, reshard and verify them, train a small model, draw a gallery.
 
     Args:
-        folder: Where everything goes, made if need be.
-        workers: Processes at a time.
+        folder: Folder for all files; created if it is missing.
+        workers: Worker processes.
     """
     source, shards, gallery = folder / "source", folder / "shards", folder / "gallery.html"
     run = folder / "run"
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".gitignore").write_text("*\n")  # git ignores the folder wherever it is
+    (folder / ".gitignore").write_text("*\n")  # git ignores the folder in any repository
     if not all((source / f"sa_00000{i}.tar").exists() for i in range(2)):
-        _step("two source tars in the download's form, of simple synthetic scenes", "synthesize", source,
+        _step("make two synthetic source tars with simple scenes", "synthesize", source,
               "--tars", 2, "--images-per-tar", 150, "--long-side", 480, "--simple", "--workers", workers,
               "--overwrite")  # fmt: skip
-    _step("source tars to indexed shards", "reshard", source, "--out", shards, "--images-per-shard", 64,
+    _step("convert the source tars to indexed shards", "reshard", source, "--out", shards,
+          "--images-per-shard", 64, "--workers", workers)  # fmt: skip
+    _step("check every byte, image and mask of the shards", "verify", shards, "--deep",
           "--workers", workers)  # fmt: skip
-    _step("every byte, image and mask of the shards checked", "verify", shards, "--deep",
-          "--workers", workers)  # fmt: skip
-    # Masks of a few pixels are nothing for a model that sees 256 x 256 and learns in two minutes.
+    # A model with an input of 256 x 256 pixels cannot learn masks of a few pixels in two minutes.
     large = ["--masks-where", "area_fraction >= 0.005 and area_fraction <= 0.5", "--held-out", "12%"]
-    _step("most images to train on", "view", shards, *large, "--name", "train")
-    _step("the others to evaluate on", "view", shards, *large, "--split", "held-out", "--name", "held-out")
+    _step("select most images for training", "view", shards, *large, "--name", "train")
+    _step("select the other images for evaluation", "view", shards, *large, "--split", "held-out",
+          "--name", "held-out")  # fmt: skip
     _train(
-        "a small model, by two processes; it goes on where it was interrupted",
+        "train a small model with two processes; an interrupted training resumes",
         *("--preset", "tiny", "--parallel.mode", "ddp", "--out", run, "--data.root", shards),
         *("--data.view", "train", "--evaluation.view", "held-out", "--evaluation.every", 100),
     )
-    _step("pictures with true and predicted masks", "gallery", shards, "--view", "held-out",
+    _step("make a page of images with true and predicted masks", "gallery", shards, "--view", "held-out",
           "--predictions", run / "predictions.jsonl", "--out", gallery)  # fmt: skip
     before, after = _scores(run)
     print(f"""
@@ -61,7 +62,7 @@ Done in {time.monotonic() - began:.0f} s.
   source tars    {source}
   shards, index  {shards}
   trained model  {run}
-  pictures       {gallery.resolve().as_uri()}
+  gallery        {gallery.resolve().as_uri()}
 
                              untrained   trained
   loss                       {before["loss"]:9.3f} {after["loss"]:9.3f}
@@ -95,11 +96,11 @@ def _scores(run: Path) -> tuple[dict[str, float], dict[str, float]]:
 def _do(what: str, words: list[str]) -> None:
     shown = shlex.join([PYTHON, *words])
     print(f"\n== {what}\n$ {shown}", flush=True)
-    # One thread a process: two trainers on two cores are in each other's way otherwise.
+    # One thread per process, because the threads of two trainers would compete for two cores.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     code = subprocess.run([sys.executable, *words], check=False, env=environment).returncode
     if code:
-        print(f"\nstopped: this command ended with code {code}:\n  {shown}", file=sys.stderr)
+        print(f"\nstopped: this command failed with exit code {code}:\n  {shown}", file=sys.stderr)
         sys.exit(code)
 
 

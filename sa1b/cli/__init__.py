@@ -1,7 +1,7 @@
 """The installed command: `sa1b <verb>`, one module for each verb.
 
-A verb's module has the function `main`, whose typed arguments are the flags, and a docstring, which is the
-first part of its help. Nothing that takes long to import is imported before the command line is parsed.
+A verb's module has the function `main`, whose typed arguments are the flags. The docstring of the module is
+the first part of the help. Slow imports happen after the command line is parsed.
 """
 
 import difflib
@@ -34,31 +34,31 @@ Train on SA-1B from indexed shards.
 usage: sa1b VERB [ARGUMENTS]         sa1b VERB --help explains the arguments of a verb
 
 Make shards
-  synthesize  synthetic source tars, to try everything without a download
+  synthesize  make synthetic source tars, to try everything without a download
                 sa1b synthesize downloads --long-side 640
-  reshard     source tars, as downloaded, to indexed shards
+  reshard     convert downloaded source tars to indexed shards
                 sa1b reshard downloads --out shards --workers 4
   verify      check a dataset directory; every finding names its repair
                 sa1b verify shards --deep
 
 See and select
-  gallery     images with their masks, and distributions, as one HTML page
+  gallery     show images with their masks, and distributions, on one HTML page
                 sa1b gallery shards
-  view        select images and masks by their numbers, and hold some out
+  view        select images and masks by conditions, and hold some out
                 sa1b view shards --masks-where "area_fraction < 0.9" --held-out 1% --name train
-  bench       images per second that this machine makes of the shards, and what limits them
+  bench       measure images per second on this machine, and the limiting stage
                 sa1b bench shards
 
 Train
   train       train a model; with several GPUs: torchrun --nproc_per_node=8 -m sa1b.train ...
                 sa1b train --preset tiny --data.root shards --data.view train --out run
-  convert     a checkpoint to one file of weights
+  convert     convert a checkpoint to one file of weights
                 sa1b convert run --out sam.safetensors
 
-Repair and give back
-  index       make lost or damaged indexes and tables again from the shards
+Repair and export
+  index       rebuild lost or damaged indexes and tables from the shards
                 sa1b index shards
-  export      write source tars again from the shards
+  export      write the images of the shards as source tars
                 sa1b export shards --to sa1b --out tars
 
 sa1b --version prints the version. "python -m sa1b" is the same command.
@@ -66,14 +66,14 @@ sa1b --version prints the version. "python -m sa1b" is the same command.
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the verb that the first argument names, and exit with its code.
+    """Run the verb in the first argument, and exit with its code.
 
     Args:
-        arguments: the words after `sa1b`; by default those of this process.
+        arguments: the arguments of `sa1b`; by default those of this process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
-        end(2, TOUR, sys.stderr)  # no success: in a script, a variable may have been empty
+        end(2, TOUR, sys.stderr)  # an error, because an empty variable in a script may be the reason
     first = words[0]
     if first in VERBS:
         _run(first, words[1:])

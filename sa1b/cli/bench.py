@@ -1,9 +1,9 @@
-"""Measure how many images a second this machine makes of a dataset directory, and what limits it.
+"""Measure how many images per second this machine reads from a dataset directory, and the limiting stage.
 
 Example: sa1b bench shards
          sa1b bench s3://bucket/shards --threads 8 --dense 256 --seconds 60
 
-Measures storage alone, the JPEG decoder alone and the whole loader, on random images. Nothing is written.
+Measures storage alone, the JPEG decoder alone and the complete loader, on random images. Writes no files.
 Exit code 0: measured; 2: not measured; 130: interrupted.
 """
 
@@ -31,30 +31,30 @@ def main(
     seconds: float = 15.0,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Measure how many images a second this machine makes of a dataset directory, and what limits it.
+    """Measure how many images per second this machine reads from a dataset directory, and the limiting stage.
 
     Args:
-        root: Folder that `sa1b reshard` made, or its URL (s3://...).
-        image_size: Pixels of the padded square that images fill.
-        masks: Masks that are sampled of an image, at most.
-        dense: Also make dense masks of so many pixels, 256 for instance. Without it masks stay runs.
+        root: Dataset directory that `sa1b reshard` made, or its URL (s3://...).
+        image_size: Side of the padded square images, in pixels.
+        masks: Largest number of masks that are sampled per image.
+        dense: Also make dense masks with this side in pixels, for example 256. By default masks stay runs.
         batch: Images in a batch.
-        view: Only images of this view: its name, its digest or its path.
+        view: Only images of this view: its name, digest or path.
         threads: Threads of the loader; by default one for each CPU that this job may use.
-        device: Where batches go: cpu, or cuda.
-        seconds: Time of the three measurements together, at least 1.
+        device: Device of the batches: cpu or cuda.
+        seconds: Duration of the three measurements together, 1 to 3600.
         json_output: Print the result as JSON, without progress.
     """
     counts = {"--image-size": image_size, "--batch": batch, "--dense": dense, "--threads": threads}
     for flag, value in counts.items():
         if value is not None and value < 1:
-            raise UsageError(f"{flag} {value} must be at least 1")
+            raise UsageError(f"{flag} {value}: must be at least 1")
     if masks < 0:
-        raise UsageError(f"--masks {masks} must be at least 0")
+        raise UsageError(f"--masks {masks}: must be at least 0")
     if device != "cpu" and not device.startswith("cuda"):
-        raise UsageError(f"--device {device!r} must be cpu or cuda")
+        raise UsageError(f"--device {device}: must be cpu or cuda")
     if not 1 <= seconds <= 3600:
-        raise UsageError(f"--seconds {seconds:g} must be from 1 to 3600")
+        raise UsageError(f"--seconds {seconds:g}: must be from 1 to 3600")
     with loading():
         from sa1b.stream.dataset import Stream
         from sa1b.stream.throughput import measure
@@ -62,7 +62,7 @@ def main(
         import torch
 
         if not torch.cuda.is_available():
-            raise UsageError(f"--device {device}: torch sees no GPU here; leave it out to measure on the CPU")
+            raise UsageError(f"--device {device}: torch finds no GPU; omit the flag to measure on the CPU")
     stream = Stream(
         root,
         global_batch=batch,

@@ -1,6 +1,6 @@
 """Shell completion of verbs and their flags: `sa1b --tyro-print-completion bash`, zsh or tcsh.
 
-The script has all verbs and flags in it: completing starts neither this package nor torch.
+The script contains all verbs and flags, so that completion imports neither this package nor torch.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def main(arguments: Sequence[str], verbs: Sequence[str]) -> int:
-    """Print or write the script, as tyro's two flags say.
+    """Print or write the completion script, according to tyro's two flags.
 
     Raises:
-        UsageError: no such shell, or no path.
+        UsageError: the shell is unknown, or the path is missing.
     """
     import tyro
 
     flag, *values = arguments
     if not values or values[0] not in SHELLS:
-        raise UsageError(f"{flag} takes a shell: {', '.join(SHELLS)}")
+        raise UsageError(f"{flag}: the value must be a shell, one of {', '.join(SHELLS)}")
     if flag.startswith("--tyro-write") and len(values) < 2:
-        raise UsageError(f"{flag} {values[0]} takes the path of the file to write")
+        raise UsageError(f"{flag} {values[0]}: the path is missing; add the path of the file to write")
     with loading():
         from sa1b.engine.presets import PRESETS
     callables = {verb: import_module(f"sa1b.cli.{verb}").main for verb in verbs if verb != "train"}

@@ -1,9 +1,10 @@
-"""Turn a checkpoint into one file of weights, or check and convert a published one.
+"""Convert a checkpoint, or published SAM weights, to one file of weights.
 
 Example: sa1b convert run --out sam.safetensors
 
-The file has the published names: the original SAM code loads it, and training starts from it with --init.
-The lines of Python that load it are printed. Exit code 0: written; 2: not written; 130: interrupted.
+The tensors have the published names, so that the original SAM code can load the file and training can start
+from it with --init. The command prints the lines of Python that load the file. Exit code 0: written;
+2: not written; 130: interrupted.
 """
 
 import json
@@ -23,15 +24,16 @@ def main(
     overwrite: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Turn a checkpoint into one file of weights, or check and convert a published one.
+    """Convert a checkpoint, or published SAM weights, to one file of weights.
 
-    Only the model is taken, not the optimizer. Digests and checksums are verified, names and shapes are
-    compared with the model's, and no code in the source is run. A damaged checkpoint is refused; of a run,
-    the newest good one is taken.
+    The file contains the model, not the optimizer. The command verifies digests and checksums, compares names
+    and shapes with the model, and runs no code from the source. A damaged checkpoint is refused. For a run
+    folder, the newest undamaged checkpoint is converted.
 
     Args:
-        source: A checkpoint (run/checkpoints/step-00001000), a run, or a .pth or .safetensors of a SAM.
-        out: File to write: its ending, .safetensors or .pth, decides the format.
+        source: A checkpoint (run/checkpoints/step-00001000), a run folder, or a .pth or .safetensors file
+            with SAM weights.
+        out: File to write; its ending, .safetensors or .pth, determines the format.
         overwrite: Replace the file if it exists.
         json_output: Print the summary as JSON.
     """

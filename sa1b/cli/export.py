@@ -1,9 +1,9 @@
-"""Write the images of a dataset directory back as SA-1B source tars.
+"""Write the images of a dataset directory as SA-1B source tars.
 
 Example: sa1b export shards --to sa1b --out tars --view small --workers 8
 
-The same command continues an export that was interrupted. Exit code 0: written; 2: not, or not
-all, written; 130: interrupted.
+To resume an interrupted export, run the same command again. Exit code 0: all tars are written; 2: a tar is
+not written; 130: interrupted.
 """
 
 import json
@@ -30,28 +30,28 @@ def main(
     workers: int = 1,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Write the images of a dataset directory back as SA-1B source tars.
+    """Write the images of a dataset directory as SA-1B source tars.
 
-    The tars have the download's form and the sources' names; images have the original bytes, annotation files
-    say what the originals say. The same command continues an export that was interrupted: complete tars are
-    recorded in OUT/.export.json and skipped.
+    The tars have the format of the download and the names of the sources. Images have the original bytes, and
+    annotation files have the original values. To resume an interrupted export, run the same command again:
+    complete tars are recorded in OUT/.export.json and skipped.
 
     Args:
-        root: Folder that `sa1b reshard` made, without --image-size.
-        to: What to write: sa1b, tars as downloaded.
-        out: Folder for the tars, made if need be.
-        images_per_tar: Split each source into <source>-0000.tar, <source>-0001.tar, ... of so many images.
-        view: Only the images of this view: its name, its digest or its path. Annotation files stay complete,
-            also if the view has a condition on masks.
-        ids: Only these images: a text file with an id a line, a CSV, TSV or Parquet file with such a column,
-            or the .ids file of a view; see `sa1b view`.
-        plain: Plain tars instead of gzip.
-        overwrite: Replace tars that exist, complete ones too.
-        workers: Processes, each with one tar at a time; the bytes are the same for any number.
+        root: Dataset directory that `sa1b reshard` made without --image-size.
+        to: Format of the export; sa1b writes tars like the download.
+        out: Folder for the tars; created if it is missing.
+        images_per_tar: Split each source into tars of this many images, <source>-0000.tar, ...
+        view: Only the images of this view: its name, digest or path. Annotation files contain all masks, also
+            if the view has a condition on masks.
+        ids: Only these images: a text file with one id per line, a CSV, TSV or Parquet file with a column of
+            ids, or the .ids file of a view; see `sa1b view`.
+        plain: Write plain tars instead of gzip.
+        overwrite: Replace existing tars, also complete ones.
+        workers: Worker processes, each with one tar at a time. The bytes do not depend on the number.
         json_output: Print the summary as JSON, without progress.
     """
     if images_per_tar is not None and images_per_tar < 1:
-        raise UsageError("--images-per-tar must be at least 1")
+        raise UsageError(f"--images-per-tar {images_per_tar}: must be at least 1")
     assert to == "sa1b"  # the only format so far
     with loading():
         from sa1b.export.source_tars import export_sa1b

@@ -1,9 +1,9 @@
-"""Show images with their masks, and the distributions of a whole input, as one HTML page.
+"""Show images with their masks, and distributions over the input, on one HTML page.
 
 Example: sa1b gallery shards --count 12 --sort area
 
-The page needs no other file and no network, and stays below 20 MB: images are made smaller, then fewer,
-until it fits. Point at a mask to see its numbers, or use the keyboard (the page lists its keys).
+The page needs no other file and no network. It has at most 20 MB: if necessary, it has smaller images, then
+fewer images. Point at a mask to see its numbers, or use the keyboard (the page lists the keys).
 Exit code 0: written; 2: not written; 130: interrupted.
 """
 
@@ -35,31 +35,32 @@ def main(
     predictions: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Show images with their masks, and the distributions of a whole input, as one HTML page.
+    """Show images with their masks, and distributions over the input, on one HTML page.
 
     Args:
-        source: What `sa1b reshard` made, one of its shards, a source tar (gzip or plain), a folder of
-            extracted pairs or of tars. With indexes beside the shards only the chosen images are read.
+        source: Dataset directory that `sa1b reshard` made, a shard, a source tar (gzip or plain), or a folder
+            of extracted pairs or of tars. If the shards have indexes, only the chosen images are read.
         ids: Show these images instead of a sample.
-        count: Images to show, 1 to 100: a uniform sample of the input, the same one for a source and for
-            the shards made of it.
+        count: Images to show, 1 to 100: a uniform sample of the input. A source and its shards give the same
+            sample.
         sort: Order of the images on the page: stability_score or predicted_iou (mean over an image's masks,
-            lowest first), masks (number, most first), area (mean part of the image, largest first), image_id.
-            It orders the sample; to see the extremes of a dataset, query its index for ids and use --id.
-        out: The page. An existing one is replaced.
+            lowest first), masks (number, most first), area (mean fraction of the image, largest first),
+            image_id. Only the sample is sorted; to see the extremes of a dataset, find ids in its index and
+            use --id.
+        out: File for the page; an existing file is replaced.
         max_side: Longer side of the images in pixels, 64 to 1000.
-        seed: Another seed, another sample.
-        view: A sample of this view of ROOT: its name, its digest or its path. All masks of its images are
-            shown, also if the view has a condition on masks.
-        warnings: Only images of ROOT that ingest kept with a warning; the page gives the reasons.
-        survey: Distributions of ROOT: over a sample of 64 shards at most, or over all.
-        predictions: File of a model's masks, as `sa1b train` writes it into its folder: shows its images,
-            with the model's masks beside the true ones.
+        seed: Seed of the sample.
+        view: Show a sample of this view of ROOT: its name, digest or path. All masks of its images are shown,
+            also if the view has a condition on masks.
+        warnings: Show only images of ROOT that have a warning from reshard; the page contains the reasons.
+        survey: Distributions of ROOT: over a sample of at most 64 shards, or over all shards.
+        predictions: File predictions.jsonl from the output folder of `sa1b train`: show its images, with the
+            predicted masks next to the true masks.
         json_output: Print the summary as JSON, without progress.
     """
     chosen = tuple(dict.fromkeys(image_id for some in ids for image_id in some))
     if any(not 0 <= image_id < 1 << 63 for image_id in chosen):
-        raise UsageError("--id: image ids are whole numbers from 0 to 2**63 - 1")
+        raise UsageError(f"--id ({len(chosen)} ids): every id must be from 0 to 2**63 - 1")
     with loading():
         from sa1b.gallery.inputs import is_dataset
         from sa1b.gallery.page import write_gallery

@@ -1,12 +1,12 @@
-"""Make indexes, the sample table and dataset.json again from the shards.
+"""Rebuild indexes, the sample table and dataset.json from the shards.
 
 Example: sa1b index shards --workers 4
          sa1b index shards/sa1b-000020-0003.tar
          sa1b index shards --tables
 
-The bytes are those that `sa1b reshard` wrote. Run the same command again after an interruption: indexes
-that are done are kept. Exit code 0: made; 1: a shard is damaged, the others are done; 2: nothing was done;
-130: interrupted.
+The files have the same bytes as those of `sa1b reshard`. After an interruption, run the same command again:
+finished indexes are kept. Exit code 0: rebuilt; 1: a shard is damaged, the others are finished; 2: nothing
+was rebuilt; 130: interrupted.
 """
 
 import json
@@ -27,34 +27,35 @@ def main(
     tables: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Make indexes, the sample table and dataset.json again from the shards.
+    """Rebuild indexes, the sample table and dataset.json from the shards.
 
-    Readers may have the dataset open: every file is replaced in one step. Refused while reshard is at work.
+    Readers may have the dataset open, because every file is replaced atomically. The command refuses to run
+    while reshard writes to the directory.
 
     Args:
-        path: A folder that `sa1b reshard` made: all its indexes, the sample table and dataset.json. Or
-            shards: only their indexes, each beside its tar.
-        workers: Shards read at a time, each by a process of its own with up to 500 MB of memory.
-        tables: Only the sample table, its parts in tasks/ and dataset.json, from the task files and indexes;
-            no shard is read.
+        path: A dataset directory that `sa1b reshard` made, to rebuild all indexes, the sample table and
+            dataset.json. Or shards, to rebuild only their indexes.
+        workers: Worker processes, each with one shard at a time and up to 500 MB of memory.
+        tables: Rebuild only the sample table, its parts in tasks/ and dataset.json, from the task files and
+            indexes, without reading the shards.
         json_output: Print the summary as JSON, without progress.
     """
     folders = [one for one in path if one.is_dir()]
     if not path or (folders and len(path) > 1):
-        raise UsageError("name one ROOT folder, or one or more SHARD.tar; see --help")
+        raise UsageError(f"ROOT ({len(path)} paths): must be one folder, or one or more SHARD.tar")
     for one in path:
         if not one.exists():
-            raise UsageError(f"{one}: no such file or folder")
+            raise UsageError(f"{one}: no such file or folder; check the path")
         if one not in folders and one.suffix != ".tar":
-            raise UsageError(f"{one}: not a shard; its name would end in .tar")
+            raise UsageError(f"{one}: not a shard; pass a file with the ending .tar")
     if workers < 1:
-        raise UsageError("--workers must be at least 1")
+        raise UsageError(f"--workers {workers}: must be at least 1")
     with loading():
         from sa1b.verify.rebuild import rebuild_root, rebuild_shards, rebuild_tables
     root = folders[0] if folders else None
     if root is None:
         if tables:
-            raise UsageError("--tables takes a ROOT folder")
+            raise UsageError(f"--tables: {path[0]} is not a folder; pass ROOT instead of shards")
         summary = rebuild_shards(list(path), workers=workers, quiet=json_output)
     elif tables:
         summary = rebuild_tables(root)

@@ -1,13 +1,12 @@
-"""Turn SA-1B tars as downloaded into indexed shards.
+"""Convert downloaded SA-1B tars to indexed shards.
 
 Example: sa1b reshard sa_000020.tar sa_000021.tar --out shards --workers 4
          sa1b reshard downloads --out shards --task 3/8     on each of 8 machines, then
          sa1b reshard --out shards --finish
 
-Run the same command again after any interruption: finished sources are recognised and only what is missing
-is done. Exit code 0: every source named is in the dataset; 1: a source is missing; 2: nothing was done;
-3: finished, but something was refused, is damaged, or was found beside the sources and not taken;
-130: interrupted.
+After an interruption, run the same command again: finished sources are skipped. Exit code 0: every source is
+in the dataset; 1: a source is missing; 2: nothing was done; 3: every source is in the dataset, but a pair was
+refused, a source is damaged, or a file in a SOURCE folder was not taken; 130: interrupted.
 """
 
 import json
@@ -52,68 +51,70 @@ def main(
     no_space_check: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Turn SA-1B tars as downloaded into indexed shards.
+    """Convert downloaded SA-1B tars to indexed shards.
 
     Args:
-        source: Tars (gzip or plain, detected by content), folders of extracted pairs (flat, or images/ beside
-            annotations/), or folders that hold any of these at any depth.
-        out: Folder for the shards, made if need be. Run again with more sources to add them.
-        images_per_shard: Images in a shard; 1024 make about 1 GB.
-        image_size: Re-encode images so that the longer side has this many pixels; masks stay at source
-            resolution. Without it the original bytes are kept.
-        quality: JPEG quality of re-encoded images, 1 to 100 (95 if not given). Only with --image-size.
-        keep_json: Store the annotation files verbatim too. Not needed to get them back exactly.
-        no_index_runs: Leave the decoded masks out of the index, about 26 kB an image. With them, the index
-            files alone are the annotations of the dataset.
-        decode_images: Decode every JPEG and refuse those that fail. Slower by 10 ms an image; without it,
-            only damage that the file's markers show is found.
-        max_pixels: Refuse images of more pixels than this; at most 268435456. Decoding takes 3 bytes a pixel,
-            of progressive files 9: with --image-size and --decode-images here, later in training and gallery.
-        workers: Sources worked on at a time, each by a process of its own with up to 600 MB of memory.
-        spill: Folder for images that wait for their annotation, about a third of a tar per worker.
-            Inside --out if not given.
-        md5: List of expected digests, `<md5>  <file name>` a line. A source that differs is not taken.
-        on_error: What to do with a pair that cannot be used: quarantine it with the reason, or stop.
-        accept: A reason that may be frequent. Without it, one reason for more than 1 % of a source's pairs
-            (and more than 20) stops the run. May be given several times.
+        source: Tars (gzip or plain, detected by content), folders of extracted pairs (flat, or with the
+            subfolders images/ and annotations/), or folders that contain any of these at any depth.
+        out: Folder for the shards; created if it is missing. To add sources later, run the command again
+            with them.
+        images_per_shard: Images in a shard; 1024 images take about 1 GB.
+        image_size: Re-encode images so that the longer side has this many pixels, 16 to 65500; masks stay at
+            source resolution. By default images keep their original bytes.
+        quality: JPEG quality of re-encoded images, 1 to 100, by default 95. Only with --image-size.
+        keep_json: Also store the annotation files verbatim. Exports have the original values without it.
+        no_index_runs: Omit the decoded masks from the index, which saves about 26 kB per image. With the
+            masks, the index files contain all annotations of the dataset.
+        decode_images: Decode every JPEG and refuse those that fail, which takes 10 ms per image. By default
+            only damage in the markers of the file is detected.
+        max_pixels: Largest accepted image in pixels, at most 268435456. Decoding takes 3 bytes per pixel, and 9
+            for progressive JPEGs: here with --image-size or --decode-images, later in training and gallery.
+        workers: Worker processes, each with one source at a time and up to 600 MB of memory.
+        spill: Folder for images that wait for their annotation, about a third of a tar per worker; by default
+            inside --out.
+        md5: File with expected digests, one `<md5>  <file name>` per line. A source with another digest
+        fails. on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
+        accept: A reason that may be frequent. By default, a reason for more than 1 % of a source's pairs (and
+            more than 20) stops the run. May be repeated.
         recheck: Recognise finished sources by the digest of their content instead of size and time.
-        replace: Take a source that has the name of a finished one and other content in its place. Without it,
-            such a source is refused.
-        redo: Do the source of this name again although it is finished, also where its task file is damaged.
-            Its SOURCE must be given. May be given several times.
-        ignore: Leave out files and folders whose name, or path below SOURCE, matches. What is found in a
-            folder and is no source is listed and makes the exit code 3 otherwise. May be given several times.
-        rename: Take the source at PATH under another name. May be given several times.
-        drop: Remove a finished source and its shards. May be given several times, without SOURCE.
-        task: Work on a part of the sources: those at I, I + N, I + 2 N, ... in the order of their names, I
-            from 0 to N - 1. For N processes on any number of machines that share --out. The dataset is not
-            finished then: run --finish when all have ended.
-        finish: Make a dataset of all finished sources. With SOURCE, those that are missing are reported.
-        claim_timeout: Seconds without a heartbeat after which other machines may take over a source that this
-            run works on. The claims of other runs count by their own timeout. On one machine a process keeps
-            its source until it ends, and one that has died is noticed at once.
-        stall_timeout: Seconds without progress after which a worker is killed and its source tried once more.
-            Progress is data read from the source or an image stored; without any for a second time, the
-            source has failed.
-        no_space_check: Start although the disk seems too small.
+        replace: Replace a finished source by a source with the same name and other content. By default such a
+            source is refused.
+        redo: Convert the finished source of this name again, even if its task file is damaged. SOURCE must
+            include it. May be repeated.
+        ignore: Ignore files and folders whose name, or path below SOURCE, matches this pattern. Other files
+            that are not sources are listed and cause exit code 3. May be repeated.
+        rename: Give the source at PATH another name. May be repeated.
+        drop: Remove a finished source and its shards. May be repeated; without SOURCE.
+        task: Process only the sources I, I + N, I + 2 N, ... in the order of their names, with I from 0 to
+            N - 1, for N processes on any number of machines that share --out. The dataset is not finished:
+            run --finish after all N processes.
+        finish: Make a dataset of all finished sources. With SOURCE, also report the missing sources.
+        claim_timeout: Seconds without a heartbeat after which other machines may take over a source of this
+            run. The claims of other runs have their own timeouts. On one machine, the claim of a live process
+            never times out, and the claim of a dead process ends at once.
+        stall_timeout: Seconds without progress after which a worker is killed and its source is retried once.
+            Progress is data read from the source, or an image stored. If the retry stalls too, the source has
+            failed.
+        no_space_check: Start even if the disk seems too small.
         json_output: Print the summary as JSON, without progress.
     """
     if drop or finish:
         return _without_ingest(source, out, drop, finish, task, json_output)
     if not source:
-        raise UsageError("no SOURCE given; see --help")
-    if images_per_shard < 1 or workers < 1:
-        raise UsageError("--images-per-shard and --workers must be at least 1")
+        raise UsageError(f"--out {out}: no SOURCE to convert; add tars or folders, see --help")
+    for flag, number in (("--images-per-shard", images_per_shard), ("--workers", workers)):
+        if number < 1:
+            raise UsageError(f"{flag} {number}: must be at least 1")
     for flag, seconds in (("--claim-timeout", claim_timeout), ("--stall-timeout", stall_timeout)):
         if not 0 < seconds <= LONGEST:
-            raise UsageError(f"{flag} {seconds:g}: timeouts above 0 and up to {LONGEST:,.0f} seconds")
+            raise UsageError(f"{flag} {seconds:g}: must be above 0 and at most {LONGEST:,.0f} seconds")
     if not 1 <= max_pixels <= MAX_STORED_PIXELS:
-        raise UsageError(f"--max-pixels is from 1 to {MAX_STORED_PIXELS}")
+        raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
     if quality is not None and (image_size is None or not 1 <= quality <= 100):
-        raise UsageError("--quality is from 1 to 100 and goes with --image-size")
+        raise UsageError(f"--quality {quality}: must be from 1 to 100, and needs --image-size")
     if image_size is not None:
         if not 16 <= image_size <= 65500:
-            raise UsageError("--image-size is from 16 to 65500 pixels")
+            raise UsageError(f"--image-size {image_size}: must be from 16 to 65500 pixels")
         quality = quality or 95
     with loading():
         from sa1b.ingest.ingest import Policy
@@ -147,11 +148,13 @@ def main(
 def _without_ingest(
     source: tuple[Path, ...], out: Path, drop: tuple[str, ...], finish: bool, task: str | None, as_json: bool
 ) -> int:
-    """--drop and --finish."""
+    """The command with --drop or --finish."""
     if (drop and (source or finish)) or task is not None:
-        raise UsageError("--drop and --finish each stand alone; only --finish takes SOURCE")
+        raise UsageError(
+            "--drop, --finish and --task: cannot be combined, and only --finish takes SOURCE; use one of them"
+        )
     if not out.is_dir():
-        raise UsageError(f"--out {out}: no such folder")
+        raise UsageError(f"--out {out}: no such folder; check the path")
     with loading():
         from sa1b.ingest.admission import admitted
         from sa1b.ingest.finish import drop_source
@@ -174,7 +177,7 @@ def _renamed(pairs: tuple[str, ...]) -> dict[Path, str]:
     for pair in pairs:
         path, equals, name = pair.rpartition("=")
         if not equals or not path or not name:
-            raise UsageError(f"--rename {pair!r}: expected PATH=NAME")
+            raise UsageError(f"--rename {pair}: must have the form PATH=NAME")
         found[Path(path)] = name
     return found
 
@@ -185,5 +188,5 @@ def _part(text: str | None) -> tuple[int, int] | None:
         return None
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise UsageError(f"--task {text!r}: expected I/N with I from 0 to N - 1, such as 0/8")
+        raise UsageError(f"--task {text}: must have the form I/N with I from 0 to N - 1, such as 0/8")
     return int(number), int(count)

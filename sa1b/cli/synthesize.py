@@ -1,4 +1,4 @@
-"""Make synthetic SA-1B source tars: the download's form and statistics, with drawn images.
+"""Make synthetic source tars: drawn images in the format of the SA-1B download, with its statistics.
 
 Example: sa1b synthesize source --long-side 640
 
@@ -30,32 +30,37 @@ def main(
     overwrite: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Make synthetic SA-1B source tars: the download's form and statistics, with drawn images.
+    """Make synthetic source tars: drawn images in the format of the SA-1B download, with its statistics.
 
-    The tars are gzip with ./sa_<id>.jpg and ./sa_<id>.json in random order, as downloaded. The same options
-    give the same bytes, whatever the workers. A full-size picture takes about 0.4 s and 1 MB, one of 640
-    pixels 0.03 s and 0.1 MB.
+    The tars are gzip, with ./sa_<id>.jpg and ./sa_<id>.json in random order, like the download. The same
+    options give the same bytes for any number of workers. An image of full size takes about 0.4 s and 1 MB,
+    an image of 640 pixels 0.03 s and 0.1 MB.
 
     Args:
-        out: Folder for sa_000000.tar, sa_000001.tar, ...; made if need be.
-        tars: How many tars.
-        images_per_tar: Pictures in each, at most 11187.
-        long_side: Pixels of the longer side; by default full size, mostly 2250x1500.
-        first_tar: Number of the first tar; image ids follow from it.
-        seed: Another seed, other pictures.
-        simple: Instead of SA-1B's statistics a few large objects with smooth outlines and plain surfaces,
-            from which a small model learns in minutes.
-        plain: Plain tars instead of gzip.
-        workers: Processes, each with one tar at a time; by default one for each CPU that this job may use.
-        overwrite: Replace tars that exist already.
+        out: Folder for sa_000000.tar, sa_000001.tar, ...; created if it is missing.
+        tars: Number of tars.
+        images_per_tar: Images per tar, at most 11187.
+        long_side: Pixels of the longer side, at least 32; by default full size, mostly 2250x1500.
+        first_tar: Number of the first tar, which determines the image ids.
+        seed: Seed of the images.
+        simple: Draw a few large objects with smooth outlines and plain surfaces instead of scenes with
+            SA-1B's statistics, so that a small model learns in minutes.
+        plain: Write plain tars instead of gzip.
+        workers: Worker processes, each with one tar at a time; by default one for each CPU that this job may
+            use.
+        overwrite: Replace existing tars.
         json_output: Print the summary as JSON.
     """
     with loading():
         from sa1b.progress import bar
         from sa1b.synthetic.source_tars import IDS_PER_TAR, write_tars
         from sa1b.workers import available_cpus
-    if tars < 1 or not 0 < images_per_tar <= IDS_PER_TAR or (long_side is not None and long_side < 32):
-        raise UsageError(f"--tars from 1, --images-per-tar from 1 to {IDS_PER_TAR}, --long-side from 32")
+    if tars < 1:
+        raise UsageError(f"--tars {tars}: must be at least 1")
+    if not 0 < images_per_tar <= IDS_PER_TAR:
+        raise UsageError(f"--images-per-tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")
+    if long_side is not None and long_side < 32:
+        raise UsageError(f"--long-side {long_side}: must be at least 32 pixels")
     with bar(tars * images_per_tar, "synthesize", "image", json_output) as shown:
         summary = write_tars(
             out,

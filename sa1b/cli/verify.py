@@ -3,8 +3,8 @@
 Example: sa1b verify shards --deep --workers 4 --state verify.state
          sa1b verify shards --warnings
 
-Names shard, offset and image id of all damage and what to do about it. Exit code 0: clean; 1: damage;
-2: could not check all of it; 130: interrupted.
+Prints shard, offset and image id of all damage, and how to repair it. Exit code 0: no damage; 1: damage;
+2: not everything could be checked; 130: interrupted.
 """
 
 import json
@@ -29,23 +29,23 @@ def main(
 ) -> int:
     """Check a dataset directory.
 
-    Checks digests, the structure of every shard, its members against index and sample table, the numbers of
-    the index against the mask records, and every other file of the dataset. Nothing is changed or locked:
-    reshard may run at the same time; what it works on is noted.
+    Checks the digests and the structure of every shard and every other file of the dataset. Members are
+    compared with index and sample table, mask records with the index. No file is changed or locked.
+    If reshard runs at the same time, the report lists the sources that it is writing.
 
     Args:
-        root: Folder that `sa1b reshard` made.
-        deep: Also decode every JPEG and every mask, and compare the record's masks with the index's.
-        workers: Shards checked at a time, each by a process of its own with up to 500 MB of memory.
-        state: Record what is done in this file, outside ROOT. The same command after an interruption goes on
-            where it stopped, with the same report at its end; the file is removed then.
-        warnings: Check nothing; list the odd images and masks that reshard kept, by reason.
-        json_output: Print the report as JSON, without progress; with --warnings all of them.
+        root: Dataset directory that `sa1b reshard` made.
+        deep: Also decode every JPEG and every mask, and compare the masks in records and index.
+        workers: Worker processes, each with one shard at a time and up to 500 MB of memory.
+        state: File outside ROOT that records the progress. After an interruption, the same command resumes
+            from it and prints the same report; the file is removed at the end.
+        warnings: Check nothing; list the images and masks that reshard stored with a warning, by reason.
+        json_output: Print the report as JSON, without progress; with --warnings, all warnings.
     """
     if workers < 1:
-        raise UsageError("--workers must be at least 1")
+        raise UsageError(f"--workers {workers}: must be at least 1")
     if warnings and (deep or state is not None):
-        raise UsageError("--warnings checks nothing: leave out --deep and --state")
+        raise UsageError("--warnings: checks nothing; omit --deep and --state")
     with loading():
         from sa1b.verify.quarantine_check import SHOWN, WarningList
         from sa1b.verify.verify import check_is_dataset, verify

@@ -1,9 +1,9 @@
-"""Select images and masks of a dataset directory by their numbers: a view to train on.
+"""Select images and masks of a dataset directory by conditions: a view to train on.
 
 Example: sa1b view shards --masks-where "stability_score >= 0.96 and area_fraction < 0.9"
              --images-where "masks >= 5 and width >= 1500" --held-out 2% --name good
 
-Nothing is copied: a view is a list of image ids, in ROOT/views or where --out says. Exit code 0: written;
+Nothing is copied: a view is a list of image ids, in ROOT/views or at --out. Exit code 0: written;
 2: not written; 3: written, and ids of --ids were missing (--missing skip or list); 130: interrupted.
 """
 
@@ -34,39 +34,40 @@ def main(
     workers: int = 1,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Select images and masks of a dataset directory by their numbers: a view to train on.
+    """Select images and masks of a dataset directory by conditions: a view to train on.
 
-    Conditions know comparisons, and, or, not, + - * /, parentheses, numbers and fields. The digest that is
-    printed is the view's identity: of its image ids and its condition on masks. The same command gives the
-    same digest whatever the shards; a view keeps its images and its order when sources are added later, and
-    the same command then gives another view.
+    Conditions have comparisons, and, or, not, + - * /, parentheses, numbers and fields. The command prints
+    the digest of the view, which is computed from the image ids and the condition on masks. The digest does
+    not depend on the division into shards. If sources are added later, an existing view keeps its images and
+    its order, and the same command gives another view.
 
     Args:
-        root: Folder that `sa1b reshard` made; with --out it may be read-only, or a URL.
-        masks_where: Which masks of an image count. Fields: area, area_fraction (of the image), bbox_x,
+        root: Dataset directory that `sa1b reshard` made; with --out it may be read-only, or a URL.
+        masks_where: Condition on masks. Fields: area, area_fraction (of the image), bbox_x,
             bbox_y, bbox_width, bbox_height, predicted_iou, stability_score, point_x, point_y, crop_x,
             crop_y, crop_width, crop_height, runs_count, mask_id; width, height of the image.
-        images_where: Which images. Fields: masks (those that --masks-where left), width, height of the
-            source, image_width, image_height as stored, image_id, jpg_bytes, masks_bytes.
-        subset: Only this part, such as 1%, by hash of the image id: 1% lies within 2%.
-        held_out: Keep this part, such as 2%, for evaluation; see --split.
-        split: With --held-out: the images to train on, or those held out. --subset thins the former only.
-        ids: Only these images: a text file with an id a line (223750, sa_223750 or sa_223750.jpg), a CSV, TSV
-            or Parquet file with such a column (image_id, id or file_name, or the one named after a colon),
+        images_where: Condition on images. Fields: masks (number of masks that fulfil --masks-where), width,
+            height (of the source), image_width, image_height (as stored), image_id, jpg_bytes, masks_bytes.
+        subset: Only this fraction, such as 1%, by hash of the image id. A subset of 2% contains the 1%.
+        held_out: Hold out this fraction, such as 2%, for evaluation; see --split.
+        split: With --held-out: the training images, or the held-out images. --subset applies to the training
+            images only.
+        ids: Only these images: a text file with one id per line (223750, sa_223750 or sa_223750.jpg), a CSV,
+            TSV or Parquet file with a column of ids (image_id, id or file_name, or the column after a colon),
             or the .ids file of a view.
-        missing: Ids of --ids that ROOT lacks: refuse, skip (leave out and count) or list (leave out and print
-            all).
+        missing: For ids of --ids that ROOT does not contain: refuse to write the view, skip (omit and count
+            them) or list (omit and print them).
         name: Readable alias of the digest.
-        out: Write the view here instead of ROOT/views: a folder, or a path that ends with .json. Open it by
-            passing the path (with a "/" in it) as the view.
-        overwrite: Give --name to this view although another one has it; replace the file --out.
+        out: Write the view here instead of ROOT/views: a folder, or a path that ends with .json. To open the
+            view, pass this path (with a "/" in it).
+        overwrite: Move --name from another view to this view; replace the file --out.
         workers: Threads that read index files.
         json_output: Print the result as JSON, without progress.
     """
     if workers < 1:
-        raise UsageError("--workers must be at least 1")
+        raise UsageError(f"--workers {workers}: must be at least 1")
     if missing != "refuse" and ids is None:
-        raise UsageError(f"--missing {missing} needs --ids")
+        raise UsageError(f"--missing {missing}: needs --ids; add --ids or omit --missing")
     with loading():
         from sa1b.views.selection import Selection, select
     selection = Selection(masks_where, images_where, subset, held_out, split, ids, missing)

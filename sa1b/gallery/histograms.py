@@ -28,7 +28,7 @@ class Distribution:
         counts: int64 [bins].
         log: whether the bins are bins of the decimal logarithm.
         outside: number of values outside the bins.
-        missing: number of NaN, for annotations without the number.
+        missing: number of NaN values, from annotations that lack the number.
         total, smallest, largest: sum and range of the values that are not missing.
     """
 
@@ -130,7 +130,7 @@ class Survey:
             widths, heights: sizes of the images in pixels, [N].
             masks: number of masks of each image, [N].
             area: areas of all masks in pixels, [sum of masks], image after image; below 0: unknown.
-            predicted_iou, stability_score, runs_count: numbers of all masks, [sum of masks].
+            predicted_iou, stability_score, runs_count: values of all masks, [sum of masks].
         """
         self.images += len(masks)
         self.masks += len(area)

@@ -52,7 +52,7 @@ class Picture:
         runs: masks at source resolution, in the order of `order`.
         order: int64 [N], mask indices by area, largest first, so that small masks are drawn on top.
         predicted: the masks that a model predicted for `runs`, in the same order.
-        filtered: with predictions, the masks without one at source resolution; drawn as dashed outlines.
+        filtered: masks without a prediction, at source resolution, drawn as dashed outlines; or None.
         warnings: reasons and messages of the warnings from ingest.
     """
 
@@ -202,7 +202,7 @@ def _filtered(runs: Runs | None) -> str:
 
 
 def sort_key(picture: Picture, sort: str) -> tuple[bool, float, int]:
-    """Sort key of an image in the order `sort`; images without the number are last, ties go by image id."""
+    """Sort key of an image in the order `sort`; images without the number are last, ties are sorted by id."""
     number, descending, _ = SORTS[sort]
     value = number(picture.annotations)
     missing = bool(np.isnan(value))

@@ -98,7 +98,7 @@ class Exhibit:
 
 @dataclass(slots=True, eq=False)
 class Gathered:
-    """The data of an input that the page shows.
+    """The data of one input, as shown on the page.
 
     Attributes:
         kind, name: kind and name of the input; `name` is untrusted text.

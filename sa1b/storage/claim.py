@@ -79,7 +79,7 @@ class Holder:
         return self.age <= max(timeout, self.timeout) or self.is_here
 
     def terms(self, path: Path) -> str:
-        """The end of the claim in a file and the way out, as text for a message."""
+        """When the claim of a file ends, and what to do, as text for a message."""
         if self.is_here:
             return f"{path}: held until process {self.pid} of this machine ends"
         left = max(0.0, self.timeout - max(0.0, self.age))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """A snapshot of the counters. They count attempts, unless stated otherwise, each in one error class only.
+    """A snapshot of the counters. A failed attempt is counted in exactly one error class.
 
     Attributes:
         reads: ranges that were read.

@@ -44,11 +44,11 @@ def test_rates_and_what_limits_as_json_and_as_a_table(root):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--image-size", 0], "--image-size 0 must be at least 1"),
-        (["--threads", 0], "--threads 0 must be at least 1"),
+        (["--image-size", 0], "--image-size 0: must be at least 1"),
+        (["--threads", 0], "--threads 0: must be at least 1"),
         (["--masks", -1], "--masks -1 must be at least 0"),
-        (["--seconds", "0.5"], "--seconds 0.5 must be from 1 to 3600"),
-        (["--device", "tpu"], "--device 'tpu' must be cpu or cuda"),
+        (["--seconds", "0.5"], "--seconds 0.5: must be from 1 to 3600"),
+        (["--device", "tpu"], "--device tpu: must be cpu or cuda"),
         (["--view", "nothing"], "no view 'nothing'"),
     ],
 )

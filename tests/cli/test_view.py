@@ -60,8 +60,8 @@ def test_json(root):
         (["--masks-where", "stability > 1"], "did you mean stability_score?"),
         (["--images-where", "__import__('os')"], "is a function call"),
         (["--subset", "60%", "--held-out", "41%"], "--subset 60% and --held-out 41% overlap"),
-        (["--missing", "skip"], "--missing skip needs --ids"),
-        (["--workers", "0"], "--workers must be at least 1"),
+        (["--missing", "skip"], "--missing skip: needs --ids"),
+        (["--workers", "0"], "--workers 0: must be at least 1"),
         (["--images-where", "masks > 1000"], "no image is left"),
     ],
 )

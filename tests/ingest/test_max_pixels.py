@@ -131,7 +131,7 @@ def test_the_command_says_which_limits_there_are(source, tmp_path, value):
         check=False,
     )
     assert done.returncode == 2
-    assert "--max-pixels is from 1 to 268435456" in done.stderr
+    assert ": must be from 1 to 268435456" in done.stderr
 
 
 def test_the_command_passes_the_limit_on(source, tmp_path):

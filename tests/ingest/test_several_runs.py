@@ -160,15 +160,15 @@ def test_an_old_claim_of_another_machine_is_taken_over_and_a_live_one_is_waited_
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--task", "3/3"], "expected I/N with I from 0 to N - 1"),
-        (["--task", "1"], "expected I/N"),
-        (["--task", "a/b"], "expected I/N"),
-        (["--drop", "sa_000001"], "--drop and --finish each stand alone"),
-        (["--rename", "nonsense"], "expected PATH=NAME"),
-        (["--claim-timeout", "0"], "--claim-timeout 0: timeouts above 0"),
-        (["--claim-timeout", "nan"], "--claim-timeout nan: timeouts above 0"),
-        (["--stall-timeout", "nan"], "--stall-timeout nan: timeouts above 0"),
-        (["--stall-timeout", "inf"], "--stall-timeout inf: timeouts above 0"),
+        (["--task", "3/3"], "must have the form I/N with I from 0 to N - 1"),
+        (["--task", "1"], "must have the form I/N"),
+        (["--task", "a/b"], "must have the form I/N"),
+        (["--drop", "sa_000001"], "cannot be combined"),
+        (["--rename", "nonsense"], "must have the form PATH=NAME"),
+        (["--claim-timeout", "0"], "--claim-timeout 0: must be above 0"),
+        (["--claim-timeout", "nan"], "--claim-timeout nan: must be above 0"),
+        (["--stall-timeout", "nan"], "--stall-timeout nan: must be above 0"),
+        (["--stall-timeout", "inf"], "--stall-timeout inf: must be above 0"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(tars: Path, tmp_path: Path, flags: list[str], said: str) -> None:
