@@ -67,8 +67,9 @@ def main(
             masks, the index files contain all annotations of the dataset.
         decode_images: Decode every JPEG and refuse those that fail, which takes 10 ms per image. By default
             only damage in the markers of the file is detected.
-        max_pixels: Largest accepted image in pixels, at most 268435456. Decoding takes 3 bytes per pixel, and 9
-            for progressive JPEGs: here with --image-size or --decode-images, later in training and gallery.
+        max_pixels: Largest accepted image in pixels, at most 268435456. Decoding takes 3 bytes per pixel,
+            and 9 for progressive JPEGs: here with --image-size or --decode-images, later in training and
+            gallery.
         workers: Worker processes, each with one source at a time and up to 600 MB of memory.
         spill: Folder for images that wait for their annotation, about a third of a tar per worker; by default
             inside --out.

@@ -46,7 +46,7 @@ def test_rates_and_what_limits_as_json_and_as_a_table(root):
     [
         (["--image-size", 0], "--image-size 0: must be at least 1"),
         (["--threads", 0], "--threads 0: must be at least 1"),
-        (["--masks", -1], "--masks -1 must be at least 0"),
+        (["--masks", -1], "--masks -1: must be at least 0"),
         (["--seconds", "0.5"], "--seconds 0.5: must be from 1 to 3600"),
         (["--device", "tpu"], "--device tpu: must be cpu or cuda"),
         (["--view", "nothing"], "no view 'nothing'"),

@@ -369,7 +369,7 @@ def test_images_already_small_enough_keep_their_bytes(sources: Path, clean: Path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--quality", "90"], "goes with --image-size"),
+        (["--quality", "90"], "--quality 90: must be from 1 to 100, and needs --image-size"),
         (["--image-size", "3"], "--image-size 3: must be from 16"),
         (["--images-per-shard", "0"], "at least 1"),
         (["--md5", "nowhere.txt"], "nowhere.txt"),
