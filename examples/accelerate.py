@@ -4,7 +4,7 @@
     accelerate launch --num_processes 2 examples/accelerate.py shards --epochs 2
     python examples/accelerate.py shards --epochs 4 --resume    # continues after the last epoch saved
 
-The rule: never `prepare()` the loader. The stream gives each process its share, which accelerate would split.
+Do not `prepare()` the loader: the stream gives each process its share, and accelerate would split it again.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-# This file is named as the package that it imports, which Python would otherwise look for in this folder.
+# This file has the name of the package that it imports; without this, Python would import this file.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 import torch

@@ -3,8 +3,8 @@
     curl -O https://dl.fbaipublicfiles.com/segment_anything/sam_vit_b_01ec64.pth
     python examples/finetune_published_sam.py shards --weights sam_vit_b_01ec64.pth --device cuda
 
-Any .pth or .safetensors of a SAM will do. --image-size 512 takes a quarter of the memory and time: positions
-are resized to it. The result is again a file in the published format.
+Any .pth or .safetensors of a SAM can be used. --image-size 512 takes a quarter of the memory and time;
+position embeddings are resized. The result is a file in the published format.
 """
 
 import argparse

@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-# This file is named as the package that it imports, which Python would otherwise look for in this folder.
+# This file has the name of the package that it imports; without this, Python would import this file.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 import lightning

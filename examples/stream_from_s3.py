@@ -4,7 +4,7 @@
     python examples/stream_from_s3.py s3://bucket/shards
     python examples/stream_from_s3.py s3://bucket/shards --endpoint http://127.0.0.1:9000    # MinIO, Ceph
 
-Credentials come from the usual places (environment, ~/.aws, the machine's role); --anonymous uses none.
+Credentials come from the environment, ~/.aws or the machine's role; --anonymous uses none.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
             deadline=args.deadline,
             global_batch=args.batch,
             image_size=args.image_size,
-            block_size=1,  # 16 reads 16 neighbours with one request; their images then come together
+            block_size=1,  # 16: one request reads 16 neighbours, which stay together
         )
         loader = sa1b.Loader(stream, prefetch=args.prefetch, dense=args.image_size // 4)
         for step, batch in enumerate(loader, 1):

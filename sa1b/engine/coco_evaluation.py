@@ -1,4 +1,4 @@
-"""Evaluation on a COCO-format annotation file: published tables from published weights with one command.
+"""Evaluation on a COCO-format annotation file, for example to reproduce published tables.
 
     sa1b train --preset vit_h --init sam_vit_h_4b8939.pth --evaluate-only
         --evaluation.coco instances_val2017.json --evaluation.images val2017

@@ -145,7 +145,8 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
     all ranks. "lr_scale" of each group is its factor on the learning rate, for `set_lr`.
 
     Args:
-        module: the result of `wrap`, because FSDP replaces parameters; or a module that is never wrapped.
+        module: the result of `wrap`, or a module that is never wrapped. FSDP replaces parameters, so an
+            optimizer of the unwrapped module would be invalid.
         batch: images in the global batch.
 
     Raises:

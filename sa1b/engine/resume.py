@@ -1,4 +1,4 @@
-"""Settings that differ from those of the checkpoint a run resumes from: refused, or listed in a line."""
+"""Differences between a run's settings and those of its checkpoint: refused, or listed in a line."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

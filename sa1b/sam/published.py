@@ -234,7 +234,7 @@ def _tensors(path: Path, loaded: object) -> dict[str, Tensor]:
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise WeightsError(
                 f"{path}: not a plain dictionary of tensors, {name!r} is a {type(value).__name__}; "
-                "where an entry holds the weights, save that entry alone with torch.save"
+                "if one entry contains the weights, save that entry alone with torch.save"
             )
         found[name] = value
     return found

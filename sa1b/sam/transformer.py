@@ -25,7 +25,7 @@ from sa1b.sam.image_tokens import OwnImage, SharedImage
 
 
 def feed_forward(width: int, hidden: int, activation: nn.Module) -> nn.Sequential:
-    """Two linear layers, `lin1` and `lin2`, with ReLU between them."""
+    """Two linear layers, `lin1` and `lin2`, with an activation between them."""
     return nn.Sequential(
         OrderedDict(lin1=nn.Linear(width, hidden), act=activation, lin2=nn.Linear(hidden, width))
     )

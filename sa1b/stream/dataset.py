@@ -173,7 +173,7 @@ class Stream(IterableDataset[Batch]):
             self.view = self.view.by_place(self.dataset.table)
         self.columns = open_columns(join or {}, storage_options)
         for name, column in self.columns.items():
-            if column.key == "image_id" and column is not (join or {})[name]:  # not again in a worker process
+            if column.key == "image_id" and column is not (join or {})[name]:  # workers get open columns
                 column.warn_of_missing(self.view.image_ids(self.dataset.table).astype(np.int64))
         count = len(self.view)
         formula = (
@@ -233,7 +233,7 @@ class Stream(IterableDataset[Batch]):
         self._iterations.position = whole_number("position", position)
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next iteration begin at the start of this epoch, 0 for the first.
+        """Start the next iteration at the beginning of an epoch. The first epoch is 0.
 
         Raises:
             ValueError: the epoch is not a whole number, or negative.

@@ -143,7 +143,7 @@ class Loader:
         return self.stream.steps_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next iteration begin at the start of this epoch; see `Stream.set_epoch`."""
+        """Start the next iteration at the beginning of an epoch; see `Stream.set_epoch`."""
         self.stream.set_epoch(epoch)
         self._state = self.stream.state_dict()
 

@@ -107,7 +107,7 @@ class Plan:
         return min(self.global_batch, self.epoch_end(position) - position)
 
     def _count(self, samples: int) -> int:
-        """Micro-batches of a step of `samples` samples."""
+        """Number of micro-batches of a step with this number of samples."""
         return micro_batch_count(samples, self.world_size, self.micro_batch, block_size=self.block_size)
 
 

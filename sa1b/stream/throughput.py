@@ -123,7 +123,7 @@ def measure(
     with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
 
         def timed(steps: Iterator[int]) -> float:
-            """Units per second of a measurement that runs for a third of the time."""
+            """Rate of one measurement, units per second. It takes a third of `seconds`."""
             began, units, known = time.perf_counter(), 0, 0.0
             for number in steps:
                 units += number

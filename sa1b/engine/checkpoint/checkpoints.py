@@ -54,7 +54,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """Schedule of checkpoints and number of kept ones.
+    """Settings of checkpoints: when they are written, and how many are kept.
 
     Attributes:
         every: Steps between checkpoints.

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as files: found, verified by digests, removed when old.
+"""Files of checkpoints: find checkpoints, verify their digests, remove old ones.
 
 `manifest.json` is written last. It lists every other file with its length and sha256, and ends with its own
 sha256. Only one encoding is valid, so every changed byte of the manifest is detected.

@@ -101,7 +101,7 @@ def _build(record: Any, sizes: dict[str, int]) -> Metadata:
         index, place = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
         file, offset, length = place["relative_path"], place["offset"], place["length"]
         if place.get("transform_descriptors"):
-            raise ValueError(f"{index['fqn']} is stored transformed, which is never written here")
+            raise ValueError(f"{index['fqn']} is stored transformed; sa1b never writes that")
         _whole((offset, length))
         if file not in sizes or offset + length > sizes[file]:
             raise ValueError(f"{index['fqn']} lies outside of {file!r}: bytes {offset} + {length}")
