@@ -26,7 +26,7 @@ MASK_CHANNELS = 16  # hidden channels of the mask embedding, for any width
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseEmbedding:
-    """The embedding of the earlier masks, constant + features' @ basis for each token, which has rank r.
+    """The embedding of the earlier masks in low-rank form: constant + features' @ basis, of rank r.
 
     Attributes:
         constant: float32 [channels].
