@@ -190,7 +190,7 @@ def _check(config: Config) -> None:
         if config.parallel.mode != "none" and getattr(config.parallel, flag) <= config.data.deadline:
             raise UsageError(
                 f"--parallel.{flag.replace('_', '-')} {getattr(config.parallel, flag):g}: not longer than "
-                f"--data.deadline {config.data.deadline:g}, so that a rank which waits for its storage would "
+                f"--data.deadline {config.data.deadline:g}, so a rank that waits for its storage would "
                 "end the run; raise the first or lower the second"
             )
     if config.out.exists() and not config.out.is_dir():

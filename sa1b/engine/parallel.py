@@ -20,7 +20,7 @@
         scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
     stop()
 
-The gradient is the same in all modes, whatever the number of ranks and micro-batches.
+The gradient is the same in all modes, for any number of ranks and micro-batches.
 """
 
 import os

@@ -54,7 +54,7 @@ class _Answer(NamedTuple):
 
     logits: Tensor  # float32 [M, K, R, R]
     predicted: Tensor  # [M, K], IoU
-    masks: Tensor  # bool [M, K, R, R], without what lies outside the image
+    masks: Tensor  # bool [M, K, R, R], without pixels outside the image
     chosen: Tensor  # int64 [M], the candidate with the highest predicted IoU
     feedback: Tensor  # [M, 1, 4h, 4w], its logits for the next iteration
 
