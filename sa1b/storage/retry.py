@@ -32,7 +32,7 @@ CREDENTIALS = (
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN); the profile AWS_PROFILE in "
     "~/.aws/credentials and ~/.aws/config; the container's or the machine's role. "
     "AWS_ENDPOINT_URL names a store other than Amazon's. "
-    "A store also returns this for an object that does not exist where listing is not allowed"
+    "A store that does not allow listing also returns this error for an object that does not exist"
 )
 _MIN_TIMEOUT = 1.0  # seconds that the last attempt before the deadline gets at least
 _system = random.SystemRandom()
