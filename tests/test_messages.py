@@ -21,7 +21,22 @@ COINED = re.compile(
     r"someone|somebody|is told|knows|the tool says|goes on|afresh|anew|in doubt)\b"
 )
 # Rooms whose messages have the form.
-ROOMS = ["cli", "engine", "export", "gallery", "ingest", "sam", "sources", "storage", "stream", "train.py"]
+ROOMS = [
+    "cli",
+    "engine",
+    "export",
+    "gallery",
+    "ingest",
+    "masks",
+    "sam",
+    "shards",
+    "sources",
+    "storage",
+    "stream",
+    "train.py",
+    "verify",
+    "views",
+]
 
 
 @cache

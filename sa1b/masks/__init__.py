@@ -1,6 +1,6 @@
-"""What a mask is: COCO's strings, runs, geometry on runs, rasters.
+"""Masks: COCO's strings, runs, geometry on runs, dense masks.
 
-A mask travels as runs (`Runs`) and becomes pixels last, directly at the size that is asked for. The modules:
+A mask is stored as runs (`Runs`) and becomes pixels last, directly at the requested size. The modules:
 
     runs          the ragged pair that carries all masks of an image
     coco          COCO's compressed strings to runs and back

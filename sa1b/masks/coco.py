@@ -1,4 +1,4 @@
-"""COCO's compressed mask strings, a whole image's masks at once.
+"""COCO's compressed mask strings, for all masks of an image at once.
 
 A string is a sequence of numbers, the run lengths of a mask down the columns of the image, background first.
 From index 3 on a number is the difference to the run two before it. A number is written in characters of
@@ -17,8 +17,8 @@ reasons:
     sum_mismatch      the runs end before the last pixel; also the empty string
 
 Within a mask the first reason from left to right counts. Runs of length zero are legal. An impossible image
-size raises SizeError (bad_size). Memory is taken by the length of the strings, never by a number in them or
-by the size of the image.
+size raises SizeError (bad_size). Memory depends on the length of the strings, never on a number in them or on
+the size of the image.
 
 100 masks of 2250x1500 (33,000 runs, 38 kB), one thread: 0.043 ms to runs, 0.084 ms back to strings;
 pycocotools.mask.area of the same list takes 0.088 ms (`pytest benchmarks/test_masks.py -k strings`).
@@ -85,7 +85,7 @@ def decode(strings: Sequence[str | bytes], height: int, width: int) -> Runs:
 def decode_joined(
     buffer: bytes | bytearray | memoryview | Text, lengths: npt.NDArray[np.integer], height: int, width: int
 ) -> Runs:
-    """Like `decode`, from the strings of all masks one behind the other; the buffer is not copied.
+    """Like `decode`, from the concatenated strings of all masks; the buffer is not copied.
 
     Args:
         buffer: the bytes of the strings.
@@ -122,7 +122,7 @@ def decode_joined(
 def select_joined(
     text: Text, lengths: npt.NDArray[np.integer], indices: npt.NDArray[np.integer]
 ) -> tuple[Text, npt.NDArray[np.int64]]:
-    """Some of the strings that lie one behind the other in `text`, and their lengths in bytes.
+    """Some of the concatenated strings in `text`, and their lengths in bytes.
 
     Args:
         text: uint8 [bytes].
@@ -165,7 +165,7 @@ def encode(runs: Runs) -> list[bytes]:
 
 
 def encode_joined(runs: Runs) -> tuple[Text, npt.NDArray[np.int64]]:
-    """Like `encode`, one behind the other.
+    """Like `encode`, with all strings concatenated.
 
     Returns:
         uint8 [bytes] and int64 [N], the bytes of each mask's string: what `decode_joined` takes.

@@ -1,4 +1,4 @@
-"""Pixels to runs: for masks that a model has drawn."""
+"""Pixels to runs: for masks that a model predicts."""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,16 +10,16 @@ def runs_of(pixels: npt.NDArray[np.bool_]) -> Runs:
     """The runs of dense masks, bool [N, height, width]; the inverse of `raster.rasterize`.
 
     Raises:
-        ValueError: not three dimensions, or masks without a pixel's room.
+        ValueError: not three dimensions, or masks of zero height or width.
     """
     if pixels.ndim != 3 or 0 in pixels.shape[1:]:
         raise ValueError(f"pixels of shape {pixels.shape}; [N, height, width] expected")
     count, height, width = pixels.shape
     columns = pixels.transpose(0, 2, 1).reshape(count, height * width)
-    # A run begins where a pixel differs from the one before; in front of the first lies background.
+    # A run starts where a pixel differs from the previous one; background precedes the first pixel.
     before = np.concatenate((np.zeros((count, 1), bool), columns[:, :-1]), axis=1)
     masks, starts = np.nonzero(columns != before)
-    number = np.bincount(masks, minlength=count) + 1  # the background in front is a run, if only of length 0
+    number = np.bincount(masks, minlength=count) + 1  # the leading background run, possibly of length 0
     offsets = np.concatenate(([0], np.cumsum(number)))
     bounds = np.zeros(offsets[-1] + 1, np.int64)
     bounds[np.arange(len(starts)) + masks + 1] = starts

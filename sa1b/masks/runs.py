@@ -1,4 +1,4 @@
-"""The ragged pair that carries all masks of an image: runs and offsets."""
+"""The ragged pair of arrays for all masks of an image: runs and offsets."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class MaskError(ValueError):
     """A mask that cannot be decoded.
 
     Attributes:
-        mask: index of the mask in the list that was given.
+        mask: index of the mask in the list.
         reason: short snake_case word, one of the reasons that sa1b.masks.coco documents.
     """
 
@@ -39,7 +39,7 @@ class SizeError(ValueError):
 
 
 def check_size(height: object, width: object) -> tuple[int, int]:
-    """Height and width in pixels as plain ints; SizeError names what is wrong with them."""
+    """Height and width in pixels as plain ints; raises SizeError if they are no image size."""
     for name, value in (("height", height), ("width", width)):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
             raise SizeError(f"{name} must be an integer, got {type(value).__name__}")
@@ -131,7 +131,7 @@ class Runs:
         ]
 
     def check(self) -> "Runs":
-        """Itself, after checking all that the class promises.
+        """Check the arrays and return the object.
 
         Raises:
             SizeError: height or width.

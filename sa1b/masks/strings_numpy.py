@@ -1,4 +1,4 @@
-"""COCO's compressed strings in plain numpy: what sa1b.masks.coco uses where numba is not there."""
+"""COCO's compressed strings in plain numpy: sa1b.masks.coco uses this module if numba is missing."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ Parsed = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 
 
 def parse(text: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int64], pixels: int) -> Parsed | None:
-    """Runs and offsets if every mask decodes, else None: the verdicts are then the slow parser's work."""
+    """Runs and offsets if every mask decodes, otherwise None: the slow parser then finds the reasons."""
     if (lengths == 0).any() or ((text < 48) | (text > 111)).any():
         return None
     if len(lengths) == 0:
@@ -26,14 +26,14 @@ def parse(text: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int64], pixels: i
     places = np.arange(len(codes)) - np.repeat(starts, characters)
     values = np.add.reduceat((codes & 0x1F) << (5 * places), starts)
     values -= np.where(codes[ends - 1] & 0x10, np.int64(1) << (5 * characters), 0)
-    if np.abs(values).max() > 2**33:  # no difference of two runs; also keeps the sums below inside int64
+    if np.abs(values).max() > 2**33:  # no difference of two runs; keeps the sums below inside int64
         return None
 
     offsets = np.concatenate(([0], np.searchsorted(ends, stops, side="right")))
     counts = np.diff(offsets)
     masks = np.repeat(np.arange(len(lengths)), counts)
     index = np.arange(len(values)) - offsets[masks]
-    # Run 0 stands alone; odd and even runs are two sums that run through the mask.
+    # Run 0 is separate; odd and even runs are two cumulative sums over the mask.
     chains = 3 * masks + np.where(index == 0, 0, 1 + (index + 1) % 2)
     order = np.argsort(chains, kind="stable")
     sums = np.cumsum(values[order])
@@ -49,7 +49,7 @@ def parse(text: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int64], pixels: i
 def write(
     runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """The strings of all masks one behind the other, and the bytes of each."""
+    """The concatenated strings of all masks, and the bytes of each."""
     values = runs.astype(np.int64)
     index = np.arange(len(values)) - np.repeat(offsets[:-1], np.diff(offsets))
     later = np.flatnonzero(index > 2)

@@ -62,17 +62,17 @@ class Dataset(Displayed):
             try:
                 self._map_table()
             except (FileNotFoundError, MissingError):
-                # Sources were added in this moment: the table has another name in the new manifest.
+                # Sources were added since the manifest was read: the new manifest lists a new table.
                 if attempt + 1 == _ATTEMPTS or self.manifest == self._read_manifest():
                     name = self.reader.url(self._table_name())
-                    raise TableError(f"{name}: missing; `{command('index')}` makes it again") from None
+                    raise TableError(f"{name}: missing; run `{command('index')}` to rebuild it") from None
             else:
                 break
 
     def _open(self, root: Path | str, deadline: float, storage_options: Mapping[str, Any] | None) -> None:
         check_path("root", root, "the folder that `sa1b reshard` made, or its URL")
         if PurePath(root).name == manifest.DATASET and not Path(root).is_dir():
-            raise ManifestError(f"{root}: pass the folder that it is in: {str(PurePath(root).parent)!r}")
+            raise ManifestError(f"{root}: a file; pass its folder, {str(PurePath(root).parent)!r}")
         self._arguments = root, deadline, storage_options
         self.reader = Reader(root, deadline=deadline, options=storage_options)
         self.root = self.reader.root
@@ -88,7 +88,7 @@ class Dataset(Displayed):
         except (KeyError, TypeError) as error:
             raise ManifestError(
                 f"{self.reader.url(manifest.DATASET)}: damaged, it lacks {error}; "
-                f"run `{command('index')}` to make it again"
+                f"run `{command('index')}` to rebuild it"
             ) from None
         self._samples = path or self._fetch_samples()
         # Where other processes find this version once its files have lost their names.
@@ -96,8 +96,8 @@ class Dataset(Displayed):
         self.table: SampleTable = open_table(self._samples)
         if (self.table.digest, self.table.ids_digest) != promised:
             raise ManifestError(
-                f"{self._samples} is not the one {manifest.DATASET} was written with; "
-                f"run `{command('index')}` to make both again"
+                f"{self._samples}: not the sample table that {manifest.DATASET} lists; "
+                f"run `{command('index')}` to rebuild both"
             )
 
     def __reduce__(self) -> tuple[Callable[..., "Dataset"], tuple[Any, ...]]:
@@ -204,7 +204,8 @@ class Dataset(Displayed):
         """
         if not is_intact(self.table):
             raise TableError(
-                f"{self._samples}: the columns do not match their digest; `{command('index')}` makes it again"
+                f"{self._samples}: the columns do not match their digest; "
+                f"run `{command('index')}` to rebuild it"
             )
 
     def _read_manifest(self) -> dict[str, Any]:
@@ -220,7 +221,7 @@ class Dataset(Displayed):
             return manifest.parse_dataset(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
         except MissingError as error:
             raise ManifestError(
-                f"{error}; is {self.root} a copy of the --out folder of `sa1b reshard`?"
+                f"{self.root}: no dataset there ({error}); pass a copy of the --out folder of `sa1b reshard`"
             ) from None
 
     def _keep(self, path: Path) -> BufferedReader:
@@ -272,7 +273,7 @@ def _reopen(
         dataset._map_table(table)
         return dataset
     raise TableError(
-        f"{dataset.reader.url(manifest.DATASET)}: written anew since the dataset was opened; open it again"
+        f"{dataset.reader.url(manifest.DATASET)}: replaced since the dataset was opened; open it again"
     )
 
 

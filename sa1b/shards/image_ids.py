@@ -47,7 +47,7 @@ def read_image_ids(file: str | Path) -> npt.NDArray[np.uint64]:
         delimiter = _delimiter(path, head, column)
         ids = _from_lines(path) if delimiter is None else _from_csv(path, delimiter, column)
     if not len(ids):
-        raise UsageError(f"{path}: holds no image id")
+        raise UsageError(f"{path}: contains no image id; write one id on each line")
     ids = np.sort(ids)  # not np.unique, which takes 15 s for 11 million
     unique: npt.NDArray[np.uint64] = ids[np.concatenate([[True], ids[1:] != ids[:-1]])]
     return unique
@@ -76,10 +76,14 @@ def _split(file: str | Path) -> tuple[Path, str | None]:
 def _binary(path: Path) -> npt.NDArray[np.uint64]:
     data = path.read_bytes()
     if len(data) % 8:
-        raise UsageError(f"{path}: not the ids of a view, which are 8 bytes each")
+        raise UsageError(
+            f"{path}: not the ids of a view, the size is no multiple of 8 bytes; pass an .ids file of a view"
+        )
     ids = np.frombuffer(data, "<u8").astype(np.uint64)
     if (ids >= np.uint64(_END)).any():
-        raise UsageError(f"{path}: not the ids of a view: one is not below 2**63")
+        raise UsageError(
+            f"{path}: not the ids of a view, an id is 2**63 or more; pass an .ids file of a view"
+        )
     return ids
 
 
@@ -88,7 +92,10 @@ def _delimiter(path: Path, head: bytes, column: str | None) -> str | None:
     try:
         first = head.split(b"\n", 1)[0].decode("utf-8-sig").strip()
     except UnicodeDecodeError:
-        raise UsageError(f"{path}: not a text file with an image id a line, CSV, TSV or Parquet") from None
+        raise UsageError(
+            f"{path}: not UTF-8 text or Parquet; pass a text file with one image id on each line, CSV, TSV "
+            "or Parquet"
+        ) from None
     if path.suffix == ".tsv" or "\t" in first:
         return "\t"
     is_table = path.suffix == ".csv" or "," in first or column is not None
@@ -129,9 +136,10 @@ def _read_csv(path: Path, read: Any, parse: Any, convert: Any) -> pa.Table:
         return arrow_csv.read_csv(path, read_options=read, parse_options=parse, convert_options=convert)
     except pa.ArrowInvalid as error:
         if "Empty CSV" in str(error):
-            raise UsageError(f"{path}: holds no image id") from None
+            raise UsageError(f"{path}: contains no image id; write one id on each line") from None
         raise UsageError(
-            f"{path}: not a text file with an image id a line, CSV, TSV or Parquet: {str(error)[:200]}"
+            f"{path}: cannot be parsed ({str(error)[:200]}); pass a text file with one image id on each "
+            "line, CSV, TSV or Parquet"
         ) from None
 
 
@@ -155,7 +163,10 @@ def _from_parquet(path: Path, column: str | None) -> npt.NDArray[np.uint64]:
         outside = pc.less(values.cast(pa.int64()), pa.scalar(0, pa.int64()))
     row = _first(pc.fill_null(outside, True))
     if row is not None:
-        raise UsageError(f"{path}, row {row + 1}: expected an image id, found {values[row].as_py()!r}")
+        raise UsageError(
+            f"{path}, row {row + 1}: {values[row].as_py()!r} is not an image id; write an integer from 0 to "
+            "2**63 - 1"
+        )
     ids: npt.NDArray[np.uint64] = values.cast(pa.uint64()).to_numpy()
     return ids
 
@@ -189,8 +200,8 @@ def _parse(
     if row is not None:
         found = str(values[row].as_py())[:_SHOWN]
         raise UsageError(
-            f"{path}, {unit} {row + first:,}: expected an image id such as 223750 or sa_223750.jpg, below "
-            f"2**63, found {found!r}"
+            f"{path}, {unit} {row + first:,}: {found!r} is not an image id; write a number below 2**63 such "
+            "as 223750, or a name such as sa_223750.jpg"
         )
     ids: npt.NDArray[np.uint64] = pc.drop_null(digits).cast(pa.uint64()).to_numpy()
     return ids

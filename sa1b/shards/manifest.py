@@ -302,7 +302,7 @@ def parse_dataset(data: bytes, path: object) -> dict[str, Any]:
         check_dataset(document)
     except FieldError as error:
         raise ManifestError(
-            f"{path}: damaged: {error}; run `{command('index')} --tables` to make it again"
+            f"{path}: damaged: {error}; run `{command('index')} --tables` to rebuild it"
         ) from None
     return document
 
@@ -320,7 +320,7 @@ def parse_document(data: bytes, path: object) -> dict[str, Any]:
         found = document["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
-            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or make it again"
+            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or rebuild it"
         ) from None
     if found != FORMAT:
         raise ManifestError(f"{path}: format {found!r}; this package reads {FORMAT!r}")

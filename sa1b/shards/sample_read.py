@@ -114,11 +114,12 @@ class PendingRead:
             masks = data[location.masks_start - self.origin : location.stop - self.origin]
             annotations = record.decode(masks)
             if annotations.image_id != location.image_id:
-                raise RecordError(f"it is that of image {annotations.image_id}")
+                raise RecordError(f"the record is of image {annotations.image_id}")
         except RecordError as error:
             url = self.reader.url(location.shard)
             raise ShardError(
-                f"{url}: record of image {location.image_id} at offset {location.masks_start:,}: {error}"
+                f"{url}: record of image {location.image_id} at offset {location.masks_start:,}: {error}; "
+                f"`{command('verify')}` lists all damage"
             ) from None
         return jpeg, annotations
 
@@ -151,7 +152,7 @@ def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
     if row["jpg_offset"] < 0 or row["jpg_offset"] + row["jpg_bytes"] > row["masks_offset"]:
         raise ShardError(
             f"{shard}: the index has no place for image {row['image_id']}; "
-            f"`{command('index')}` makes it again"
+            f"run `{command('index')}` to rebuild it"
         )
     return SampleLocation(
         image_id=row["image_id"],

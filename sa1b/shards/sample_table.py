@@ -186,19 +186,24 @@ def open_table(path: Path, *, check: bool = False) -> SampleTable:
         with path.open("rb") as file:
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:
-        raise TableError(f"{path}: empty file") from None
+        raise TableError(f"{path}: empty file; run `{command('index')}` to rebuild it") from None
     if len(view) < _HEADER_BYTES or view[:8] != _MAGIC:
-        raise TableError(f"{path}: not a sample table; `{command('index')}` makes it again from the tars")
+        raise TableError(f"{path}: not a sample table; run `{command('index')}` to rebuild it from the tars")
     _, version, header_bytes, count, ids_sha256, sha256 = _HEADER.unpack_from(view)
     if version != _VERSION or header_bytes != _HEADER_BYTES:
         raise TableError(f"{path}: version {version}; this package reads version {_VERSION}")
     starts, size = _layout(count)
     if size != len(view):
-        raise TableError(f"{path}: {len(view):,} bytes, {size:,} expected for {count:,} samples")
+        raise TableError(
+            f"{path}: {len(view):,} bytes, {size:,} expected for {count:,} samples; "
+            f"run `{command('index')}` to rebuild it"
+        )
     arrays = {name: np.frombuffer(view, dtype, count, starts[name]) for name, dtype in COLUMNS.items()}
     table = SampleTable(**arrays, ids_digest=ids_sha256.hex(), digest=sha256.hex())
     if check and not is_intact(table):
-        raise TableError(f"{path}: the columns do not match their digest")
+        raise TableError(
+            f"{path}: the columns do not match their digest; run `{command('index')}` to rebuild it"
+        )
     return table
 
 
@@ -225,6 +230,8 @@ def _layout(count: int) -> tuple[dict[str, int], int]:
 def digests(header: bytes) -> dict[str, str]:
     """The two digests in the header of a sample table."""
     if len(header) < _HEADER.size:
-        raise TableError(f"a sample table of {len(header)} bytes is cut off")
+        raise TableError(
+            f"sample table of {len(header)} bytes: truncated; run `{command('index')}` to rebuild it"
+        )
     _, _, _, _, ids_sha256, sha256 = _HEADER.unpack_from(header)
     return {"ids_sha256": ids_sha256.hex(), "columns_sha256": sha256.hex()}

@@ -133,7 +133,7 @@ def seal(shard: Path) -> ShardInfo:
         )
     except ShardError as error:
         raise ShardError(
-            f"{error}. The shard was just written: check disk and memory, then run the same command again"
+            f"{error}: the shard was just written; check disk and memory, then run the same command again"
         ) from None
     for path in (shard, index):
         flush(path)

@@ -132,8 +132,8 @@ def index_row(shard: Path, image: StoredImage) -> Row:
 
 
 def damaged(shard: Path, offset: int, message: str) -> ShardError:
-    """The error for a shard that is not as it was written; who catches it adds the way out."""
-    return ShardError(f"{shard}: at offset {offset:,}: {message}")
+    """The error for a shard with damage at an offset; callers that catch it add what to do."""
+    return ShardError(f"{shard}, offset {offset:,}: {message}")
 
 
 def _image(shard: Path, image_id: int, members: dict[str, StoredMember], start: int) -> StoredImage:

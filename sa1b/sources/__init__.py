@@ -1,1 +1,1 @@
-"""What comes in: tars, folders, checklists; members and their pairing."""
+"""Input of ingest: tars, folders and checklists; their members, and the pairing of members."""

@@ -1,4 +1,4 @@
-"""The sources in what the user named, and everything found there that is no source.
+"""Search of the user's paths for sources, with a list of everything else that is found.
 
 A path is a tar, a folder of pairs, or a folder with any of these at any depth. Nothing is left out silently:
 
@@ -26,7 +26,7 @@ from sa1b.sources.tar_reader import holds_tar
 
 _TAR_ENDINGS = (".tar.gz", ".tar", ".tgz")
 _PARTIAL_ENDINGS = (".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp", ".!qb")
-# Written by operating systems, file servers and tools, never by users: neither taken nor listed.
+# Operating systems, file servers and tools write these files, users never do: neither taken nor listed.
 _SYSTEM = (
     ".DS_Store",
     ".export.json",  # the record of `sa1b export` beside its tars
@@ -63,7 +63,7 @@ class NotTaken(NamedTuple):
 
 @dataclass(slots=True)
 class Discovered:
-    """What `discover` found: sources in the order of their names, and what is not taken in that of paths."""
+    """Result of `discover`: sources sorted by name, and files not taken, sorted by path."""
 
     sources: list[Source] = field(default_factory=list)
     not_taken: list[NotTaken] = field(default_factory=list)
@@ -78,21 +78,21 @@ def discover(
 ) -> Discovered:
     """Find all sources in `paths`.
 
-    Hidden files and folders are not taken, but listed; what operating systems write is not (`.DS_Store`,
-    `._*`, `Thumbs.db`, `lost+found`, ...). Symbolic links are followed; a folder that is reached twice counts
-    once.
+    Hidden files and folders are not taken, but listed; files that operating systems write are not
+    (`.DS_Store`, `._*`, `Thumbs.db`, `lost+found`, ...). Symbolic links are followed; a folder that is
+    reached twice counts once.
 
     Args:
         paths: tars, or folders to search at any depth.
-        ignore: fnmatch patterns, compared with the file name and with the path below the named folder; what
-            matches is neither taken nor listed. They do not apply to what is named itself.
+        ignore: fnmatch patterns, compared with the file name and with the path relative to the given folder;
+            a match is neither taken nor listed. They do not apply to `paths` themselves.
         skip: files and folders of the run itself, such as its output, that are neither taken nor listed,
             unless they are among `paths`.
         rename: path of a tar or of a folder of pairs -> the name of the source instead of its usual one.
 
     Raises:
         SourceError: a path does not exist or holds no source, two sources have one name, extracted pairs and
-            tars share a folder, a dataset directory is named, or what is to be renamed is no source.
+            tars share a folder, a path is a dataset directory, or a path in `rename` is no source.
     """
     names = {os.path.realpath(path): name for path, name in (rename or {}).items()}
     skipped = {inode_of(path) for path in skip if path.exists()}
@@ -122,7 +122,7 @@ def discover(
 
 
 class _Search:
-    """One named path, searched."""
+    """Search of one of the user's paths."""
 
     def __init__(
         self, path: Path, ignore: Ignore, skipped: set[tuple[int, int]], names: Mapping[str, str]
@@ -136,7 +136,7 @@ class _Search:
 
     def run(self) -> list[Source]:
         if self.path.is_file():
-            # One without a tar in it fails when it is read, by name; the other sources are taken.
+            # A gzip file without a tar fails when it is read, with its name; the other sources are taken.
             self._take("tar", self.path)
             return self.sources
         if not self.path.is_dir():
@@ -144,7 +144,7 @@ class _Search:
         if _is_dataset([child.name for child in self.path.iterdir()]):
             raise SourceError(
                 f"{self.path}: is a dataset directory, not a source; name the tars that it was made of, or, "
-                "if its dataset.json is not of this package, move that file away"
+                "if another program wrote its dataset.json, move that file"
             )
         while self.waiting:
             self._folder(*self.waiting.pop())
@@ -159,19 +159,19 @@ class _Search:
         return self.sources
 
     def _folder(self, path: Path, inside: bool) -> None:
-        """Take what one folder holds; `inside` a folder source its pairs have been taken already."""
+        """Take what one folder holds; if it is `inside` a folder source, its pairs are already taken."""
         try:
             if (inode := inode_of(path)) in self.seen:
                 return
             self.seen.add(inode)
-            # Links come last, so that what is reached twice is named by its own path.
+            # Links come last, so that a file that is reached twice is reported by its own path.
             entries = sorted(os.scandir(path), key=lambda entry: (entry.is_symlink(), entry.name))
             if _is_dataset([entry.name for entry in entries]):
                 self._leave(path, "a dataset directory, not a source")
                 return
             pairs = not inside and any(is_pair_name(file.name) for file in pair_files(path, self.ignore))
         except OSError as error:
-            if not inside:  # else it is refused as a member when the source is read
+            if not inside:  # otherwise it is refused as a member when the source is read
                 self._leave(path, f"cannot be read: {error.strerror}")
             return
         if pairs:
@@ -195,7 +195,7 @@ class _Search:
         self.waiting += [one for one in reversed(below) if not one[0].name.startswith(".")]
 
     def _file(self, path: Path) -> bool:
-        """Take a tar; whether the file is one."""
+        """Take the file if it is a tar; return whether it is one."""
         try:
             found = path.stat()
             inode = found.st_dev, found.st_ino

@@ -3,7 +3,8 @@
     sa_000020/sa_5.jpg, sa_5.json                       pairs in the folder itself
     sa_000020/images/sa_5.jpg, annotations/sa_5.json    in two folders at any depth, or beside them
 
-Files are read one at a time, none above the limit of a member, so that one bad file costs one member.
+Files are read one at a time, and a file above the size limit of a member is not read, so that one bad file
+costs one member.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ LAYOUT = ("images", "annotations")
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """Patterns of fnmatch for what to leave out, compared with a file's name and its path below `base`."""
+    """fnmatch patterns of files to leave out, compared with a file's name and its path relative to `base`."""
 
     base: Path
     patterns: tuple[str, ...] = ()
@@ -43,7 +44,7 @@ def is_pair_name(name: str) -> bool:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one; never raises, unlike `entry.is_dir`."""
+    """Whether an entry is a folder or a link to a folder; never raises, unlike `entry.is_dir`."""
     try:
         return entry.is_dir()
     except OSError:  # a loop of links, or a link into a folder without permission
@@ -51,9 +52,9 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def subfolders(path: Path, ignore: Ignore) -> list[Path]:
-    """`images/` and `annotations/` of a folder that has both, with all folders below them; else nothing.
+    """`images/` and `annotations/` of a folder that contains both, with all subfolders; otherwise nothing.
 
-    Hidden folders are left out, and one that is reached twice (by a symbolic link) comes once.
+    Hidden folders are left out. A folder that is reached twice (by a symbolic link) is returned once.
     """
     waiting = [path / name for name in LAYOUT]
     if not all(folder.is_dir() and not ignore(folder) for folder in waiting):
@@ -73,9 +74,9 @@ def subfolders(path: Path, ignore: Ignore) -> list[Path]:
 
 
 def pair_files(path: Path, ignore: Ignore) -> list[Path]:
-    """The files of a folder source by image id, jpg before json; also what has such a name but is no file.
+    """The files of a folder source by image id, jpg before json, and other entries with such a name.
 
-    Folders below that cannot be listed come first. Memory: 1 kB a name.
+    Subfolders that cannot be listed come first. Memory: 1 kB per name.
 
     Raises:
         OSError: the folder itself cannot be listed.
@@ -96,13 +97,13 @@ def pair_files(path: Path, ignore: Ignore) -> list[Path]:
             if named is None or named.ending == "masks" or ignore(file):
                 continue
             if not is_folder(entry):
-                # Of sa_5.jpg and sa_5.JPG the former comes first, and counts.
+                # sa_5.jpg sorts before sa_5.JPG, and the first one is used.
                 found.append((named, not entry.name.endswith(named.ending), str(file), file))
     return unreadable + [file for *_, file in sorted(found)]
 
 
 def folder_size(path: Path, ignore: Ignore) -> tuple[int, int]:
-    """Bytes of all files that can be members, and the newest time of modification in nanoseconds."""
+    """Total bytes of all files that can be members, and their newest modification time in nanoseconds."""
     stats = [found for file in pair_files(path, ignore) if isinstance(found := _stat(file), os.stat_result)]
     size = sum(found.st_size for found in stats if found.st_size <= MAX_MEMBER_BYTES)
     return size, max((found.st_mtime_ns for found in stats), default=0)
@@ -117,7 +118,7 @@ class FolderReader:
         self.path, self.ignore = path, ignore
         self._progress = progress
         self._sha256 = hashlib.sha256()
-        self._stats = hashlib.sha256()  # of all files as they were when they were read
+        self._stats = hashlib.sha256()  # state of every file when it was read
 
     def items(self) -> Iterator[Member]:
         """Members by image id, jpg before json."""
@@ -134,12 +135,12 @@ class FolderReader:
         return {"sha256": self._sha256.hexdigest()}
 
     def check_unchanged(self) -> None:
-        """Compare the files with what they were when they were read, by name, size, mtime and ctime.
+        """Check that no file has changed since it was read, by name, size, mtime and ctime.
 
-        The same changes cannot be noticed as in `StoredStream.check_unchanged`.
+        `StoredStream.check_unchanged` lists the changes that cannot be detected.
 
         Raises:
-            SourceError: a file was added, removed, replaced or written to since.
+            SourceError: a file was added, removed, replaced or written since.
         """
         stats = hashlib.sha256()
         for file in pair_files(self.path, self.ignore):
@@ -189,7 +190,7 @@ def _stat(file: Path) -> os.stat_result | OSError:
 
 def _fingerprint(file: Path, found: os.stat_result | OSError) -> bytes:
     if isinstance(found, OSError):
-        return b""  # of a file that was gone before it was read: its member is refused
-    # Without the inode: some network file systems number a file anew each time it is opened.
+        return b""  # the file was removed before it was read: its member is refused
+    # Without the inode: some network file systems give a file a new number each time it is opened.
     numbers = found.st_size, found.st_mtime_ns, found.st_ctime_ns
     return f"{file} {numbers}\n".encode("utf-8", "surrogateescape")

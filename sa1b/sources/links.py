@@ -1,4 +1,4 @@
-"""Hard links in an archive: GNU tar writes a file that it meets again as a link to the first one."""
+"""Hard links in an archive: GNU tar writes a file that it finds again as a link to the first one."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -6,20 +6,20 @@ from dataclasses import replace
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import HARD_LINK, Damage, Member, StoredStream
 
-MAX_LINKS = 1 << 16  # that wait for the second pass; more are yielded as links
+MAX_LINKS = 1 << 16  # links kept for the second pass; further ones are yielded as links
 
 
 def resolve_links(
     items: Iterable[Member | Damage], reopen: Callable[[], StoredStream]
 ) -> Iterator[Member | Damage]:
-    """Hard links to an earlier file of the same archive, as GNU tar writes identical files, become files.
+    """Replace hard links to an earlier file of the same archive, as GNU tar writes them, by files.
 
-    They come last, read in a second pass over the archive, so that memory is bounded by one member. Of two
-    files of one name the first counts. A link to its own name adds nothing and is left out. Links to
-    anything else are yielded as they are.
+    They come last and are read in a second pass over the archive, so that memory is bounded by one member.
+    If two files have one name, the first is used. A link to its own name is left out. Other links are yielded
+    unchanged.
 
     Args:
-        items: of the first pass, from `members`.
+        items: from the first pass of `members`.
         reopen: opens the archive again, at its start.
     """
     waiting: dict[str, list[Member]] = {}  # target -> links to it
@@ -45,7 +45,7 @@ def resolve_links(
 
 
 def _links_to(file: Member, waiting: dict[str, list[Member]]) -> Iterator[Member]:
-    """The links that follow a file and name it, or name such a link; they wait no longer."""
+    """Remove and return the pending links to a file, direct or through other links."""
     targets = [file]
     while targets:
         target = targets.pop()

@@ -1,4 +1,4 @@
-"""Members in any order, as pairs: an image and its annotation file, or the reason why there is no pair."""
+"""Pairs from members in any order: an image and its annotation file, or the reason why there is no pair."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ class MemberPair:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A member that is no half of a pair; `reason` is a snake_case word."""
+    """A member that cannot be part of a pair; `reason` is a snake_case word."""
 
     reason: str
     message: str
@@ -29,9 +29,9 @@ class Refusal:
 
 
 class Spill:
-    """Bytes that wait by name: in memory up to a limit, then one file each.
+    """Store of bytes by name: in memory up to a limit, then one file for each name.
 
-    Each name is put once and taken once; the space is free again as soon as it is taken.
+    Each name is stored once and taken once. Taking it frees its space.
     """
 
     def __init__(self, folder: Path, memory_bytes: int) -> None:
@@ -52,7 +52,7 @@ class Spill:
         self._files.add(name)
 
     def take(self, name: str) -> bytes | None:
-        """The bytes kept under `name`, which are forgotten here; None if there are none."""
+        """Remove and return the bytes stored under `name`; None if there are none."""
         data = self._memory.pop(name, None)
         if data is not None:
             self._left += len(data)
@@ -64,14 +64,14 @@ class Spill:
         return data
 
     def names(self) -> list[str]:
-        """What still waits, sorted."""
+        """Names that are still stored, sorted."""
         return sorted(self._memory.keys() | self._files)
 
 
 def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPair | Refusal | Damage]:
     """Pairs in the order they complete, everything else in the order it comes, the unpaired last.
 
-    The half that comes first waits in the spill. Folders hold nothing of their own and are passed over.
+    The first member of a pair is kept in the spill until its partner comes. Folders are skipped.
     """
     waiting: dict[int, tuple[str, Member]] = {}  # ending, and the member without its data
     done: set[int] = set()
@@ -103,7 +103,7 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
     for image_id in sorted(waiting):
         ending, first_member = waiting.pop(image_id)
         other_ending = "json" if ending == "jpg" else "jpg"
-        # Where part of the source is lost, that is where the partner was.
+        # If part of the source is lost, the partner was probably in that part.
         reason = f"{ending}_partner_lost" if damaged else f"{ending}_unpaired"
         message = f"no .{other_ending} of image {image_id} in the source"
         yield Refusal(reason, message, _take(image_id, ending, first_member, spill))
@@ -111,7 +111,7 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
 
 def _why_no_file(member: Member) -> str:
     if member.kind == HARD_LINK:
-        return f"hard link to {member.detail!r}, which is no earlier file of the archive"
+        return f"hard link to {member.detail!r}, which is not an earlier file of the archive"
     if member.kind in _REASONS:
         return member.detail
     return f"{member.kind}; only plain files belong in a source"

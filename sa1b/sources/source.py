@@ -1,4 +1,4 @@
-"""One source: a tar as downloaded (gzip or plain), or a folder of extracted pairs, as a stream of members."""
+"""A source as a stream of members: a tar as downloaded (gzip or plain) or a folder of extracted pairs."""
 
 import hashlib
 import re
@@ -20,12 +20,12 @@ class Source:
     """One task of ingest.
 
     Attributes:
-        name: file name without ending, or the folder's name: names the shards, the task and the quarantine.
+        name: file name without ending, or the folder's name; part of the names of shards.
         path: file or folder.
         kind: "tar" or "folder".
-        size: bytes as stored, of all files of a folder.
-        mtime_ns: the newest file's.
-        ignore: files of a folder that are left out.
+        size: bytes as stored; for a folder, of all its files.
+        mtime_ns: modification time in nanoseconds; for a folder, of its newest file.
+        ignore: patterns of files of a folder that are left out.
     """
 
     name: str
@@ -56,20 +56,20 @@ class SourceReader:
             self._reader = FolderReader(source.path, ignore, progress=progress)
 
     def items(self) -> Iterator[Member | Damage]:
-        """Members and damage: of a tar in its order, hard links last; of a folder by image id."""
+        """Members and damage: for a tar in its order, hard links last; for a folder sorted by image id."""
         if isinstance(self._reader, FolderReader):
             return self._reader.items()
         return resolve_links(members(self._reader), self._again)
 
     def digests(self) -> dict[str, str]:
-        """sha256 of a tar as stored (and md5 if asked for), or of the names and contents of a folder."""
+        """sha256 of a tar as stored (and md5 if requested), or of the names and contents of a folder."""
         return self._reader.digests()
 
     def check_unchanged(self) -> None:
-        """Whether the source is what it was when it was found and when it was opened.
+        """Check that the source has not changed since it was found and since it was opened.
 
-        Sizes, inodes, and times of modification and of change are compared; what that cannot notice is said
-        at `StoredStream.check_unchanged`.
+        Sizes, inodes, modification times and change times are compared. `StoredStream.check_unchanged` lists
+        the changes that this cannot detect.
 
         Raises:
             SourceError: it changed while it was read.
@@ -83,11 +83,11 @@ class SourceReader:
                 )
 
     def close(self) -> None:
-        """Close the file. `check_unchanged` comes before."""
+        """Close the file. Call `check_unchanged` before."""
         self._reader.close()
 
     def _again(self) -> StoredStream:
-        # Bytes count once, but whoever watches sees that the work goes on.
+        # The second pass reports 0 bytes: they are counted once, and the call shows that work continues.
         progress = self._progress
         return StoredStream(self.source.path, progress=None if progress is None else lambda _: progress(0))
 
@@ -95,7 +95,7 @@ class SourceReader:
 def digest_of_source(
     source: Source, progress: Callable[[int], object] | None = None, kind: str = "sha256"
 ) -> str:
-    """The sha256 (of a tar also "md5") that `SourceReader.digests` gives, without unpacking anything."""
+    """The digests of `SourceReader.digests`, with md5 for a tar, without unpacking anything."""
     if source.kind == "tar":
         with source.path.open("rb") as file:
             digest = hashlib.new(kind, usedforsecurity=False)
@@ -111,10 +111,10 @@ def digest_of_source(
 
 
 def read_checklist(path: Path) -> dict[str, str]:
-    """File name -> md5, from a list as md5sum writes it: `<32 hex digits>  <name>` a line.
+    """File name -> md5, from a file in the form of md5sum: `<32 hex digits>  <name>` on each line.
 
     Raises:
-        SourceError: a line of another form; the message names it.
+        SourceError: a line has another form; the message names it.
     """
     found = {}
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):

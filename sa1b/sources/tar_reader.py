@@ -1,8 +1,8 @@
-"""Tar archives from outside, read strictly: nothing is dropped silently.
+"""Strict reader of downloaded tar archives: nothing is dropped silently.
 
 Python's tarfile, and every reader built on it, silently ends at the first damaged header and loses the rest
 of the archive. This reader yields `Damage` for every stretch that is no member, finds the next header after
-it (at any byte offset, so a lost or added byte costs one member too) and continues.
+it and continues. The next header may start at any byte offset, so a lost or added byte also costs one member.
 
 Formats: POSIX.1-1988 ustar, GNU and pax headers, V7. One pass, front to back.
 """
@@ -25,13 +25,13 @@ from sa1b.sources.tar_stream import (
     parse_header,
 )
 
-MAX_EXTENDED_BYTES = 1 << 20  # of the pax and long-name headers of a member
+MAX_EXTENDED_BYTES = 1 << 20  # size limit of the pax and long-name headers of a member
 # Zeros that end an archive: two blocks, and what is missing to a whole record. The default is 20 blocks.
 MAX_END_BYTES = 1 << 16
 _RECORDS = [BLOCK << n for n in range(7, 15)] + [BLOCK * d * 10**n for d in range(1, 10) for n in (2, 3)]
 _WINDOW = 1 << 20
 _ZEROS = bytes(BLOCK)
-_MAGIC = 257  # where a header says "ustar"
+_MAGIC = 257  # offset of "ustar" in a header
 _PAIR_NAME = re.compile(rb"sa_[0-9]+\.[a-z]+")
 _FILE_TYPES = b"0\x007"
 _KINDS = {
@@ -47,7 +47,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """Extended headers before a member: what they say of it, and their bytes at `offset` of the archive."""
+    """Extended headers before a member: the fields they set, and their bytes at `offset` of the archive."""
 
     offset: int
     values: dict[str, str]
@@ -55,7 +55,7 @@ class Extension:
 
 
 def members(stream: StoredStream) -> Iterator[Member | Damage]:
-    """Everything in the archive, in order: members, and damage where something is no member.
+    """All members of the archive in order, and damage for every stretch that is no member.
 
     Never raises for the content of the archive. Pax and GNU long-name headers are applied, not yielded.
     """
@@ -89,7 +89,7 @@ def members(stream: StoredStream) -> Iterator[Member | Damage]:
             continue
         damaged = isinstance(found, Damage)
         if extension is not None and isinstance(found, Damage):
-            # Together they are what is left of one member. Damage without bytes is zeros.
+            # Two adjacent stretches of damage are what remains of one member. Damage without bytes is zeros.
             data = extension.stored + (found.data or bytes(min(found.length, MAX_KEPT_BYTES)))
             length = len(extension.stored) + found.length
             found = replace(found, offset=extension.offset, length=length, data=data[:MAX_KEPT_BYTES])
@@ -104,7 +104,7 @@ def _are_of_two_members(one: Extension, other: Extension) -> bool:
 
 
 def _dangling(extension: Extension | None) -> Iterator[Damage]:
-    """Extended headers that are followed by no member: theirs is lost."""
+    """Damage for extended headers without a following member: their member is lost."""
     if extension is not None:
         length = len(extension.stored)
         named = f" of {extension.values['path'][-200:]!r}" if "path" in extension.values else ""
@@ -115,7 +115,7 @@ def _dangling(extension: Extension | None) -> Iterator[Damage]:
 def _next_item(
     stream: StoredStream, offset: int, header: bytes, extended: dict[str, str]
 ) -> Member | Damage | Extension:
-    """The member that begins here, the damage that does, or what an extended header says of the next one."""
+    """The member or damage at this position, or the fields that an extended header sets."""
     parsed = parse_header(header)
     if parsed is None:
         named = _PAIR_NAME.search(header, 0, 100)
@@ -131,7 +131,7 @@ def _next_item(
         return _resync(stream, offset, "bad_size", why)
     if not parsed.has_data:
         size = 0
-    # A header inside the content: this one's size is wrong, or bytes of the content are lost.
+    # A header inside the content: the size in this header is wrong, or bytes of the content are lost.
     inner = _inner_header(stream.window(2 * BLOCK + size + -size % BLOCK), size) if size else None
     if inner is not None:
         why = f"{parsed.name!r} claims {size:,} bytes, but the next member begins {inner - BLOCK:,} bytes on"
@@ -148,7 +148,7 @@ def _next_item(
         if values is None:
             why = f"malformed extended header {parsed.name!r}"
             return Damage("bad_extended_header", why, offset, len(stored), stored)
-        # A global header describes no member in particular: nothing has to follow it.
+        # A global header describes no single member: no member has to follow it.
         return Extension(offset, values, b"" if parsed.type == b"g" else stored)
     if parsed.type == b"V" and not data:
         return Extension(offset, {}, b"")  # a volume label: the name of the archive
@@ -161,12 +161,12 @@ def _next_item(
 
 def _resync(stream: StoredStream, offset: int, reason: str, why: str) -> Damage:
     """Skip to the next valid header, wherever it begins, or to the end of the stream."""
-    kept = bytearray(stream.read(1))  # the header that begins here is the one that is no good
+    kept = bytearray(stream.read(1))  # skip the header at this position, which is damaged
     start = None
     while start is None:
         available = min(len(stream.window(_WINDOW)), _WINDOW)
         start = _next_header(stream.window(_WINDOW), 0, available)
-        # A header that is cut by the end of this window is seen whole in the next one.
+        # A header that crosses the end of this window is complete in the next window.
         last = available < _WINDOW
         skipped = stream.read(start if start is not None else available - (0 if last else BLOCK - 1))
         kept += skipped[: max(0, MAX_KEPT_BYTES - len(kept))]
@@ -177,7 +177,7 @@ def _resync(stream: StoredStream, offset: int, reason: str, why: str) -> Damage:
 
 
 def _next_header(buffer: bytes | bytearray, start: int, stop: int) -> int | None:
-    """Where the first valid header with ustar's magic begins, all of it between start and stop."""
+    """Offset of the first valid header with ustar's magic that lies completely between start and stop."""
     magic = start + _MAGIC
     while (magic := buffer.find(b"ustar", magic, stop)) >= 0:
         begin = magic - _MAGIC
@@ -191,16 +191,16 @@ def _next_header(buffer: bytes | bytearray, start: int, stop: int) -> int | None
 
 
 def _inner_header(window: bytes | bytearray, size: int) -> int | None:
-    """Where a header begins inside a member of this size; the window holds its header and the next one."""
+    """Offset of a header inside a member of this size; the window includes the next header."""
     padded = BLOCK + size + -size % BLOCK
-    # Swallowed whole, other members begin at multiples of a block.
+    # If a member contains other complete members, these start at multiples of a block.
     blocks = window[BLOCK + _MAGIC : padded : BLOCK]
     at = -1
     while (at := blocks.find(b"u", at + 1)) >= 0:
         begin = (at + 1) * BLOCK
         if _next_header(window, begin, begin + BLOCK) == begin:
             return begin
-    # With bytes lost or added they begin anywhere, and no header follows this member.
+    # If bytes are lost or added, they start at any offset, and no header follows this member.
     following = bytes(window[padded : padded + BLOCK])
     if len(following) == BLOCK and parse_header(following):
         return None
@@ -208,7 +208,7 @@ def _inner_header(window: bytes | bytearray, size: int) -> int | None:
 
 
 def _skip_zeros(stream: StoredStream, offset: int) -> Damage | None:
-    """Pass zero blocks. None for the end marker of the archive, else the damage they are."""
+    """Skip zero blocks; None if they are the end marker of the archive, otherwise damage."""
     while True:
         block = stream.peek(BLOCK)
         if block.strip(b"\0"):
@@ -234,9 +234,9 @@ def _pads_record(zeros: int, total: int) -> bool:
 
 
 def _end_of_stream(stream: StoredStream, offset: int, rest: bytes, damaged: bool) -> Iterator[Damage]:
-    """The stream ended where a header belongs: no zero blocks, so something may be missing.
+    """Damage for a stream that ends where a header is expected: without zero blocks, members may be missing.
 
-    Unless it was damaged up to here: then the end marker lies in what was skipped.
+    None if damage reaches up to here: the end marker is then part of the skipped bytes.
     """
     stream.read(len(rest))
     if rest:
@@ -252,7 +252,7 @@ def _end_of_stream(stream: StoredStream, offset: int, rest: bytes, damaged: bool
 
 
 def _stream_damage(stream: StoredStream) -> Iterator[Damage]:
-    """What happened to the stream itself, once the rest of it has been read."""
+    """Damage of the stream itself, after the rest of it has been read."""
     while stream.read(1 << 20):
         pass
     if stream.damage is not None:
@@ -260,13 +260,13 @@ def _stream_damage(stream: StoredStream) -> Iterator[Damage]:
 
 
 def is_tar(path: Path) -> bool:
-    """By content: a gzip file, or a plain tar, whose first headers may be damaged."""
+    """Whether the content is a gzip file or a plain tar; the first headers may be damaged."""
     with path.open("rb") as file:
         return file.read(len(GZIP)) == GZIP or holds_tar(path)
 
 
 def holds_tar(path: Path) -> bool:
-    """By content: a plain tar or the gzip stream of one, whose first headers may be damaged."""
+    """Whether the content is a tar, plain or gzip; the first headers may be damaged."""
     stream = StoredStream(path)
     try:
         head = stream.peek(_WINDOW)

@@ -1,4 +1,4 @@
-"""A source tar as a stream: its bytes, gunzipped if need be, its header blocks, and what is found in it.
+"""A source tar as a stream: its bytes (decompressed if it is gzip), header blocks, members and damage.
 
 The format is detected by content. The stored bytes are digested as they are read.
 """
@@ -20,9 +20,9 @@ GZIP = b"\x1f\x8b"
 HARD_LINK = "hard link"
 OVERSIZED, UNREADABLE = "oversized file", "unreadable file"
 MAX_MEMBER_BYTES = 32 << 20  # real files: 1 MB on average
-MAX_KEPT_BYTES = 32 << 20  # of a damaged region, for quarantine; the source stays the copy of the rest
+MAX_KEPT_BYTES = 32 << 20  # bytes of a damaged region that quarantine keeps; the source keeps the rest
 _PAX_RECORD = re.compile(rb"([1-9][0-9]{0,6}) ([^=\n]+)=")
-_CONTROL = re.compile(rb"[\x00-\x1f]")  # no name in an archive of images holds one
+_CONTROL = re.compile(rb"[\x00-\x1f]")  # no name in an archive of images contains one
 _PAX_KEYS = {b"path": "path", b"size": "size", b"linkpath": "link"}
 _TRAILER = 8
 _CHUNK = 1 << 16  # an error in a deflate stream loses at most what one chunk inflates to,
@@ -36,11 +36,11 @@ class Member:
     """One member as stored in the source.
 
     Attributes:
-        name: as stored, not to be trusted.
+        name: as stored; untrusted.
         kind: "file", or what else it is.
         offset: bytes from the start of the tar (uncompressed) to the member's header; 0 in a folder.
         data: content of a file, else empty.
-        detail: target of a hard link as stored; of OVERSIZED and UNREADABLE why the content is not here.
+        detail: target of a hard link as stored; for OVERSIZED and UNREADABLE the reason why `data` is empty.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Damage:
     Attributes:
         reason: snake_case word.
         message: what is wrong, for the user.
-        offset, length: bytes of the tar (uncompressed). Length 0: what is missing follows the offset.
+        offset, length: bytes of the tar (uncompressed). Length 0: bytes are missing after the offset.
         data: the bytes, at most MAX_KEPT_BYTES.
     """
 
@@ -93,7 +93,7 @@ def parse_header(block: bytes) -> Header | None:
     stored = _number(block[148:156])
     unsigned = sum(block) - sum(block[148:156]) + 8 * 0x20
     if stored != unsigned:
-        # Some old writers added the bytes up as signed numbers.
+        # Some old writers summed the bytes as signed numbers.
         signed = unsigned - 256 * sum(byte > 127 for byte in block[:148] + block[156:])
         if stored is None or stored != signed:
             return None
@@ -107,10 +107,10 @@ def parse_header(block: bytes) -> Header | None:
 
 
 def parse_extended(kind: bytes, data: bytes) -> dict[str, str] | None:
-    """What a GNU long-name (L, K) or pax (x, g) header says of the next member; None if it is malformed.
+    """Fields that a GNU long-name (L, K) or pax (x, g) header sets for the next member; None if malformed.
 
-    Keys: path, size, link, sparse. A malformed one is perhaps a member whose type is damaged: its content is
-    checked whatever it is used for.
+    Keys: path, size, link, sparse. A malformed header may be a member with a damaged type, so the content
+    is always checked.
     """
     if kind in b"LK":
         name = data[:-1]
@@ -149,11 +149,11 @@ def _number(data: bytes) -> int | None:
 
 
 class StoredStream:
-    """The bytes of a tar, gunzipped if need be, digested as they are read.
+    """The bytes of a tar, decompressed if it is gzip, and digested as they are read.
 
     Attributes:
-        position: bytes handed out so far.
-        damage: why the stream ended before its proper end, else None.
+        position: bytes returned so far.
+        damage: why the stream ended early; None if it did not.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class StoredStream:
         self._file.close()
 
     def digests(self) -> dict[str, str]:
-        """sha256, and md5 if asked for, of the whole file as stored; reads what is left of it."""
+        """sha256, and md5 if requested, of the complete file as stored; reads the rest of the file."""
         while self._read_stored():
             pass
         found = {"sha256": self._sha256.hexdigest()}
@@ -191,10 +191,10 @@ class StoredStream:
         return found
 
     def check_unchanged(self) -> None:
-        """Compare the file with what it was when it was opened, by inode, size, mtime and ctime.
+        """Check that the file has not changed since it was opened, by inode, size, mtime and ctime.
 
-        An overwrite in place is noticed even if the time of modification was restored, because that sets the
-        ctime. What cannot be noticed: a change within one tick of the clock of the file system before the
+        An overwrite in place is detected even if the time of modification was restored, because that sets the
+        ctime. Not detected: a change within one tick of the clock of the file system before the
         file was opened (4 ms on ext4), changes on file systems without a ctime (FAT, exFAT) or with cached
         attributes (NFS, until the cache expires), and writes through a memory map that was already dirty.
 
@@ -217,12 +217,12 @@ class StoredStream:
         return data
 
     def peek(self, length: int) -> bytes:
-        """Like read, but the bytes stay."""
+        """Like `read`, but the bytes stay in the stream."""
         self._fill(length)
         return bytes(memoryview(self._buffer)[:length])
 
     def window(self, length: int) -> bytearray:
-        """At least the next `length` bytes if there are so many, not copied and not to be changed."""
+        """At least the next `length` bytes, or fewer at the end of the stream; not copied, do not modify."""
         self._fill(length)
         return self._buffer
 
@@ -231,7 +231,7 @@ class StoredStream:
             self._buffer += self._next()
 
     def _read_stored(self) -> bytes:
-        # The last 8 bytes come alone: they are gzip's checksum, and an error there must not cost data.
+        # The last 8 bytes, gzip's checksum, are decompressed separately: an error there must not lose data.
         left = self._size - self._stored
         try:
             data = self._file.read(min(_CHUNK, left - _TRAILER) if left > _TRAILER else _CHUNK)

@@ -95,7 +95,7 @@ def rebuild_index(
         temporary.unlink(missing_ok=True)
         if isinstance(error, ShardError):
             raise ShardError(
-                f"{error}. No index is made from a damaged tar: restore it from a copy, or run "
+                f"{error}: a damaged tar gets no index; restore the tar from a copy, or run "
                 f"`{command('reshard')}` again with its source"
             ) from None
         raise

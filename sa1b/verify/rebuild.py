@@ -129,7 +129,7 @@ def rebuild_root(root: Path, *, workers: int = 1, quiet: bool = False) -> Rebuil
             lost = recover.lost_sources(root, recorded.tasks, recorded.dataset)
             named = {name: [one.name for one in task.shards] for name, task in recorded.tasks.items()} | lost
             if not named:
-                raise ManifestError(f"{root}: holds no shards of `sa1b reshard`")
+                raise ManifestError(f"{root}: contains no shards; pass the --out folder of `sa1b reshard`")
             shards = [root / shard for name in sorted(named) for shard in named[name]]
             with bar(_bytes(shards), "index", "B", quiet) as progress:
                 built = _rebuild_all(shards, recorded, record, workers, summary, progress.update)
@@ -166,7 +166,7 @@ def rebuild_tables(root: Path) -> RebuildSummary:
         except UNREADABLE as error:
             raise ManifestError(
                 f"{root}: an index cannot be read ({error}); `{command('verify')}` names it, and "
-                f"`{command('index')}` without --tables makes it again"
+                f"run `{command('index')}` without --tables to rebuild it"
             ) from None
     summary.seconds = time.monotonic() - began
     return summary
@@ -215,7 +215,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
     _refuse_activity(folder)
     claim = Claim.take(Store(folder), _CLAIM)
     if claim is None:
-        raise LockedError(f"{folder} is being indexed by another process; wait for it or stop it")
+        raise LockedError(f"{folder}: being indexed by another process; wait for it or stop it")
     with claim:
         yield
 

@@ -40,7 +40,7 @@ def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | N
         if shards != expected:
             missing = sorted(set(expected) - set(shards))
             raise ManifestError(
-                f"{root / TASKS}/{source}.json is lost, and so is {', '.join(missing)}: run "
+                f"{root / TASKS}/{source}.json: missing, and so is {', '.join(missing)}; run "
                 f"`{command('reshard')}` again with {source}, or restore either from a copy"
             )
     return lost
@@ -78,8 +78,8 @@ def infer_tasks(
         )
     names = ", ".join(sorted(lost))
     notes = [
-        f"no task file of {names}: made again from the shards. Size, time and digest of the source and what "
-        "was refused are unknown, so reshard will see it as changed and do it again when it is given"
+        f"no task file of {names}: rebuilt from the shards. Size, time and digest of the source and the "
+        "refused members are unknown, so reshard will treat the source as changed and convert it again"
     ]
     if dataset is None:
         notes.append(
@@ -98,8 +98,8 @@ def _options(lost: dict[str, list[RebuiltIndex]], index_runs: bool) -> Options:
         if len(values) > 1:
             found = ", ".join(map(str, sorted(values)))
             raise ManifestError(
-                f"the shards differ in {what} ({found}): they are not of one run of reshard. Move those "
-                "that do not belong together into folders of their own"
+                f"shards of {', '.join(sorted(lost))}: they differ in {what} ({found}), so runs of reshard "
+                "with different options wrote them; move the shards of each run into a separate folder"
             )
     quality = next((shard.quality for shard in shards if shard.scaled), None)
     most = max(shard.info.images for shard in shards)

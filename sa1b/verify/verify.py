@@ -41,7 +41,7 @@ def verify(
     check_is_dataset(root)
     if state is not None and state.resolve().is_relative_to(root.resolve()):
         raise UsageError(
-            f"--state {state} is inside {root}, which a check does not change; name another folder"
+            f"--state {state}: is inside {root}, which a check does not change; name another folder"
         )
     report = Report(root, deep)
     check = RootCheck(root, report)

@@ -45,13 +45,13 @@ def check_views(root: Path, table: SampleTable | None) -> tuple[Findings, list[s
         except (OSError, ValueError, RecursionError) as error:
             document, problem = {}, short(error)
         if problem is not None:
-            remedy = f"remove {shlex.quote(str(path))} and make the view again with `{command('view')}`"
+            remedy = f"remove {shlex.quote(str(path))} and rebuild the view with `{command('view')}`"
             findings.add(Finding("view_unreadable", f"{VIEWS}/{name}", problem, remedy))
             continue
         for file, (kind, message) in _data(document, path, table).items():
             if kind == _GONE:  # the view is intact, and so is the dataset: sources were dropped
                 notes.append(
-                    f"{VIEWS}/{file}: {message}, as after --drop; remove the view, or make it again with "
+                    f"{VIEWS}/{file}: {message}, as after --drop; remove the view, or rebuild it with "
                     f"{_again(root, document)}"
                 )
                 continue

@@ -100,7 +100,8 @@ def _part(path: Path, masks_where: Predicate | None, images_where: Predicate | N
             left = passed[ends] - passed[ends - counts]
     except UNREADABLE as error:
         raise ShardError(
-            f"{path}: {error}; `{command('verify')}` lists the damage, `{command('index')}` makes it again"
+            f"{path}: {error}; `{command('verify')}` lists the damage, "
+            f"`{command('index')}` rebuilds the index"
         ) from None
     passes = np.ones(len(counts), np.bool_)
     if images_where is not None:

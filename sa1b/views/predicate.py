@@ -149,7 +149,8 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: np.true_divide,
 }
 _SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: np.negative, ast.UAdd: np.positive}
-_INSTEAD = {"BitAnd": "; write `and`", "BitOr": "; write `or`", "Invert": "; write `not`"}
+_INSTEAD = {"BitAnd": "write `and`", "BitOr": "write `or`"}
+_SUPPORTED = "use comparisons, `and`, `or`, `not`, `+ - * /`, numbers and fields"
 
 
 def _evaluate(node: ast.expr, columns: Mapping[str, npt.NDArray[np.float64]]) -> Any:
@@ -181,25 +182,30 @@ def _evaluate(node: ast.expr, columns: Mapping[str, npt.NDArray[np.float64]]) ->
 def _parse(text: str, known: tuple[str, ...], kind: str) -> Predicate:
     text = text.strip()
     if not text:
-        raise PredicateError(f"the {kind} condition is empty; for example `{_EXAMPLES[kind]}`")
+        raise PredicateError(f"{kind} condition: empty; write for example `{_EXAMPLES[kind]}`")
     if len(text) > MAX_TEXT:
-        raise PredicateError(f"the {kind} condition is longer than {MAX_TEXT:,} characters")
+        raise PredicateError(f"{kind} condition: longer than {MAX_TEXT:,} characters; simplify it")
     for place, character in enumerate(text, 1):
         if not " " <= character <= "~":
-            raise PredicateError(f"{kind} condition: {character!r} at column {place} is not printable ASCII")
+            raise PredicateError(
+                f"{kind} condition: {character!r} at column {place} is not printable ASCII; remove it"
+            )
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise PredicateError(
-            f"{kind} condition: {error.msg} at column {error.offset or len(text) + 1} of `{text}`"
+            f"{kind} condition: {error.msg} at column {error.offset or len(text) + 1} of `{text}`; "
+            f"write for example `{_EXAMPLES[kind]}`"
         ) from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise PredicateError(f"the {kind} condition cannot be read: {error or 'nested too deeply'}") from None
+        raise PredicateError(
+            f"{kind} condition: cannot be parsed ({error or 'nested too deeply'}); simplify it"
+        ) from None
     check = _Check(text, known, kind)
     if not check.visit(tree, 0):
-        raise check.refused(tree, "is a number", f"; a condition compares, as in `{_EXAMPLES[kind]}`")
+        raise check.refused(tree, "is a number", f"a condition compares, as in `{_EXAMPLES[kind]}`")
     if not check.found:
-        raise PredicateError(f"`{text}` names no field of the {kind}s; {check.listing()}")
+        raise PredicateError(f"{kind} condition: `{text}` names no field; {check.listing()}")
     return Predicate(ast.unparse(tree), frozenset(check.found), tree)
 
 
@@ -213,7 +219,7 @@ class _Check:
     def visit(self, node: ast.expr, depth: int) -> bool:
         """Whether the node is a condition (True) or a number (False)."""
         if depth > MAX_DEPTH:
-            raise self.refused(node, f"is nested more than {MAX_DEPTH} deep")
+            raise self.refused(node, f"is nested more than {MAX_DEPTH} deep", "simplify it")
         match node:
             case ast.BoolOp(op, parts):
                 word = "and" if isinstance(op, ast.And) else "or"
@@ -223,14 +229,14 @@ class _Check:
             case ast.Compare(left, operators, others):
                 for operator in operators:
                     if type(operator) not in _COMPARISONS:
-                        raise self.refused(node, f"uses {_spelled(operator)}, which is not known here")
+                        raise self.refused(node, f"uses {_spelled(operator)}, which is not supported")
                 for part in (left, *others):
                     self._need(part, depth, False, "a comparison takes")
                 return True
             case ast.BinOp(left, operation, right):
                 if type(operation) not in _ARITHMETIC:
-                    instead = _INSTEAD.get(type(operation).__name__, "")
-                    raise self.refused(node, f"uses {_spelled(operation)}, which is not known here", instead)
+                    instead = _INSTEAD.get(type(operation).__name__, _SUPPORTED)
+                    raise self.refused(node, f"uses {_spelled(operation)}, which is not supported", instead)
                 for part in (left, right):
                     self._need(part, depth, False, "arithmetic takes")
                 return False
@@ -239,9 +245,7 @@ class _Check:
                 return True
             case ast.UnaryOp(sign, operand):
                 if type(sign) not in _SIGNS:
-                    raise self.refused(
-                        node, f"uses {_spelled(sign)}, which is not known here", "; write `not`"
-                    )
+                    raise self.refused(node, f"uses {_spelled(sign)}, which is not supported", "write `not`")
                 self._need(operand, depth, False, "a sign takes")
                 return False
             case ast.Name(name):
@@ -253,32 +257,32 @@ class _Check:
                 pass
             case ast.Constant(int() | float() as number):
                 if not abs(number) <= MAX_LITERAL:
-                    raise self.refused(node, "is larger than 2**53")
+                    raise self.refused(node, "is larger than 2**53", "write a smaller number")
                 return False
         raise self.refused(node, f"is {_NOUNS.get(type(node).__name__, type(node).__name__)}")
 
     def _need(self, node: ast.expr, depth: int, condition: bool, who: str) -> None:
         if self.visit(node, depth + 1) != condition:
             wanted, found = ("conditions", "a number") if condition else ("numbers", "a condition")
-            raise self.refused(node, f"is {found}; {who} {wanted}")
+            raise self.refused(node, f"is {found}", f"{who} {wanted}")
 
-    def refused(self, node: ast.expr, why: str, instead: str = "") -> PredicateError:
+    def refused(self, node: ast.expr, why: str, instead: str = _SUPPORTED) -> PredicateError:
         token = ast.get_source_segment(self.text, node) or ""
         shown = token if len(token) <= 40 else token[:37] + "..."
         return PredicateError(
-            f"{self.kind} condition: `{shown}` at column {node.col_offset + 1} {why}{instead}"
+            f"{self.kind} condition: `{shown}` at column {node.col_offset + 1} {why}; {instead}"
         )
 
     def _unknown(self, node: ast.expr, name: str) -> PredicateError:
         near = difflib.get_close_matches(name, self.known, 1)
-        guess = f", did you mean {near[0]}?" if near else "."
+        guess = f"did you mean {near[0]}? " if near else ""
         return PredicateError(
-            f"{self.kind} condition: unknown field `{name}` at column {node.col_offset + 1}{guess} "
-            f"{self.listing()}"
+            f"{self.kind} condition: unknown field `{name}` at column {node.col_offset + 1}; "
+            f"{guess}{self.listing()}"
         )
 
     def listing(self) -> str:
-        return f"Fields of {self.kind}s: {', '.join(self.known)}"
+        return f"fields of {self.kind}s: {', '.join(self.known)}"
 
 
 _NOUNS = {

@@ -165,7 +165,7 @@ def select(
             "conditions need the index files on this machine"
         )
     if not is_url and not Path(root).is_dir():
-        raise UsageError(f"{root}: no such folder")
+        raise UsageError(f"{root}: no such folder; pass the --out folder of `sa1b reshard`")
     if out is not None and out.suffix != ".json" and out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder, or a path that ends with .json")
     folder = Path(root)
@@ -243,7 +243,7 @@ def fraction(text: str, flag: str) -> Fraction:
     except (ValueError, ZeroDivisionError):
         part = Fraction(0)
     if not 0 < part <= 1:
-        raise UsageError(f"{flag} {text!r}: expected a part of the images such as 1% or 0.01")
+        raise UsageError(f"{flag} {text!r}: must be a part of the images, above 0 and up to 1, as 1% or 0.01")
     return part
 
 
@@ -252,7 +252,7 @@ def _range(selection: Selection) -> tuple[int, int]:
     subset = None if selection.subset is None else fraction(selection.subset, "--subset")
     if selection.held_out is None:
         if selection.split == "held-out":
-            raise UsageError("--split held-out needs --held-out with the part to hold out, such as 2%")
+            raise UsageError("--split held-out: no images are held out; pass --held-out PART, such as 2%")
         return 0, _threshold(subset or Fraction(1))
     held_out = fraction(selection.held_out, "--held-out")
     if held_out + (subset or 0) > 1:
@@ -304,7 +304,7 @@ def _rows(dataset: Dataset, ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]
     if (known[rows] != ids).any():
         image_id = int(ids[known[rows] != ids][0])
         raise ShardError(
-            f"image {image_id} is in an index of {dataset.root} and not in its samples.bin; "
-            f"`{command('index')}` makes both again"
+            f"{dataset.root}: image {image_id} is in an index and not in the sample table; "
+            f"run `{command('index')}` to rebuild both"
         )
     return rows

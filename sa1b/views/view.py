@@ -151,7 +151,7 @@ def open_view(
         if prefix and known <= {table.ids_digest} and not any(which in one.names for one in documents):
             return whole(table)
         document = find(documents, which, reader.root)
-    again = f"make it again: `{command('view')} {reader.root} {document.flags()}".rstrip() + "`"
+    again = f"rebuild it: `{command('view')} {reader.root} {document.flags()}".rstrip() + "`"
     path = source.url(f"{document.stem}.json")
     try:
         condition = document.condition()
@@ -206,7 +206,7 @@ def write_view(
         ManifestError: another view of the folder is damaged.
     """
     if len(rows) == 0:
-        raise UsageError("no image is left: the view would be empty; relax the conditions")
+        raise UsageError(f"view of {root}: no image is left; relax the conditions")
     if name is not None:
         check_name(name)
     ids = np.ascontiguousarray(table.image_id[rows], "<u8")
@@ -253,7 +253,7 @@ def _map(
     except (OSError, ValueError, MissingError):
         raise ManifestError(f"{reader.url(name)}: missing or empty; {again}") from None
     except DamageError as error:
-        raise ManifestError(f"{error}; {again}") from None
+        raise ManifestError(f"{reader.url(name)}: damaged ({error}); {again}") from None
     what = "row numbers" if width == 4 else "image ids"
     if len(data) != width * document.images or (check and hashlib.sha256(data).hexdigest() != sha256):
         raise ManifestError(f"{reader.url(name)}: not the {document.images:,} {what} of its view; {again}")
@@ -273,8 +273,8 @@ def _look_up(table: SampleTable, ids: npt.NDArray[np.uint64], path: str, root: s
         missing = ids[~found]
         listed = ", ".join(map(str, missing[:_SHOWN].tolist())) + (" ..." if len(missing) > _SHOWN else "")
         raise ManifestError(
-            f"{path}: {len(missing):,} of its {len(ids):,} images are not in {root} ({listed}). Add their "
-            f"sources again with `{command('reshard')}`, or make a view of the images that are left: "
+            f"{path}: {len(missing):,} of its {len(ids):,} images are not in {root} ({listed}); add their "
+            f"sources again with `{command('reshard')}`, or make a view of the other images: "
             f"`{command('view')} {root} --ids {shlex.quote(path)} --missing skip`"
         )
     return rows

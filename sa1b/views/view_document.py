@@ -100,11 +100,11 @@ def check_name(name: str) -> None:
         UsageError: not a plain word, or it could be taken for a digest or a path.
     """
     if not _NAME.fullmatch(name):
-        raise UsageError(f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 64")
+        raise UsageError(f"--name {name!r}: must be at most 64 letters, digits, dots, dashes and underscores")
     if name.endswith(".json"):
-        raise UsageError(f"--name {name!r} could be taken for a path: a name does not end with .json")
+        raise UsageError(f"--name {name!r}: looks like a path; choose a name that does not end with .json")
     if re.fullmatch(f"[0-9a-f]{{{PREFIX},}}", name):
-        raise UsageError(f"--name {name!r} could be taken for the beginning of a digest")
+        raise UsageError(f"--name {name!r}: looks like the start of a digest; choose another name")
 
 
 def read_document(reader: Reader, name: str) -> ViewDocument:
@@ -208,9 +208,11 @@ def check_free(
         made = f", selected with {flags}" if (flags := view.flags()) else ""
         of = f"view {view.digest[:12]}{made} from {view.dataset.get('images')} images"
         if is_file:
-            raise UsageError(f"{out} holds {of}: choose another --out, or replace it with --overwrite")
+            raise UsageError(
+                f"--out {out}: contains {of}; choose another --out, or replace it with --overwrite"
+            )
         raise UsageError(
-            f"the name {name!r} belongs to {of}: choose another --name, or reassign it with --overwrite"
+            f"--name {name!r}: belongs to {of}; choose another --name, or reassign it with --overwrite"
         )
 
 

@@ -99,7 +99,7 @@ def test_a_folder_that_is_no_root_is_named(tmp_path: Path) -> None:
 
 def test_a_root_without_its_table_says_what_makes_it_again(root: Path, tmp_path: Path) -> None:
     shutil.copy(root / "dataset.json", tmp_path)
-    with pytest.raises(TableError, match=r"samples-\w+\.bin: missing; `.*sa1b index` makes it again"):
+    with pytest.raises(TableError, match=r"samples-\w+\.bin: missing; run `.*sa1b index` to rebuild it"):
         sa1b.open(tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_files_that_do_not_belong_together_are_refused(root: Path, tmp_path: Pat
     data = bytearray((tmp_path / table_name(tmp_path)).read_bytes())
     data[60] ^= 1  # in the digest
     (tmp_path / table_name(tmp_path)).write_bytes(data)
-    with pytest.raises(ManifestError, match=r"is not the one dataset\.json was written with"):
+    with pytest.raises(ManifestError, match=r"not the sample table that dataset\.json lists"):
         sa1b.open(tmp_path)
 
 

@@ -201,7 +201,7 @@ def test_a_data_loader_that_would_batch_batches_is_told_what_to_pass(
 
 
 def test_a_file_as_root_is_refused_with_its_folder(root: Path) -> None:
-    with pytest.raises(ManifestError, match=rf"dataset\.json: pass the folder that it is in: '{root}'$"):
+    with pytest.raises(ManifestError, match=rf"dataset\.json: a file; pass its folder, '{root}'$"):
         stream_of(root / "dataset.json")
 
 

@@ -64,5 +64,5 @@ def test_a_version_that_is_gone_is_an_error_and_never_another_version(root: Path
     reshard(root.parent / "sa_000002.tar", root)
     assert len(pickle.loads(pickled)) == 20
     del dataset
-    with pytest.raises(TableError, match="written anew since the dataset was opened; open it again"):
+    with pytest.raises(TableError, match="replaced since the dataset was opened; open it again"):
         pickle.loads(pickled)

@@ -92,7 +92,7 @@ def test_the_same_conditions_on_a_directory_that_grew_are_another_view_and_its_n
 ):
     before = select(root, Selection(subset="50%"), name="half", quiet=True).view
     add_source(root, tmp_path)
-    with pytest.raises(UsageError, match="'half' belongs to view .* from 63 images: .*--overwrite"):
+    with pytest.raises(UsageError, match="'half': belongs to view .* from 63 images; .*--overwrite"):
         select(root, Selection(subset="50%"), name="half", quiet=True)
     after = select(root, Selection(subset="50%"), name="half", overwrite=True, quiet=True).view
     table = Dataset(root).table
@@ -190,7 +190,7 @@ def test_a_file_that_holds_another_view_needs_overwrite(root, tmp_path):
     select(root, Selection(subset="50%"), out=file, quiet=True)
     select(root, Selection(subset="50%"), out=file, name="half", quiet=True)  # the same view
     with pytest.raises(
-        UsageError, match=r"half.json holds view .*another --out, or replace it with --overwrite"
+        UsageError, match=r"half.json: contains view .*another --out, or replace it with --overwrite"
     ):
         select(root, Selection(subset="40%"), out=file, quiet=True)
     other = select(root, Selection(subset="40%"), out=file, overwrite=True, quiet=True).view
