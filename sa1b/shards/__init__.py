@@ -1,4 +1,4 @@
-"""What lies on disk: sources as downloaded, and the shards, records and indexes made from them.
+"""Files of a dataset directory: shards, records, indexes and manifests.
 
-From a source to shards: source, archive, pairing, annotation, jpeg, record, shard, index, manifest.
+In reading order: annotation, jpeg, record, shard, index, sample_table, manifest, commit, dataset.
 """

@@ -4,8 +4,8 @@ A file in SA-1B's usual form becomes typed columns. Whatever columns cannot expr
 key order, mixed number types, values out of range) keeps its JSON text beside the columns, so that the
 original always comes back value by value and type by type.
 
-Two verdicts: `BadSample` when the masks cannot be trusted at all, and warnings for what is readable but odd:
-such an image is kept exactly, and listed.
+Two verdicts: `BadSample` when the masks cannot be trusted at all, and warnings for readable files with odd
+values: such an image is kept exactly, and listed.
 """
 
 import json
@@ -48,7 +48,7 @@ class Annotations:
         width: pixels of the source image.
         height: pixels of the source image.
         mask_id: int64 [N], -1 where the file has none.
-        area: int64 [N], pixels, as the file says.
+        area: int64 [N], pixels, as recorded in the file.
         bbox: float64 [N, 4], SA-1B's [x, y, xmax - xmin, ymax - ymin] (one less than COCO's width, height).
         predicted_iou: float64 [N], NaN where the file has none.
         stability_score: float64 [N], NaN where the file has none.
@@ -58,7 +58,7 @@ class Annotations:
         rle: uint8 [sum of rle_bytes], all COCO strings one after the other.
         rle_bytes: uint32 [N], length of each string.
         runs_count: uint32 [N], runs in each mask.
-        text: the JSON file verbatim where these columns cannot give it back, else None.
+        text: the JSON file verbatim if these columns cannot reproduce it, otherwise None.
     """
 
     image_id: int
@@ -135,7 +135,7 @@ class Parsed:
     Attributes:
         annotations: the columns.
         runs: all masks, decoded.
-        warnings: what is odd, by reason.
+        warnings: odd values, by reason.
     """
 
     annotations: Annotations
@@ -144,7 +144,7 @@ class Parsed:
 
 
 def pixels_message(what: str, width: int, height: int, max_pixels: int) -> str:
-    """Why an image is too large to be taken, and the flag that takes it if there is one."""
+    """Why an image is too large, and the flag that allows it if there is one."""
     message = f"{what} {width} x {height} pixels, cap {max_pixels:,} in all"
     takes = width > 0 and height > 0 and width * height <= MAX_STORED_PIXELS
     return f"{message}; --max-pixels {width * height} takes it" if takes else message
@@ -159,7 +159,7 @@ def parse_annotation(text: bytes, image_id: int, max_pixels: int = MAX_IMAGE_PIX
         max_pixels: of the image; a larger one is refused.
 
     Raises:
-        BadSample: not JSON, or without what is needed to decode every mask, or a mask that is malformed.
+        BadSample: not JSON, fields that decoding needs are missing, or a mask is malformed.
     """
     if len(text) > MAX_JSON_BYTES:
         raise BadSample("json_too_large", f"annotation file of {len(text):,} bytes, cap {MAX_JSON_BYTES:,}")
@@ -197,7 +197,7 @@ def parse_annotation(text: bytes, image_id: int, max_pixels: int = MAX_IMAGE_PIX
 def _read_document(
     text: bytes, image_id: int, max_pixels: int, warnings: ImageWarnings
 ) -> tuple[int, int, dict[str, Any], bool]:
-    """Height, width, columns, and whether they give the file back, of a file in any form."""
+    """Height, width and columns of a file in any form, and whether the columns reproduce the file."""
     try:
         document = json.loads(text)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The list of masks of an annotation file as columns: its usual form fast, any other as far as it goes."""
+"""The list of masks of an annotation file as columns: the usual form fast, other forms as far as possible."""
 
 from functools import partial
 from typing import Any
@@ -85,7 +85,7 @@ _SIGNATURES = _signatures()
 
 
 def unusual_columns(masks: list[Any], height: int, width: int, warnings: ImageWarnings) -> dict[str, Any]:
-    """Columns of a list that has something odd in it: what can be read is, the rest becomes NaN or -1."""
+    """Columns of a list with odd values: values that cannot be read become NaN or -1."""
     count = len(masks)
     columns: dict[str, Any] = {
         "bbox": np.full((count, 4), np.nan),

@@ -1,4 +1,4 @@
-"""Commits: a finished source takes its place in the dataset directory, and all sources become a dataset.
+"""Commits: move a finished source into the dataset directory, and write the dataset over all sources.
 
 The order of writes keeps two promises. A task file is written after everything it claims. dataset.json is
 replaced after the table it names is there, and nothing that it names is removed before its replacement is
@@ -39,8 +39,8 @@ from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.claim import Claim, holder
 from sa1b.storage.store import Store, temporary_path
 
-_DATASET_CLAIM = ".dataset.claim"  # who writes dataset.json now
-_POLL, _QUIET = 0.2, 5.0  # seconds between two looks, and before a wait is reported
+_DATASET_CLAIM = ".dataset.claim"  # the process that writes dataset.json now
+_POLL, _QUIET = 0.2, 5.0  # seconds between two checks, and before a wait is reported
 _LOG = logging.getLogger(__name__)
 _COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
 
@@ -73,13 +73,13 @@ def commit_task(task: Task, staged: Path, root: Path) -> Task:
 
 
 def stored_shards(store: Store, source: str) -> set[str]:
-    """Names of a source's shards in the dataset directory, also where only their index is left."""
+    """Names of a source's shards in the dataset directory, including those of which only the index is left."""
     tars = {name.removesuffix(".parquet") + ".tar" for name in store.names("", ".parquet")}
     return {name for name in tars.union(store.names("", ".tar")) if is_shard_of(name, source)}
 
 
 def commit_quarantine(name: str, staged: Path, root: Path) -> None:
-    """Name what was refused of a source; what an earlier run refused of it is removed."""
+    """Commit the quarantine of a source; that of an earlier run is removed."""
     store = Store(root)
     folder = staged / QUARANTINE
     if folder.exists():
@@ -91,7 +91,7 @@ def commit_quarantine(name: str, staged: Path, root: Path) -> None:
 
 
 def check_clash(task: Task, staged: Path, root: Path) -> None:
-    """Refuse images that the dataset holds already under another source, before anything of it is touched.
+    """Refuse images that are already in the dataset under another source, before any file is changed.
 
     Raises:
         SourceError: naming the image and the shard.
@@ -123,7 +123,7 @@ def _clash_message(image_id: int, source: str, owner: str) -> str:
 
 @contextlib.contextmanager
 def dataset_claim(root: Path) -> Iterator[None]:
-    """Be the one process that writes dataset.json; wait for another one to end."""
+    """Become the only process that writes dataset.json; wait for another one to end."""
     store = Store(root)
     began = time.monotonic()
     told = False
@@ -156,7 +156,7 @@ def write_dataset(
         failed, pending, like: see `dataset_document`. Without any source, dataset.json is removed.
 
     Raises:
-        SourceError: an image stands in two sources.
+        SourceError: an image is in two sources.
     """
     found = {name: task_rows(root, task) for name, task in sorted(tasks.items())}
     tables = {name: table for name, (_, table) in found.items()}
@@ -260,7 +260,7 @@ def _withdraw(task: Task, root: Path) -> None:
 def failed_and_pending(
     root: Path, tasks: Mapping[str, Task], *, without: str
 ) -> tuple[dict[str, str], list[str]]:
-    """What dataset.json says of sources that are not in it, but for one."""
+    """The failed and pending sources in dataset.json, without one source."""
     document = read_dataset(root)
     failed = {name: str(why) for name, why in document.get("failed", {}).items()}
     pending = [str(name) for name in document.get("pending", [])]
@@ -272,13 +272,13 @@ def failed_and_pending(
 
 
 def _remove_dataset(root: Path) -> None:
-    """The last source is gone: nothing is left to read."""
+    """Remove dataset.json after the last source is dropped."""
     Store(root).remove(DATASET)
     _remove_tables(root, keep="")
 
 
 def remove_old_tables(root: Path) -> None:
-    """Remove sample tables that dataset.json does not name: what a process that was killed has left."""
+    """Remove sample tables that dataset.json does not name: left by processes that were killed."""
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
         _remove_tables(root, keep=str(read_dataset(root)["samples"]["name"]))
 

@@ -1,4 +1,4 @@
-"""Reading a root back, sample by sample, for people and for tests; training reads through the stream."""
+"""Random access to the samples of a dataset directory; training reads through sa1b.stream."""
 
 import contextlib
 import os
@@ -34,9 +34,9 @@ class Dataset(Displayed):
     """The samples of a dataset directory, sorted by image id. Opening reads the manifest and maps the table.
 
     `ds[i]`, `ds.by_id(image_id)`, `len(ds)`, iteration. A notebook shows a few of its images with their
-    masks, always the same ones. Safe to share between threads. An open dataset stays as it was opened, also
-    in worker processes that it is pickled for, while sources are added to the directory; opening it again
-    gives the new version.
+    masks, always the same ones. Safe to share between threads. An open dataset does not change while sources
+    are added to the directory, also in worker processes that receive it by pickle. Open it again for the new
+    version.
 
     Args:
         root: folder that `sa1b reshard` made, or its URL (s3://...). Of a URL the sample table is copied to
@@ -129,7 +129,7 @@ class Dataset(Displayed):
             return contact_sheet(list(zip(self.table.image_id[rows].tolist(), reads, strict=True)), count)
 
     def lacks(self) -> str:
-        """What a partial dataset lacks, in words; empty where every known source is in it."""
+        """The sources that a partial dataset lacks, as text; empty if it is complete."""
         parts = []
         for names, what in ((sorted(self.failed), "failed"), (self.pending, "pending")):
             if names:
@@ -158,7 +158,7 @@ class Dataset(Displayed):
         return (self[i] for i in range(len(self)))
 
     def submit(self, rows: Sequence[int]) -> list[PendingRead]:
-        """Begin to read samples, each a row of the table; see sa1b.shards.sample_read.
+        """Start to read samples, each a row of the table; see sa1b.shards.sample_read.
 
         Raises:
             TableError: the table is damaged, as far as that shows here.
@@ -197,7 +197,7 @@ class Dataset(Displayed):
     def check_table(self) -> None:
         """Verify the sample table against its digest: 0.3 s for all of SA-1B.
 
-        Opening does not verify it, so that it stays fast. Call this where a sample seems damaged.
+        Opening does not verify the table, so that it stays fast. Call this if a sample seems damaged.
 
         Raises:
             TableError: the table does not match its digest.
@@ -225,7 +225,7 @@ class Dataset(Displayed):
             ) from None
 
     def _keep(self, path: Path) -> BufferedReader:
-        """A file that is open as long as the dataset."""
+        """Open a file that stays open as long as the dataset."""
         file = path.open("rb")
         weakref.finalize(self, file.close)
         return file
@@ -266,7 +266,7 @@ def _reopen(
             dataset._map_table()
             return dataset
     with contextlib.suppress(OSError, ValueError, ManifestError, TableError):
-        # What the first process has closed is not there, or is another file by now.
+        # If the first process has closed the file, the path is missing or is another file.
         table, document = map(Path, kept)
         dataset._manifest_file = dataset._keep(document)
         dataset.manifest = manifest.parse_dataset(dataset._manifest_file.read(), document)

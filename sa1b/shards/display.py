@@ -1,7 +1,7 @@
 """Samples and datasets in notebooks and image viewers: PIL images, PNG and HTML.
 
 A dataset is shown as a contact sheet: a few of its images, always the same ones, evenly spread over its image
-ids. A sample that cannot be read takes its cell with the reason in it. PIL is imported on first use.
+ids. The cell of a sample that cannot be read shows the reason. PIL is imported on first use.
 """
 
 import base64
@@ -29,7 +29,7 @@ _UNREADABLE = (Sa1bError, OSError, ValueError, IndexError, MemoryError)
 
 
 class Displayed:
-    """What notebooks ask an object for. A class that is displayed has `_preview`."""
+    """The methods that notebooks call. A displayed class implements `_preview`."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class Displayed:
         return _html(self._preview(), repr(self))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """Both of the above from one preview: IPython asks for every form of an object."""
+        """PNG and HTML from one preview: IPython requests every form of an object."""
         image = self._preview()
         return {
             "text/plain": repr(self),
@@ -81,7 +81,7 @@ def preview(read: Callable[[], "Sample"], side: int) -> tuple["Image", str]:
     """An image with its masks, the longer side at most `side` pixels, and a line of text.
 
     Args:
-        read: returns the sample, or raises: the image then contains the reason.
+        read: returns the sample, or raises an error, which the image then shows.
     """
     words = ""
     try:
@@ -96,7 +96,7 @@ def contact_sheet(reads: Sequence[tuple[int, Callable[[], "Sample"]]], images: i
     """Some images of a dataset with their masks, three in a row.
 
     Args:
-        reads: image id, and what reads the sample.
+        reads: image id, and a function that reads the sample.
         images: in the dataset.
     """
     from PIL import Image, ImageDraw

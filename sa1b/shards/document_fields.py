@@ -1,7 +1,7 @@
 """The fields of the JSON documents in a dataset directory and the types of their values.
 
 A document that was damaged or edited can hold anything. Its fields are checked once, where it is read; code
-that uses a document afterwards relies on them. Keys that are not known here are left alone.
+that uses a document afterwards relies on them. Unknown keys are ignored.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _Check = Callable[[Any, str], None]
 
 
 class FieldError(ValueError):
-    """A value of the wrong type; the message names the field, the value and what belongs there."""
+    """A value of the wrong type; the message names the field, the value and the expected type."""
 
 
 def _is(test: Callable[[Any], bool], expected: str) -> _Check:

@@ -1,4 +1,5 @@
-"""Files of image ids: text with an id a line, CSV or TSV with a header, Parquet, or a view's `.ids` file.
+"""Files of image ids: text with one id on each line, CSV or TSV with a header, Parquet, or a view's `.ids`
+file.
 
 An id is written `223750`, `sa_223750` or `sa_223750.jpg`, in text and in columns. The kind of a file follows
 from its content (Parquet) or its ending (.csv, .tsv, .ids), else from its first line: a column name, or
@@ -54,7 +55,7 @@ def read_image_ids(file: str | Path) -> npt.NDArray[np.uint64]:
 
 
 def missing_ids(wanted: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Those of the wanted ids that are not among the known ones, both ascending."""
+    """The wanted ids that are not among the known ids; both ascending."""
     rows = np.minimum(np.searchsorted(known, wanted), max(len(known) - 1, 0))
     return wanted[known[rows] != wanted] if len(known) else wanted
 
@@ -88,7 +89,7 @@ def _binary(path: Path) -> npt.NDArray[np.uint64]:
 
 
 def _delimiter(path: Path, head: bytes, column: str | None) -> str | None:
-    """What separates the columns of a text file; None: an id a line."""
+    """The delimiter of the columns of a text file; None: one id on each line."""
     try:
         first = head.split(b"\n", 1)[0].decode("utf-8-sig").strip()
     except UnicodeDecodeError:
@@ -226,6 +227,6 @@ def _parse_alike(values: pa.ChunkedArray) -> npt.NDArray[np.uint64] | None:
 
 
 def _first(flags: pa.ChunkedArray) -> int | None:
-    """The place of the first true one."""
+    """The position of the first true value."""
     place = int(pc.index(flags, True).as_py())
     return None if place < 0 else place

@@ -1,4 +1,4 @@
-"""What is readable but odd about an image that is kept, by reason."""
+"""Warnings about images that are readable but odd and therefore kept, by reason."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ MAX_LISTED_MASKS = 1000  # of an image and reason; real images have 100 masks, a
 
 @dataclass(slots=True)
 class ImageWarning:
-    """One reason to look at an image.
+    """A warning about an image.
 
     Attributes:
         message: what is odd; the first example if several masks are concerned.
-        masks: their indices, the first MAX_LISTED_MASKS; empty if it is not about masks.
-        mask_count: how many they are.
+        masks: indices of the first MAX_LISTED_MASKS masks concerned; empty if the warning is not about masks.
+        mask_count: number of masks concerned.
     """
 
     message: str

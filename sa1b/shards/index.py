@@ -1,7 +1,7 @@
 """The shard index: one parquet file beside each tar, one row per image, in the tar's order.
 
-It says where every byte of the shard lies, and holds every number and every mask, so that questions about
-masks are answered without opening a tar.
+It contains the offsets of all members, every number and every mask, so that queries about masks open no
+tar.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ _PER_MASK = {  # column -> value type, values per mask
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One image of a shard: where its members lie, and what they hold.
+    """One image of a shard: offsets and contents of its members.
 
     Attributes:
         image_height, image_width: pixels of the stored JPEG; the annotations have the source's.
@@ -109,7 +109,7 @@ class IndexWriter:
             compression_level=3,
             use_dictionary=False,
             column_encoding=integers | per_mask | runs,
-            # Bounds of whole row groups help only where one value stands per image.
+            # Statistics of row groups help only for columns with one value per image.
             write_statistics=list(_PLAIN),
         )
 

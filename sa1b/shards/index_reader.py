@@ -20,7 +20,7 @@ class IndexFormatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemberLocation:
-    """Where a member's content lies, and its checksum. Bytes."""
+    """Offset and size of a member's content in bytes, and its checksum."""
 
     offset: int
     bytes: int
@@ -58,7 +58,7 @@ class IndexReader:
         self._file.close()
 
     def location(self, row: int, ending: str) -> MemberLocation:
-        """Where the jpg or the masks of a row lie."""
+        """Location of the jpg or the masks of a row."""
         values = (self.columns[f"{ending}_{what}"][row] for what in ("offset", "bytes", "crc32c"))
         return MemberLocation(*map(int, values))
 

@@ -1,4 +1,4 @@
-"""JPEG files: what their markers say, read before any decoder sees them; decoding; scaling down.
+"""JPEG files: checks of their markers before decoding, decoding, and scaling down.
 
 Markers are those of ITU-T T.81, annex B. A decoder trusts the frame header: a file of 2 MB that claims
 65500 x 65500 pixels costs it 12 GB. So sizes are checked here first.
@@ -32,7 +32,7 @@ _ALONE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without a length
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the markers say: pixels, and how many bytes follow the end of the image or hold coded data."""
+    """Contents of the markers: size in pixels, bytes after the end of the image, and bytes of coded data."""
 
     height: int
     width: int
@@ -43,10 +43,10 @@ class Frame:
 
 
 def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> Frame:
-    """Walk the markers of a whole JPEG file, without decoding.
+    """Read all markers of a JPEG file, without decoding.
 
-    Finds truncation at any point: the end-of-image marker must follow the coded data. What it cannot find
-    is a changed byte inside the coded data; only a checksum does. 0.3 ms for a file of 1 MB.
+    Finds truncation at any point: the end-of-image marker must follow the coded data. It cannot detect a
+    changed byte inside the coded data; only a checksum can. 0.3 ms for a file of 1 MB.
 
     Args:
         max_pixels: a larger image is refused. Ingest says how many; what it has stored is read as it is.
@@ -180,7 +180,7 @@ def scaled_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
 def scale_down(data: bytes, found: Frame, longer_side: int, quality: int) -> tuple[bytes, int, int]:
     """Re-encode so that the longer side has at most `longer_side` pixels: bytes, height, width.
 
-    An image that is not larger comes back untouched. Pixels are averaged over their area, which does not
+    An image that is not larger is returned unchanged. Pixels are averaged over their area, which does not
     alias; 4:2:0, as SA-1B's own files are.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The largest image of a shard or a source, quantity by quantity: what bounds the memory of a reader."""
+"""The largest image of a shard or a source, quantity by quantity: the bounds of a reader's memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a dataset directory holds: one task file per finished source, and dataset.json over all of them.
+"""The manifest of a dataset directory: one task file per finished source, and dataset.json over all of them.
 
 A task file is written last: while it is missing, nothing of its source counts. dataset.json and the sample
 table are made from the task files and their rows, and can be made again from them at any time.
@@ -39,7 +39,7 @@ _LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstan
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What the manifest says of one shard. Sizes in bytes."""
+    """The manifest's entry for one shard. Sizes in bytes."""
 
     name: str
     images: int
@@ -52,13 +52,13 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What decides the bytes of the shards.
+    """The options that determine the bytes of the shards.
 
     Attributes:
         images_per_shard: images in a shard; the last shard of a source may hold fewer.
         image_size: longer side of stored images in pixels, None: the original bytes.
         quality: JPEG quality of re-encoded images, None where image_size is.
-        keep_json: the annotation files lie verbatim in the shards too.
+        keep_json: the shards also contain the annotation files verbatim.
         index_runs: the index holds the decoded masks.
         decode_images: every JPEG was decoded, and refused where that failed.
     """
@@ -123,7 +123,7 @@ class Task:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what shapes the bytes of a root."""
+    """Versions of the libraries that affect the bytes of a dataset directory."""
     return {name: importlib.metadata.version(name) for name in ("sa1b", *_LIBRARIES)}
 
 
@@ -149,7 +149,8 @@ def _document(task: Task) -> dict[str, Any]:
 
 
 def read_tasks(root: Path, without: Collection[str] = ()) -> dict[str, Task]:
-    """All finished sources of a root, by name; the task files of sources in `without` are not read.
+    """All finished sources of a dataset directory, by name; the task files of sources in `without` are not
+    read.
 
     Raises:
         ManifestError: a task file of another format, or damaged.
@@ -189,7 +190,7 @@ def read_task(path: Path) -> Task:
 
 
 def is_current(root: Path, tasks: dict[str, Task], failed: Mapping[str, str], pending: Sequence[str]) -> bool:
-    """Whether dataset.json and its table are there and say just this."""
+    """Whether dataset.json and its table exist and have exactly this content."""
     try:
         written = (root / DATASET).read_bytes()
         samples = dict(json.loads(written)["samples"])
@@ -231,7 +232,7 @@ def table_name(root: Path) -> str:
 
 
 def task_digest(task: Task) -> str:
-    """sha256 of what a task file says, but for the source's time and md5: another copy changes nothing."""
+    """sha256 of a task file without the source's time and md5, which differ between copies of a source."""
     document = _document(task)
     document["source"] = {
         name: value for name, value in task.source.items() if name not in ("mtime_ns", "md5")

@@ -1,4 +1,4 @@
-"""The mask record: what lies in `sa_<id>.masks`, one per image.
+"""The mask record: the content of `sa_<id>.masks`, one per image.
 
 One zstandard frame around a safetensors file, so that any language reads it and this is a full decoder:
 

@@ -1,4 +1,4 @@
-"""A sample on its way from the storage: begun early, taken when its turn comes."""
+"""Reads of samples from storage: started early, completed when the sample is needed."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class SampleLocation:
-    """Where a sample lies.
+    """Location of a sample in a shard.
 
     Attributes:
         image_id: of the image.
@@ -68,7 +68,7 @@ class SampleLocation:
     masks_crc: int
 
     def parts(self, origin: int) -> tuple[Part, Part]:
-        """What is checked of a range that begins at `origin`."""
+        """The checksums to verify in a range that starts at `origin`."""
         return (
             Part(self.start - origin, self.jpg_bytes, self.jpg_crc),
             Part(self.masks_start - origin, self.stop - self.masks_start, self.masks_crc),
@@ -82,9 +82,9 @@ class PendingRead:
     Attributes:
         location: where it lies.
         reader: of the root.
-        begun: the read; of a whole run of samples where `origin` is not the sample's own start.
+        begun: the pending read; it covers a block of samples if `origin` is not the start of this sample.
         origin: offset in the shard at which the read begins.
-        shared: whether other samples come with the same read.
+        shared: whether the same read returns other samples.
     """
 
     location: SampleLocation
@@ -94,11 +94,11 @@ class PendingRead:
     shared: bool
 
     def result(self) -> tuple[memoryview, Annotations]:
-        """The JPEG's bytes and the masks, both as promised.
+        """The JPEG's bytes and the masks, both verified.
 
         Raises:
-            ShardError: what is stored is damaged, or is not this sample.
-            sa1b.storage.errors.StorageError: it cannot be read now; nothing is known about it.
+            ShardError: the stored bytes are damaged, or are another sample.
+            sa1b.storage.errors.StorageError: the sample cannot be read now; its state is unknown.
         """
         location = self.location
         try:
@@ -129,7 +129,7 @@ class PendingRead:
 
 
 def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLocation:
-    """Where the sample of a row of the table lies."""
+    """Location of the sample of a row of the table."""
     masks_start = table.masks_offset(row)
     return SampleLocation(
         image_id=int(table.image_id[row]),
@@ -144,7 +144,7 @@ def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLo
 
 
 def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
-    """Where the sample of a row of a shard's index lies; the columns of sa1b.shards.index by name.
+    """Location of the sample of a row of a shard's index; the columns of sa1b.shards.index by name.
 
     Raises:
         ShardError: the row does not describe a sample: the index is damaged.
@@ -167,7 +167,7 @@ def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
 
 
 def submit(reader: Reader, locations: Sequence[SampleLocation]) -> list[PendingRead]:
-    """Begin to read samples, in the order given; those that follow each other in a shard as one read."""
+    """Start to read samples, in the order given; adjacent samples of a shard share one read."""
     readings: list[PendingRead] = []
     ends = [
         i + 1

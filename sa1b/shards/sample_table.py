@@ -1,4 +1,4 @@
-"""The sample table: where every image of a dataset lies, sorted by id, to be memory-mapped.
+"""The sample table: the location of every image of a dataset, sorted by id, as a memory-mapped file.
 
 `samples-<digest>.bin` is that of a dataset (`samples.bin` in older ones), `tasks/<source>.samples` that of
 one source, whose `shard` counts the source's own shards.
@@ -74,7 +74,7 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """What a manifest says of a sample table.
+    """The manifest's entry for a sample table.
 
     Attributes:
         bytes: size of the file.

@@ -42,7 +42,7 @@ class Pair:
         height, width: pixels of that JPEG.
         annotations, runs: of the source image.
         text: the annotation file to store verbatim, or None.
-        warnings: what is odd about it, by reason; not stored in the shard.
+        warnings: odd values, by reason; not stored in the shard.
     """
 
     jpeg: bytes
@@ -112,7 +112,7 @@ class ShardWriter:
 
 
 def index_path(shard: Path) -> Path:
-    """Where the index of a shard lies."""
+    """The path of the index of a shard."""
     return shard.with_suffix(".parquet")
 
 

@@ -1,4 +1,4 @@
-"""What ingest noted of the pairs of a source: the lines of quarantine/<source>/*.jsonl.
+"""Lists of ingest about the pairs of a source: the lines of quarantine/<source>/*.jsonl.
 
     refused.jsonl    a line for each refused member or damaged stretch, with the file that holds its bytes
     warnings.jsonl   a line for each image and reason that was kept although it is odd (`doubtful.jsonl` in
@@ -29,7 +29,7 @@ def warnings_path(root: Path, source: str) -> Path:
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Number, from 1, and content of each line of a file; None for a line that is not such an object.
 
-    A file that is not there has no lines.
+    A missing file has no lines.
     """
     if not path.is_file():
         return

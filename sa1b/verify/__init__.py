@@ -1,1 +1,1 @@
-"""Checks of a dataset directory, and indexes made again from the tars."""
+"""Checks of a dataset directory, and rebuilds of indexes from the tars."""

@@ -1,4 +1,4 @@
-"""Shards worked on in processes: a batch of shards each, every shard's result by itself.
+"""Processing of shards in worker processes: each takes a batch of shards and returns one result per shard.
 
 Starting a process costs as much as reading 1 GB, so each one takes several shards in a row. One that dies
 loses only the shard it was at: the others of its batch go to a new process. The parent only passes results
@@ -16,13 +16,13 @@ from sa1b.errors import Sa1bError
 from sa1b.workers import Failure, supervise
 
 BATCH = 16  # shards
-_DEATHS = 2  # so often a process may die at one shard
+_DEATHS = 2  # attempts at one shard whose process dies
 _REPORT_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """In place of a shard's result: every process that worked on it died; `why` the last one did."""
+    """Result of a shard if every process that worked on it died; `why` describes the last death."""
 
     why: str
 
@@ -97,7 +97,7 @@ def in_batches(
 def _batch(
     function: Callable[..., Any], batch: list[tuple[str, tuple[Any, ...]]], report: Callable[[Any], None]
 ) -> None:
-    """What a worker process runs."""
+    """The main function of a worker process."""
     for name, arguments in batch:
         report(_Begin(name))
         read, last = 0, time.monotonic()

@@ -1,4 +1,4 @@
-"""The index of one shard made again from its tar, and what else that pass sees."""
+"""Rebuild of the index of one shard from its tar."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from sa1b.storage.atomic import flush
 
 @dataclass(frozen=True, slots=True)
 class RebuiltIndex:
-    """What a pass over a shard has found.
+    """Result of a pass over a shard.
 
     Attributes:
         info: as in a task file.

@@ -1,4 +1,4 @@
-"""What a dataset directory holds beside its dataset: work in progress, and what interrupted runs left."""
+"""Files in a dataset directory outside the dataset: work in progress, and remains of interrupted runs."""
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Members of a shard: where they should lie, by the index and by the sample table, and what they hold."""
+"""Checks of the members of a shard: locations by the index and by the sample table, and contents."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ _ODD_KEPT = 20  # images of a shard whose numbers are not those of the mask, by 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedShard:
-    """What the files of the dataset directory say of a shard.
+    """Expectations for a shard, from the files of the dataset directory.
 
     Attributes:
         info: by its task file or dataset.json.
@@ -50,7 +50,7 @@ class ExpectedShard:
 
 @dataclass(slots=True)
 class ShardResult:
-    """What the check of one shard found. Its size does not grow with the shard's images.
+    """Result of the check of one shard. Its size does not grow with the shard's images.
 
     Attributes:
         images, masks, jpg_bytes: of complete pairs.
@@ -59,7 +59,7 @@ class ShardResult:
         odd: what differs between the numbers and the mask (area, bbox, empty_mask) -> images. Only deep. Not
             damage by itself: ingest keeps such images and counts them as warnings.
         odd_images: the same -> offset and id of the first of them.
-        unchecked: why the shard could not be checked, which says nothing about it; None: it was checked.
+        unchecked: why the shard could not be checked, which is no damage; None: it was checked.
     """
 
     name: str

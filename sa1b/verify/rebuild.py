@@ -1,5 +1,5 @@
-"""Indexes made again from the shards, and with them the sample table and dataset.json: the bytes that reshard
-wrote, if the libraries are the same.
+"""Rebuild of indexes from the shards, and of the sample table and dataset.json. The bytes equal those that
+reshard wrote if the libraries are the same.
 
 The shards hold everything but what came before them: of a source only its name is known, of the options only
 what the shards show (see sa1b.verify.recover, used where task files are lost). Readers may have the directory
@@ -37,7 +37,7 @@ _CLAIM = ".index.claim"
 
 @dataclass(slots=True)
 class RebuildSummary:
-    """What was made.
+    """Result of a rebuild.
 
     Attributes:
         seconds: in all. bytes: of the shards read.
@@ -59,7 +59,7 @@ class RebuildSummary:
     complete: bool = False
 
     def exit_code(self) -> int:
-        """0: everything asked for is there. 1: an index could not be made."""
+        """0: everything requested was rebuilt. 1: an index could not be rebuilt."""
         return 1 if self.failed else 0
 
     def document(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the files of a dataset directory record of its shards, for what is made again from them."""
+"""Records about the shards in the files of a dataset directory, as input of a rebuild."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from sa1b.verify.index_rebuild import RebuiltIndex
 
 @dataclass(slots=True)
 class Recorded:
-    """What a folder's files record of its shards.
+    """Records about shards in the files of a folder.
 
     Attributes:
         infos: shard -> its entry in the task file or dataset.json.

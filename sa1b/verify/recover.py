@@ -1,7 +1,7 @@
-"""Task files made again where they are lost: from the shards and, if it is left, dataset.json.
+"""Rebuild of lost task files from the shards and, if it exists, dataset.json.
 
 What only the source knew (its size, time and digest, what was refused or kept with a warning) stays unknown:
-reshard sees such a source as changed and does it again when it is given.
+reshard treats such a source as changed and converts it again.
 """
 
 from pathlib import Path

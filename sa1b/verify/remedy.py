@@ -1,4 +1,4 @@
-"""What repairs a dataset directory: the shortest command for each kind of damage."""
+"""Repairs of a dataset directory: the shortest command for each kind of damage."""
 
 import shlex
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Remedy:
 
     Attributes:
         root: the dataset directory.
-        options: it was made with, None: unknown.
+        options: options of the dataset; None: unknown.
         folders: names of sources that are folders of pairs; others are taken for tars.
     """
 
@@ -31,7 +31,7 @@ class Remedy:
         return f"`{command('index')} {self._quoted()} --tables`"
 
     def everything(self) -> str:
-        """Nothing but the shards can be relied on."""
+        """Only the shards are reliable."""
         return f"`{command('index')} {self._quoted()}`"
 
     def source(self, source: str | None) -> str:

@@ -1,11 +1,11 @@
-"""What a check found: findings, notes, totals, and how they read."""
+"""The report of a check: findings, notes, totals, and their text."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 KEPT = 1000  # findings of one kind in one file; the others are counted
-SHOWN = 10  # of them on the screen
+SHOWN = 10  # findings on the screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Report:
         shards, images, masks, bytes: checked; bytes of shards and indexes read.
         found: all damage.
         unchecked: shard -> why it could not be checked, for lack of memory or threads; no damage by itself.
-        notes: what is worth knowing and is not damage.
+        notes: useful facts that are not damage.
     """
 
     root: Path

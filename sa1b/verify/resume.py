@@ -1,4 +1,4 @@
-"""What an interrupted check or rebuild had done, shard by shard, in a file of JSON lines.
+"""Results of an interrupted check or rebuild, shard by shard, in a file of JSON lines.
 
     {"format": "sa1b-resume-1", ...}                       what all lines are of, such as the options
     {"shard": "sa1b-000020-0003.tar", "key": ..., "value": ...}
@@ -28,7 +28,7 @@ class ResumeRecord:
         of: what all results are of.
 
     Raises:
-        UsageError: there is a file of another kind.
+        UsageError: `path` is a file of another kind.
     """
 
     def __init__(self, path: Path, of: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ class ResumeRecord:
         return value if known == _plain(key) else None
 
     def add(self, shard: str, key: Any, value: Any) -> None:
-        """Record a result; it is still there after a crash of the process."""
+        """Record a result; it survives a crash of the process."""
         if self._file is None:
             self._file = self.path.open("r+b" if self.path.exists() else "wb")
             self._file.truncate(self._length)  # without a line that was cut, or all of another run

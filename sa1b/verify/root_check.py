@@ -1,7 +1,7 @@
 """Checks of the files of a dataset directory that are not of one shard: dataset.json, the sample table, the
 task files, views and quarantine; and what is expected of every shard.
 
-Nothing is locked: a reshard may run at the same time. What it works on is noted and not checked. dataset.json
+Nothing is locked: a reshard may run at the same time. Sources in work are noted and not checked. dataset.json
 is replaced as a whole, so what it listed at the start of the check stays valid unless a source is replaced or
 dropped (`replaced`).
 """
@@ -48,7 +48,7 @@ class RootCheck:
         self.listed: dict[str, ShardInfo] = {}  # shards of dataset.json
         self.shards: dict[str, ShardInfo] = {}  # all that are checked
         self.table: SampleTable | None = None
-        self.active: dict[str, str] = {}  # source -> who works on it
+        self.active: dict[str, str] = {}  # source -> the process that works on it
 
     def _find(self, kind: str, file: str, message: str, image_id: int | None = None) -> None:
         self.report.found.add(Finding(kind, file, message, self.remedy.tables(), image_id=image_id))

@@ -30,7 +30,7 @@ def verify(
         deep: also decode every JPEG and every mask, and compare both copies of each.
         workers: processes at a time; 0: no process of its own, for debugging.
         state: file outside `root` that records what is done, so that the same call after an interruption
-            goes on there, with the same report at its end; removed then. What changed is checked again.
+            resumes there and returns the same report; removed at the end. Changed shards are checked again.
         quiet: no progress bar.
 
     Raises:
@@ -124,7 +124,7 @@ def _check_shards(
 
 
 def _check(expected: ExpectedShard, remedy: Remedy, deep: bool, progress: Any) -> ShardResult:
-    """check_shard; what it does not foresee is a finding too."""
+    """Run check_shard; an unexpected error is also a finding."""
     try:
         return check_shard(expected, remedy, deep=deep, progress=progress)
     except MemoryError:
@@ -136,7 +136,7 @@ def _check(expected: ExpectedShard, remedy: Remedy, deep: bool, progress: Any) -
 
 
 def _died(name: str, why: str) -> ShardResult:
-    """What processes that ended at a shard say of it: nothing, where the machine may have ended them.
+    """The finding for a shard whose processes died; none if the machine may have ended them.
 
     Without memory or threads a process is killed, aborts, or ends before it can answer. Another signal comes
     from code that read the shard.

@@ -24,7 +24,7 @@ MAX_LITERAL = 1 << 53
 
 
 class PredicateError(UsageError):
-    """A condition that cannot be used; the message names what is wrong and the column it begins at."""
+    """A condition that cannot be used; the message names the error and its column."""
 
 
 # Field -> its column in the index and, of a column with several numbers a mask, which of them.
@@ -49,7 +49,7 @@ MASK_FIELDS = {
     "width": ("width", None),  # of the image
     "height": ("height", None),
 }
-# `masks` counts the masks that the mask condition left; width and height are the source's, image_width and
+# `masks` counts the masks that pass the mask condition; width and height are the source's, image_width and
 # image_height those of the stored image.
 IMAGE_FIELDS = (
     "masks",
@@ -210,7 +210,7 @@ def _parse(text: str, known: tuple[str, ...], kind: str) -> Predicate:
 
 
 class _Check:
-    """Walks a parsed text and refuses what is not on the list; collects the fields."""
+    """Checks a parsed text, refuses unsupported syntax and collects the fields."""
 
     def __init__(self, text: str, known: tuple[str, ...], kind: str) -> None:
         self.text, self.known, self.kind = text, known, kind

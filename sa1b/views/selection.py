@@ -33,14 +33,14 @@ Ids = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a view is selected by; every condition must hold. The command line's flags, by their names.
+    """The conditions of a view; all must hold. Attributes are named as the flags of the command.
 
     Attributes:
         masks_where, images_where: conditions, see sa1b.views.predicate.
         subset, held_out: parts as text: "1%", "0.5 %" or "0.01".
         split: which side of `held_out` to take; `subset` thins the training side only.
         ids: file of image ids, see sa1b.shards.image_ids.
-        missing: what to do with ids of that file that the dataset lacks: "refuse" them, "skip" them and count
+        missing: treatment of ids of that file that the dataset lacks: "refuse" them, "skip" them and count
             them, or skip them and "list" them all.
     """
 
@@ -64,7 +64,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What a selection gave.
+    """Result of a selection.
 
     Attributes:
         view: the images and their masks.
@@ -76,7 +76,7 @@ class Selected:
         missing: ids of the file that the dataset lacks, ascending.
         list_missing: all of them are printed.
         name: readable alias that was given, None: none.
-        opens: what opens the view: its name or digest, or a path where it was written elsewhere.
+        opens: argument that opens the view: its name or digest, or a path if it was written with `out`.
     """
 
     view: View

@@ -1,8 +1,9 @@
 """A view: a named subset of the images of a dataset directory, and which of their masks count.
 
 A view is its image ids and its condition on masks, see sa1b.views.view_document for the files. `View.digest`
-is its identity: what is printed, what names its files, and what opens it. Without a condition it is the
-sha256 of the ids, sorted, u64 little-endian; with one, the sha256 of that digest, a space and the condition.
+is its identity: commands print it, its files are named after it, and it opens the view. Without a condition
+it is the sha256 of the ids, sorted, u64 little-endian; with one, the sha256 of that digest, a space and the
+condition.
 
 `View.ids_digest`, of the ids alone, is the key of the order of training: views of the same images with
 different masks are trained in the same order, and so are other shards or image sizes of the same images.
@@ -127,7 +128,7 @@ def open_view(
     an image.
 
     Args:
-        root: folder or URL, or what reads there. Files of views at a URL are copied to this machine once.
+        root: folder or URL, or a reader of it. Files of views at a URL are copied to this machine once.
         table: the sample table of `root`.
         which: a view's name in ROOT/views, or its digest or the first 6 or more characters of it. Or a path
             on this machine that `sa1b view --out` wrote, of the view's .json file or of the folder that

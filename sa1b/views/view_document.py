@@ -1,6 +1,6 @@
-"""The document of a view, `<digest>.json`: what the view holds, how it was selected, and what it is called.
+"""The document of a view, `<digest>.json`: its contents, its selection and its names.
 
-Two other files stand beside it under the same stem:
+Two other files have the same stem:
 
     .ids    image ids, u64 little-endian, ascending: what the view is, whatever directory they are read from
     .rows   row numbers of the sample table that the view was made for, u32 little-endian: saves the look-up
@@ -42,7 +42,7 @@ class ViewDocument:
         masks_where: condition on masks, None: all masks.
         chosen_by: flag -> value, to select the view again.
         dataset: images and ids_sha256 of the dataset directory that it was selected from.
-        counts: further counts for people.
+        counts: further counts to print.
         format: FORMAT or ROWS_ONLY.
         stem: path of the three files without their endings, relative to the reader that found it.
     """
@@ -94,7 +94,7 @@ class ViewDocument:
 
 
 def check_name(name: str) -> None:
-    """Check that a view can be called so.
+    """Check that a view can have this name.
 
     Raises:
         UsageError: not a plain word, or it could be taken for a digest or a path.
@@ -220,7 +220,7 @@ def document_at(which: str) -> tuple[Reader, ViewDocument]:
     """The view at a path: its .json file, the only view of a folder, or FOLDER/NAME; and what reads there.
 
     Raises:
-        ManifestError: there is none, or the folder holds several.
+        ManifestError: there is none, or the folder contains several.
     """
     if "://" in which:
         raise ManifestError(
