@@ -73,7 +73,7 @@ def commit_task(task: Task, staged: Path, root: Path) -> Task:
 
 
 def stored_shards(store: Store, source: str) -> set[str]:
-    """Names of a source's shards in the dataset directory, including those of which only the index is left."""
+    """Names of a source's shards in the dataset directory, also those with only their index left."""
     tars = {name.removesuffix(".parquet") + ".tar" for name in store.names("", ".parquet")}
     return {name for name in tars.union(store.names("", ".tar")) if is_shard_of(name, source)}
 

@@ -136,7 +136,7 @@ def _check(expected: ExpectedShard, remedy: Remedy, deep: bool, progress: Any) -
 
 
 def _died(name: str, why: str) -> ShardResult:
-    """The finding for a shard whose processes died; none if the machine may have ended them.
+    """The result for a shard whose processes died: damage, or unchecked if memory or threads were short.
 
     Without memory or threads a process is killed, aborts, or ends before it can answer. Another signal comes
     from code that read the shard.

@@ -98,7 +98,7 @@ def test_a_link_whose_target_is_damaged_is_refused_with_the_reason(resolved, tmp
     task = tiny.ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "root")
     assert task.counts["refused"] == {"json_partner_lost": 1, "not_a_file": 1}
     messages = [line["message"] for line in tiny.lines(tmp_path / "root", "sa_000020")]
-    assert "hard link to './sa_5.jpg', which is no earlier file of the archive" in messages
+    assert "hard link to './sa_5.jpg', which is not an earlier file of the archive" in messages
 
 
 def test_the_first_of_two_files_of_one_name_counts(resolved):
