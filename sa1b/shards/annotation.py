@@ -1,8 +1,8 @@
 """One image's annotation file as arrays, and back without loss.
 
-A file in SA-1B's usual form becomes typed columns. Whatever columns cannot express (unknown keys, another
-key order, mixed number types, values out of range) keeps its JSON text beside the columns, so that the
-original always comes back value by value and type by type.
+A file in SA-1B's usual form becomes typed columns. If columns cannot express the file (unknown
+keys, another key order, mixed number types, values out of range), its JSON text is stored beside the columns,
+so that the original is always restored with all values and types.
 
 Two verdicts: `BadSample` when the masks cannot be trusted at all, and warnings for readable files with odd
 values: such an image is kept exactly, and listed.

@@ -58,8 +58,8 @@ def _signature(strings: list[str]) -> npt.NDArray[np.int64]:
     return np.array([(len(string), ord(string[0])) for string in strings], np.int64)
 
 
-_FILE_NAME = 5  # place of its value among the strings before the first mask
-_COUNTS = 5  # place of the COCO string among the strings of a mask
+_FILE_NAME = 5  # position of its value among the strings before the first mask
+_COUNTS = 5  # position of the COCO string among the strings of a mask
 _HEAD = _signature(["image", "image_id", "width", "height", "file_name", "annotations"])
 _KEYS = _signature(
     [
@@ -73,7 +73,7 @@ def decode_usual(text: bytes, image_id: int, max_pixels: int) -> tuple[int, int,
     """Height, width and columns (as `usual_columns` gives them) of a file in the usual form, else None.
 
     Args:
-        max_pixels: of an image that is read here.
+        max_pixels: limit of the image; a larger one returns None.
     """
     try:
         document = _DECODER.decode(text)

@@ -28,7 +28,7 @@ from sa1b.storage.atomic import json_bytes, write_whole
 
 FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
-OLD_SAMPLES = "samples.bin"  # the sample table of directories made before its name had its digest
+OLD_SAMPLES = "samples.bin"  # the sample table of older directories, without a digest in its name
 _TASK_KEYS = {
     "source": {"name", "kind", "size", "mtime_ns", "sha256", "md5"},
     "counts": {"members", "images", "masks", "jpg_bytes", "refused_members", "refused", "doubtful"},

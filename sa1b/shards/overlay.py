@@ -30,7 +30,7 @@ def largest_first(runs: Runs) -> npt.NDArray[np.int64]:
 
 
 def display_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
-    """Height and width at which an image is displayed: its own, or less for a limit of the longer side."""
+    """Height and width of the displayed image: its own size, smaller if the longer side exceeds a limit."""
     if max(height, width) <= longer_side:
         return height, width
     return jpeg.scaled_size(height, width, longer_side)

@@ -73,8 +73,8 @@ class Sample(display.Displayed):
         """Masks as pixels at source resolution, equal to what pycocotools decodes.
 
         The frame is that of the annotations, `annotations.height` x `annotations.width` pixels, also where
-        the stored image is smaller. 100 masks of 2250 x 1500 pixels take 338 MB: select what you need, or
-        have the masks at another size from the runs (`sa1b.masks.rasterize(sample.runs, height, width)`).
+        the stored image is smaller. 100 masks of 2250 x 1500 pixels take 338 MB: select the masks you need,
+        or rasterise the runs at another size (`sa1b.masks.rasterize(sample.runs, height, width)`).
 
         Args:
             select: integers [K] or bool [N], the masks to decode; None: all N, in the order of the

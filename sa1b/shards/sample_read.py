@@ -81,7 +81,7 @@ class PendingRead:
 
     Attributes:
         location: where it lies.
-        reader: of the root.
+        reader: reads the dataset directory.
         begun: the pending read; it covers a block of samples if `origin` is not the start of this sample.
         origin: offset in the shard at which the read begins.
         shared: whether the same read returns other samples.

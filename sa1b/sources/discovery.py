@@ -6,7 +6,7 @@ A path is a tar, a folder of pairs, or a folder with any of these at any depth. 
     data/X.TAR                  the same; the source is named X
     data/sa_000021/sa_5.jpg     a folder of pairs, see `sa1b.sources.folder`
     data/x.tar.gz.part          not taken: a partial download
-    data/notes.txt              not taken: neither a tar nor half of a pair
+    data/notes.txt              not taken: neither a tar nor a member of a pair
 """
 
 import os
@@ -256,4 +256,4 @@ def _why_not_taken(path: Path, found: os.stat_result) -> str | None:
     with path.open("rb") as file:
         head = file.read(6)
     what = next((what for magic, what in _MAGIC.items() if head.startswith(magic)), None)
-    return f"{what}; only plain and gzip tars are read" if what else "neither a tar nor half of a pair"
+    return f"{what}; only plain and gzip tars are read" if what else "neither a tar nor a member of a pair"

@@ -38,7 +38,7 @@ class Ignore:
 
 
 def is_pair_name(name: str) -> bool:
-    """Whether a file of this name is half of a pair."""
+    """Whether a file of this name is a member of a pair."""
     named = parse_member_path(name)
     return named is not None and named.ending != "masks"
 

@@ -69,7 +69,7 @@ class Spill:
 
 
 def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPair | Refusal | Damage]:
-    """Pairs in the order they complete, everything else in the order it comes, the unpaired last.
+    """Yield pairs as they complete and other items as they arrive; members without a partner come last.
 
     The first member of a pair is kept in the spill until its partner comes. Folders are skipped.
     """

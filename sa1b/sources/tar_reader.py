@@ -26,7 +26,7 @@ from sa1b.sources.tar_stream import (
 )
 
 MAX_EXTENDED_BYTES = 1 << 20  # size limit of the pax and long-name headers of a member
-# Zeros that end an archive: two blocks, and what is missing to a whole record. The default is 20 blocks.
+# Zeros that end an archive: two blocks, and padding up to a complete record. The default is 20 blocks.
 MAX_END_BYTES = 1 << 16
 _RECORDS = [BLOCK << n for n in range(7, 15)] + [BLOCK * d * 10**n for d in range(1, 10) for n in (2, 3)]
 _WINDOW = 1 << 20

@@ -56,7 +56,7 @@ class ShardResult:
         images, masks, jpg_bytes: of complete pairs.
         bytes: read, of shard and index.
         largest: as in a task file, of complete pairs.
-        odd: what differs between the numbers and the mask (area, bbox, empty_mask) -> images. Only deep. Not
+        odd: differences between numbers and masks (area, bbox, empty_mask) -> images. Only deep. Not
             damage by itself: ingest keeps such images and counts them as warnings.
         odd_images: the same -> offset and id of the first of them.
         unchecked: why the shard could not be checked, which is no damage; None: it was checked.

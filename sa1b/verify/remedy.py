@@ -15,7 +15,7 @@ class Remedy:
     Attributes:
         root: the dataset directory.
         options: options of the dataset; None: unknown.
-        folders: names of sources that are folders of pairs; others are taken for tars.
+        folders: names of sources that are folders of pairs; others are treated as tars.
     """
 
     root: Path

@@ -18,8 +18,8 @@ class Finding:
         message: what is wrong.
         remedy: the shortest command that repairs it, or what else to do.
         shard: name of the shard concerned, None for damage of no one shard.
-        offset: bytes from the start of the shard, where there is a place.
-        image_id: the image concerned, where there is one.
+        offset: bytes from the start of the shard; None if the damage has no position.
+        image_id: the image concerned; None if there is none.
     """
 
     kind: str

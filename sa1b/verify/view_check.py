@@ -1,6 +1,6 @@
 """Checks of views/: every document, its image ids and row numbers, and that the images are in the dataset.
 
-A document is checked by its fields and its own digest, its condition is not evaluated. The digest of a view
+The check of a document covers its fields and its digest. Its condition is not evaluated. The digest of a view
 is made from its image ids and its condition on masks (see sa1b.views.view): a condition that was changed no
 longer has the digest that names the file.
 """
@@ -126,7 +126,7 @@ def _lost(ids: Any, table: SampleTable) -> int:
 
 
 def _again(root: Path, document: dict[str, Any]) -> str:
-    """The command that makes a view again."""
+    """The command that rebuilds a view."""
     chosen = document.get("chosen_by")
     flags = [f"--{flag} {shlex.quote(str(value))}" for flag, value in (chosen or {}).items()]
     flags += [f"--name {shlex.quote(str(name))}" for name in document["names"][:1]]

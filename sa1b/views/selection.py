@@ -53,7 +53,7 @@ class Selection:
     missing: Literal["refuse", "skip", "list"] = "refuse"
 
     def flags(self) -> dict[str, str]:
-        """Flag -> value, those that were given."""
+        """Flag -> value, for all flags that are set."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.held_out is None:
             del values["split"]

@@ -216,7 +216,7 @@ def write_view(
     digest = view_digest(ids_sha256, masks_where)
     final = document_path(root, out, digest)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with lock(final.parent, wait=True):  # of those that write views; readers take none
+    with lock(final.parent, wait=True):  # a lock of writers; readers take none
         others = views_at(root, out)
         names = {one for other in others if other.digest == digest for one in other.names}
         check_free(others, out, name, digest, overwrite=overwrite)

@@ -33,7 +33,7 @@ def test_what_is_not_taken_is_listed_and_makes_the_exit_code_3(downloads, tmp_pa
     done = reshard(downloads, "--out", tmp_path / "root")
     assert done.returncode == 3, done.stderr
     assert "not taken: 2 paths; exclude with --ignore PATTERN" in done.stdout
-    assert f"{downloads / 'notes.txt'}: neither a tar nor half of a pair" in done.stdout
+    assert f"{downloads / 'notes.txt'}: neither a tar nor a member of a pair" in done.stdout
     assert f"{downloads / 'batch1' / 'sa_000021.tar.gz.part'}: a partial download" in done.stdout
     assert tiny.read_back(tmp_path / "root").keys() == set(IDS)
 
