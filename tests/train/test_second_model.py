@@ -108,7 +108,7 @@ NEUTRAL = (
     *("estimate.py", "health.py", "control.py", "checkpoint/tensors.py", "checkpoint/checkpoints.py"),
     *("checkpoint/files.py", "../train.py"),
 )
-NAMES = r"sa1b\.sam|\bSam\b|Interactive|image_encoder\.|mask_decoder|prompt_encoder|focal|dice|iou"
+NAMES = r"sa1b\.sam|\bSam\b|Interactive|image_encoder\.|mask_decoder|prompt_encoder|focal|dice|\biou"
 
 
 @pytest.mark.parametrize("module", NEUTRAL)
