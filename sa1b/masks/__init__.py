@@ -1,19 +1,20 @@
 """Masks: COCO's strings, runs, geometry on runs, dense masks.
 
-A mask is stored as runs (`Runs`) and becomes pixels last, directly at the requested size. The modules:
+A mask is stored as runs (`Runs`) and is rasterised last, directly at the requested size. The modules:
 
-    runs          the ragged pair that carries all masks of an image
+    runs          all masks of an image as two arrays: run lengths and offsets
     coco          COCO's compressed strings to runs and back
     geometry      area, boxes, crop, flips, resize and the padded frame, on runs
-    points        is a point inside, a uniform point inside, on runs
+    points        point-in-mask test and uniform points of a mask, on runs
     overlap       intersection and IoU, on runs
-    grid          which source pixel a target pixel reads: the one rule of every back end
+    grid          rule for the source pixel that a target pixel reads, common to all back ends
     raster        runs to pixels on the CPU
     raster_torch  the same bits in plain torch, on any device
     raster_triton the same bits from Triton kernels (kernels_triton), on a CUDA device
 
-A back end for tensors is a module with the two functions `rasterize` and `rasterize_frame` of raster_torch,
-same arguments, same bits, verified against grid's rule by the same tests. Only these back ends import torch.
+A back end for tensors is a module with the functions `rasterize` and `rasterize_frame`. They take the
+arguments of those in raster_torch and return the same bits. The same tests verify each back end against the
+rule in grid. Only these back ends import torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Pixels to runs: for masks that a model predicts."""
+"""Pixels to runs, for masks that a model predicts."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,7 +1,7 @@
 """Geometry of masks on their runs, without pixels.
 
-Every result equals the same operation on the decoded pixels exactly. Pixel frames: x counts columns, y rows,
-both from the top left pixel of the image.
+Every result equals the same operation on the decoded pixels exactly. In every pixel frame, x counts columns
+and y counts rows, from the top left pixel of the image.
 """
 
 from operator import index
@@ -24,8 +24,8 @@ def area(runs: Runs) -> npt.NDArray[np.int64]:
 def bbox(runs: Runs) -> npt.NDArray[np.int64]:
     """COCO's bounding box of each mask, int64 [N, 4]: x, y, width, height in pixels; zeros for an empty mask.
 
-    The box of the pixels. It equals pycocotools' toBbox on every mask without runs of length zero after the
-    first; on those pycocotools can differ: it counts both ends of a foreground run that has no pixel.
+    This is the box of the pixels. It equals pycocotools' toBbox if no run after the first has length zero.
+    With such runs pycocotools can differ, because it counts both ends of a foreground run without pixels.
     """
     out = np.empty((len(runs), 4), np.int64)
     measures.bbox(runs.runs, runs.offsets, runs.height, runs.width, out)
@@ -36,7 +36,7 @@ def bbox(runs: Runs) -> npt.NDArray[np.int64]:
 def bbox_sa1b(runs: Runs) -> npt.NDArray[np.int64]:
     """SA-1B's bounding box of each mask, int64 [N, 4]: x, y, width - 1, height - 1; zeros for an empty mask.
 
-    SA-1B takes last minus first pixel, so that a mask of one column has width 0.
+    In SA-1B, the width is the last column minus the first, so a mask of one column has width 0.
     """
     out = bbox(runs)
     out[:, 2:] = np.maximum(out[:, 2:] - 1, 0)
@@ -58,13 +58,13 @@ def crop(runs: Runs, x: int, y: int, width: int, height: int) -> Runs:
 
     Raises:
         SizeError: width or height is not a size of an image.
-        ValueError: a window that does not lie inside the image.
+        ValueError: the window is not inside the image.
     """
     height, width = check_size(height, width)
     x, y = index(x), index(y)
     if x < 0 or y < 0 or x + width > runs.width or y + height > runs.height:
         raise ValueError(
-            f"window x {x}, y {y}, {width} wide, {height} high lies outside "
+            f"window x {x}, y {y}, {width} wide, {height} high is outside "
             f"the image of {runs.height} x {runs.width} pixels (height x width)"
         )
     firsts = np.clip(np.arange(runs.height + 1) - y, 0, height)
@@ -85,11 +85,11 @@ def flip_vertical(runs: Runs) -> Runs:
 
 
 def resize(runs: Runs, height: int, width: int) -> Runs:
-    """The masks at another size: the nearest neighbour of pixel centres, in integers.
+    """Masks resized by nearest neighbour of pixel centres, in integers.
 
-    Along each axis target pixel d takes source pixel ((2 * d + 1) * n) // (2 * m), n and m being source and
-    target size in pixels. The same size returns the masks in canonical form (no runs of length zero after
-    the first).
+    Along each axis, target pixel d reads source pixel ((2 * d + 1) * n) // (2 * m), with n the source size
+    and m the target size in pixels. The same size returns the masks in canonical form (no runs of length zero
+    after the first).
 
     Args:
         runs: masks of one image, N of them.
@@ -106,13 +106,13 @@ def resize(runs: Runs, height: int, width: int) -> Runs:
 def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None = None) -> Runs:
     """The masks in the padded square of image_size pixels that holds the resized image, at size x size.
 
-    The image lies at the top left; the rest is background (the formula: sa1b.masks.grid).
+    The image is at the top left; the rest is background. sa1b.masks.grid has the formula.
 
     Args:
         runs: masks of one image, N of them.
         image_size: pixels of the square.
-        size: pixels at which the square is seen.
-        taken: rows and columns that the image takes of the square; by default its longer side takes all.
+        size: pixels of the result, to which the square is resized.
+        taken: rows and columns of the square that the image covers; by default its longer side covers all.
 
     Returns:
         N masks of an image of size x size pixels.
@@ -128,7 +128,7 @@ def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None 
 def remap(
     runs: Runs, columns: npt.NDArray[np.int64], firsts: npt.NDArray[np.int64], target_height: int
 ) -> Runs:
-    """The masks read through a table for each axis (see sa1b.masks.compiled.transforms.remap)."""
+    """Masks remapped by a table for each axis (see sa1b.masks.compiled.transforms.remap)."""
     boxes = np.empty((len(runs), 4), np.int64)
     measures.bbox(runs.runs, runs.offsets, runs.height, runs.width, boxes)
     source = (runs.runs, runs.offsets, runs.height, runs.width, boxes)

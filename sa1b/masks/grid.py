@@ -1,27 +1,29 @@
-"""Which source pixel a target pixel reads, along one axis: the one rule of every back end.
+"""The rule for the source pixel that a target pixel reads, along one axis, for all back ends.
 
-Target pixel d reads source pixel ((2 * d + 1) * numerator) // denominator: the pixel under its centre, in
-integers, so that every back end takes the same one. Beyond the last source pixel there is background.
+Target pixel d reads source pixel ((2 * d + 1) * numerator) // denominator, the pixel at its centre. The
+arithmetic is in integers, so that every back end reads the same pixel. Pixels beyond the last source pixel
+are background.
 
-Resizing an axis of n pixels to m: numerator n, denominator 2 * m. The frame is a square of S = image_size
-pixels (L the longer side of the image) that holds the image, resized, at its top left:
+To resize an axis of n pixels to m, the numerator is n and the denominator 2 * m. The frame is a square of
+S = image_size pixels with the resized image at its top left (L is the longer side of the image):
 
     len_S = max(1, (2 * len * S + L) // (2 * L))            pixels that an axis of len takes of the S
     src   = ((2 * dst + 1) * S * len) // (2 * size * len_S)  for a dense mask of the frame at `size`
 
-so that a mask at 256 lies exactly where the image lies at 1024. An image that is stretched, or scaled by a
-transform, takes other len_S pixels of the square: they come with it (`taken`), the second line stays.
+So a mask at 256 covers exactly the part of the frame that the image covers at 1024. For an image that is
+stretched, or scaled by a transform, the caller passes other values of len_S (`taken`); the second line stays
+the same.
 
-Points and boxes are in pixels of the square, x right and y down. Pixel i covers i to i + 1, its centre is at
-i + 0.5. Both name source pixels by their centres: a point at source pixel x is (x + 0.5) * len_S / len, and a
-box is x0, y0, x1, y1, the centres of the first and the last column and row of its mask. So the box of a mask
-of one pixel is its point twice, and width and height are SA-1B's, last minus first pixel. That is the
-convention of the published model: its boxes are first and last pixel indices (`batched_mask_to_box`), and its
-prompt encoder adds 0.5 to points and to box corners alike. Prompts of sa1b.sam, where a pixel's centre has an
-integer index, are these coordinates minus 0.5.
+Points and boxes are in pixels of the square, x right and y down. Pixel i covers i to i + 1, and its centre is
+at i + 0.5. A point is the centre of a source pixel: for source pixel x it is at (x + 0.5) * len_S / len. A
+box is x0, y0, x1, y1, the centres of the first and the last column and row of its mask. So both corners of
+the box of a mask of one pixel are the same point, and width and height are those of SA-1B, last minus first
+pixel. The published model has the same convention: its boxes are first and last pixel indices
+(`batched_mask_to_box`), and its prompt encoder adds 0.5 to both points and box corners. Prompts of sa1b.sam,
+where a pixel's centre has an integer index, are these coordinates minus 0.5.
 
-This module is the rule for numpy and the compiled kernels; sa1b.masks.raster_torch has it for torch and
-Triton. There is no third implementation.
+This module implements the rule for numpy and the compiled kernels; sa1b.masks.raster_torch implements it for
+torch and Triton. There is no third implementation.
 """
 
 from dataclasses import dataclass
@@ -36,11 +38,11 @@ from sa1b.masks.runs import check_size
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How one axis of `source` pixels is read for `target` pixels.
+    """The mapping of `target` pixels to `source` pixels along one axis.
 
     Attributes:
         source, target: pixels.
-        numerator, denominator: of the rule above, without a common divisor.
+        numerator, denominator: of the rule in the module's docstring, without a common divisor.
     """
 
     source: int
@@ -71,7 +73,7 @@ def firsts(axis: Axis) -> npt.NDArray[np.int64]:
 
 
 def axis(source: int, target: int, numerator: int, denominator: int) -> Axis:
-    """The rule in lowest terms; ValueError where its products would leave int64."""
+    """The axis with a reduced fraction; ValueError if products would overflow int64."""
     divisor = gcd(numerator, denominator)
     numerator, denominator = numerator // divisor, denominator // divisor
     if max((2 * target + 1) * numerator, (source + 1) * denominator) >= 2**63:
@@ -80,21 +82,21 @@ def axis(source: int, target: int, numerator: int, denominator: int) -> Axis:
 
 
 def resized(source: tuple[int, int], target: tuple[int, int]) -> tuple[Axis, Axis]:
-    """The rows and the columns of an image of source (height, width) resized to target (height, width)."""
+    """The axes (rows, columns) of an image resized from source (height, width) to target (height, width)."""
     source, target = check_size(*source), check_size(*target)
     rows, columns = (axis(s, t, s, 2 * t) for s, t in zip(source, target, strict=True))
     return rows, columns
 
 
 def scaled_side(side: int, longer: int, longer_scaled: int) -> int:
-    """The pixels that one side takes when the image's longer side is scaled to `longer_scaled`, rounded."""
+    """Pixels of one side after the image's longer side is scaled to `longer_scaled`, rounded."""
     return max(1, (2 * side * longer_scaled + longer) // (2 * longer))
 
 
 def framed_size(height: int, width: int, image_size: int) -> tuple[int, int]:
-    """Rows and columns that an image takes of the padded square of image_size pixels.
+    """Rows and columns of the padded square of image_size pixels that an image covers.
 
-    The longer side takes image_size; the shorter one is rounded to the nearest pixel and is at least 1.
+    The longer side has image_size; the shorter one is rounded to the nearest pixel and is at least 1.
 
     Raises:
         SizeError: height and width, or image_size, are not sizes of an image.
@@ -108,9 +110,9 @@ def framed_size(height: int, width: int, image_size: int) -> tuple[int, int]:
 def framed(
     source: tuple[int, int], image_size: int, size: int, taken: tuple[int, int] | None = None
 ) -> tuple[Axis, Axis]:
-    """The rows and the columns of the padded square of image_size pixels, rasterised at size x size.
+    """The axes (rows, columns) of the padded square of image_size pixels, rasterised at size x size.
 
-    taken: rows and columns that the image takes of the square; by default its `framed_size`.
+    taken: rows and columns of the square that the image covers; by default its `framed_size`.
 
     Raises:
         ValueError: the image does not fit into the square.

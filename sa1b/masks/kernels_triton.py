@@ -1,12 +1,12 @@
-"""The Triton kernels of sa1b.masks.raster_triton, which says how they work together and what they cost.
+"""The Triton kernels of sa1b.masks.raster_triton, which documents how they work together and their cost.
 
 They read the source by the rule of sa1b.masks.grid, in int64. A key is source column * height + row of the
-dense mask:
-that of a source position has the first row that reads its pixel or one below, so keys ascend with positions,
-and pixel [row, column] is foreground in the run that has start key <= its own key < stop key.
+dense mask. The row in the key of a source position is the first one that reads its pixel or a pixel below it.
+So keys ascend with positions, and pixel [row, column] belongs to the run with start key <= key of the pixel <
+stop key.
 
-Loops whose bounds are loaded are `while` loops: Triton 3.6's interpreter cannot take a loaded number as the
-bound of a `range` under numpy 2.4.
+Loops with loaded bounds are `while` loops: with numpy 2.4, Triton 3.6's interpreter does not accept a loaded
+number as a bound of `range`.
 """
 
 try:
@@ -17,14 +17,14 @@ except ImportError as error:
 
 from sa1b.masks import raster_torch
 
-NEVER = tl.constexpr(2**31 - 1)  # a row below every raster
-COMPILED = not triton.knobs.runtime.interpret  # for a GPU, or else run by Triton's interpreter
-# The formulas of sa1b.masks.raster_torch, compiled; the interpreter calls them as they are.
+NEVER = tl.constexpr(2**31 - 1)  # a row below every dense mask
+COMPILED = not triton.knobs.runtime.interpret  # False: Triton's interpreter runs the kernels
+# The formulas of sa1b.masks.raster_torch, compiled; the interpreter calls the Python functions.
 framed_side, source_pixel, first_target = (
     triton.jit(formula) if COMPILED else formula
     for formula in (raster_torch.framed_side, raster_torch.source_pixel, raster_torch.first_target)
 )
-# Arguments whose values and addresses change from batch to batch: no kernel is compiled for one of them.
+# Arguments whose values and addresses change from batch to batch: kernels are not specialised for them.
 VARYING = ["runs", "offsets", "heights", "widths", "takens", "flips", "image_size", "height", "width"]
 
 
@@ -32,7 +32,7 @@ VARYING = ["runs", "offsets", "heights", "widths", "takens", "flips", "image_siz
 def axis(
     source: tl.tensor, taken: tl.tensor, image_size: tl.tensor, target: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Numerator and denominator of the rule; image_size 0 is a plain resize, where `taken` is 1."""
+    """Numerator and denominator of the rule. For a plain resize, image_size is 0 and `taken` is 1."""
     return source * tl.maximum(image_size, 1), taken * target * 2
 
 
@@ -54,10 +54,11 @@ def measure_masks(
     FLIPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of each mask the keys of its runs' ends, keys int64 [R], and its place, places int64 [N, 8].
+    """Write the keys of the ends of the runs into keys, int64 [R], and a row for each mask into places, int64
+    [N, 8].
 
-    A place: top, bottom, left and right of the mask's box in the dense mask (all of the mask, nothing beyond
-    the image), numerator and denominator of its columns, and the source column that mirrors column 0, or -1.
+    A row of places: top, bottom, left and right of the mask's box in the dense mask, clipped to the image;
+    numerator and denominator of its columns; the source column that mirrors column 0, or -1.
     """
     mask = tl.program_id(0).to(tl.int64)
     if SIZES:
@@ -81,8 +82,8 @@ def measure_masks(
     numerator, denominator = axis(source_width, columns, image_size, width)
 
     start, stop = tl.load(offsets + mask), tl.load(offsets + mask + 1)
-    position = tl.full((), 0, tl.int64)  # where the runs read so far end
-    lasts = tl.zeros((BLOCK,), tl.int64)  # of the source, by place in the block: one fold each, at the end
+    position = tl.full((), 0, tl.int64)  # end of the runs read so far
+    lasts = tl.zeros((BLOCK,), tl.int64)  # per lane of the block, in source pixels; reduced once at the end
     begins = lasts + source_height * source_width
     tops, bottoms = lasts + source_height, lasts
     first = start
@@ -100,7 +101,7 @@ def measure_masks(
         begins = tl.where(filled, tl.minimum(begins, ends - lengths), begins)
         lasts = tl.where(filled, tl.maximum(lasts, ends), lasts)
         bottom = tl.where(row == 0, source_height, row)
-        within = lengths <= bottom  # or else the run lies in several columns and touches top and bottom
+        within = lengths <= bottom  # False: the run is in several columns and touches top and bottom
         tops = tl.where(filled, tl.minimum(tops, tl.where(within, bottom - lengths, 0)), tops)
         bottom = tl.where(within, bottom, source_height)
         bottoms = tl.where(filled, tl.maximum(bottoms, bottom), bottoms)
@@ -127,7 +128,7 @@ def measure_masks(
 def following(
     keys: tl.tensor, run: tl.tensor, count: tl.tensor, base: tl.tensor, bottom: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The rows start <= row < stop of a foreground run in each column; NEVER where it has none."""
+    """The rows start <= row < stop of a foreground run in each column; NEVER if it has none there."""
     place = keys + 2 * run.to(tl.int64)
     start = tl.load(place, mask=run < count, other=0) - base
     stop = tl.load(place + 1, mask=run < count, other=0) - base
@@ -169,14 +170,14 @@ def draw(
     COLUMNS: tl.constexpr,
     ONE: tl.constexpr,
 ) -> None:
-    """Write ROWS rows from `top` of these columns of a mask, but nothing from the limits on."""
+    """Write ROWS rows of these columns of a mask, starting at `top`, but nothing at or beyond the limits."""
     read = source_pixel(column.to(tl.int64), tl.load(place + 4), tl.load(place + 5))
     mirror = tl.load(place + 6)
     base = tl.where(mirror < 0, read, mirror - read) * height
 
     first = tl.load(offsets)
     keys += first
-    count = ((tl.load(offsets + 1) - first) // 2).to(tl.int32)  # of foreground runs
+    count = ((tl.load(offsets + 1) - first) // 2).to(tl.int32)  # number of foreground runs
     bottom = tl.load(place + 1)
     inside = (column >= tl.load(place + 2)) & (column < tl.load(place + 3))
 
@@ -218,7 +219,9 @@ def fill(
     COLUMNS: tl.constexpr,
     ONE: tl.constexpr,
 ) -> None:
-    """One of `programs` programs a mask: a tile of it; with CLEARED every programs-th tile of its box."""
+    """Fill one tile of a mask; with CLEARED, every tile of its box with this program's number modulo
+    `programs`.
+    """
     mask = (tl.program_id(0) // programs).to(tl.int64)
     tile = tl.program_id(0) % programs
     offsets += mask

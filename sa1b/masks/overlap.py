@@ -1,4 +1,4 @@
-"""Overlap of masks, every one of a list with every one of another. On runs, without pixels."""
+"""Overlap of every mask of one list with every mask of another, on runs, without pixels."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,11 +9,11 @@ from sa1b.masks.runs import Runs
 
 
 def intersection(a: Runs, b: Runs) -> npt.NDArray[np.int64]:
-    """Pixels that are foreground in both masks of a pair.
+    """Number of pixels that are foreground in both masks of a pair.
 
     Args:
         a: Na masks.
-        b: Nb masks of the same image, or of one of the same size.
+        b: Nb masks of the same image, or of an image of the same size.
 
     Returns:
         int64 [Na, Nb].
@@ -23,7 +23,8 @@ def intersection(a: Runs, b: Runs) -> npt.NDArray[np.int64]:
     """
     if (a.height, a.width) != (b.height, b.width):
         raise ValueError(
-            f"masks of {a.height} x {a.width} pixels cannot meet masks of {b.height} x {b.width} pixels"
+            f"masks of {a.height} x {a.width} pixels cannot be compared with masks of "
+            f"{b.height} x {b.width} pixels"
         )
     out = np.empty((len(a), len(b)), np.int64)
     ends_a, spans_a, boxes_a = prepare(a)
@@ -33,11 +34,11 @@ def intersection(a: Runs, b: Runs) -> npt.NDArray[np.int64]:
 
 
 def iou(a: Runs, b: Runs) -> npt.NDArray[np.float64]:
-    """Intersection over union of each pair of masks: bit for bit pycocotools.mask.iou without crowd.
+    """Intersection over union of each pair of masks, with the bits of pycocotools.mask.iou without crowd.
 
     Args:
         a: Na masks.
-        b: Nb masks of the same image, or of one of the same size.
+        b: Nb masks of the same image, or of an image of the same size.
 
     Returns:
         float64 [Na, Nb], 0 to 1; 0 where both masks are empty.

@@ -1,6 +1,6 @@
-"""Points and masks: is a point inside, and which points lie inside. On runs, without pixels.
+"""Point-in-mask test and points of a mask by number, on runs, without pixels.
 
-A point is (x, y): column and row of a pixel, from the top left of the image. One point for each mask.
+A point is (x, y): column and row of a pixel, from the top left of the image. Each mask has one point.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ def contains(runs: Runs, points: npt.NDArray[np.integer]) -> npt.NDArray[np.bool
 
 
 def nth_foreground(runs: Runs, n: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """The foreground pixel number n[i] of mask i, counted from 0 down the columns from the left.
+    """Foreground pixel number n[i] of mask i, counted from 0 down the columns, from left to right.
 
     Args:
         n: integers [N].
@@ -51,10 +51,10 @@ def nth_foreground(runs: Runs, n: npt.NDArray[np.integer]) -> npt.NDArray[np.int
 
 
 def uniform_point(runs: Runs, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """A foreground pixel of each mask, every one as likely as the others.
+    """A random foreground pixel of each mask, all with the same probability.
 
-    Foreground pixel number floor(word * area / 2**64): over all words the probability of a pixel is
-    1 / area to within 2**-64. The words come from a counter-based generator, so that a point is a formula.
+    Foreground pixel number floor(word * area / 2**64): over all words, the probability of a pixel is 1 / area
+    to within 2**-64. With words from a counter-based generator the point is reproducible.
 
     Args:
         words: random uint64 [N], uniform over all 64 bits; see `sa1b.hashing.random_words`.
@@ -68,7 +68,7 @@ def uniform_point(runs: Runs, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.i
     words = np.asarray(words)
     if words.dtype != np.uint64 or words.shape != (len(runs),):
         raise ValueError(f"words must be uint64 [{len(runs)}], got {words.dtype} {list(words.shape)}")
-    areas = geometry.area(runs).astype(np.uint64)  # below 2**32: no product below leaves 64 bits
+    areas = geometry.area(runs).astype(np.uint64)  # below 2**32, so the products fit 64 bits
     half = np.uint64(32)
     low = (words & np.uint64(0xFFFFFFFF)) * areas >> half
     ranks = (words >> half) * areas + low >> half
@@ -80,6 +80,6 @@ def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> npt.ND
     array = np.asarray(values)
     if array.shape != shape or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"{name} must be integers {list(shape)}, got {array.dtype} {list(array.shape)}")
-    if array.dtype == np.uint64:  # too large for int64 is outside every image
+    if array.dtype == np.uint64:  # a value too large for int64 is outside every image
         array = np.minimum(array, np.uint64(2**62))
     return np.ascontiguousarray(array, np.int64)

@@ -1,10 +1,10 @@
-"""Masks as pixels, from their runs straight to the size that is asked for.
+"""Masks as pixels, rasterised from their runs directly at the requested size.
 
-Every raster equals "decode with pycocotools, then take the source pixels of sa1b.masks.grid by integer
-indexing", bit for bit. The source is never decoded at its own size.
+Every dense mask has the bits of this reference: decode with pycocotools, then index with the source pixels of
+sa1b.masks.grid. The source is never decoded at its own size.
 
-64 masks of 2250x1500 into a used buffer, one thread: 1.3 ms at 1024x1024, of which clearing the buffer takes
-0.7, and 0.11 ms at 256x256; pycocotools and cv2.resize take 206 and 175 ms
+64 masks of 2250x1500 into a reused buffer, one thread: 1.3 ms at 1024x1024, including 0.7 ms to clear the
+buffer, and 0.11 ms at 256x256; pycocotools and cv2.resize take 206 and 175 ms
 (`pytest benchmarks/test_masks.py -k raster`).
 """
 
@@ -29,15 +29,15 @@ def rasterize(
 ) -> Raster:
     """Masks of one image as pixels, resized to height x width; equal to `sa1b.masks.resize` on runs.
 
-    A pixel takes the source pixel nearest to its centre, computed in integers: see `sa1b.masks.grid`.
+    A pixel reads the source pixel nearest to its centre, computed in integers; see `sa1b.masks.grid`.
 
     Args:
         runs: masks of one image, N of them.
         height: pixels of a dense mask; by default those of the image.
         width: pixels of a dense mask; by default those of the image.
         select: which masks, K of them, as for `Runs.select`; by default all.
-        out: buffer to write, uint8 or bool [K, height, width], C-contiguous. Nothing else is allocated that
-            grows with it.
+        out: buffer to write, uint8 or bool [K, height, width], C-contiguous. No other allocation grows with
+            the dense masks.
         dtype: uint8 or bool, of a new buffer.
 
     Returns:
@@ -70,13 +70,13 @@ def rasterize_frame(
         runs: masks of one image, N of them.
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of a dense mask.
-        taken: rows and columns that the image takes of the square; by default its longer side takes all.
+        taken: rows and columns of the square that the image covers; by default its longer side covers all.
         select: which masks, K of them, as for `Runs.select`; by default all.
         out: buffer to write, uint8 or bool [K, size, size], C-contiguous.
         dtype: uint8 or bool, of a new buffer.
-        boxes: int64 [K, 4], of each mask of `out` the rows and columns (top, bottom, left, right) outside of
-            which all is 0 already; those of the new masks replace them. So pixels that are reused
-            are cleared only where they were set. By default nothing is known and all is cleared.
+        boxes: int64 [K, 4], for each mask of `out` the box (top, bottom, left, right, in rows and columns)
+            outside which all pixels are 0 already. The boxes of the new masks are written to it. So a reused
+            buffer is cleared only where it was set. By default the complete buffer is cleared.
 
     Returns:
         `out`, or a new [K, size, size]: 1 is foreground, 0 background and padding.

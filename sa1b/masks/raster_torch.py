@@ -1,7 +1,7 @@
-"""Masks as pixels on any device, in plain torch: the bits of sa1b.masks.raster.
+"""Masks as pixels on any device, in plain torch, with the bits of sa1b.masks.raster.
 
-The masks may belong to images of different sizes, so that one call fills a whole batch. No loop over masks or
-runs; beside the output the memory is a few int64 for each run and for each column of each mask.
+The masks may belong to images of different sizes, so that one call fills a whole batch. There is no loop over
+masks or runs. Apart from the output, memory is a few int64 for each run and for each column of each mask.
 
 64 masks of 2250x1500 on one CPU thread: 36 ms at 1024x1024, 1.7 ms at 256x256
 (`pytest benchmarks/test_masks.py -k raster`); on the CPU, use the compiled loop of
@@ -36,22 +36,23 @@ def rasterize(
     """Masks resized to height x width, as `sa1b.masks.geometry.resize`.
 
     Args:
-        runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`; decides the device.
+        runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`. Its device is used.
         offsets: int64 [N + 1], on the same device.
-        source_height: pixels of the image: of all masks, or integers [N] of each.
+        source_height: pixels of the image: one value for all masks, or integers [N].
         source_width: likewise. The runs of a mask must add up to its source_height * source_width.
         height: pixels of a dense mask.
         width: pixels of a dense mask.
-        flip: mirror the image left to right, all masks or bool [N] each: column x of the source is read as
-            source_width - 1 - x. Equals this function on `sa1b.masks.geometry.flip_horizontal` of the runs,
-            bit for bit. (The mirrored dense mask, `[..., ::-1]`, differs where a pixel's centre falls
-            between two source columns, as at exactly half the size.)
+        flip: mirror the image left to right, one value for all masks or bool [N]: column
+            source_width - 1 - x of the source is read in place of column x. Equals this function on
+            `sa1b.masks.geometry.flip_horizontal` of the runs, bit for bit. The mirrored
+            dense mask, `[..., ::-1]`, differs if the centre of a pixel falls between two source columns, as
+            at exactly half the size.
         out: buffer to write, [N, height, width] of a dtype below, contiguous, on the same device.
         dtype: torch.uint8, bool, bfloat16 or float32, of a new buffer.
 
     Returns:
-        `out`, or a new [N, height, width]: 1 is foreground, 0 background. On a CUDA device nothing waits for
-        the result as long as the source sizes are ints or lie on the CPU.
+        `out`, or a new [N, height, width]: 1 is foreground, 0 background. On a CUDA device the host does not
+        wait for the result if the source sizes are ints or on the CPU.
 
     Raises:
         SizeError: height or width is not a size of an image.
@@ -77,7 +78,7 @@ def rasterize_frame(
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """Masks in the padded square of image_size pixels, seen at size x size, as `sa1b.masks.geometry.frame`.
+    """Masks in the padded square of image_size pixels, rasterised at size x size, as `geometry.frame`.
 
     Args:
         runs: integers [R], as for `rasterize`.
@@ -86,9 +87,9 @@ def rasterize_frame(
         source_width: likewise.
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of a dense mask.
-        taken: int64 [N, 2], rows and columns that each mask's image takes of the square, 1 to image_size; by
-            default its longer side takes all.
-        flip: mirrors the image within its own width: the padding stays on the right.
+        taken: int64 [N, 2], rows and columns of the square that each mask's image covers, 1 to image_size; by
+            default its longer side covers all.
+        flip: mirror the image within its width; the padding stays on the right.
         out: buffer to write, [N, size, size], as for `rasterize`.
         dtype: of a new buffer, as for `rasterize`.
 
@@ -111,7 +112,7 @@ def rasterize_frame(
 
 
 def framed_sizes(source_sizes: Tensor, image_size: int) -> Tensor:
-    """Rows and columns that images take in the padded square, int64 [N, 2]; see sa1b.masks.grid."""
+    """Rows and columns of the padded square that images cover, int64 [N, 2]; see sa1b.masks.grid."""
     longer = source_sizes.amax(dim=1, keepdim=True) if len(source_sizes) else source_sizes[:, :1]
     framed: Tensor = framed_side(source_sizes, longer, image_size)
     return framed
@@ -127,10 +128,10 @@ def empty_frames(
     *,
     taken: Tensor | None = None,
 ) -> Tensor:
-    """Masks of which `rasterize_frame` sets no pixel, bool [N], from their runs alone. Nothing waits.
+    """Whether `rasterize_frame` sets no pixel of a mask, bool [N], from the runs. The host does not wait.
 
-    A foreground run is a part of a column, or parts of its first and last column with all columns between
-    them: it has a pixel where rows and columns of such a part have one.
+    A foreground run is a part of one column, or a part of its first column, all columns between and a part of
+    its last column. A part sets a pixel if target pixels read both its rows and its columns.
 
     Args:
         source_height, source_width: int64 [N], on the device of the runs.
@@ -148,7 +149,7 @@ def empty_frames(
     masks = torch.arange(len(source_height), device=runs.device)
     mask = masks.repeat_interleave(offsets.diff(), output_size=len(runs))
     filled = ((number - offsets[mask]) % 2 == 1) & (lengths > 0)
-    # Positions in the mask's image: runs of a mask add up to its pixels.
+    # Positions in the mask's image: the runs of a mask add up to the pixels of its image.
     pixels = source_height * source_width
     starts = ends - lengths - (pixels.cumsum(0) - pixels)[mask]
     height = source_height[mask]
@@ -156,7 +157,7 @@ def empty_frames(
     top, bottom = starts - first * height, starts + lengths - last * height
 
     def some(axis: Axis, low: Tensor, high: Tensor) -> Tensor:
-        """Whether target pixels read source pixels low <= s < high."""
+        """Whether any target pixel reads a source pixel low <= s < high."""
         return axis.firsts(low, mask) < axis.firsts(high, mask)
 
     single = first == last
@@ -167,7 +168,7 @@ def empty_frames(
 
 
 def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
-    """Pixels of the padded square at `size` whose centre lies in the image: bool [N, size, size].
+    """Pixels of the padded square at `size` whose centre is in the image: bool [N, size, size].
 
     Args:
         framed: int64 [N, 2], rows and columns of each image in the square, as `framed_sizes` returns them.
@@ -180,7 +181,7 @@ def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
 
 
 # The rule of sa1b.masks.grid for torch; sa1b.masks.kernels_triton compiles the same three functions. So they
-# contain nothing but arithmetic, and quoted annotations, which Triton does not look up.
+# contain only arithmetic, and their annotations are quoted, because Triton does not look those up.
 
 
 def framed_side(side: "Any", longer: "Any", image_size: "Any") -> "Any":
@@ -195,7 +196,7 @@ def source_pixel(target: "Any", numerator: "Any", denominator: "Any") -> "Any":
 
 
 def first_target(source: "Any", numerator: "Any", denominator: "Any") -> "Any":
-    """How many target pixels read a source pixel before this one: `sa1b.masks.grid.Axis.firsts`."""
+    """The number of target pixels that read a source pixel before this one: `sa1b.masks.grid.Axis.firsts`."""
     return (source * denominator + numerator - 1) // (2 * numerator)
 
 
@@ -209,7 +210,7 @@ class Axis:
     denominator: Tensor
 
     def repeats(self) -> int:
-        """How many target pixels read the same source pixel at most."""
+        """The largest number of target pixels that read the same source pixel."""
         return int((self.denominator / (2 * self.numerator)).ceil().amax())
 
     def to(self, device: torch.device) -> "Axis":
@@ -250,7 +251,7 @@ def fill_axes(
     out: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Set where a pixel differs from the one above it, +1 or -1, then sum down the columns.
+    """Mark each pixel that differs from the one above it by +1 or -1, then sum down the columns.
 
     Sums are taken over words of eight pixels: every byte of every sum is 0 or 1, so the carries that the -1
     send through a word cancel out.
@@ -277,7 +278,7 @@ def fill_axes(
     masks = torch.arange(count, device=device)
     mask_of = masks.repeat_interleave(offsets.diff(), output_size=len(runs))
     sizes = rows.source * columns.source
-    before = sizes.cumsum(0) - sizes  # pixels of all masks before this one: `ends` runs on over masks
+    before = sizes.cumsum(0) - sizes  # pixels of all previous masks: `ends` is cumulative over masks
 
     # Inside a column: at the row where a run begins, in every target column that reads this column.
     begins = ends - lengths - before[mask_of]
@@ -314,7 +315,7 @@ def fill_axes(
 
 
 def change(words: Tensor, mask: Tensor, row: Tensor, column: Tensor, by: Tensor) -> None:
-    """Add `by`, -1, 0 or 1, to the pixels [mask, row, column]; only 0 where these lie outside."""
+    """Add `by`, -1, 0 or 1, to the pixels [mask, row, column]; those outside get 0."""
     _, height, width = words.shape
     word = torch.where(by != 0, (mask * height + row) * width + column // 8, 0)
     words.view(-1).index_add_(0, word.view(-1), (by << (column % 8 * 8)).expand_as(word).reshape(-1))

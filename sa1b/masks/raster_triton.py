@@ -1,10 +1,10 @@
-"""Masks as pixels on a CUDA device, in Triton: the functions of raster_torch, each pixel written once.
+"""Masks as pixels on a CUDA device, in Triton, with the functions of raster_torch; writes each pixel once.
 
-Same arguments, same bits. Needs triton: CUDA builds of torch bring it; else `pip install 'sa1b[kernels]'`.
+Arguments and bits are the same. Triton is required: CUDA builds of torch install it; otherwise run
+`pip install 'sa1b[kernels]'`.
 
-A dense mask is row-major, its runs go down columns, and nearly all of it is background: most of the
-time goes into writing it.
-Two launches (sa1b.masks.kernels_triton):
+A dense mask is row-major, its runs go down columns, and nearly all of it is background, so most of the time
+is spent on writes. There are two launches (sa1b.masks.kernels_triton):
 
     measure_masks   One program a mask sums up its runs and turns the end of each into one integer, its key:
                     source column and row of the dense mask. It also finds the box of the mask there.
@@ -19,10 +19,11 @@ a mask and boxes of 1.4 % of an image on average:
     "cleared"   zero_() first, then `fill` writes the boxes only: 15 MB more, one launch more         1.02 x
     (bit masks  a bit a pixel, down the columns, and a second kernel that expands them: 268 MB more   1.25 x)
 
-`DESIGN` picks the first or the second; both are these counts so far, not times. To measure: on a CUDA machine
-`pytest -s benchmarks/test_raster_triton.py` prints the time of both beside zero_() and which constants below
-are best. The wide stores need a width that is a multiple of 16 and an `out` at an address that is one, as any
-tensor of its own is; any other width is right, but written a byte at a time.
+`DESIGN` selects the first or the second. The ratios are computed from bytes, not measured. On a CUDA machine,
+`pytest -s benchmarks/test_raster_triton.py` prints the times of both and of zero_(), and the best values of
+the constants below. Wide stores need a width that is a multiple of 16 and an `out` whose address is a
+multiple of 16, as that of any tensor that is not a view. Other widths give the same result, but are written
+a byte at a time.
 """
 
 from contextlib import nullcontext
@@ -61,21 +62,21 @@ def rasterize(
     """Masks resized to height x width, as `sa1b.masks.geometry.resize`.
 
     Args:
-        runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`, on a CUDA device. Runs of a
-            wrong sum give wrong pixels, but nothing outside `out` is written.
+        runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`, on a CUDA device. If the
+            runs of a mask have a wrong sum, its pixels are wrong, but nothing outside `out` is written.
         offsets: int64 [N + 1], on the same device, whose values are not checked.
-        source_height, source_width: pixels of the image: of all masks, or integers [N] of each, on the CPU or
-            on the device. Values of sizes on the device are not checked.
+        source_height, source_width: pixels of the image: one value for all masks, or integers [N] on the CPU
+            or on the device. Values of sizes on the device are not checked.
         height, width: pixels of a dense mask.
-        flip: mirror the image left to right, all masks or bool [N] each: equals this function on
+        flip: mirror the image left to right, one value for all masks or bool [N]. Equals this function on
             `sa1b.masks.geometry.flip_horizontal` of the runs, bit for bit (see raster_torch).
         out: buffer to write, [N, height, width] of a dtype below, contiguous, on the same device.
         dtype: torch.uint8, bool, bfloat16 or float32, of a new buffer.
 
     Returns:
-        `out`, or a new [N, height, width]: 1 is foreground, 0 background. Nothing waits for the device. With
-        sizes and flips as numbers or on the device nothing is copied to it either, and a CUDA graph can hold
-        the call.
+        `out`, or a new [N, height, width]: 1 is foreground, 0 background. The host does not wait for the
+        device. If sizes and flips are numbers or on the device, nothing is copied to the device either, and
+        the call can be part of a CUDA graph.
 
     Raises:
         SizeError: a size.
@@ -100,14 +101,14 @@ def rasterize_frame(
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """Masks in the padded square of image_size pixels, seen at size x size, as `sa1b.masks.geometry.frame`.
+    """Masks in the padded square of image_size pixels, rasterised at size x size, as `geometry.frame`.
 
     Args:
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of a dense mask.
-        taken: int64 [N, 2], rows and columns that each mask's image takes of the square, 1 to image_size; by
-            default its longer side takes all.
-        flip: mirrors the image within its own width: the padding stays on the right.
+        taken: int64 [N, 2], rows and columns of the square that each mask's image covers, 1 to image_size; by
+            default its longer side covers all.
+        flip: mirror the image within its width; the padding stays on the right.
         Others as for `rasterize`; N masks give [N, size, size].
 
     Raises:
@@ -133,7 +134,7 @@ def launch(
     out: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Both functions above; image_size None is a plain resize."""
+    """Implementation of `rasterize` (image_size None) and `rasterize_frame`."""
     device, (height, width) = runs.device, target
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
         raise ValueError("runs must be integers [R] and offsets int64 [N + 1], on the same device")

@@ -1,4 +1,4 @@
-"""The ragged pair of arrays for all masks of an image: runs and offsets."""
+"""All masks of an image as two arrays: run lengths and offsets."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class MaskError(ValueError):
 
 
 class SizeError(ValueError):
-    """An image size that no mask can have: not two integers >= 1, or more than MAX_PIXELS together.
+    """An invalid image size: height or width is not an integer >= 1, or their product exceeds MAX_PIXELS.
 
     Attributes:
         reason: always "bad_size".
@@ -39,7 +39,7 @@ class SizeError(ValueError):
 
 
 def check_size(height: object, width: object) -> tuple[int, int]:
-    """Height and width in pixels as plain ints; raises SizeError if they are no image size."""
+    """Height and width in pixels as plain ints; raises SizeError if they are not an image size."""
     for name, value in (("height", height), ("width", width)):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
             raise SizeError(f"{name} must be an integer, got {type(value).__name__}")
@@ -57,9 +57,9 @@ def check_size(height: object, width: object) -> tuple[int, int]:
 class Runs:
     """N masks of one image as run lengths.
 
-    Runs go down the columns of the image (column-major), background first, and those of one mask add up
-    to height * width exactly. Mask i is runs[offsets[i]:offsets[i + 1]]. Runs of length zero are allowed
-    anywhere. The class trusts its arrays: call `check` on arrays that come from outside.
+    Runs go down the columns of the image (column-major), background first. The runs of one mask add up to
+    height * width exactly. Mask i is runs[offsets[i]:offsets[i + 1]]. Runs of length zero are allowed
+    anywhere. The class does not check its arrays: call `check` on arrays from other code.
 
     Attributes:
         runs: uint32 [R], pixels.
@@ -100,7 +100,7 @@ class Runs:
         return Runs(self.runs[rows], offsets, self.height, self.width)
 
     def indices(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The masks that `select` would take as int64 [K], each 0 <= index < N."""
+        """The indices for `select` as int64 [K], each 0 <= index < N."""
         chosen = np.asarray(indices)
         if chosen.dtype == np.bool_ and chosen.size != len(self):
             raise IndexError(
@@ -112,7 +112,7 @@ class Runs:
         return rows
 
     def to_coco(self, *, text: bool = False) -> list[dict[str, Any]]:
-        """The masks as pycocotools takes and returns them, exactly; nothing is decoded to pixels.
+        """The masks as the dicts that pycocotools takes and returns; nothing is decoded to pixels.
 
         The inverse is `sa1b.masks.decode([mask["counts"] for mask in found], height, width)`.
 

@@ -1,4 +1,4 @@
-"""COCO's compressed strings in plain numpy: sa1b.masks.coco uses this module if numba is missing."""
+"""COCO's compressed strings in plain numpy; sa1b.masks.coco uses this module if numba is missing."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ Parsed = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 
 
 def parse(text: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int64], pixels: int) -> Parsed | None:
-    """Runs and offsets if every mask decodes, otherwise None: the slow parser then finds the reasons."""
+    """Runs and offsets if every mask decodes; otherwise None, and the slow parser finds the reasons."""
     if (lengths == 0).any() or ((text < 48) | (text > 111)).any():
         return None
     if len(lengths) == 0:
@@ -26,7 +26,7 @@ def parse(text: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int64], pixels: i
     places = np.arange(len(codes)) - np.repeat(starts, characters)
     values = np.add.reduceat((codes & 0x1F) << (5 * places), starts)
     values -= np.where(codes[ends - 1] & 0x10, np.int64(1) << (5 * characters), 0)
-    if np.abs(values).max() > 2**33:  # no difference of two runs; keeps the sums below inside int64
+    if np.abs(values).max() > 2**33:  # too large for a difference of two runs; the sums below fit int64
         return None
 
     offsets = np.concatenate(([0], np.searchsorted(ends, stops, side="right")))

@@ -200,8 +200,8 @@ def join_tables(
 
 
 def task_rows(root: Path, task: Task) -> tuple[Task, SampleTable]:
-    """The rows of a source, and its task: tasks/<source>.samples, made again from the indexes where it is
-    missing, damaged or not there yet (directories of earlier versions).
+    """The task and the rows of a source, from tasks/<source>.samples. If that file is missing or damaged, or
+    the directory is of an earlier version without it, the rows are rebuilt from the indexes.
 
     Raises:
         OSError, TableError: an index cannot be read.

@@ -1,13 +1,13 @@
 """The manifest of a dataset directory: one task file per finished source, and dataset.json over all of them.
 
-A task file is written last: while it is missing, nothing of its source counts. dataset.json and the sample
-table are made from the task files and their rows, and can be made again from them at any time.
+The task file of a source is written last. Without it, the source is not part of the dataset. dataset.json and
+the sample table are made from the files in tasks/ and can be rebuilt from them at any time.
 
     dataset.json             the only entry point for readers; replaced atomically, never removed
     tasks/<source>.json      a finished source
     tasks/<source>.samples   its rows of the sample table
     tasks/<source>.failed    why a source is not in the dataset, written by the run that failed
-    tasks/<source>.claim     who works on a source now, see sa1b.storage.claim
+    tasks/<source>.claim     the process that works on a source, see sa1b.storage.claim
 """
 
 import contextlib
@@ -56,8 +56,8 @@ class Options:
 
     Attributes:
         images_per_shard: images in a shard; the last shard of a source may hold fewer.
-        image_size: longer side of stored images in pixels, None: the original bytes.
-        quality: JPEG quality of re-encoded images, None where image_size is.
+        image_size: longer side of stored images in pixels; None if images keep their original bytes.
+        quality: JPEG quality of re-encoded images; None if image_size is None.
         keep_json: the shards also contain the annotation files verbatim.
         index_runs: the index holds the decoded masks.
         decode_images: every JPEG was decoded, and refused where that failed.
@@ -92,14 +92,16 @@ class Task:
     """A finished source.
 
     Attributes:
-        source: name, kind, size in bytes, mtime_ns, sha256, and md5 if a checklist gave it, of what went in.
+        source: name, kind, size in bytes, mtime_ns and sha256 of the source, and md5 if a checklist contained
+            it.
         options: see Options.
         versions: of the package and of the libraries that shape the bytes.
         shards: in order.
         counts: members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs.
         damage: stretches of the source that could not be read.
         largest: per image: masks, runs, and bytes of jpg, masks and decoded record.
-        samples: bytes and sha256 of tasks/<source>.samples; None in directories made before there was one.
+        samples: bytes and sha256 of tasks/<source>.samples; None in directories of earlier versions, which
+            have no such file.
     """
 
     source: dict[str, Any]
@@ -225,7 +227,7 @@ def read_dataset(root: Path) -> dict[str, Any]:
 
 
 def table_name(root: Path) -> str:
-    """Name of the sample table: as dataset.json says or, where that cannot be read, the one that is there."""
+    """Name of the sample table: from dataset.json or, if that cannot be read, of the file that exists."""
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
         return str(read_dataset(root)["samples"]["name"])
     return next((path.name for path in sorted(root.glob("samples-*.bin"))), OLD_SAMPLES)

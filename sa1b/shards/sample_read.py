@@ -19,7 +19,7 @@ from sa1b.storage.errors import DamageError
 from sa1b.storage.local import LocalRead
 from sa1b.storage.reader import Range, Reader
 
-NEAR = 1 << 20  # bytes between two samples of a shard that are read along rather than left out
+NEAR = 1 << 20  # largest gap between two samples, in bytes, that one read includes
 
 
 class _Begun(Protocol):

@@ -8,9 +8,9 @@ one source, whose `shard` counts the source's own shards.
     columns  image_id u64, shard u32, offset u64, jpg_bytes u32, masks_bytes u32, jpg_crc32c u32,
              masks_crc32c u32; little-endian, one after the other, each begins at a multiple of 8
 
-`shard` is an index into the shards of dataset.json; `offset` is that of the jpg's content. The masks' content
-follows at the next multiple of 512 plus 512: one read from `offset` to its end is a sample. A sample takes 36
-bytes.
+`shard` is an index into the shards of dataset.json; `offset` is that of the jpg's content. The content of the
+jpg is padded to a multiple of 512 bytes. The masks' header of 512 bytes comes next, then the masks' content.
+So one read from `offset` returns a sample. A row takes 36 bytes.
 """
 
 import hashlib

@@ -73,7 +73,7 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
 
     The first member of a pair is kept in the spill until its partner comes. Folders are skipped.
     """
-    waiting: dict[int, tuple[str, Member]] = {}  # ending, and the member without its data
+    waiting: dict[int, tuple[str, Member]] = {}  # image id -> ending and header of the first member
     done: set[int] = set()
     damaged = False
     for item in items:

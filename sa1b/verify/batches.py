@@ -1,8 +1,8 @@
 """Processing of shards in worker processes: each takes a batch of shards and returns one result per shard.
 
-Starting a process costs as much as reading 1 GB, so each one takes several shards in a row. One that dies
-loses only the shard it was at: the others of its batch go to a new process. The parent only passes results
-on.
+Starting a process costs as much as reading 1 GB, so each process takes several shards in a row. If a process
+dies, only its current shard is affected; the others of its batch go to a new process. The parent only passes
+on results.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def in_batches(
         function: importable; `progress` takes a number of bytes.
         tasks: shard -> arguments.
         workers: processes at a time; 0: in this process.
-        advance: called with bytes as they are read.
+        advance: called with the number of bytes after each read.
 
     Raises:
         Sa1bError, RuntimeError: what `function` raised, with its message; the other processes are ended.
@@ -83,7 +83,7 @@ def in_batches(
                         raise Sa1bError(value.message)
                     raise RuntimeError(f"{now[event.task]}: {value.message}\n{value.trace}")
                 elif event.kind != "done":
-                    # A process that dies on its way to the next shard has not begun it yet.
+                    # A process that dies between two shards has not started the next one.
                     rest = [name for name in (now[event.task], *batches[event.task]) if name in left]
                     if not rest:
                         continue
@@ -91,7 +91,7 @@ def in_batches(
                     deaths[name] += 1
                     if deaths[name] >= _DEATHS:
                         del left[name]
-                        yield name, Died(f"{_DEATHS} processes ended at it: {value}")
+                        yield name, Died(f"{_DEATHS} processes died while working on it: {value}")
 
 
 def _batch(

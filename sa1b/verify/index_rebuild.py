@@ -24,12 +24,12 @@ class RebuiltIndex:
 
     Attributes:
         info: as in a task file.
-        jpg_bytes: of all images.
+        jpg_bytes: bytes of all JPEGs.
         largest: as in a task file.
-        keep_json: whether images carry their annotation file: [True], [False], or both.
+        keep_json: whether the shard contains annotation files: [True], [False], or both.
         scaled: longer sides, in pixels, of images stored smaller than their annotations say.
-        quality: JPEG quality of the first of those images, None: there are none, or it is not known.
-        resumed: an interrupted rebuild had made it.
+        quality: JPEG quality of the first of those images; None if there are none or it is unknown.
+        resumed: an interrupted rebuild built the index.
     """
 
     info: ShardInfo
@@ -56,7 +56,7 @@ def rebuild_index(
     """Write the index of a shard to `temporary`, flushed. Memory: a row group.
 
     Raises:
-        ShardError: the tar is damaged: an index would guarantee bytes that are wrong. `temporary` is removed.
+        ShardError: the tar is damaged, so an index would record wrong bytes. `temporary` is removed.
     """
     digest = hashlib.sha256()
     writer = IndexWriter(temporary, with_runs=with_runs)

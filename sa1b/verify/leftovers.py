@@ -14,7 +14,7 @@ _SHOWN = 5  # names in a note
 
 
 def leftover_notes(root: Path, tasks: TaskCheck, shards: Collection[str]) -> list[str]:
-    """Notes on files that are no part of the dataset; none of them is damage.
+    """Notes on files that are not part of the dataset. They are not damage.
 
     Args:
         tasks: the check of the task files.
@@ -27,7 +27,7 @@ def leftover_notes(root: Path, tasks: TaskCheck, shards: Collection[str]) -> lis
     if tasks.unlisted:
         notes.append(
             f"finished sources that {DATASET} does not list yet: {_some(sorted(tasks.unlisted))}; "
-            f"`{command('reshard')} --out {root} --finish` takes them in"
+            f"`{command('reshard')} --out {root} --finish` adds them"
         )
     beside = _beside_tasks(root, tasks.tasks.keys() | tasks.active.keys())
     failed = [name.removesuffix(".failed") for name in beside if name.endswith(".failed")]
@@ -43,13 +43,13 @@ def leftover_notes(root: Path, tasks: TaskCheck, shards: Collection[str]) -> lis
             f"finish that run with `{command('reshard')}`, or remove them"
         )
     if (root / INDEX_RECORD).exists():
-        notes.append(f"`{command('index')}` was not finished; `{command('index')} {root}` goes on there")
+        notes.append(f"`{command('index')}` was not finished; `{command('index')} {root}` resumes it")
     staging = sorted(path.name for path in (root / PARTIAL).glob("*"))
     if staging:
         notes.append(
-            f"{PARTIAL}/ holds the work of running or interrupted processes: {_some(staging)}; "
-            "what an interrupted one left is removed by the next reshard; of another machine, by the next "
-            "reshard an hour after the last write"
+            f"{PARTIAL}/ contains files of running or interrupted processes: {_some(staging)}; "
+            "the next reshard removes those of interrupted processes (on another machine: an hour after the "
+            "last write)"
         )
     table = table_name(root)
     unfinished = sorted(
@@ -59,7 +59,7 @@ def leftover_notes(root: Path, tasks: TaskCheck, shards: Collection[str]) -> lis
         or (name.startswith("samples") and name.endswith(".bin") and name != table)
     )
     if unfinished:
-        notes.append(f"unfinished or former files of an interrupted run: {_some(unfinished)}")
+        notes.append(f"unfinished or outdated files of an interrupted run: {_some(unfinished)}")
     return notes
 
 

@@ -25,7 +25,7 @@ from sa1b.shards.sample_table import open_table
 from sa1b.shards.shard import index_path
 from sa1b.verify.report import Find, Finding, Findings, short
 
-_ODD_KEPT = 20  # images of a shard whose numbers are not those of the mask, by reason
+_ODD_KEPT = 20  # images of each reason in ShardResult.odd_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class ExpectedShard:
     """Expectations for a shard, from the files of the dataset directory.
 
     Attributes:
-        info: by its task file or dataset.json.
-        source: name of its source, None: unknown.
-        table: file name of the sample table, None where it cannot be compared with the shard.
+        info: entry of the shard in the task file or dataset.json.
+        source: name of its source; None if unknown.
+        table: file name of the sample table; None if it cannot be compared with the shard.
         number: the shard's number in that table.
-        keep_json, index_runs: options of the dataset, None: unknown.
+        keep_json, index_runs: options of the dataset; None if unknown.
     """
 
     info: ShardInfo
@@ -53,13 +53,13 @@ class ShardResult:
     """Result of the check of one shard. Its size does not grow with the shard's images.
 
     Attributes:
-        images, masks, jpg_bytes: of complete pairs.
-        bytes: read, of shard and index.
-        largest: as in a task file, of complete pairs.
-        odd: differences between numbers and masks (area, bbox, empty_mask) -> images. Only deep. Not
-            damage by itself: ingest keeps such images and counts them as warnings.
-        odd_images: the same -> offset and id of the first of them.
-        unchecked: why the shard could not be checked, which is no damage; None: it was checked.
+        images, masks, jpg_bytes: totals over complete pairs.
+        bytes: read from the shard and the index.
+        largest: largest values over complete pairs, as in a task file.
+        odd: reason (area, bbox, empty_mask) -> images whose numbers differ from their masks. Only with
+            `deep`. This is not damage: ingest keeps such images and counts them as warnings.
+        odd_images: reason -> offset and id of the first such images.
+        unchecked: why the shard could not be checked, which is not damage; None if it was checked.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ShardResult:
     unchecked: str | None = None
 
     def count_odd(self, reason: str, offset: int, image_id: int) -> None:
-        """Take in an image whose numbers are not those of its masks."""
+        """Count an image whose numbers differ from its masks."""
         self.odd[reason] = self.odd.get(reason, 0) + 1
         if self.odd[reason] <= _ODD_KEPT:
             self.odd_images.setdefault(reason, []).append([offset, image_id])
@@ -92,13 +92,14 @@ class ShardResult:
 
 
 class Locations:
-    """The two lists of where members lie; damage of the index goes to `find_index`, its bytes to `result`.
+    """Locations of the members by the index and by the sample table. Damage of the index is reported to
+    `find_index`; the bytes read are counted in `result`.
 
     Attributes:
         index_file: name of the index.
-        index: the index, None if it cannot be read.
+        index: the index; None if it cannot be read.
         rows: image id -> row of the index.
-        table_file: name of the sample table, None if it cannot be compared.
+        table_file: name of the sample table; None if it cannot be compared.
         table: image id -> ending -> location, by the sample table; None if it cannot be read.
     """
 
@@ -138,7 +139,7 @@ class Locations:
         ids = self.index.columns["image_id"].tolist()
         self.rows.update((image_id, row) for row, image_id in enumerate(ids))
         if len(self.rows) != len(ids):
-            find("index_duplicate", "an image id stands in two rows")
+            find("index_duplicate", "two rows have the same image id")
         if len(ids) != info.images:
             find("index_rows", f"{len(ids):,} rows, {info.images:,} images written")
         offsets = self.index.columns["jpg_offset"]
@@ -155,7 +156,7 @@ class Locations:
         try:
             table = open_table(root / expected.table)
         except (TableError, OSError):
-            return None  # found and named once, not by every shard
+            return None  # RootCheck reports it once for all shards
         rows = {}
         for row in np.flatnonzero(table.shard == expected.number).tolist():
             offsets = {"jpg": int(table.offset[row]), "masks": table.masks_offset(row)}
@@ -170,7 +171,7 @@ class Locations:
         return rows
 
     def find(self, image_id: int, ending: str) -> dict[str, MemberLocation]:
-        """File name -> where the jpg or the masks lie by that file."""
+        """File name -> location of the jpg or the masks that this file records."""
         found = {}
         if self.index is not None and image_id in self.rows:
             found[self.index_file] = self.index.location(self.rows[image_id], ending)
@@ -184,13 +185,13 @@ class Locations:
 
 
 class ContentCheck:
-    """Checks members whose bytes are those that were written, one after the other.
+    """Checks of the contents of undamaged members, one member after the other.
 
     Args:
         index: the shard's index and the row of each image in it, None and empty if it cannot be read.
         deep: also decode JPEGs and masks.
         find: reports damage of the shard; find_index: of its index.
-        result: where counts go.
+        result: receives the counts.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class ContentCheck:
     ) -> None:
         self.index, self.rows, self.result, self.deep = index, rows, result, deep
         self.find, self.find_index = find, find_index
-        self.annotations: Annotations | None = None  # of the last record
+        self.annotations: Annotations | None = None  # of the last mask record that was read
 
     def member(self, ending: str, data: bytes, offset: int, image_id: int) -> None:
         """Check the content of `sa_<image_id>.<ending>`, which begins at `offset` of the shard."""

@@ -20,10 +20,10 @@ SHOWN = 20  # images of one reason on the screen
 
 
 class QuarantineCheck:
-    """Checks the quarantine of all sources; memory does not grow with what was refused.
+    """Checks the quarantine of all sources. Memory does not grow with the refused members.
 
     Attributes:
-        findings, notes: what was found.
+        findings, notes: results of the check.
     """
 
     def __init__(
@@ -40,13 +40,14 @@ class QuarantineCheck:
         strangers = sorted(present - tasks.keys() - active)
         if strangers:
             shown = ", ".join(strangers[:5]) + (" …" if len(strangers) > 5 else "")
-            self.notes.append(f"{QUARANTINE}/ holds what was refused of sources not in the dataset: {shown}")
+            self.notes.append(
+                f"{QUARANTINE}/ contains refused members of sources that are not in the dataset: {shown}"
+            )
 
     def _source(self, name: str, task: Task) -> None:
         folder = self.root / QUARANTINE / name
-        known = (
-            task.source.get("sha256") is not None
-        )  # or made again from its shards: no counts of the source
+        # A task file that was rebuilt from shards has neither a sha256 nor counts of the source.
+        known = task.source.get("sha256") is not None
         listed = {REFUSED, *WARNINGS}
         lines: Counter[str] = Counter()
         members = stretches = 0
@@ -108,7 +109,7 @@ class QuarantineCheck:
                 self._find("quarantine_file_digest", source, file, message)
 
     def _lines(self, source: str, file: str) -> Iterator[dict[str, Any]]:
-        """The lines of a report that can be read; the others are findings."""
+        """The readable lines of a report; every other line is a finding."""
         for number, entry in read_lines(self.root / QUARANTINE / source / file):
             if entry is None:
                 self._find("quarantine_line", source, file, f"line {number:,} is not an entry")
@@ -135,11 +136,11 @@ def _has_quarantine(task: Task) -> bool:
 
 @dataclass(slots=True)
 class WarningList:
-    """Images that ingest kept although something about them is odd.
+    """Images that ingest kept with a warning.
 
     Attributes:
         counts: reason -> images.
-        images: reason -> source, image_id, message and whatever else ingest stored of each.
+        images: reason -> source, image_id, message and the other stored fields of each image.
     """
 
     root: Path
@@ -148,7 +149,7 @@ class WarningList:
 
     @classmethod
     def read(cls, root: Path, *, limit: int | None = None) -> "WarningList":
-        """All warnings of a dataset directory; `limit`: keep so many images of a reason."""
+        """All warnings of a dataset directory; `limit`: images to keep per reason."""
         found = cls(root)
         for source, entry in read_warnings(root):
             reason = str(entry.pop("reason"))
@@ -158,7 +159,7 @@ class WarningList:
         return found
 
     def document(self) -> dict[str, Any]:
-        """For --json."""
+        """JSON document for --json."""
         return {
             "root": str(self.root),
             "counts": dict(sorted(self.counts.items())),
@@ -166,7 +167,7 @@ class WarningList:
         }
 
     def table(self) -> str:
-        """For people: the first SHOWN images of each reason."""
+        """Text for the terminal: the first SHOWN images of each reason."""
         lines = []
         for reason, count in sorted(self.counts.items()):
             lines.append(f"{reason}: {counted(count, 'image')}")

@@ -1,10 +1,10 @@
 """Rebuild of indexes from the shards, and of the sample table and dataset.json. The bytes equal those that
 reshard wrote if the libraries are the same.
 
-The shards hold everything but what came before them: of a source only its name is known, of the options only
-what the shards show (see sa1b.verify.recover, used where task files are lost). Readers may have the directory
-open: every file is replaced in one step, none is removed before. A rebuild that was interrupted goes on where
-it stopped.
+Shards do not contain everything that a task file records: of the source only its name, of the options only
+those that the stored data show (see sa1b.verify.recover, used if task files are lost). Readers may have the
+directory open: every file is replaced atomically, and none is removed first. An interrupted rebuild resumes
+where it stopped.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ class RebuildSummary:
     """Result of a rebuild.
 
     Attributes:
-        seconds: in all. bytes: of the shards read.
-        shards, images, masks: with an index now.
-        resumed: shards among them whose index an interrupted rebuild had made.
-        failed: shard -> why its index was not made.
-        notes: what differs from what was recorded, or could not be known.
+        seconds: total time. bytes: read from shards.
+        shards, images, masks: covered by an index after the rebuild.
+        resumed: shards whose index was built before an interruption.
+        failed: shard -> reason why its index could not be built.
+        notes: differences from the recorded values, and values that are unknown.
         complete: the sample table and dataset.json were written.
     """
 
@@ -63,14 +63,14 @@ class RebuildSummary:
         return 1 if self.failed else 0
 
     def document(self) -> dict[str, Any]:
-        """For --json."""
+        """JSON document for --json."""
         return {"exit_code": self.exit_code(), **asdict(self)}
 
     def table(self, root: Path | None) -> str:
-        """For people; `root` if a whole dataset directory was asked for."""
+        """Text for the terminal; `root` if a complete dataset directory was rebuilt."""
         lines = [f"note: {note}" for note in self.notes]
         rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
-        before = f" ({self.resumed:,} by the interrupted run before)" if self.resumed else ""
+        before = f" ({self.resumed:,} before the interruption)" if self.resumed else ""
         lines += [
             f"  indexes  {self.shards:,}{before}",
             f"  images   {self.images:,}",
@@ -81,18 +81,19 @@ class RebuildSummary:
         if root is not None and self.complete:
             lines.append(f"Complete: {root / DATASET}")
         elif root is not None:
-            lines.append(f"Not complete: {root / DATASET} is written when every index could be made.")
+            lines.append(f"Not complete: {root / DATASET} is written only if every index can be rebuilt.")
         return "\n".join(lines)
 
 
 def rebuild_shards(shards: list[Path], *, workers: int = 1, quiet: bool = False) -> RebuildSummary:
-    """Make only the indexes of these shards, each beside its tar.
+    """Rebuild only the indexes of these shards, each next to its tar.
 
-    Whether they hold the decoded masks follows the folder's task files, dataset.json or an index in place;
-    without any of them they do. Task files and dataset.json follow where an index comes out differently.
+    The indexes contain decoded masks if the task files, dataset.json or an existing index of the folder
+    record that they do, and also if none of these files exists. If an index differs from the recorded one,
+    the task files and dataset.json are updated.
 
     Raises:
-        LockedError: reshard or another rebuild is at work in a folder.
+        LockedError: reshard or another rebuild is running in a folder.
     """
     began = time.monotonic()
     summary = RebuildSummary()
@@ -111,18 +112,18 @@ def rebuild_shards(shards: list[Path], *, workers: int = 1, quiet: bool = False)
 
 
 def rebuild_root(root: Path, *, workers: int = 1, quiet: bool = False) -> RebuildSummary:
-    """Make every index, the sample table and dataset.json of a dataset directory.
+    """Rebuild every index, the sample table and dataset.json of a dataset directory.
 
     Raises:
-        ManifestError: no shards there, or a damaged task file.
-        sa1b.errors.SourceError: an image stands in two sources.
+        ManifestError: no shards in `root`, or a damaged task file.
+        sa1b.errors.SourceError: an image is in two sources.
         LockedError: reshard or another rebuild is at work there.
     """
     began = time.monotonic()
     summary = RebuildSummary()
     with _exclusive(root):
         recorded = Recorded.read(root)
-        # Indexes of other libraries have other bytes; only those of the present ones are kept.
+        # Other versions of the libraries write other bytes: only indexes of the installed ones are kept.
         of = {"rebuild": "index", "with_runs": recorded.index_runs, "versions": manifest.versions()}
         with ResumeRecord(root / INDEX_RECORD, of) as record:
             check_digests(root, recorded, record.get(TASKS, None) or {})
@@ -142,9 +143,9 @@ def rebuild_root(root: Path, *, workers: int = 1, quiet: bool = False) -> Rebuil
 
 
 def rebuild_tables(root: Path) -> RebuildSummary:
-    """Write the sample table and dataset.json again from the task files and the indexes; no shard is read.
+    """Rebuild the sample table and dataset.json from the task files and the indexes; no shard is read.
 
-    The rows of a source that are missing or damaged (tasks/<source>.samples) are made again from its indexes.
+    Missing or damaged rows of a source (tasks/<source>.samples) are rebuilt from its indexes.
 
     Raises:
         ManifestError: a task file is lost or damaged.
@@ -159,7 +160,7 @@ def rebuild_tables(root: Path) -> RebuildSummary:
         if lost or not recorded.tasks:
             names = ", ".join(lost) or "any source"
             raise ManifestError(
-                f"{root / TASKS}: no task file of {names}; without --tables it is made again from the shards"
+                f"{root / TASKS}: no task file of {names}; omit --tables to rebuild it from the shards"
             )
         try:
             _write_tables(root, recorded, {}, {}, None, summary)
@@ -180,7 +181,7 @@ def _write_tables(
     record: ResumeRecord | None,
     summary: RebuildSummary,
 ) -> None:
-    """Bring the task files in line, make those that are lost, write the sample table and dataset.json."""
+    """Update the task files, rebuild the lost ones, and write the sample table and dataset.json."""
     with dataset_claim(root):
         _refuse_activity(root)
         if manifest.read_tasks(root) != recorded.tasks:
@@ -195,13 +196,13 @@ def _write_tables(
             inferred, notes = recover.infer_tasks(lost, recorded.dataset, index_runs=recorded.index_runs)
             summary.notes += notes
             tasks |= {task.name: task for task in inferred}
-        if record is not None:  # from here on they differ from dataset.json until that is written
+        if record is not None:  # the task files differ from dataset.json until it is written
             record.add(TASKS, None, {name: manifest.task_digest(task) for name, task in tasks.items()})
         for name, task in tasks.items():
             if recorded.tasks.get(name) != task:
                 manifest.write_task(root, task)
         dataset = recorded.dataset or {}
-        # A source that holds images of another one has a task file and is left out.
+        # A source with images of another source has a task file, but is not in the dataset.
         failed = {name: str(why) for name, why in dataset.get("failed", {}).items()}
         tasks = {name: task for name, task in sorted(tasks.items()) if name not in failed}
         pending = [str(name) for name in dataset.get("pending", []) if name not in tasks]
@@ -211,7 +212,7 @@ def _write_tables(
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Be the one rebuild of a folder, and only while reshard does not work there."""
+    """Claim a folder for one rebuild; refuse if reshard is running in it."""
     _refuse_activity(folder)
     claim = Claim.take(Store(folder), _CLAIM)
     if claim is None:
@@ -237,7 +238,7 @@ def _rebuild_all(
     summary: RebuildSummary,
     advance: Callable[[int], object],
 ) -> dict[str, RebuiltIndex]:
-    """The indexes of shards, each in its place when it is made; failures are in `summary`."""
+    """Build and commit the indexes of shards; failures go to `summary`."""
     tasks, keys = {}, {}
     for shard in shards:
         name = shard.name
@@ -274,9 +275,9 @@ def _rebuild(
     done: dict[str, Any] | None,
     progress: Callable[[int], object],
 ) -> RebuiltIndex | str:
-    """Make the index of one shard and give it its name, or say why not; what a worker process runs.
+    """Build and commit the index of one shard, or return why not; runs in a worker process.
 
-    `done`: what a rebuild that was interrupted had made of the shard, if the index is still that one.
+    `done`: result of an interrupted rebuild, used if the index still has the recorded digest.
     """
     if done is not None:
         built = replace(RebuiltIndex.from_document(done), resumed=True)
@@ -300,8 +301,8 @@ def _rebuild(
     if info is not None and built.info.sha256 != info.sha256:
         temporary.unlink()
         return (
-            f"{shard}: sha256 is {built.info.sha256}, {info.sha256} when it was written: the shard has "
-            f"changed since. `{command('verify')}` names what is damaged. Restore it from a copy, or run "
+            f"{shard}: sha256 is {built.info.sha256}, {info.sha256} recorded: the shard has changed since it "
+            f"was written; `{command('verify')}` reports the damage. Restore the shard from a copy, or run "
             f"`{command('reshard')}` again with its source and --redo and the source's name"
         )
     commit(temporary, index_path(shard))

@@ -22,7 +22,7 @@ class Recorded:
     Attributes:
         infos: shard -> its entry in the task file or dataset.json.
         versions: shard -> versions of the libraries that wrote it.
-        index_runs: indexes hold the decoded masks.
+        index_runs: True if indexes contain the decoded masks.
     """
 
     tasks: dict[str, Task]
@@ -33,7 +33,7 @@ class Recorded:
 
     @classmethod
     def read(cls, folder: Path) -> "Recorded":
-        """Read them; raises ManifestError for a damaged task file."""
+        """Read the records; raises ManifestError for a damaged task file."""
         tasks = manifest.read_tasks(folder)
         try:
             dataset = manifest.read_dataset(folder)
@@ -53,10 +53,10 @@ def check_digests(root: Path, recorded: Recorded, rewritten: Mapping[str, str]) 
     """Refuse to write dataset.json over task files that the present one lists with other digests.
 
     Args:
-        rewritten: source -> digest of what an interrupted rebuild made of its task file.
+        rewritten: source -> digest of the task file that an interrupted rebuild wrote.
 
     Raises:
-        ManifestError: naming the task file.
+        ManifestError: a task file has another digest; the message names it.
     """
     sources = (recorded.dataset or {}).get("sources", {})
     for name, task in recorded.tasks.items():
@@ -65,8 +65,8 @@ def check_digests(root: Path, recorded: Recorded, rewritten: Mapping[str, str]) 
             path = manifest.task_path(root, name)
             raise ManifestError(
                 f"{path}: not the one that {DATASET} lists; restore it from a copy, or run "
-                f"`{command('reshard')}` again with that source and --redo {name}. If {DATASET} is what is "
-                "damaged, remove that"
+                f"`{command('reshard')}` again with that source and --redo {name}; if {DATASET} is damaged "
+                "instead, remove it"
             )
 
 
@@ -93,4 +93,4 @@ def why_differs(shard: str, recorded: Recorded) -> str:
     then = now | recorded.versions[shard]
     changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]
     why = f"it was written with {', '.join(changed)}" if changed else "the task file may have been changed"
-    return f"{index_path(Path(shard)).name}: not the bytes that were recorded when it was written, {why}"
+    return f"{index_path(Path(shard)).name}: its bytes differ from the recorded ones: {why}"

@@ -1,7 +1,7 @@
 """Rebuild of lost task files from the shards and, if it exists, dataset.json.
 
-What only the source knew (its size, time and digest, what was refused or kept with a warning) stays unknown:
-reshard treats such a source as changed and converts it again.
+Some values cannot be recovered: size, time and digest of the source, refused members and warnings. So reshard
+treats such a source as changed and converts it again.
 """
 
 from pathlib import Path
@@ -16,11 +16,11 @@ from sa1b.verify.index_rebuild import RebuiltIndex
 
 
 def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | None) -> dict[str, list[str]]:
-    """Sources whose task file is lost, with their shards: those that only dataset.json names or, if neither
-    it nor any task file is there, those that the names of the shards show.
+    """Sources whose task file is lost, and the names of their shards. Without dataset.json and any task file,
+    the sources are read from the names of the shards.
 
     Raises:
-        ManifestError: a source lacks a shard in the middle.
+        ManifestError: a shard that is not the last one of its source is missing.
     """
     if dataset is not None:
         stems = {source_stem(name): name for name in dataset["sources"]}
@@ -83,8 +83,8 @@ def infer_tasks(
     ]
     if dataset is None:
         notes.append(
-            "no dataset.json either: a shard missing after the last one of a source cannot be noticed, and "
-            f"the options are those that the shards show: {', '.join(options.flags().values())}"
+            "no dataset.json either: missing shards at the end of a source cannot be detected, and the "
+            f"options are those that the shards show: {', '.join(options.flags().values())}"
         )
     return tasks, notes
 

@@ -23,22 +23,22 @@ class Remedy:
     folders: frozenset[str] = frozenset()
 
     def index(self, shard: str) -> str:
-        """The index of one shard is damaged."""
+        """Remedy for a damaged index of one shard."""
         return f"`{command('index')} {self._quoted(shard)}` (first restore the shard if it is damaged too)"
 
     def tables(self) -> str:
-        """The sample table, a source's rows or dataset.json is damaged, everything else is not."""
+        """Remedy if only the sample table, rows of a source or dataset.json are damaged."""
         return f"`{command('index')} {self._quoted()} --tables`"
 
     def everything(self) -> str:
-        """Only the shards are reliable."""
+        """Remedy if only the shards are intact."""
         return f"`{command('index')} {self._quoted()}`"
 
     def source(self, source: str | None) -> str:
-        """A shard, a task file or what was refused of a source is damaged: the source must be read again."""
+        """Remedy for damage that needs the source again: of a shard, a task file or refused members."""
         name = source or "SOURCE"
-        # Nothing is removed first: --redo replaces what is there when the source has been read. The
-        # placeholder means nothing to a shell, so a command pasted as it is only reports a missing file.
+        # --redo replaces the files after the source has been read, so the user removes nothing first. The
+        # placeholder has no meaning in a shell: the unedited command only reports a missing file.
         path = shlex.quote(f"PATH/TO/{name}" if name in self.folders else f"PATH/TO/{name}.tar")
         flags = "".join(f" {flag}" for flag in self.flags())
         again = f"{command('reshard')} {path} --out {self._quoted()} --redo {shlex.quote(name)}{flags}"

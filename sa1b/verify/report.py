@@ -16,10 +16,10 @@ class Finding:
         kind: short snake_case word.
         file: name in the dataset directory.
         message: what is wrong.
-        remedy: the shortest command that repairs it, or what else to do.
-        shard: name of the shard concerned, None for damage of no one shard.
+        remedy: the shortest command that repairs it, or other advice.
+        shard: name of the affected shard; None if the damage is not in one shard.
         offset: bytes from the start of the shard; None if the damage has no position.
-        image_id: the image concerned; None if there is none.
+        image_id: the affected image; None if there is none.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Finding:
     image_id: int | None = None
 
     def line(self) -> str:
-        """In one line, without the remedy."""
+        """One line of text, without the remedy."""
         where = [self.file]
         if self.offset is not None:
             where.append(f"offset {self.offset:,}")
@@ -41,7 +41,7 @@ class Finding:
 
 
 class Find(Protocol):
-    """Takes a finding in a file that is known already; arguments as in `Finding`."""
+    """Function that adds a finding for one file; arguments as in `Finding`."""
 
     def __call__(
         self, kind: str, message: str, offset: int | None = None, image_id: int | None = None
@@ -54,7 +54,7 @@ class Findings:
 
     Attributes:
         kept: the findings.
-        counts: file -> kind -> how many there are, those that were not kept included.
+        counts: file -> kind -> number of findings, including those that are not kept.
     """
 
     kept: list[Finding] = field(default_factory=list)
@@ -64,14 +64,14 @@ class Findings:
         return sum(count for kinds in self.counts.values() for count in kinds.values())
 
     def add(self, finding: Finding) -> None:
-        """Take in one finding."""
+        """Add one finding."""
         kinds = self.counts.setdefault(finding.file, {})
         kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
         if kinds[finding.kind] <= KEPT:
             self.kept.append(finding)
 
     def merge(self, other: "Findings") -> None:
-        """Take in the findings of another check."""
+        """Add the findings of another check."""
         for finding in other.kept:
             self.add(finding)
         for file, kinds in other.counts.items():
@@ -79,7 +79,7 @@ class Findings:
                 self.counts[file][kind] += max(0, count - KEPT)  # the others have been added
 
     def kinds(self) -> dict[str, int]:
-        """Kind -> how many, over all files."""
+        """Kind -> number of findings, over all files."""
         found: dict[str, int] = {}
         for kinds in self.counts.values():
             for kind, count in kinds.items():
@@ -87,7 +87,7 @@ class Findings:
         return dict(sorted(found.items()))
 
     def lines(self) -> list[str]:
-        """For people: the first of each kind in each file."""
+        """Text for the terminal: the first findings of each kind in each file."""
         groups: dict[tuple[str, str], list[Finding]] = {}
         for finding in self.kept:
             groups.setdefault((finding.file, finding.kind), []).append(finding)
@@ -100,7 +100,7 @@ class Findings:
         return lines
 
     def remedies(self) -> list[str]:
-        """What to do, each thing once."""
+        """The remedies of all findings, without duplicates."""
         return list(dict.fromkeys(finding.remedy for finding in self.kept))
 
 
@@ -110,10 +110,10 @@ class Report:
 
     Attributes:
         deep: every JPEG and mask was decoded.
-        seconds: of the whole check, without what an interrupted check did before.
-        shards, images, masks, bytes: checked; bytes of shards and indexes read.
+        seconds: duration of this check, without that of an interrupted check before it.
+        shards, images, masks: numbers checked. bytes: read from shards and indexes.
         found: all damage.
-        unchecked: shard -> why it could not be checked, for lack of memory or threads; no damage by itself.
+        unchecked: shard -> why it could not be checked, such as lack of memory or threads; not damage.
         notes: useful facts that are not damage.
     """
 
@@ -134,11 +134,11 @@ class Report:
         return self.found.kept
 
     def exit_code(self) -> int:
-        """0: clean. 1: damage. 2: none was found, and not everything could be checked."""
+        """0: no damage. 1: damage. 2: no damage was found, but not everything could be checked."""
         return 1 if self.findings else 2 if self.unchecked else 0
 
     def document(self) -> dict[str, Any]:
-        """For --json."""
+        """JSON document for --json."""
         document = asdict(self)
         found = document.pop("found")
         return {
@@ -150,7 +150,7 @@ class Report:
         }
 
     def table(self) -> str:
-        """For people."""
+        """Text for the terminal."""
         lines = [f"note: {note}" for note in self.notes]
         lines += self.found.lines()
         unchecked = [f"could not be checked: {name}: {why}" for name, why in self.unchecked.items()]

@@ -1,10 +1,10 @@
 """Results of an interrupted check or rebuild, shard by shard, in a file of JSON lines.
 
-    {"format": "sa1b-resume-1", ...}                       what all lines are of, such as the options
+    {"format": "sa1b-resume-1", ...}                       properties common to all lines, such as options
     {"shard": "sa1b-000020-0003.tar", "key": ..., "value": ...}
 
-`key` is what the result depends on, such as sizes and times of files. A line with another key does not count.
-A line that was cut by a crash is dropped. The file belongs to one process at a time.
+`key` identifies the input of the result, such as sizes and times of files. A line with another key is
+ignored. A line that was cut by a crash is dropped. Only one process uses the file at a time.
 """
 
 import json
@@ -16,16 +16,16 @@ from typing import Any, BinaryIO
 from sa1b.errors import UsageError
 
 FORMAT = "sa1b-resume-1"
-INDEX_RECORD = ".index-progress.jsonl"  # of `sa1b index`, in the dataset directory
+INDEX_RECORD = ".index-progress.jsonl"  # `sa1b index` writes it to the dataset directory
 
 
 class ResumeRecord:
-    """Results by shard, each in the file as soon as it is added; a context manager that closes the file.
+    """Results by shard, each written to the file when it is added; a context manager that closes the file.
 
     Args:
-        path: the file; made when the first result is added. One of another check or rebuild, by its first
-            line, is written anew then.
-        of: what all results are of.
+        path: the file, created with the first result. A file of another check or rebuild, which has another
+            first line, is overwritten then.
+        of: properties common to all results, such as the options.
 
     Raises:
         UsageError: `path` is a file of another kind.
@@ -64,7 +64,7 @@ class ResumeRecord:
         """Record a result; it survives a crash of the process."""
         if self._file is None:
             self._file = self.path.open("r+b" if self.path.exists() else "wb")
-            self._file.truncate(self._length)  # without a line that was cut, or all of another run
+            self._file.truncate(self._length)  # drops a line that was cut, or all lines of another run
             self._file.seek(self._length)
             if not self._length:
                 self._file.write(self._header)
@@ -96,5 +96,5 @@ def _is_record(line: bytes) -> bool:
 
 
 def _plain(key: Any) -> Any:
-    """A key as it comes back from JSON."""
+    """The key after a round trip through JSON."""
     return json.loads(json.dumps(key))

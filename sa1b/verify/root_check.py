@@ -1,9 +1,9 @@
-"""Checks of the files of a dataset directory that are not of one shard: dataset.json, the sample table, the
-task files, views and quarantine; and what is expected of every shard.
+"""Checks of the files that belong to the whole dataset directory: dataset.json, the sample table, the task
+files, views and quarantine. They also give the expectations for every shard.
 
-Nothing is locked: a reshard may run at the same time. Sources in work are noted and not checked. dataset.json
-is replaced as a whole, so what it listed at the start of the check stays valid unless a source is replaced or
-dropped (`replaced`).
+No file is locked: reshard may run at the same time. The sources that it is writing are noted and not checked.
+dataset.json is replaced atomically, so the shards that it listed at the start of the check stay valid unless
+a source is replaced or dropped (`replaced`).
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _TABLE_HEADER, _TABLE_HEADER_USED = 128, 88  # bytes, see sa1b.shards.sample_tab
 class RootCheck:
     """Checks a dataset directory; its findings and notes go into `report`.
 
-    First `expected`, then the shards, then `conclude`.
+    Call `expected`, check the shards, then call `conclude`.
     """
 
     def __init__(self, root: Path, report: Report) -> None:
@@ -54,7 +54,7 @@ class RootCheck:
         self.report.found.add(Finding(kind, file, message, self.remedy.tables(), image_id=image_id))
 
     def expected(self) -> list[ExpectedShard]:
-        """Read and compare the files; what is expected of every shard, in the order of dataset.json."""
+        """Read and compare the files; return what is expected of every shard, as dataset.json orders them."""
         self._read_dataset()
         self.active = self._active()
         sources = None if self.dataset is None else self.dataset["sources"]
@@ -82,7 +82,7 @@ class RootCheck:
         found = []
         for name in sorted(self.shards, key=shard_order):
             owner = owners.get(name)
-            # A task file that is damaged does not decide what is expected of its shards.
+            # Expectations for shards do not come from a damaged task file.
             options = self.remedy.options or (None if owner is None else owner.options)
             found.append(
                 ExpectedShard(
@@ -97,12 +97,12 @@ class RootCheck:
         return found
 
     def _active(self) -> dict[str, str]:
-        """Source -> who works on it now."""
+        """Source -> the process that works on it."""
         store = Store(self.root)
         try:
             return {name: str(one) for name, one in live_holders(store, TASKS).items()}
         except OSError:
-            # The age of a claim is measured with a file; where none can be made, every claim counts.
+            # The age of a claim is measured with a new file. If none can be created, every claim counts.
             claims = store.names(TASKS, ENDING)
             return {name.removesuffix(ENDING): "another process" for name in claims}
 
@@ -128,7 +128,7 @@ class RootCheck:
             )
 
     def _compare_dataset(self, dataset: dict[str, Any]) -> None:
-        """Against what the task files and the sample table give."""
+        """Compare dataset.json with the task files and the sample table."""
         tasks = {
             name: self.tasks.tasks[name] for name in sorted(self.tasks.intact & dataset["sources"].keys())
         }
@@ -177,7 +177,7 @@ class RootCheck:
         except TableError as error:
             whole = False
             self._find("table_digest", name, str(error).removeprefix(f"{path}: "))
-        self.table = table if whole else None  # views and quarantine are not compared with a damaged one
+        self.table = table if whole else None  # views and quarantine are compared with an intact table only
         if header[_TABLE_HEADER_USED:].strip(b"\0"):
             whole = False
             self._find("table_header", name, "unused bytes of the header are not zero")
@@ -203,7 +203,7 @@ class RootCheck:
             self._find("table_shard", name, message, int(ids[row]))
 
     def conclude(self, results: dict[str, ShardResult]) -> None:
-        """Everything that needs the results of the shards, or nothing but the files; notes last."""
+        """Run the checks that need the results of the shards, and the checks of views and quarantine."""
         gone = self._replaced()
         for name in gone & results.keys():
             del results[name]
@@ -226,7 +226,7 @@ class RootCheck:
         self.report.notes += leftover_notes(self.root, self.tasks, self.shards.keys())
 
     def _replaced(self) -> set[str]:
-        """Shards that dataset.json listed at the start and does not list like that any more."""
+        """Shards whose entry in dataset.json was changed or removed since the start."""
         if self.dataset is None:
             return set()
         try:
@@ -252,7 +252,7 @@ def _by_name(dataset: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(one: Any, other: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Where two JSON documents differ: path, one value, the other."""
+    """Differences of two JSON documents: path, first value, second value."""
     if isinstance(one, dict) and isinstance(other, dict):
         found = []
         for key in dict.fromkeys([*one, *other]):

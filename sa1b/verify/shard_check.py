@@ -1,7 +1,7 @@
-"""Everything that can be checked about one shard: the tar's structure, its members against the index and
-the sample table, the numbers of the index against the mask records, and, deep, every JPEG and mask.
+"""Checks of one shard: the structure of the tar, its members compared with the index and the sample table,
+the numbers of the index compared with the mask records and, with `deep`, every JPEG and mask.
 
-A check never stops at the first damage: the tar is walked to its end, and what is missing from it is named.
+A check does not stop at the first damage: it reads the tar to its end and reports missing members.
 """
 
 import os
@@ -32,7 +32,7 @@ def check_shard(
     deep: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> ShardResult:
-    """Check one shard and its index. Memory: a row group, a member and what decodes from it.
+    """Check one shard and its index. Memory: a row group, a member and its decoded content.
 
     Args:
         deep: also decode every JPEG and every mask.
@@ -63,8 +63,8 @@ class _ShardCheck:
             find_index=self._find_index,
         )
         self.seen: set[tuple[int, str]] = set()
-        self.last: tuple[int, str] | None = None  # the member before, None after damage
-        self.end: int | None = 0  # where the next header belongs, None after damage
+        self.last: tuple[int, str] | None = None  # the previous member; None after damage
+        self.end: int | None = 0  # expected offset of the next header; None after damage
 
     def run(self) -> ShardResult:
         try:
@@ -96,7 +96,8 @@ class _ShardCheck:
             remedy = self.remedy.index(self.name)
         elif kind == "jpg_undecodable":  # its checksum fits
             remedy = (
-                f"image {image_id} of {self.name} was so in its source: no copy helps; leave it out of use"
+                f"image {image_id} of {self.name} has this damage in its source too, so no copy repairs it; "
+                "exclude the image"
             )
         else:
             remedy = f"{self.tar}: {self.remedy.source(self.expected.source)}"
@@ -208,11 +209,11 @@ class _ShardCheck:
             self._find("member_order", message, offset, image_id)
 
     def _content(self, image_id: int, ending: str, member: Member) -> bool:
-        """Compare a jpg or masks member with index and table; whether its content is what was written."""
+        """Compare a jpg or masks member with index and table; return whether its content is undamaged."""
         data, offset = member.data, member.offset + BLOCK
         found = MemberLocation(offset, len(data), google_crc32c.value(data))
         locations = self.locations.find(image_id, ending)
-        if not {(image_id, "jpg"), (image_id, "masks")} <= self.seen:  # once for an image
+        if not {(image_id, "jpg"), (image_id, "masks")} <= self.seen:  # reported once for an image
             if self.locations.index is not None and image_id not in self.locations.rows:
                 self._find_index("index_row_missing", "no row for this image", offset, image_id)
             if self.locations.table is not None and image_id not in self.locations.table:
@@ -224,7 +225,7 @@ class _ShardCheck:
             message = f"content of {member.name}, by {' and '.join(locations)}: {next(iter(wrong.values()))}"
             self._find(f"{ending}_damaged", message, offset, image_id)
             return False
-        if len(set(locations.values())) == 1 < len(locations):  # both agree: then it is the tar
+        if len(set(locations.values())) == 1 < len(locations):  # index and table agree, so the tar is damaged
             wrong = {self.name: next(iter(wrong.values()))}
         for file, message in wrong.items():
             if message:

@@ -1,4 +1,4 @@
-"""Checks of tasks/: every task file by itself, against dataset.json, and against what the shards hold."""
+"""Checks of tasks/: every task file alone, compared with dataset.json, and compared with its shards."""
 
 import hashlib
 import json
@@ -22,11 +22,11 @@ _ODD = ("area", "bbox", "empty_mask")
 
 @dataclass(slots=True)
 class TaskCheck:
-    """Checks the task files of a dataset directory when it is made.
+    """Check of the task files of a dataset directory; the constructor runs it.
 
     Attributes:
         sources: source -> digest of its task file by dataset.json; None: there is no dataset.json to compare.
-        active: source -> who works on it now; its files may change at any moment and are not checked.
+        active: source -> the process that works on it; its files may change and are not checked.
         tasks: readable task files, also those that differ from dataset.json.
         intact: names of task files without a finding.
         unlisted: names of finished sources that dataset.json does not list yet.
@@ -46,7 +46,7 @@ class TaskCheck:
         present = {path.stem for path in (root / TASKS).glob("*.json")}
         sources = self.sources or {}
         if not present and not self.active:
-            message = "no task file is there: which source each shard came from is unknown"
+            message = "no task file exists, so the source of each shard is unknown"
             remedy = f"restore {root / TASKS} from a copy; or {self.remedy.everything()}"
             self.findings.add(Finding("tasks_missing", TASKS, message, remedy))
             return
@@ -63,7 +63,7 @@ class TaskCheck:
         return not len(self.findings) and not self.active
 
     def counts(self, results: Mapping[str, ShardResult], *, deep: bool) -> None:
-        """Compare the counts of each task with its shards, unless these have findings of their own."""
+        """Compare the counts of each task with its shards, unless the shards have findings."""
         for name, task in self.tasks.items():
             parts = [results[shard.name] for shard in task.shards if shard.name in results]
             unusable = [part for part in parts if part.unchecked is not None or len(part.findings)]
@@ -126,7 +126,7 @@ class TaskCheck:
             if recorded.get(what, value) != value:
                 self._find("task_counts", name, f"{what}: {recorded[what]} recorded, {value:,} in the shards")
         if task.source.get("sha256") is None or not deep:
-            return  # made again without its source: its warnings are not known
+            return  # rebuilt from the shards: the warnings of the source are unknown
         for reason in _ODD:
             count = sum(part.odd.get(reason, 0) for part in parts)
             known = task.warnings.get(reason, 0)
@@ -144,7 +144,7 @@ class TaskCheck:
 
 
 def _problem(raw: bytes, name: str, task: Task) -> str | None:
-    """What is wrong with a task file that can be read: anything that is not as it is written."""
+    """How a readable task file differs from what reshard writes; None if it does not."""
     document = json.loads(raw)
     if raw != json_bytes(document):
         return "not the bytes that are written for its content"

@@ -24,17 +24,17 @@ def verify(
 ) -> Report:
     """Check everything in a dataset directory; damage is collected in the report, not raised.
 
-    Nothing is changed and nothing is locked. Memory does not grow with the images of the dataset.
+    No file is changed or locked. Memory does not grow with the images of the dataset.
 
     Args:
         deep: also decode every JPEG and every mask, and compare both copies of each.
-        workers: processes at a time; 0: no process of its own, for debugging.
-        state: file outside `root` that records what is done, so that the same call after an interruption
-            resumes there and returns the same report; removed at the end. Changed shards are checked again.
+        workers: processes at a time; 0 checks in the calling process, for debugging.
+        state: file outside `root` that records finished shards. After an interruption, the same call resumes
+            from it and returns the same report. It is removed at the end. Changed shards are checked again.
         quiet: no progress bar.
 
     Raises:
-        ManifestError: no dataset there.
+        ManifestError: `root` contains no dataset.
         UsageError: `state` cannot be used.
     """
     began = time.monotonic()
@@ -147,7 +147,7 @@ def _died(name: str, why: str) -> ShardResult:
 
 
 def _unfinished(name: str, kind: str, message: str) -> ShardResult:
-    remedy = f"check again; if it ends so again, restore {name} and its index from a copy"
+    remedy = f"check again; if that fails too, restore {name} and its index from a copy"
     result = ShardResult(name)
     result.findings.add(Finding(kind, name, message, remedy, name))
     return result

@@ -1,8 +1,8 @@
 """Checks of views/: every document, its image ids and row numbers, and that the images are in the dataset.
 
 The check of a document covers its fields and its digest. Its condition is not evaluated. The digest of a view
-is made from its image ids and its condition on masks (see sa1b.views.view): a condition that was changed no
-longer has the digest that names the file.
+is computed from its image ids and its condition on masks (see sa1b.views.view). So a changed condition no
+longer matches the digest in the file's name.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from sa1b.storage.atomic import json_bytes
 from sa1b.verify.report import Finding, Findings, short
 
 VIEWS = "views"
-_DIGEST_KEY = {"sa1b-view-1": "key", "sa1b-view-2": "digest"}  # format -> where its digest stands
+_DIGEST_KEY = {"sa1b-view-1": "key", "sa1b-view-2": "digest"}  # format -> field of its digest
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _GONE = "images_gone"
 _Problem = tuple[str, str]  # kind and message of a finding
 
 
 def check_views(root: Path, table: SampleTable | None) -> tuple[Findings, list[str]]:
-    """Findings in views/, and notes; without a table that can be read, images are not looked up in it."""
+    """Findings in views/, and notes. Without a readable sample table, images are not looked up."""
     findings = Findings()
     notes: list[str] = []
     folder = root / VIEWS
@@ -67,7 +67,7 @@ def check_views(root: Path, table: SampleTable | None) -> tuple[Findings, list[s
 
 
 def _form(document: Any, digest: str) -> str | None:
-    """What is wrong with the document of a view, None: nothing."""
+    """Why the document of a view is invalid; None if it is valid."""
     if not isinstance(document, dict) or str(document.get("format")) not in _DIGEST_KEY:
         return "not the document of a view"
     try:
@@ -82,7 +82,7 @@ def _form(document: Any, digest: str) -> str | None:
 
 
 def _data(document: dict[str, Any], path: Path, table: SampleTable | None) -> dict[str, _Problem]:
-    """File -> what is wrong with the image ids and the row numbers of a view."""
+    """File -> the problem with the image ids or the row numbers of a view."""
     found: dict[str, _Problem] = {}
     widths = {"rows": 4} if document["format"] == "sa1b-view-1" else {"ids": 8, "rows": 4}
     data = {}
@@ -105,7 +105,9 @@ def _data(document: dict[str, Any], path: Path, table: SampleTable | None) -> di
         rows = path.with_suffix(".rows").name
         return {rows: ("view_data_damaged", "its row numbers are not those of its images")}
     if not same and "ids" not in data:
-        return {path.name: ("view_stale", "has row numbers only, of other images than the dataset holds now")}
+        return {
+            path.name: ("view_stale", "it has only row numbers, and the images of the dataset have changed")
+        }
     lost = _lost(np.frombuffer(data["ids"], "<u8"), table) if "ids" in data else 0
     return {path.name: (_GONE, f"{lost:,} of its images are not in the dataset")} if lost else {}
 
@@ -118,7 +120,7 @@ def _fit(rows: Any, table: SampleTable, ids_sha256: str) -> bool:
 
 
 def _lost(ids: Any, table: SampleTable) -> int:
-    """How many of these images the table does not hold."""
+    """Number of these images that the table does not contain."""
     if not len(table):
         return len(ids)
     at = np.minimum(np.searchsorted(table.image_id, ids), len(table) - 1)

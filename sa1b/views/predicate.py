@@ -140,7 +140,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Gt: np.greater,
     ast.GtE: np.greater_equal,
     ast.Eq: np.equal,
-    ast.NotEq: lambda a, b: (a < b) | (a > b),  # unlike numpy's, false for NaN
+    ast.NotEq: lambda a, b: (a < b) | (a > b),  # false for NaN, where numpy's != is true
 }
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: np.add,

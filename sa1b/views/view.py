@@ -77,7 +77,7 @@ class View:
         return self.count
 
     def table_rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of the sample table, int64 [n], for the view's rows 0 to count - 1 that an Order gives."""
+        """Rows of the sample table, int64 [n], for rows of the view (0 to count - 1)."""
         return indices if self.rows is None else self.rows[indices].astype(np.int64)
 
     def image_ids(self, table: SampleTable) -> npt.NDArray[np.uint64]:

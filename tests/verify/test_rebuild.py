@@ -126,7 +126,7 @@ def test_an_index_of_other_versions_is_said_and_recorded(plain):
     write_dataset(plain, manifest.read_tasks(plain))
     summary = rebuild_root(plain, quiet=True)
     (note,) = summary.notes
-    assert note.startswith("sa1b-000001-0000.parquet: not the bytes")
+    assert note.startswith("sa1b-000001-0000.parquet: its bytes differ")
     assert "pyarrow 1.0, now" in note
     assert clean(plain)
 
@@ -185,7 +185,7 @@ def test_everything_from_the_tars_alone(each_root):
         assert {what: task.counts[what] for what in ("images", "masks", "jpg_bytes")} == {
             what: tasks[name].counts[what] for what in ("images", "masks", "jpg_bytes")
         }
-    assert "cannot be noticed" in summary.notes[1]
+    assert "cannot be detected" in summary.notes[1]
     assert clean(root)
 
 
@@ -317,7 +317,7 @@ def test_an_interrupted_rebuild_goes_on(each_root, monkeypatch):
     summary = rebuild_root(root, workers=0, quiet=True)
     assert len(begun) == 2
     assert (summary.shards, summary.resumed, summary.images, summary.complete) == (5, 3, 19, True)
-    assert "3 by the interrupted run before" in summary.table(root)
+    assert "3 before the interruption" in summary.table(root)
     assert content(root) == written
 
 

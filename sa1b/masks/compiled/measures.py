@@ -1,4 +1,4 @@
-"""What can be read off the runs: area and bounding box."""
+"""Area and bounding box from runs."""
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,9 @@ def bbox(
     width: int,
     out: npt.NDArray[np.int64],
 ) -> None:
-    """Write first column and row, last column and row of each mask into out [N, 4]; empty: 0, 0, -1, -1."""
+    """Write first column, first row, last column and last row of each mask into out [N, 4]; 0, 0, -1, -1 if
+    it is empty.
+    """
     for mask in range(len(out)):
         left, top = np.int64(width), np.int64(height)
         right, bottom = np.int64(-1), np.int64(-1)
@@ -34,7 +36,7 @@ def bbox(
             end = row + run
             if (index - offsets[mask]) & 1 and run > 0:
                 left = min(left, column)
-                if end > height:  # on to the bottom of one column, from the top of the next
+                if end > height:  # from the top of one column to the bottom of another
                     right = max(right, column + (end - 1) // height)
                     top, bottom = np.int64(0), np.int64(height - 1)
                 else:

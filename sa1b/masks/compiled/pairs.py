@@ -1,4 +1,4 @@
-"""Every mask of one list against every mask of another."""
+"""Intersection of every mask of one list with every mask of another."""
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ def cumulate(
     ends: npt.NDArray[np.int64],
     spans: npt.NDArray[np.int64],
 ) -> None:
-    """Write the end of each run, ends [R], and begin and end of each mask's foreground, spans [N, 2]."""
+    """Write the end of each run into ends [R], and the span of each mask's foreground into spans [N, 2]."""
     for mask in range(len(spans)):
         start, stop = np.int64(-1), np.int64(-1)
         position = np.int64(0)
@@ -31,7 +31,7 @@ def cumulate(
 
 @kernel
 def run_at(ends: npt.NDArray[np.int64], low: int, high: int, position: int) -> int:
-    """The run of ends[low:high] that holds the pixel at this position."""
+    """Index of the run in ends[low:high] that contains the pixel at this position."""
     while low < high:
         middle = (low + high) // 2
         if ends[middle] > position:
@@ -55,7 +55,8 @@ def intersection(
 ) -> None:
     """Write the common foreground pixels of every pair into out [Na, Nb].
 
-    Boxes are first column and row, last column and row; an empty mask's last lie before its first.
+    A box is first column, first row, last column and last row; in the box of an empty mask, the last is
+    before the first.
     """
     for a in range(len(spans_a)):
         for b in range(len(spans_b)):

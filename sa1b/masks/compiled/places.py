@@ -1,4 +1,4 @@
-"""From points to masks and from masks to points."""
+"""Point-in-mask test, and foreground pixels by number."""
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ def contains(
     places: npt.NDArray[np.int64],
     out: npt.NDArray[np.bool_],
 ) -> None:
-    """Write into out [N] whether pixel places[i] (column-major; -1 for none) is foreground of mask i."""
+    """Write into out [N] whether pixel places[i] (column-major; -1: no pixel) is foreground of mask i."""
     for mask in range(len(places)):
         place = places[mask]
         end = np.int64(0)
@@ -34,7 +34,7 @@ def nth_foreground(
     ranks: npt.NDArray[np.int64],
     out: npt.NDArray[np.int64],
 ) -> None:
-    """Write into out [N] the place (column-major) of foreground pixel ranks[i] of mask i; -1 if none."""
+    """Write into out [N] the position (column-major) of foreground pixel ranks[i] of mask i; -1 if none."""
     for mask in range(len(ranks)):
         left = ranks[mask]
         position = np.int64(0)

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from sa1b.kernel import kernel
 
-# Codes of a verdict; sa1b.masks.coco gives them their names.
+# Codes of a verdict; sa1b.masks.coco.REASONS has their names.
 VALID = 0
 BAD_CHARACTER = 1
 CUT_NUMBER = 2
@@ -19,7 +19,7 @@ MAX_CHARACTERS = 12  # of one number: 60 bits, so that sums of numbers stay insi
 
 @kernel
 def count_numbers(text: npt.NDArray[np.uint8]) -> int:
-    """Characters that end a number: all the space that the runs of this text can need."""
+    """Number of characters that end a number: an upper bound for the number of runs."""
     count = 0
     for character in text:
         count += (np.int64(character) - 48) & 0x20 == 0
@@ -33,7 +33,7 @@ def gather(
     chosen: npt.NDArray[np.int64],
     out: npt.NDArray[np.uint8],
 ) -> None:
-    """Write the strings number `chosen` of those that end at `ends` into `out`, one after the other."""
+    """Write the strings with the indices `chosen` into `out`; string i ends at ends[i]."""
     place = 0
     for number in chosen:
         start = ends[number - 1] if number else 0
@@ -44,7 +44,7 @@ def gather(
 
 @kernel
 def judge(text: npt.NDArray[np.uint8], pixels: int) -> int:
-    """The verdict on one string: what is wrong first, from left to right."""
+    """The verdict on one string: its first error from left to right."""
     left = np.int64(pixels)
     last, before_last = np.int64(0), np.int64(0)
     value, shift, count = np.int64(0), np.int64(0), 0
@@ -83,10 +83,10 @@ def parse(
     offsets: npt.NDArray[np.int64],
     verdicts: npt.NDArray[np.uint8],
 ) -> None:
-    """Parse the strings of all masks; the runs of a mask that fails are left out.
+    """Parse the strings of all masks; a mask that fails has no runs.
 
-    Writes runs[:offsets[N]], offsets [N + 1] and verdicts [N]. A verdict is only that a mask
-    fails; `judge` finds out why.
+    Writes runs[:offsets[N]], offsets [N + 1] and verdicts [N]. The fast loop only detects that a mask fails;
+    `judge` finds the reason.
     """
     one = np.uint64(1)  # unsigned indices: compiled without the test for negative ones
     position = np.uint64(0)
@@ -122,7 +122,7 @@ def parse(
                 break
             left -= value
             before_last = last
-            last = np.int64(0) if written == first else value  # run 2 is no difference to run 0
+            last = np.int64(0) if written == first else value  # run 2 is not a difference to run 0
             runs[written] = value
             written += one
         if left != 0:

@@ -1,4 +1,4 @@
-"""Masks of one image to masks of another size or order, runs to runs."""
+"""Resizing, cropping and mirroring of masks, runs to runs."""
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +19,19 @@ def remap(
     out: npt.NDArray[np.uint32],
     out_offsets: npt.NDArray[np.int64],
 ) -> None:
-    """Every target column reads one source column (or none: -1), every target row one source row, in order.
+    """Write masks whose columns and rows read source columns and rows. Target rows read source rows in order.
 
     Args:
         boxes: int64 [N, 4], first column and row, last column and row of each mask.
         columns: int64 [target width], the source column of each target column; -1 is background.
         firsts: int64 [height + 1], the first target row at or after each source row.
-        out: uint32 [R'], receives the runs; when empty they are only counted.
+        out: uint32 [R'], receives the runs; if it is empty, the runs are only counted.
         out_offsets: int64 [N + 1], written.
     """
     writing = len(out) > 0
     total = np.int64(len(columns)) * target_height
     run_of = np.empty(width, np.int64)  # the run in which a source column begins
-    start_of = np.empty(width, np.int64)  # where that run begins
+    start_of = np.empty(width, np.int64)  # position at which that run begins
     written = np.int64(0)
     out_offsets[0] = 0
     for mask in range(len(offsets) - 1):
@@ -95,7 +95,7 @@ def reverse(
     out: npt.NDArray[np.uint32],
     out_offsets: npt.NDArray[np.int64],
 ) -> None:
-    """Turn the masks round by 180 degrees; out [R + N] receives the runs, out_offsets [N + 1] is written."""
+    """Rotate the masks by 180 degrees; write runs into out [R + N], offsets into out_offsets [N + 1]."""
     written = np.int64(0)
     out_offsets[0] = 0
     for mask in range(len(offsets) - 1):
