@@ -4,6 +4,7 @@ Exit codes: 2 for an error that the user has to fix (a flag, a file, a folder), 
 reader of the output has closed the pipe (`| head`). Each verb defines the codes 0, 1 and 3.
 """
 
+import errno
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from typing import Any, NoReturn, TextIO
 from sa1b.errors import Sa1bError, UsageError
 
 INTERRUPTED = 128 + signal.SIGINT
+_WAYS_OUT = {errno.ENOENT: "check the path", errno.ENOSPC: "free space on this disk"}
 BROKEN_PIPE = 128 + 13  # SIGPIPE, which Windows lacks
 
 _CORNER = "╭"
@@ -79,12 +81,21 @@ def _code(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED, "interrupted")
     except (Sa1bError, OSError) as error:
-        return _failed(str(error), 2, f"error: {error}")
+        text = _of_system(error) if isinstance(error, OSError) else str(error)
+        return _failed(text, 2, f"error: {text}")
     except SystemExit as ended:  # after --help
         return int(ended.code or 0)
     except Exception as error:
         _print_json(f"{type(error).__name__}: {error}", 1)
         raise
+
+
+def _of_system(error: OSError) -> str:
+    """The message of an error of the operating system, in the form of the expected ones."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    way_out = _WAYS_OUT.get(error.errno or 0, "check the file and its permissions")
+    return f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}; {way_out}"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from sa1b.errors import UsageError
     ("error", "code", "message"),
     [
         (UsageError("--out: why"), 2, "--out: why"),
-        (OSError(28, "No space left", "/x"), 2, "[Errno 28] No space left: '/x'"),
+        (OSError(28, "No space left", "/x"), 2, "/x: no space left; free space on this disk"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

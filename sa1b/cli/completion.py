@@ -3,8 +3,11 @@
 The script contains all verbs and flags, so that completion imports neither this package nor torch.
 """
 
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
+from pathlib import Path
 
 from sa1b.console import loading, usage_errors
 from sa1b.errors import UsageError
@@ -31,9 +34,17 @@ def main(arguments: Sequence[str], verbs: Sequence[str]) -> int:
     if "train" in verbs:
         callables["train"] = type(next(iter(PRESETS.values())))  # its settings are its flags
     only = (tyro.conf.FlagCreatePairsOff,)
-    try:
-        with usage_errors("sa1b"):
-            tyro.extras.subcommand_cli_from_dict(callables, prog="sa1b", args=list(arguments), config=only)
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    printing = [flag.replace("-write-", "-print-"), values[0]]
+    script = io.StringIO()
+    with suppress(SystemExit), redirect_stdout(script), usage_errors("sa1b"):
+        tyro.extras.subcommand_cli_from_dict(callables, prog="sa1b", args=printing, config=only)
+    # Bash takes a line for a word to complete, also the second line of a description.
+    lines = [
+        line.replace("\\n", " ") if line.startswith("COMPLETION_SPEC") else line
+        for line in script.getvalue().splitlines()
+    ]
+    if flag.startswith("--tyro-write"):
+        Path(values[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    else:
+        print("\n".join(lines))
     return 0

@@ -61,6 +61,8 @@ def main(
         raise UsageError(f"--images-per-tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")
     if long_side is not None and long_side < 32:
         raise UsageError(f"--long-side {long_side}: must be at least 32 pixels")
+    if (out / "dataset.json").exists():
+        raise UsageError(f"{out}: a dataset directory; name another folder for source tars")
     with bar(tars * images_per_tar, "synthesize", "image", json_output) as shown:
         summary = write_tars(
             out,

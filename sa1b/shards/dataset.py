@@ -149,6 +149,8 @@ class Dataset(Displayed):
             ShardError: the bytes do not match their checksum.
         """
         count = len(self)
+        if not isinstance(i, int | np.integer):
+            raise TypeError(f"sample {i!r}: the index must be an integer; by_id() takes image ids")
         if not -count <= i < count:
             raise IndexError(f"sample {i} of {count}")
         (pending,) = self.submit([i % count])
@@ -175,6 +177,8 @@ class Dataset(Displayed):
         Raises:
             KeyError: the dataset does not hold it.
         """
+        if not isinstance(image_id, int | np.integer):
+            raise TypeError(f"image_id {image_id!r}: must be an integer, the number in sa_<id>.jpg")
         possible = 0 <= image_id < 2**64
         i = int(np.searchsorted(self.table.image_id, np.uint64(image_id))) if possible else len(self)
         if i == len(self) or int(self.table.image_id[i]) != image_id:

@@ -83,3 +83,10 @@ def test_the_scripts_of_a_clone_are_the_same_commands(verb: str) -> None:
     script = [sys.executable, f"tools/{verb}.py", "--help"]
     done = subprocess.run(script, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == run(verb, "--help").stdout
+
+
+def test_source_tars_are_not_written_into_a_dataset_directory(tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").write_text("{}")
+    done = run("synthesize", str(tmp_path))
+    assert done.returncode == 2
+    assert printed(done) == [f"error: {tmp_path}: a dataset directory; name another folder for source tars"]

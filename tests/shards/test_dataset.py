@@ -5,6 +5,7 @@ import json
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -216,3 +217,12 @@ def test_a_shard_is_a_plain_ustar_with_nothing_that_varies(root: Path) -> None:
             for member in tar:
                 assert (member.mtime, member.uid, member.gid, member.mode) == (0, 0, 0, 0o644)
                 assert data[member.offset + 257 : member.offset + 265] == b"ustar\x0000"
+
+
+@pytest.mark.parametrize("wrong", ["0", 1.0, slice(2), None])
+def test_indices_and_ids_are_integers(root: Path, wrong: Any) -> None:
+    ds = sa1b.open(root)
+    with pytest.raises(TypeError, match="must be an integer"):
+        ds[wrong]
+    with pytest.raises(TypeError, match="must be an integer"):
+        ds.by_id(wrong)
