@@ -215,7 +215,7 @@ def _read_document(
     if columns is None:
         columns = unusual_columns(masks, height, width, warnings)
     elif not exact:
-        warnings.add("duplicate_key", "a key stands more than once")
+        warnings.add("duplicate_key", "a key occurs more than once")
     return height, width, columns, exact
 
 

@@ -72,7 +72,9 @@ def usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] |
 
 
 def _signatures() -> dict[tuple[object, ...], int]:
-    """Types of a flattened annotation -> number_types. The lengths distinguish bbox, crop_box and point."""
+    """A table from the types of a flattened annotation to its number_types. The lengths distinguish bbox,
+    crop_box and point.
+    """
     signatures: dict[tuple[object, ...], int] = {}
     for kind in range(4):
         bbox = (int if kind & BBOX_IS_INT else float,) * 4

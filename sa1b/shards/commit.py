@@ -1,8 +1,8 @@
 """Commits: move a finished source into the dataset directory, and write the dataset over all sources.
 
-The order of writes keeps two promises. A task file is written after everything it claims. dataset.json is
-replaced after the table it names is there, and nothing that it names is removed before its replacement is
-named. A process that dies at any point leaves a directory that readers can open and the next run repairs.
+The order of writes gives two guarantees. A task file is written after all files that it lists. dataset.json
+is replaced after its table is written, and a file that it lists is removed only after dataset.json no longer
+lists it. A process that dies at any point leaves a directory that readers can open and the next run repairs.
 """
 
 import contextlib

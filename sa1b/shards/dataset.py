@@ -78,7 +78,7 @@ class Dataset(Displayed):
         self.root = self.reader.root
 
     def _map_table(self, path: Path | None = None) -> None:
-        """Map the table that the manifest names, from `path` if it lies elsewhere by now."""
+        """Map the table that the manifest names, from `path` if it has been moved."""
         try:
             self.shards: list[str] = [str(shard["name"]) for shard in self.manifest["shards"]]
             samples = self.manifest["samples"]
@@ -91,7 +91,7 @@ class Dataset(Displayed):
                 f"run `{command('index')}` to rebuild it"
             ) from None
         self._samples = path or self._fetch_samples()
-        # Where other processes find this version once its files have lost their names.
+        # Paths at which other processes open this version after its files are removed.
         self._files = (self._keep(self._samples), self._manifest_file)
         self.table: SampleTable = open_table(self._samples)
         if (self.table.digest, self.table.ids_digest) != promised:

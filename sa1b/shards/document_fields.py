@@ -1,7 +1,7 @@
 """The fields of the JSON documents in a dataset directory and the types of their values.
 
-A document that was damaged or edited can hold anything. Its fields are checked once, where it is read; code
-that uses a document afterwards relies on them. Unknown keys are ignored.
+A document that was damaged or edited can hold anything. Its fields are checked once, when it is read; later
+code relies on the check. Unknown keys are ignored.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """JPEG files: checks of their markers before decoding, decoding, and scaling down.
 
-Markers are those of ITU-T T.81, annex B. A decoder trusts the frame header: a file of 2 MB that claims
-65500 x 65500 pixels costs it 12 GB. So sizes are checked here first.
+Markers are those of ITU-T T.81, annex B. A decoder allocates memory for the size in the frame header: 12 GB
+for a file of 2 MB with 65500 x 65500 pixels in its header. So sizes are checked here first.
 """
 
 import re
@@ -49,7 +49,7 @@ def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> Frame:
     changed byte inside the coded data; only a checksum can. 0.3 ms for a file of 1 MB.
 
     Args:
-        max_pixels: a larger image is refused. Ingest says how many; what it has stored is read as it is.
+        max_pixels: a larger image is refused. Ingest passes a limit; readers of stored images do not.
 
     Raises:
         BadSample: not a JPEG, cut off, without or with several frame headers, or of an absurd size.
@@ -165,7 +165,7 @@ def decode(data: bytes | memoryview, *, min_height: int = 0, min_width: int = 0)
             data, "RGB", min_height=min_height, min_width=min_width, strict=True
         )
     except ValueError as error:
-        if "insufficient memory" in str(error).lower():  # says nothing about the file
+        if "insufficient memory" in str(error).lower():  # lack of memory is not damage of the file
             raise MemoryError(str(error)) from None
         raise BadSample("jpeg_broken", f"JPEG does not decode: {error}") from None
     return image

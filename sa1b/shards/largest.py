@@ -14,7 +14,7 @@ class Largest:
     values: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LARGEST, 0))
 
     def see(self, row: Row) -> None:
-        """Take in one image."""
+        """Add one image."""
         self.merge(
             {
                 "masks": len(row.annotations),
@@ -26,6 +26,6 @@ class Largest:
         )
 
     def merge(self, found: Mapping[str, int]) -> None:
-        """Take in some of the quantities of one image, or those of another shard."""
+        """Add quantities of one image, or those of another shard."""
         for name, value in found.items():
             self.values[name] = max(self.values[name], value)

@@ -92,8 +92,8 @@ class Sample(display.Displayed):
     def overlay(self, masks: npt.ArrayLike | None = None, max_side: int = 1024) -> "Image":
         """The image with its masks drawn over it in colours, with contours, as a PIL image in mode RGB.
 
-        It has the proportions of the source image, whose pixel (x, y) lies at
-        (x * width / annotations.width, y * height / annotations.height). Larger masks lie below smaller ones.
+        It has the proportions of the source image, whose pixel (x, y) is at (x * width / annotations.width, y
+        * height / annotations.height). Smaller masks are drawn over larger ones.
 
         Args:
             masks: integers [K] or bool [N], the masks to draw; None: all; []: none.

@@ -29,7 +29,7 @@ class _Begun(Protocol):
 
 
 class _Shared:
-    """One read for several samples, whose threads may ask for it at the same time."""
+    """One read for several samples, whose threads may request it at the same time."""
 
     def __init__(self, begun: "Future[bytes] | LocalRead") -> None:
         self._begun = begun
@@ -80,9 +80,9 @@ class PendingRead:
     """A sample that is being read.
 
     Attributes:
-        location: where it lies.
+        location: its location in the shard.
         reader: reads the dataset directory.
-        begun: the pending read; it covers a block of samples if `origin` is not the start of this sample.
+        begun: the pending read, which may cover a block of samples.
         origin: offset in the shard at which the read begins.
         shared: whether the same read returns other samples.
     """
@@ -151,7 +151,7 @@ def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
     """
     if row["jpg_offset"] < 0 or row["jpg_offset"] + row["jpg_bytes"] > row["masks_offset"]:
         raise ShardError(
-            f"{shard}: the index has no place for image {row['image_id']}; "
+            f"{shard}: the index has no valid location for image {row['image_id']}; "
             f"run `{command('index')}` to rebuild it"
         )
     return SampleLocation(

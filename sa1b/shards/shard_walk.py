@@ -1,9 +1,9 @@
 """A shard read front to back: every image with its members, every byte of the tar checked and digested.
 
 A shard is written in exactly one way (see sa1b.shards.shard). Headers, padding and the end of the tar follow
-from names and sizes: anything else is damage, and the walk stops there. Sealing compares what it yields with
-the index, `sa1b index` makes the index from it. `sa1b verify` continues after damage and therefore
-reads members with `sa1b.sources.tar_reader`.
+from names and sizes: anything else is damage, and the walk stops there. `seal` compares the images with the
+index, and `sa1b index` builds the index from them. `sa1b verify` continues after damage and therefore reads
+members with `sa1b.sources.tar_reader`.
 
     digest = hashlib.sha256()
     for image in walk_shard(path, digest):

@@ -227,8 +227,9 @@ def _skip_zeros(stream: StoredStream, offset: int) -> Damage | None:
 def _pads_record(zeros: int, total: int) -> bool:
     """Whether an archive of `total` bytes may end in so many zeros because its records are large.
 
-    `tar --blocking-factor=512` pads to 256 KiB. Only archives that are whole records of a usual size count:
-    powers of two and round numbers of blocks. A download into a file made at full size has any length.
+    `tar --blocking-factor=512` pads to 256 KiB. The length of such an archive is a multiple of a usual record
+    size (powers of two and round numbers of blocks). A partial download into a preallocated file can have any
+    length.
     """
     return any(zeros < record + 2 * BLOCK and total % record == 0 for record in _RECORDS)
 

@@ -103,7 +103,7 @@ def rebuild_index(
 
 
 def jpeg_quality(data: bytes) -> int | None:
-    """The quality a JPEG was encoded with: the one that gives its quantisation tables."""
+    """The quality that a JPEG was encoded with, from its quantisation tables; None if it is unknown."""
     tables = _quantisation_tables(data)
     blank = np.zeros((16, 16, 3), np.uint8)
     for quality in range(1, 101):

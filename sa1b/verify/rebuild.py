@@ -117,7 +117,7 @@ def rebuild_root(root: Path, *, workers: int = 1, quiet: bool = False) -> Rebuil
     Raises:
         ManifestError: no shards in `root`, or a damaged task file.
         sa1b.errors.SourceError: an image is in two sources.
-        LockedError: reshard or another rebuild is at work there.
+        LockedError: reshard or another rebuild is running there.
     """
     began = time.monotonic()
     summary = RebuildSummary()
@@ -149,7 +149,7 @@ def rebuild_tables(root: Path) -> RebuildSummary:
 
     Raises:
         ManifestError: a task file is lost or damaged.
-        LockedError: reshard or another rebuild is at work there.
+        LockedError: reshard or another rebuild is running there.
     """
     began = time.monotonic()
     summary = RebuildSummary()

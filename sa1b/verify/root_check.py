@@ -184,7 +184,7 @@ class RootCheck:
         self._check_rows(name, table, shards)
         listed = {} if self.dataset is None else self.dataset["samples"]
         found = {"columns_sha256": table.digest, "ids_sha256": table.ids_digest, "bytes": path.stat().st_size}
-        if whole and "sha256" in listed:  # otherwise a finding names the file already
+        if whole and "sha256" in listed:  # otherwise there is already a finding for the file
             found["sha256"] = sha256
         if listed and any(listed.get(what) != value for what, value in found.items()):
             self._find("table_of_another", name, f"not the one {DATASET} was written with")

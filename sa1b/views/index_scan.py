@@ -2,8 +2,8 @@
 
 Parquet decoding and numpy release the GIL, so threads serve as well as processes and start at once. Nothing
 but the columns that a condition names is read: no tar is opened. One thread takes 3 to 5 ms for a shard of
-1024 images and 100,000 masks with two conditions on scores and area, a minute for the 11,000 shards of SA-1B
-if their indexes are in memory; from a disk, more threads keep more reads in flight.
+1024 images and 100,000 masks with two conditions on scores and area, and a minute for the 11,000 shards of
+SA-1B if their indexes are in memory. If they are on disk, more threads keep more reads in flight.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,9 @@ _IN_FLIGHT = 4  # index files waiting for each thread
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPart:
-    """Of one shard's images [n]: id, whether the image condition holds, masks, and masks that pass."""
+    """For the images [n] of one shard: id, whether the image condition holds, number of masks, and number of
+    masks that pass.
+    """
 
     ids: npt.NDArray[np.uint64]
     passes: npt.NDArray[np.bool_]

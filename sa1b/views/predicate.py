@@ -2,8 +2,8 @@
 
 The text is parsed, never run: comparisons (`<` `<=` `>` `>=` `==` `!=`, also chained), `and`, `or`, `not`,
 `+ - * /`, parentheses, numbers and the names of fields. Everything else is refused by name and column.
-Values are float64, exact for integers up to 2**53. A score that is not there (NaN) passes no comparison, not
-even `!=`; `not` turns that round, as it turns every condition. Division by zero gives infinity or NaN.
+Values are float64, exact for integers up to 2**53. A missing score (NaN) passes no comparison, not even `!=`.
+`not` inverts this result too. Division by zero gives infinity or NaN.
 """
 
 import ast
@@ -72,7 +72,7 @@ class Predicate:
     """A parsed condition; make it with `mask_predicate` or `image_predicate`.
 
     Attributes:
-        text: the condition in one fixed spelling: texts that differ in spaces only give the same.
+        text: the condition in a normal form, which does not depend on spaces.
         fields: the names in it.
         tree: the parsed text, checked.
     """

@@ -1,8 +1,8 @@
 """Choosing the images of a view: conditions over the index files, in threads, and parts by hash of the id.
 
 Each image id has a fixed 64-bit hash, h = random_word(0, Purpose.SUBSET, id) / 2**64 in [0, 1).
-A subset of 1 % is h < 0.01: inside every larger one, and the same whatever the sharding. The held-out part of
-2 % is h >= 0.98, at the other end, and what trains is h < 0.98.
+A subset of 1 % contains the ids with h < 0.01. It is part of every larger subset and does not depend on the
+shards. The held-out part of 2 % contains the ids with h >= 0.98; the training part has h < 0.98.
 """
 
 import errno
@@ -68,14 +68,14 @@ class Selected:
 
     Attributes:
         view: the images and their masks.
-        path: of the view's document.
+        path: path of the view's document.
         of_images: images in the dataset directory.
-        masks, of_masks: of the view's images: those that pass the mask condition, all. None: not counted,
-            as no condition asked for it.
-        without_masks: images of the view of which no mask passes; None likewise.
-        missing: ids of the file that the dataset lacks, ascending.
+        masks, of_masks: masks of the view's images that pass the mask condition, and all their masks. None if
+            not counted, because no condition needs the numbers.
+        without_masks: images of the view without a mask that passes; None if not counted.
+        missing: ids of the file that are not in the dataset, ascending.
         list_missing: all of them are printed.
-        name: readable alias that was given, None: none.
+        name: readable alias; None if there is none.
         opens: argument that opens the view: its name or digest, or a path if it was written with `out`.
     """
 
@@ -91,7 +91,7 @@ class Selected:
     opens: str = ""
 
     def document(self) -> dict[str, Any]:
-        """For --json."""
+        """JSON document for --json."""
         return {
             "images": len(self.view),
             "of_images": self.of_images,
@@ -105,7 +105,7 @@ class Selected:
         }
 
     def table(self) -> str:
-        """For people."""
+        """Text for the terminal."""
         lines = [f"  images  {len(self.view):,} of {self.of_images:,}"]
         if self.masks is not None:
             lines.append(f"  masks   {self.masks:,} of {self.of_masks:,} in these images")
@@ -143,7 +143,7 @@ def select(
     Args:
         name: readable alias of the view.
         out: folder or .json file to write to, see write_view; None: ROOT/views.
-        overwrite: a name that belongs to another view is given to this one; a file `out` is replaced.
+        overwrite: move `name` from another view to this view; replace a file `out`.
         workers: threads.
         quiet: no progress bar.
 
@@ -170,7 +170,7 @@ def select(
         raise UsageError(f"--out {out}: is a file; name a folder, or a path that ends with .json")
     folder = Path(root)
     dataset = Dataset(root)
-    if scanned:  # takes minutes: what cannot be written is refused before
+    if scanned:  # the selection takes minutes, so a target that cannot be written is refused first
         views = views_at(folder, out)
         again = selection.flags(), dataset.table.ids_digest  # the view that this selection gave before
         others = [view for view in views if (view.chosen_by, view.dataset.get("ids_sha256")) != again]
@@ -228,7 +228,7 @@ def _check_seen(dataset: Dataset, missing: npt.NDArray[np.bool_]) -> None:
         path = index_path(Path(dataset.root) / dataset.shards[int(dataset.table.shard[row])])
         raise ShardError(
             f"{path}: image {int(dataset.table.image_id[row])} is in samples.bin and not in this index; "
-            f"`{command('index')}` makes both again"
+            f"`{command('index')}` rebuilds both"
         )
 
 

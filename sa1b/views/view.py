@@ -1,13 +1,13 @@
 """A view: a named subset of the images of a dataset directory, and which of their masks count.
 
 A view is its image ids and its condition on masks, see sa1b.views.view_document for the files. `View.digest`
-is its identity: commands print it, its files are named after it, and it opens the view. Without a condition
-it is the sha256 of the ids, sorted, u64 little-endian; with one, the sha256 of that digest, a space and the
-condition.
+is its identity: commands print it, its files are named after it, and it opens the view. Without a condition,
+the digest is the sha256 of the sorted ids, u64 little-endian. With a condition, it is the sha256 of that
+digest, a space and the condition.
 
-`View.ids_digest`, of the ids alone, is the key of the order of training: views of the same images with
-different masks are trained in the same order, and so are other shards or image sizes of the same images.
-A dataset directory that gets more images keeps its views: the ids are looked up in its new sample table.
+`View.ids_digest` depends on the ids only. It is the key of the training order, so the order is the same for
+views with other masks, other shards or other image sizes of the same images. A dataset directory that gets
+more images keeps its views: the ids are looked up in its new sample table.
 """
 
 import hashlib
@@ -56,9 +56,9 @@ class View:
         digest: the view's identity.
         ids_digest: of the image ids, sorted; for `by_place`, of the ids in that order. Key of the order of
             training.
-        bytes_digest: of the sample table: other bytes, other shards or more images have another one. Guards
-            integrity only.
-        masks_where: the condition that a mask must pass, None: all masks. `masks_where.masks(annotations)`
+        bytes_digest: digest of the sample table, which differs for other bytes, other shards or more images.
+            Used only for integrity.
+        masks_where: the condition that a mask must pass; None: all masks. `masks_where.masks(annotations)`
             gives bool [N] for an image's N masks.
     """
 
@@ -88,8 +88,8 @@ class View:
         """The same images sorted by shard and offset, for an `Order` with run > 1.
 
         `ids_digest` is that of the ids in this order. Shards of the same sources with more or fewer images
-        have the same; where images lie in another order, training has another order, and a resume is
-        refused. Takes 4 bytes an image in this process, and 1.2 s for 11.2 million.
+        have the same order. If the images are stored in another order, training has another order, and a
+        resume is refused. Takes 4 bytes an image in this process, and 1.2 s for 11.2 million.
         """
         rows = np.arange(self.count, dtype=np.uint32) if self.rows is None else self.rows
         placed = rows[np.lexsort((table.offset[rows], table.shard[rows]))]
@@ -130,10 +130,10 @@ def open_view(
     Args:
         root: folder or URL, or a reader of it. Files of views at a URL are copied to this machine once.
         table: the sample table of `root`.
-        which: a view's name in ROOT/views, or its digest or the first 6 or more characters of it. Or a path
-            on this machine that `sa1b view --out` wrote, of the view's .json file or of the folder that
-            holds it: what contains a "/" or ends with .json is a path, and so is every `Path`. None or the
-            digest of all images: all images.
+        which: name of a view in ROOT/views, or at least the first 6 characters of its digest. Or a path on
+            this machine that `sa1b view --out` wrote: the view's .json file or its folder. A string with a
+            "/" or the ending .json is a path, and so is every `Path`. None, or the digest of all images,
+            opens all images.
         check: verify the view's files by their digests: 0.1 s for 11 million images.
 
     Raises:
@@ -191,7 +191,7 @@ def write_view(
 ) -> View:
     """Write a view's files, the document last; the same selection gives the same bytes.
 
-    A view that is there already keeps its names.
+    If the view already exists, it keeps its names.
 
     Args:
         root: the dataset directory.
@@ -200,7 +200,7 @@ def write_view(
         chosen_by: flag -> value, to select it again.
         counts: further counts for the document.
         out: where to write: a folder, or the path of the .json file; None: ROOT/views.
-        overwrite: a name that belongs to another view is given to this one; a file `out` is replaced.
+        overwrite: move `name` from another view to this view; replace a file `out`.
 
     Raises:
         UsageError: no rows, or the name cannot be used or belongs to another view.
@@ -265,7 +265,7 @@ def _look_up(table: SampleTable, ids: npt.NDArray[np.uint64], path: str, root: s
     """The rows of a view's images in a table of another set of images."""
     known = table.image_id
     rows = np.empty(len(ids), np.uint32)
-    for start in range(0, len(ids), _PIECE):  # both are sorted: what a piece is compared with stays in cache
+    for start in range(0, len(ids), _PIECE):  # ids are sorted: the table's part for a piece stays in cache
         piece = ids[start : start + _PIECE]
         first, last = np.searchsorted(known, piece[[0, -1]])
         rows[start : start + _PIECE] = first + np.searchsorted(known[first : last + 1], piece)

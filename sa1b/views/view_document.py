@@ -2,7 +2,7 @@
 
 Two other files have the same stem:
 
-    .ids    image ids, u64 little-endian, ascending: what the view is, whatever directory they are read from
+    .ids    image ids, u64 little-endian, ascending: the view, independent of the dataset directory
     .rows   row numbers of the sample table that the view was made for, u32 little-endian: saves the look-up
 """
 
@@ -21,9 +21,9 @@ from sa1b.storage.reader import Reader
 from sa1b.views.predicate import Predicate, mask_predicate
 
 FORMAT = "sa1b-view-2"
-ROWS_ONLY = "sa1b-view-1"  # has `key` for `digest`, and row numbers without ids
+ROWS_ONLY = "sa1b-view-1"  # its document has `key` in place of `digest`; the view has row numbers and no ids
 VIEWS = "views"
-PREFIX = 6  # shortest part of a digest that may stand for it
+PREFIX = 6  # least characters of an abbreviated digest
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CAP = 4 << 20  # bytes of a document
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -182,7 +182,7 @@ def document_path(root: Path, out: Path | None, digest: str) -> Path:
 
 
 def views_at(root: Path, out: Path | None) -> list[ViewDocument]:
-    """The views that stand where `write_view` would write; of a file `out`, the one in it."""
+    """The existing views at the target of `write_view`; if `out` is a file, the view in it."""
     if out is not None and out.suffix == ".json":
         return [read_document(Reader(out.absolute().parent), out.name)] if out.exists() else []
     folder = (root / VIEWS if out is None else out).absolute()
@@ -195,7 +195,7 @@ def check_free(
     """Check that a view may be written: its name is free or its own, and a file `out` is.
 
     Args:
-        views: that stand there, see views_at.
+        views: existing views at the target, see views_at.
         digest: of the view to be written; None: not known yet, no view is taken for it.
 
     Raises:
