@@ -20,7 +20,7 @@ def below(process: int) -> list[int]:
 
 
 def processor_seconds(process: int) -> float:
-    """User and system time of the tree; of those that have ended and were waited for, too."""
+    """User and system time of the tree, including ended processes whose parent has waited for them."""
     total = 0
     for each in below(process):
         stat = _text(Path(f"/proc/{each}/stat"))

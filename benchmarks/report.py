@@ -76,7 +76,7 @@ def _facts(document: dict[str, Any]) -> str:
 
 
 def _question(question: dict[str, Any]) -> str:
-    """Bars of images a second; limits of one process that are beyond the axis are cut, and say so."""
+    """Bars of images per second. Limits of one process beyond the axis are truncated and marked."""
     rows = [row for row in question["rows"] if row["name"] != "reading alone"]
     contenders = [row["images_per_second"] for row in rows if row["kind"] != "limit"]
     widest = 1.25 * max(contenders)

@@ -1,4 +1,4 @@
-"""How fast will my training be fed, what limits it, and what would the alternatives give?
+"""The speed of the loader, its limiting stage, and the speed of other loaders.
 
     pytest benchmarks/test_peers.py                  24 synthetic images, under ten minutes on two cores
     pytest benchmarks/test_peers.py --data ROOT      on one's own shards
@@ -147,7 +147,7 @@ def test_everybody_delivers_the_same_tensors(images: material.Material, name: st
 
 @pytest.mark.parametrize("key", QUESTIONS)
 def test_comparison(images: material.Material, document: dict[str, Any], options: Any, key: str) -> None:
-    """Everybody in turns."""
+    """All contenders in turn."""
     if key not in DEFAULT and not options.full:
         pytest.skip("only with --full")
     title, kind, size = QUESTIONS[key]

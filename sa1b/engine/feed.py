@@ -154,7 +154,7 @@ class Feed:
 
     @staticmethod
     def _opens(config: DataConfig) -> bool:
-        """Whether the dataset opens without the view, so that the view is the cause of an error."""
+        """Whether the dataset opens without the view. If it does, an error was caused by the view."""
         try:
             Dataset(config.root, deadline=config.deadline, storage_options=_options(config))
         except Sa1bError:

@@ -157,8 +157,8 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
     may show new files late.
 
     Raises:
-        UsageError: some ranks see another folder; raised on all ranks, and the message names these ranks and
-            their hosts. Or the folder cannot be created; raised on this rank.
+        UsageError: some ranks see another folder: raised on all ranks, with a message that names these ranks
+        and their hosts. If this rank cannot create the folder, only this rank raises the error.
         OSError: the folder cannot be written.
     """
     try:

@@ -10,7 +10,7 @@ def runs_of(pixels: npt.NDArray[np.bool_]) -> Runs:
     """The runs of dense masks, bool [N, height, width]; the inverse of `raster.rasterize`.
 
     Raises:
-        ValueError: not three dimensions, or masks of zero height or width.
+        ValueError: `pixels` does not have three dimensions, or its height or width is zero.
     """
     if pixels.ndim != 3 or 0 in pixels.shape[1:]:
         raise ValueError(f"pixels of shape {pixels.shape}; [N, height, width] expected")

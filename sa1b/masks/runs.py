@@ -134,9 +134,9 @@ class Runs:
         """Check the arrays and return the object.
 
         Raises:
-            SizeError: height or width.
-            ValueError: types, shapes or offsets of the arrays.
-            MaskError: sum_mismatch, for the first mask whose runs do not add up to height * width.
+            SizeError: height or width is out of range.
+            ValueError: an array has a wrong type or shape, or the offsets are wrong.
+            MaskError: the runs of a mask do not add up to height * width (sum_mismatch).
         """
         height, width = check_size(self.height, self.width)
         if self.runs.dtype != np.uint32 or self.runs.ndim != 1:

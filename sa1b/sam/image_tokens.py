@@ -36,7 +36,7 @@ class OwnImage:
         return weights @ self.tokens
 
     def plus(self, weights: Tensor, values: Tensor) -> Tensor:
-        """The tokens plus values [M, R, C], summed with weights [M, R, N]: [M, N, C]."""
+        """The tokens plus the sum over R of weights [M, R, N] times values [M, R, C]: [M, N, C]."""
         return added(product_of_transposed(weights, values), self.tokens)
 
 

@@ -89,8 +89,8 @@ def predict(
     kinds = (tags != NOTHING).sum(axis=1)  # prompts with equally many points and corners are decoded together
     if boxes is None and not kinds.all():
         raise ValueError(
-            f"prompt {int(kinds.argmin())} has no box and no point but place holders (label -1): "
-            "it asks for nothing"
+            f"prompt {int(kinds.argmin())} has no box and no point but placeholders (label -1); "
+            "pass a box or a point"
         )
     size = model.config.image_size
     rows, columns = framed_size(height, width, size)

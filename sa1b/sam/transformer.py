@@ -173,7 +173,7 @@ class TokenToImage(ProjectedAttention):
         """Queries [M, T, C] -> [M, T, C]."""
         q = self.split(self.q_proj(queries))
         # The bias of the keys adds a constant to all logits of a query, so the softmax does not change and
-        # the gradient is zero. The bias is still used, because DDP waits for every gradient.
+        # gradient of the bias is zero. The bias is still used, because DDP waits for every gradient.
         q = q * q.shape[-1] ** -0.5 + 0 * self.k_proj.bias.sum()
         rows = q @ self.projection(self.k_proj.weight).to(q.dtype)  # (M, heads, T, C)
         weights = softmax(image.logits(rows.flatten(1, 2)), dim=-1)

@@ -147,7 +147,7 @@ def _counts(mask: Any, i: int, height: int, width: int) -> str:
 
 
 def _number(value: Any, like: Any) -> Any:
-    """`value` as the scalar or row `like`; point_coords' extra brackets are taken off."""
+    """`value` as the scalar or row `like`; the outer list of point_coords is removed."""
     row = isinstance(like, np.ndarray)
     if row and len(like) == 2:
         (value,) = value

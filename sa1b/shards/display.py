@@ -93,7 +93,7 @@ def preview(read: Callable[[], "Sample"], side: int) -> tuple["Image", str]:
 
 
 def contact_sheet(reads: Sequence[tuple[int, Callable[[], "Sample"]]], images: int) -> "Image":
-    """Some images of a dataset with their masks, three in a row.
+    """Some images of a dataset with their masks, in rows of three.
 
     Args:
         reads: image id, and a function that reads the sample.

@@ -192,7 +192,7 @@ def check_task(document: Any) -> None:
     """Check the fields of a task file.
 
     Raises:
-        FieldError: naming the field.
+        FieldError: a field is missing or invalid; the message names it.
     """
     _TASK(document, "")
     if not document["shards"]:

@@ -15,7 +15,7 @@ UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, Over
 
 
 class IndexFormatError(ValueError):
-    """A parquet file that is no shard index."""
+    """A Parquet file that is not the index of a shard."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class Options:
         }
 
     def difference(self, other: "Options") -> tuple[str, str] | None:
-        """The first flag that differs: as set here, and as set there."""
+        """The first flag that differs, with its value in `self` and its value in `other`."""
         one, two = self.flags(), other.flags()
         return next(((one[name], two[name]) for name in one if one[name] != two[name]), None)
 
@@ -119,7 +119,7 @@ class Task:
 
     @property
     def warnings(self) -> dict[str, int]:
-        """Reason -> images that were kept although something about them is odd; "doubtful" in the file."""
+        """Reason -> number of images that were stored with a warning; "doubtful" in the file."""
         found: dict[str, int] = self.counts["doubtful"]
         return found
 
@@ -259,7 +259,7 @@ def dataset_document(
 
     Args:
         tasks: finished sources.
-        table_name, facts: of the sample table.
+        table_name, facts: file name and header values of the sample table.
         failed: source -> why it is not in the dataset.
         pending: sources that are neither finished nor failed.
         like: where no source is finished: a source that will be, for options and versions.

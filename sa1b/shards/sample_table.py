@@ -49,7 +49,7 @@ class SampleTable:
     """The columns of a sample table, each [N], sorted by image_id; views into the mapped file.
 
     Attributes:
-        ids_digest: sha256 of the sorted image ids: names the set of images, whatever their sharding.
+        ids_digest: sha256 of the sorted image ids: identifies the set of images for any sharding.
         digest: sha256 of all columns.
     """
 
@@ -103,13 +103,13 @@ def encode(columns: dict[str, npt.NDArray[Any]]) -> bytes:
     """The file's bytes, from columns in any order of rows.
 
     Raises:
-        ValueError: an image id stands twice; the message names it.
+        ValueError: an image id occurs twice; the message names it.
     """
     order = np.argsort(columns["image_id"], kind="stable")
     ids = columns["image_id"][order]
     twice = ids[1:] == ids[:-1]
     if twice.any():
-        raise ValueError(f"image id {int(ids[1:][twice][0])} stands twice")
+        raise ValueError(f"image id {int(ids[1:][twice][0])} occurs twice")
     body = b"".join(_column(columns[name][order], dtype) for name, dtype in COLUMNS.items())
     return _header(ids, hashlib.sha256(body).digest()) + body
 
@@ -123,7 +123,7 @@ def write_table(path: Path, parts: Sequence[SampleTable], first_shards: Sequence
         first_shards: for each part, what its shard numbers are counted from in the joined table.
 
     Raises:
-        ValueError: an image id stands twice; the message names it.
+        ValueError: an image id occurs twice; the message names it.
     """
     parts = [*parts, _EMPTY]
     first_shards = [*first_shards, 0]
@@ -132,7 +132,7 @@ def write_table(path: Path, parts: Sequence[SampleTable], first_shards: Sequence
     ids = ids[order]
     twice = ids[1:] == ids[:-1]
     if twice.any():
-        raise ValueError(f"image id {int(ids[1:][twice][0])} stands twice")
+        raise ValueError(f"image id {int(ids[1:][twice][0])} occurs twice")
     digest = hashlib.sha256()
     with path.open("wb") as file:
         file.write(bytes(_HEADER_BYTES))

@@ -1,8 +1,8 @@
-"""A shard: a plain tar of image and mask record pairs, with its index beside it.
+"""A shard: a plain tar of pairs of an image and its mask record, and the index of the tar.
 
-Members are USTAR, in the order pairs are added: `sa_<id>.jpg`, directly after it `sa_<id>.masks`, then, if
-asked for, `sa_<id>.json`. One read from the jpg's content to the end of the masks is a training sample.
-Everything that could differ between two runs (times, owners) is fixed.
+Members are USTAR, in the order in which pairs are added: `sa_<id>.jpg`, `sa_<id>.masks`, and with keep_json
+`sa_<id>.json`. One read from the content of the JPEG to the end of the masks is a training sample. All header
+fields that could differ between two runs (times, owners) are fixed.
 """
 
 import contextlib

@@ -21,7 +21,7 @@ WARNINGS = ("warnings.jsonl", "doubtful.jsonl")
 
 
 def warnings_path(root: Path, source: str) -> Path:
-    """The file with the warnings of a source, whether or not it is there."""
+    """The path of the file with the warnings of a source; the file need not exist."""
     paths = [root / QUARANTINE / source / name for name in WARNINGS]
     return next((path for path in paths if path.is_file()), paths[0])
 

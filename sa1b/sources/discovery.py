@@ -241,7 +241,10 @@ def _tar_name(name: str) -> str:
 
 
 def _why_not_taken(path: Path, found: os.stat_result) -> str | None:
-    """Why a file is no source; None if it is one, by its content or (so that it fails by name) its name."""
+    """Why a file is not a source; None if it is a source by its content or its name.
+
+    A file with the name of a tar and other content is taken as a source, so that its failure is reported.
+    """
     name = path.name.lower()
     if not stat.S_ISREG(found.st_mode):
         return "not a regular file"

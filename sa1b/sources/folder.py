@@ -170,7 +170,7 @@ class FolderReader:
         except OSError as error:
             return Member(file.name, UNREADABLE, 0, b"", f"cannot be read: {error.strerror}")
         if len(data) != found.st_size:
-            why = f"cannot be read: {len(data):,} bytes came, of {found.st_size:,}"
+            why = f"cannot be read: {len(data):,} of {found.st_size:,} bytes received"
             return Member(file.name, UNREADABLE, 0, b"", why)
         return Member(file.name, "file", 0, data)
 

@@ -95,7 +95,7 @@ class SourceReader:
 def digest_of_source(
     source: Source, progress: Callable[[int], object] | None = None, kind: str = "sha256"
 ) -> str:
-    """The digests of `SourceReader.digests`, with md5 for a tar, without unpacking anything."""
+    """The digests of `SourceReader.digests`, with md5 for a tar; the source is not unpacked."""
     if source.kind == "tar":
         with source.path.open("rb") as file:
             digest = hashlib.new(kind, usedforsecurity=False)

@@ -98,7 +98,7 @@ def members(stream: StoredStream) -> Iterator[Member | Damage]:
 
 
 def _are_of_two_members(one: Extension, other: Extension) -> bool:
-    """Whether two extended headers in a row cannot describe one member."""
+    """Whether two consecutive extended headers cannot describe the same member."""
     both = one.values.keys() & other.values.keys()
     return bool(both) or len(one.stored) + len(other.stored) > MAX_EXTENDED_BYTES
 

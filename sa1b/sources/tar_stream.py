@@ -79,7 +79,7 @@ class Header:
 
     @property
     def has_data(self) -> bool:
-        """Whether content follows; links, devices and folders have none, whatever size they claim."""
+        """Whether content follows. Links, devices and folders have none, even if their size is not 0."""
         return self.type not in b"123456"
 
     @property
@@ -149,11 +149,11 @@ def _number(data: bytes) -> int | None:
 
 
 class StoredStream:
-    """The bytes of a tar, decompressed if it is gzip, and digested as they are read.
+    """The bytes of a tar, decompressed if the file is gzip. The stored bytes are digested during reading.
 
     Attributes:
         position: bytes returned so far.
-        damage: why the stream ended early; None if it did not.
+        damage: the reason why the stream ended early, else None.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class StoredStream:
         attributes (NFS, until the cache expires), and writes through a memory map that was already dirty.
 
         Raises:
-            SourceError: changed, replaced or removed since.
+            SourceError: the file was changed, replaced or removed.
         """
         try:
             found = [os.fstat(self._file.fileno()), self.path.stat()]

@@ -6,8 +6,8 @@
         claim.check()              before the work is committed
 
 A claim is a file that is created exclusively. Its modification time is the heartbeat. The file contains a
-timeout in seconds. Other processes may take over the claim if its last heartbeat is older. The claim of a
-process of this machine is live until that process ends.
+timeout in seconds. Another process may take over the claim when the last heartbeat is older than this. The
+claim of a process of this machine is live until that process ends.
 
 Claims avoid double work; they do not protect data. Two processes may hold the same claim after a machine was
 suspended or a clock jumped. Both then write the same bytes under the same names, so that the result is

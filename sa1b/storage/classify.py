@@ -122,7 +122,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _response(link: BaseException) -> tuple[int, str]:
-    """HTTP status and error code of a response; 0 and "" where the exception has none."""
+    """HTTP status and error code of a response; 0 and "" if the exception has no response."""
     response: Any = getattr(link, "response", None)
     if isinstance(response, dict):  # botocore's ClientError
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)

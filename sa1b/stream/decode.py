@@ -63,11 +63,11 @@ class Decoder(Protocol):
     def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
         """Decode n images.
 
-        The window of the frame fills the top left `Frame.taken` rows and columns of the image's square. It is
-        mirrored if the frame is, then changed by `Frame.pixels`. All other pixels are set to 0. The same file
-        and frame give the same pixels in any thread and in any batch. A damaged JPEG, or one that causes a
-        decoder warning, affects its own image only: its BadSample is returned, not raised, and the contents
-        of its square are undefined.
+        The window of the frame fills the top left `Frame.taken` rows and columns of the image's square. If
+        the frame is mirrored, the pixels are mirrored; then `Frame.pixels` is applied. All other pixels are
+        set to 0. The same file and frame give the same pixels in any thread and in any batch. A damaged JPEG,
+        or a JPEG that causes a decoder warning, does not affect other images: its BadSample is returned, not
+        raised, and the contents of its square are undefined.
 
         Args:
             images: n files in ordinary memory.

@@ -72,7 +72,7 @@ class Plan:
         return (position // self.order.count + 1) * self.order.count
 
     def micro_batches(self, position: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches from a position that begins a step, to the end of its epoch or endless.
+        """This rank's micro-batches from the start of a step to the end of its epoch, or without end.
 
         Raises:
             ValueError: the position is negative or cuts a block.

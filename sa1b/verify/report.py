@@ -10,7 +10,7 @@ SHOWN = 10  # findings on the screen
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One piece of damage.
+    """Damage at one location.
 
     Attributes:
         kind: short snake_case word.
@@ -130,7 +130,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """All damage, at most KEPT of a kind in a file."""
+        """All damage, with at most KEPT findings of one kind for each file."""
         return self.found.kept
 
     def exit_code(self) -> int:

@@ -79,7 +79,7 @@ class ResumeRecord:
 
 
 def file_key(path: Path) -> list[int] | None:
-    """Size and time of change of a file, None if it cannot be read."""
+    """Size and change time of a file; None if the file cannot be read."""
     try:
         stat = path.stat()
     except OSError:

@@ -146,7 +146,7 @@ class RootCheck:
                 names = {shard["name"] for shard in expected["shards"]}
                 found = {"shards": [shard for shard in dataset["shards"] if shard["name"] in names]}
         except Exception as error:
-            # Whatever a damaged file holds.
+            # A damaged file may contain values of any type, so any error is possible here.
             self._find("dataset_differs", DATASET, f"cannot be compared with the task files: {short(error)}")
             return
         for path, one, other in _differences(_by_name(found), _by_name(expected)):

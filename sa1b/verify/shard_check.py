@@ -156,7 +156,7 @@ class _ShardCheck:
 
     def _member(self, member: Member, header: bytes, padding: bytes) -> None:
         if self.end is not None and self.end != member.offset:
-            self._find("gap", f"{member.offset - self.end:,} bytes that are no member", self.end)
+            self._find("gap", f"{member.offset - self.end:,} bytes that do not belong to a member", self.end)
         size = len(member.data)
         self.end = member.offset + BLOCK + size + -size % BLOCK
         named = parse_member_name(member.name)
@@ -189,7 +189,7 @@ class _ShardCheck:
                 for name, start, stop in zip(_HEADER_FIELDS, starts, starts[1:], strict=False)
                 if header[start:stop] != expected[start:stop]
             ]
-            message = f"{member.name}: not the header that is written: {', '.join(wrong)}"
+            message = f"{member.name}: header fields with wrong values: {', '.join(wrong)}"
             self._find("header", message, member.offset, image_id)
 
     def _order(self, image_id: int, ending: str, offset: int) -> None:
@@ -251,7 +251,7 @@ class _ShardCheck:
             ):
                 (file,) = locations
                 kind = "table_row_extra" if file == self.locations.table_file else "index_row_extra"
-                self._find(kind, "a row for an image that is nowhere else", offset, image_id, file)
+                self._find(kind, "a row for an image that no other file contains", offset, image_id, file)
                 continue
             kind = "pair_missing" if len(absent) == 2 else f"{absent[0]}_missing"
             what = " and ".join(member_name(image_id, ending) for ending in absent)

@@ -149,7 +149,7 @@ def _problem(raw: bytes, name: str, task: Task) -> str | None:
     if raw != json_bytes(document):
         return "not the bytes that are written for its content"
     if task.name != name:
-        return f"is of the source {task.name!r}"
+        return f"belongs to the source {task.name!r}"
     if document["options"] != asdict(task.options):
         return f"options are {', '.join(document['options'])}; expected {', '.join(asdict(task.options))}"
     if not document["versions"].keys() >= manifest.versions().keys():

@@ -126,10 +126,10 @@ def mask_predicate(text: str) -> Predicate:
 
 
 def image_predicate(text: str) -> Predicate:
-    """Parse a condition on images; its fields: `IMAGE_FIELDS`.
+    """Parse a condition on images; the fields are `IMAGE_FIELDS`.
 
     Raises:
-        PredicateError: not a condition, or an unknown field.
+        PredicateError: the text is not a condition, or a field is unknown.
     """
     return _parse(text, IMAGE_FIELDS, "image")
 

@@ -33,7 +33,7 @@ Ids = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The conditions of a view; all must hold. Attributes are named as the flags of the command.
+    """The conditions of a view; all must hold. The attributes have the names of the command's flags.
 
     Attributes:
         masks_where, images_where: conditions, see sa1b.views.predicate.

@@ -192,7 +192,7 @@ def views_at(root: Path, out: Path | None) -> list[ViewDocument]:
 def check_free(
     views: list[ViewDocument], out: Path | None, name: str | None, digest: str | None, *, overwrite: bool
 ) -> None:
-    """Check that a view may be written: its name is free or its own, and a file `out` is.
+    """Check that a view may be written: its name and its file `out` are free or belong to the same view.
 
     Args:
         views: existing views at the target, see views_at.

@@ -41,7 +41,7 @@ def test_the_digests_name_the_set_of_images_and_the_content() -> None:
 
 
 def test_an_id_that_stands_twice_is_named() -> None:
-    with pytest.raises(ValueError, match="image id 7 stands twice"):
+    with pytest.raises(ValueError, match="image id 7 occurs twice"):
         table.encode(columns([3, 7, 7]))
 
 

@@ -12,7 +12,7 @@
     RUN/checkpoints/step-00000100/
         __0_0.distcp ...   model and optimizer state, by torch.distributed.checkpoint, one file a rank
         .metadata          which tensor is in which file
-        state.json         everything else: the caller's state, step, world size, versions
+        state.json         all other values: the caller's state, step, world size, versions
         manifest.json      bytes and sha256 of every file, written last
 
 A folder is written as step-00000100.partial and flushed. Rank 0 renames it when all ranks have written and
