@@ -109,10 +109,10 @@ def rasterize_frame(
         taken: int64 [N, 2], rows and columns of the square that each mask's image covers, 1 to image_size; by
             default its longer side covers all.
         flip: mirror the image within its width; the padding stays on the right.
-        Others as for `rasterize`; N masks give [N, size, size].
+        The other arguments are those of `rasterize`; the result for N masks is [N, size, size].
 
     Raises:
-        As for `rasterize`.
+        The errors of `rasterize`.
     """
     image_size, size = check_size(image_size, size)
     if taken is not None:

@@ -31,7 +31,7 @@ class Refusal:
 class Spill:
     """Store of bytes by name: in memory up to a limit, then one file for each name.
 
-    Each name is stored once and taken once. Taking it frees its space.
+    Each name is stored once and retrieved once; retrieving it frees its space.
     """
 
     def __init__(self, folder: Path, memory_bytes: int) -> None:
