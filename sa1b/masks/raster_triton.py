@@ -6,11 +6,12 @@ Arguments and bits are the same. Triton is required: CUDA builds of torch instal
 A dense mask is row-major, its runs go down columns, and nearly all of it is background, so most of the time
 is spent on writes. There are two launches (sa1b.masks.kernels_triton):
 
-    measure_masks   One program a mask sums up its runs and turns the end of each into one integer, its key:
-                    source column and row of the dense mask. It also finds the box of the mask there.
-    fill            One program a tile of 128 x 256 pixels. Most tiles miss the box: zeros, stored 16 bytes a
-                    thread. In the others each column finds its first run by bisection and follows its runs
-                    down, two comparisons a pixel and run, and rows leave in the same wide stores.
+    measure_masks   Each program processes one mask. It adds up the runs and writes the end of each one as an
+                    integer key: source column and row of the dense mask. It also computes the mask's box.
+    fill            Each program writes a tile of 128 x 256 pixels. Most tiles are outside the box and get
+                    zeros, stored 16 bytes per thread. In the other tiles, each column finds its first run by
+                    bisection and follows its runs down, with two comparisons per pixel and run; rows are
+                    written with the same wide stores.
 
 Bytes moved for 16 images of 64 masks at 1024x1024, uint8, where Tensor.zero_() writes 1074 MB, with 330 runs
 a mask and boxes of 1.4 % of an image on average:

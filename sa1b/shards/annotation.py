@@ -285,7 +285,7 @@ def _compare(annotations: Annotations, runs: Runs, warnings: ImageWarnings) -> N
         check(name, ~((score >= 0) & (score <= 1.5)), score)
     limits = np.array([annotations.width, annotations.height], np.float64)
     box = annotations.crop_box
-    with np.errstate(over="ignore", invalid="ignore"):  # a sum of infinities is outside like any other
+    with np.errstate(over="ignore", invalid="ignore"):  # a sum of infinities counts as outside the image too
         inside = (box[:, :2] >= 0) & (box[:, 2:] > 0) & (box[:, :2] + box[:, 2:] <= limits)
     check("crop_box", ~inside.all(axis=1), box)
     point = annotations.point_coords

@@ -1,6 +1,6 @@
 """The mask record: the content of `sa_<id>.masks`, one per image.
 
-One zstandard frame around a safetensors file, so that any language reads it and this is a full decoder:
+One zstandard frame around a safetensors file, which many languages can read. A complete decoder in Python:
 
     arrays = safetensors.numpy.load(zstandard.decompress(data))
 

@@ -1,7 +1,7 @@
 """Lists of ingest about the pairs of a source: the lines of quarantine/<source>/*.jsonl.
 
     refused.jsonl    a line for each refused member or damaged stretch, with the file that holds its bytes
-    warnings.jsonl   a line for each image and reason that was kept although it is odd (`doubtful.jsonl` in
+    warnings.jsonl   a line for each image and reason that was kept with a warning (`doubtful.jsonl` in
                      directories of earlier versions)
 
 Each line is a JSON object with at least `reason` and `message`.

@@ -136,7 +136,7 @@ class _Search:
 
     def run(self) -> list[Source]:
         if self.path.is_file():
-            # A gzip file without a tar fails when it is read, with its name; the other sources are taken.
+            # A gzip file that is not a tar fails when it is read; the error names it, other sources are kept.
             self._take("tar", self.path)
             return self.sources
         if not self.path.is_dir():

@@ -87,7 +87,7 @@ class SourceReader:
         self._reader.close()
 
     def _again(self) -> StoredStream:
-        # The second pass reports 0 bytes: they are counted once, and the call shows that work continues.
+        # The second pass reports 0 bytes, so that bytes are counted once but the caller sees progress.
         progress = self._progress
         return StoredStream(self.source.path, progress=None if progress is None else lambda _: progress(0))
 

@@ -1,9 +1,9 @@
 """Conditions on masks and images, such as `stability_score >= 0.96 and area_fraction < 0.9`.
 
 The text is parsed, never run: comparisons (`<` `<=` `>` `>=` `==` `!=`, also chained), `and`, `or`, `not`,
-`+ - * /`, parentheses, numbers and the names of fields. Everything else is refused by name and column.
-Values are float64, exact for integers up to 2**53. A missing score (NaN) passes no comparison, not even `!=`.
-`not` inverts this result too. Division by zero gives infinity or NaN.
+`+ - * /`, parentheses, numbers and the names of fields. Other syntax raises an error that names it and its
+column. Values are float64, exact for integers up to 2**53. A missing score (NaN) passes no comparison, not
+even `!=`. `not` inverts this result too. Division by zero gives infinity or NaN.
 """
 
 import ast
@@ -27,7 +27,7 @@ class PredicateError(UsageError):
     """A condition that cannot be used; the message names the error and its column."""
 
 
-# Field -> its column in the index and, of a column with several numbers a mask, which of them.
+# Field -> its column in the index, and the position in a column with several numbers per mask.
 # All in pixels of the source image; bbox is SA-1B's [x, y, xmax - xmin, ymax - ymin].
 MASK_FIELDS = {
     "area": ("area", None),

@@ -137,8 +137,8 @@ def select(
 ) -> Selected:
     """Select images of a dataset directory and write the view; the directory itself is only read.
 
-    Reads the columns named of the indexes concerned, and without conditions the sample table alone. Then the
-    directory may be a URL, with `out` on this machine.
+    Conditions read only their columns of the index files. Without conditions only the sample table is read;
+    then the directory may be a URL if `out` is a local path.
 
     Args:
         name: readable alias of the view.

@@ -142,8 +142,8 @@ def read_documents(reader: Reader, folder: str = VIEWS) -> list[ViewDocument]:
     """The documents of all views of a folder, sorted by digest; files of other names are left alone.
 
     Raises:
-        ManifestError: one is damaged or of another format.
-        sa1b.storage.errors.StorageError: they cannot be read.
+        ManifestError: a document is damaged or of another format.
+        sa1b.storage.errors.StorageError: a document cannot be read.
     """
     names = [name for name in reader.names(folder) if _SHA256.fullmatch(name.removesuffix(".json"))]
     return [read_document(reader, f"{folder}/{name}") for name in names if name.endswith(".json")]
@@ -196,7 +196,8 @@ def check_free(
 
     Args:
         views: existing views at the target, see views_at.
-        digest: of the view to be written; None: not known yet, no view is taken for it.
+        digest: digest of the view to be written; None if it is not known yet, so that it equals no existing
+            one.
 
     Raises:
         UsageError: name or file belong to another view, and `overwrite` is False.
@@ -217,7 +218,8 @@ def check_free(
 
 
 def document_at(which: str) -> tuple[Reader, ViewDocument]:
-    """The view at a path: its .json file, the only view of a folder, or FOLDER/NAME; and what reads there.
+    """The view at a path (its .json file, the only view of a folder, or FOLDER/NAME), and a reader of the
+    folder.
 
     Raises:
         ManifestError: there is none, or the folder contains several.
