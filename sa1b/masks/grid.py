@@ -7,7 +7,7 @@ are background.
 To resize an axis of n pixels to m, the numerator is n and the denominator 2 * m. The frame is a square of
 S = image_size pixels with the resized image at its top left (L is the longer side of the image):
 
-    len_S = max(1, (2 * len * S + L) // (2 * L))            pixels that an axis of len takes of the S
+    len_S = max(1, (2 * len * S + L) // (2 * L))            pixels of the S that an axis of len covers
     src   = ((2 * dst + 1) * S * len) // (2 * size * len_S)  for a dense mask of the frame at `size`
 
 So a mask at 256 covers exactly the part of the frame that the image covers at 1024. For an image that is

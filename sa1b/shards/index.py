@@ -84,7 +84,7 @@ class IndexWriter:
     """Writes the rows of one shard.
 
     A row group is written, and leaves memory, as soon as it holds ROW_GROUP_IMAGES images or ROW_GROUP_BYTES
-    of numbers and runs. What a row holds besides (the COCO strings, the annotation file) is not kept.
+    of numbers and runs. Other contents of a row (the COCO strings, the annotation file) are not kept.
 
     Raises:
         OSError: the file cannot be written.

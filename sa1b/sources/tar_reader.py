@@ -148,7 +148,7 @@ def _next_item(
         if values is None:
             why = f"malformed extended header {parsed.name!r}"
             return Damage("bad_extended_header", why, offset, len(stored), stored)
-        # A global header describes no single member: no member has to follow it.
+        # A global header applies to all later members, so no member has to follow it.
         return Extension(offset, values, b"" if parsed.type == b"g" else stored)
     if parsed.type == b"V" and not data:
         return Extension(offset, {}, b"")  # a volume label: the name of the archive

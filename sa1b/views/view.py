@@ -246,7 +246,7 @@ def write_view(
 def _map(
     reader: Reader, document: ViewDocument, ending: str, sha256: str, width: int, check: bool, again: str
 ) -> mmap.mmap:
-    """A view's file of numbers, mapped."""
+    """A file of a view (image ids or row numbers), memory-mapped."""
     name = f"{document.stem}{ending}"
     try:
         with fetch_once(reader, name, sha256).open("rb") as file:
