@@ -114,7 +114,7 @@ def test_stream_from_s3_names_a_url_without_a_dataset(folder: Path) -> None:
         arguments = ("s3://bucket/none", "--endpoint", service.url, "--anonymous")
         done = finished(folder, "stream_from_s3.py", *arguments)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: s3://bucket/none/dataset.json")
+    assert done.stderr.startswith("error: s3://bucket/none: no dataset there")
 
 
 def lightning_state(folder: Path) -> tuple[int, int]:
