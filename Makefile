@@ -3,7 +3,8 @@ PYTHON ?= python3
 # Another build of PyTorch: docs/install.md.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-PROCESSES ?= 2
+# Four on two cores: a third of the time the tests wait for processes and servers.
+PROCESSES ?= 4
 
 PARTS := demo reshard masks record stream order scale
 
@@ -12,7 +13,7 @@ PARTS := demo reshard masks record stream order scale
 demo: .venv/installed
 	$(BIN)/python tools/demo.py demo
 
-# The tests that a change must pass, in two processes.
+# The tests that a change must pass, in four processes.
 test: .venv/installed-dev
 	$(BIN)/pytest -n $(PROCESSES) --dist loadfile -m "not slow"
 
