@@ -23,10 +23,10 @@ from typing import Any, NoReturn, TextIO
 from sa1b.errors import Sa1bError, UsageError
 
 INTERRUPTED = 128 + signal.SIGINT
-_WAYS_OUT = {errno.ENOENT: "check the path", errno.ENOSPC: "free space on this disk"}
 BROKEN_PIPE = 128 + 13  # SIGPIPE, which Windows lacks
 
 _CORNER = "╭"
+_WAYS_OUT = {errno.ENOENT: "check the path", errno.ENOSPC: "free space on this disk"}
 
 
 def run(

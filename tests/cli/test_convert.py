@@ -1,5 +1,4 @@
 import json
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -14,15 +13,13 @@ from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.sam.published import read_weights, write_weights
 from sa1b.sam.recipe import Recipe
-from tests import processes
+from tests.cli.verb import runner
 from tests.sam.published import stand_ins
 
 SMALL = ModelConfig(image_size=32, width=16, depth=1, heads=2, global_blocks=(0,), window=2, channels=32)
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "sa1b", "convert", *map(str, arguments)]
-    return processes.run(command, capture_output=True, text=True, check=False)
+run = runner("convert")
 
 
 @pytest.fixture(scope="module")

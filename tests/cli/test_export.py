@@ -4,12 +4,10 @@ import sys
 import pytest
 
 from tests import processes
+from tests.cli.verb import runner
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
-
-def run(*arguments):
-    command = [sys.executable, "-m", "sa1b", "export", *map(str, arguments)]
-    return processes.run(command, capture_output=True, text=True, check=False)
+run = runner("export")
 
 
 @pytest.fixture

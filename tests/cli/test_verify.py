@@ -1,16 +1,12 @@
 import json
 import shutil
-import sys
 
 import pytest
 
-from tests import processes
+from tests.cli.verb import runner
 from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
 
-
-def run(*arguments):
-    command = [sys.executable, "-m", "sa1b", "verify", *map(str, arguments)]
-    return processes.run(command, capture_output=True, text=True, check=False)
+run = runner("verify")
 
 
 @pytest.fixture(scope="module")

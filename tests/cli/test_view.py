@@ -1,7 +1,6 @@
 import errno
 import json
 import shutil
-import sys
 
 import pytest
 
@@ -9,13 +8,10 @@ from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.dataset import Dataset
 from sa1b.views.selection import Selection, select
 from sa1b.views.view import open_view
-from tests import processes
+from tests.cli.verb import runner
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
-
-def run(*arguments):
-    command = [sys.executable, "-m", "sa1b", "view", *map(str, arguments)]
-    return processes.run(command, capture_output=True, text=True, check=False)
+run = runner("view")
 
 
 @pytest.fixture(scope="module")
