@@ -14,7 +14,7 @@ from sa1b.sources.discovery import Discovered, discover
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING
-from sa1b.storage.store import Store
+from sa1b.storage.store import open_store
 
 OPTIONS = ".options.json"  # options of the first run, until a source is finished
 _OUT_FACTOR = 1.1  # size of the shards / size of the source
@@ -70,13 +70,13 @@ def fix_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None
     Raises:
         UsageError: another run has recorded other options.
     """
-    store = Store(root)
+    store = open_store(root)
     data = json_bytes({"format": FORMAT, "options": asdict(options)})
     if tasks or store.put_if_absent(OPTIONS, data):
         return
-    path = store.path(OPTIONS)
+    path = store.url(OPTIONS)
     try:
-        recorded = Options(**json.loads(path.read_bytes())["options"])
+        recorded = Options(**json.loads(store.read(OPTIONS))["options"])
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{path}: damaged; remove it if no other run writes to {root}") from None
     if (differs := recorded.difference(options)) is not None:
@@ -89,7 +89,7 @@ def fix_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None
 
 def release_options(root: Path) -> None:
     """Remove the recorded options if no source is finished and no run is active, so that they may change."""
-    store = Store(root)
+    store = open_store(root)
     if not store.names(TASKS, ".json") and not store.names(TASKS, ENDING):
         store.remove(OPTIONS)
 

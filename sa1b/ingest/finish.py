@@ -36,7 +36,7 @@ from sa1b.shards.manifest import (
 )
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, Claim, holder
-from sa1b.storage.store import Store
+from sa1b.storage.store import Store, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = No
     Raises:
         ManifestError: a task file is damaged.
     """
-    store = Store(root)
+    store = open_store(root)
     with dataset_claim(root):
         tasks = {name: task for name, task in read_tasks(root).items() if name != without}
         failed = {name: why for name, why in read_failed(store).items() if name not in {*tasks, without}}
@@ -124,7 +124,7 @@ def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = No
 def record_expected(root: Path, names: Iterable[str]) -> None:
     """Record the names of all sources of a run with --task, so that `finish` knows the pending ones."""
     data = json_bytes({"sources": sorted(names)})
-    Store(root).put_if_absent(f"{TASKS}/{hashlib.sha256(data).hexdigest()[:16]}.expected", data)
+    open_store(root).put_if_absent(f"{TASKS}/{hashlib.sha256(data).hexdigest()[:16]}.expected", data)
 
 
 def _listed(store: Store, lists: list[str]) -> set[str]:
@@ -162,7 +162,7 @@ def _other_options(tasks: Mapping[str, Task]) -> dict[str, str]:
 
 def record_failure(root: Path, name: str, error: str, message: str) -> None:
     """Record the error of a source, unless an earlier version of the source is in the dataset."""
-    store = Store(root)
+    store = open_store(root)
     if not store.exists(task_name(name)):
         store.put(task_name(name, "failed"), json_bytes({"error": error, "message": message}))
 
@@ -174,7 +174,7 @@ def read_failed(store: Store) -> dict[str, str]:
         try:
             message = str(json.loads(store.read(f"{TASKS}/{name}"))["message"])
         except (ValueError, KeyError, TypeError, FileNotFoundError):
-            message = f"{store.path(f'{TASKS}/{name}')}: damaged; run reshard again for this source"
+            message = f"{store.url(f'{TASKS}/{name}')}: damaged; run reshard again for this source"
         found[name.removesuffix(".failed")] = message
     return found
 
@@ -188,15 +188,15 @@ def drop_source(root: Path, name: str) -> Finished:
         UsageError: the directory has no such source.
         LockedError: another process is writing the source.
     """
-    store = Store(root)
+    store = open_store(root)
     tasks = read_tasks(root)
     known = {*tasks, *read_failed(store), *_claimed(store), *_known_before(root)}
-    if name not in known and not stored_shards(store, name) and not store.exists(f"{QUARANTINE}/{name}"):
+    if name not in known and not stored_shards(store, name) and not store.is_folder(f"{QUARANTINE}/{name}"):
         listed = ", ".join([*tasks][:10]) + (" …" if len(tasks) > 10 else "")
         raise UsageError(f"--drop {name}: {root} has no such source; it has {listed or 'none'}")
     claim = Claim.take(store, task_name(name, "claim"))
     if claim is None:
-        found, path = holder(store, task_name(name, "claim")), store.path(task_name(name, "claim"))
+        found, path = holder(store, task_name(name, "claim")), store.url(task_name(name, "claim"))
         terms = path if found is None else found.terms(path)
         raise LockedError(
             f"--drop {name}: {found or 'another process'} is writing this source; wait for it ({terms})"
@@ -205,10 +205,11 @@ def drop_source(root: Path, name: str) -> Finished:
         finished = finish(root, without=name)
         store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed")))
         own = sorted(stored_shards(store, name))
-        store.remove(*(path.name for shard in own for path in shard_files(root, shard)))
-        if store.exists(f"{QUARANTINE}/{name}"):
+        store.remove(*(file for shard in own for file in shard_files(shard)))
+        if store.is_folder(f"{QUARANTINE}/{name}"):
             store.remove_folder(f"{QUARANTINE}/{name}")
     release_options(root)
-    with contextlib.suppress(OSError):
-        store.path(TASKS).rmdir()  # succeeds if this was the last source
+    if store.is_local:  # a bucket has no empty folders
+        with contextlib.suppress(OSError):
+            Path(store.url(TASKS)).rmdir()  # succeeds if this was the last source
     return finished

@@ -17,9 +17,10 @@ from sa1b.errors import OutOfMemoryError, SourceError, SystematicError
 from sa1b.ingest.source_pass import Counts, Policy, SourcePass
 from sa1b.ingest.staging import make_staging, remove_staging
 from sa1b.shards.commit import check_clash, commit_quarantine, commit_task
-from sa1b.shards.manifest import PARTIAL, Options, Task, task_path
+from sa1b.shards.manifest import PARTIAL, Options, Task, task_name
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import naming_path
+from sa1b.storage.store import open_store
 
 __all__ = ["Counts", "Policy", "ingest", "limit_threads"]
 
@@ -87,7 +88,7 @@ def ingest(
     except (SourceError, SystematicError):
         # The quarantine shows the user what was refused, and why. It must not replace the quarantine of an
         # earlier run whose shards are still in the dataset.
-        if not task_path(root, source.name).exists():
+        if not open_store(root).exists(task_name(source.name)):
             commit_quarantine(source.name, staged, root)
         raise
     finally:

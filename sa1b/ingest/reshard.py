@@ -30,7 +30,7 @@ from sa1b.progress import bar
 from sa1b.shards.manifest import Options, Task, read_tasks, task_name
 from sa1b.sources.source import Source, digest_of_source, read_checklist
 from sa1b.storage.claim import observe
-from sa1b.storage.store import Store
+from sa1b.storage.store import open_store
 from sa1b.workers import Failure, supervise
 
 _POLL_SECONDS = 1.0  # between two checks of the sources that other runs have claimed
@@ -182,7 +182,7 @@ def _take(outcome: Outcome, name: str, held: dict[str, str], summary: ReshardSum
 
 def _wait_for_change(root: Path, sources: list[Source]) -> None:
     """Return when one of the sources has no live claim any more."""
-    store = Store(root)
+    store = open_store(root)
     while True:
         time.sleep(_POLL_SECONDS)
         for source in sources:

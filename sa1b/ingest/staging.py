@@ -15,7 +15,7 @@ from sa1b.shards.manifest import PARTIAL, QUARANTINE, TASKS
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import ENDING, Holder, remove_dead
 from sa1b.storage.processes import is_of_dead_process, this_machine, this_process
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore
 
 _OWNER = "owner"  # file in the folder that contains the name of the process
 _TRIES = 100  # attempts to create a folder that another process may remove
@@ -55,12 +55,12 @@ def remove_staging_of(process: Holder, root: Path, spill: Path | None = None) ->
 
 def remove_leftovers(root: Path, spill: Path | None = None) -> None:
     """Remove the files of ended processes from a dataset directory and a spill folder."""
-    store = Store(root)
+    store = FolderStore(root)
     for parent in (root / PARTIAL, spill):
         if parent is None or not parent.is_dir():
             continue
         # The clock of ROOT: another command that starts or ends may remove .partial in between.
-        now = Store(parent if parent == spill else root).now()
+        now = FolderStore(parent if parent == spill else root).now()
         for folder in _children(parent):
             if _is_left(folder, now):
                 shutil.rmtree(folder, ignore_errors=True)

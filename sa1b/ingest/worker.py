@@ -1,5 +1,6 @@
 """The work of a worker process on one source: claim the source, check whether it is finished, ingest it."""
 
+import contextlib
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -12,10 +13,10 @@ from sa1b.ingest.finish import record_failure
 from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
 from sa1b.ingest.staging import remove_staging_of
 from sa1b.shards.commit import shard_files
-from sa1b.shards.manifest import Options, Task, read_task, task_name, task_path, write_task
+from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
 from sa1b.sources.source import Source, digest_of_source
 from sa1b.storage.claim import TIMEOUT, Claim, holder
-from sa1b.storage.store import Store
+from sa1b.storage.store import Root, Store, open_store
 
 _REPORT_SECONDS = 0.2
 
@@ -75,7 +76,7 @@ def work_on(
 ) -> Outcome:
     """The function of a worker process: claim a source and ingest it into the dataset directory."""
     limit_threads()
-    store = Store(root)
+    store = open_store(root)
     name = task_name(source.name, "claim")
     claim = Claim.take(store, name, timeout=run.claim_timeout)
     if claim is None:
@@ -99,7 +100,7 @@ def work_on(
 def _held_by(store: Store, name: str) -> str:
     """The holder of a claim and the end of the claim, for the note of a waiting run."""
     found = holder(store, name)
-    path = store.path(name)
+    path = store.url(name)
     return (
         f"another process works on ({path})" if found is None else f"{found} works on ({found.terms(path)})"
     )
@@ -114,8 +115,10 @@ def _claimed(
     claim: Claim,
     report: Callable[[Counts], None],
 ) -> Outcome:
-    path = task_path(root, source.name)
-    previous = read_task(path) if source.name not in run.redo and path.exists() else None
+    previous = None
+    if source.name not in run.redo:
+        with contextlib.suppress(FileNotFoundError):
+            previous = read_task(root, source.name)
     note = ""
     if previous is not None:
         if (missing := missing_file(previous, root)) is not None:
@@ -167,13 +170,11 @@ def is_unchanged(task: Task, source: Source, root: Path) -> bool:
     return known == (source.size, source.mtime_ns) and missing_file(task, root) is None
 
 
-def missing_file(task: Task, root: Path) -> Path | None:
-    """The first file of a finished source that is missing or has another size."""
+def missing_file(task: Task, root: Root) -> str | None:
+    """The path or URL of the first file of a finished source that is missing or has another size."""
+    store = open_store(root)
     for shard in task.shards:
-        for path, size in zip(shard_files(root, shard.name), (shard.bytes, shard.index_bytes), strict=True):
-            try:
-                if path.stat().st_size != size:
-                    return path
-            except FileNotFoundError:
-                return path
+        for name, size in zip(shard_files(shard.name), (shard.bytes, shard.index_bytes), strict=True):
+            if store.size(name) != size:
+                return store.url(name)
     return None

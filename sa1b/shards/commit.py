@@ -24,7 +24,6 @@ from sa1b.shards.manifest import (
     DATASET,
     OLD_SAMPLES,
     QUARANTINE,
-    ShardInfo,
     Task,
     all_shards,
     dataset_document,
@@ -37,7 +36,7 @@ from sa1b.shards.sample_table import SampleTable, encode, open_table, read_facts
 from sa1b.shards.shard import index_path
 from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.claim import Claim, holder
-from sa1b.storage.store import Store, temporary_path
+from sa1b.storage.store import Root, Store, open_store, temporary_path
 
 _DATASET_CLAIM = ".dataset.claim"  # the process that writes dataset.json now
 _POLL, _QUIET = 0.2, 5.0  # seconds between two checks, and before a wait is reported
@@ -45,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 _COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
 
 
-def commit_task(task: Task, staged: Path, root: Path) -> Task:
+def commit_task(task: Task, staged: Path, root: Root) -> Task:
     """Move a finished source from `staged` into the dataset directory; its task file is written last.
 
     An earlier task of the same source is replaced. Where its shards differ, dataset.json is first written
@@ -53,21 +52,21 @@ def commit_task(task: Task, staged: Path, root: Path) -> Task:
 
     Args:
         task: without `samples`.
-        staged: folder on the same file system with the shards and indexes, flushed, and perhaps QUARANTINE.
+        staged: folder with the shards and indexes, flushed, and perhaps QUARANTINE; of a local dataset
+            directory, on the same file system.
     """
-    store = Store(root)
-    rows = _rows_of_indexes(staged, task.shards)
+    store = open_store(root)
+    rows = _rows_of_indexes([index_path(staged / shard.name) for shard in task.shards])
     task = replace(task, samples={"bytes": len(rows), "sha256": _sha256(rows)})
-    _withdraw(task, root)
+    _withdraw(task, store)
     store.remove(task_name(task.name))
-    commit_quarantine(task.name, staged, root)
-    files = [path for shard in task.shards for path in shard_files(staged, shard.name)]
-    store.commit(files)
+    commit_quarantine(task.name, staged, store)
+    store.commit([staged / name for shard in task.shards for name in shard_files(shard.name)])
     names = {shard.name for shard in task.shards}
     old = stored_shards(store, task.name) - names
-    store.remove(*(path.name for name in sorted(old) for path in shard_files(root, name)))
+    store.remove(*(file for name in sorted(old) for file in shard_files(name)))
     store.put(task_name(task.name, "samples"), rows)
-    write_task(root, task)
+    write_task(store, task)
     store.remove(task_name(task.name, "failed"))
     return task
 
@@ -78,27 +77,29 @@ def stored_shards(store: Store, source: str) -> set[str]:
     return {name for name in tars.union(store.names("", ".tar")) if is_shard_of(name, source)}
 
 
-def commit_quarantine(name: str, staged: Path, root: Path) -> None:
+def commit_quarantine(name: str, staged: Path, root: Root) -> None:
     """Commit the quarantine of a source; that of an earlier run is removed."""
-    store = Store(root)
+    store = open_store(root)
     folder = staged / QUARANTINE
     if folder.exists():
         for path in [*folder.iterdir(), folder]:
             flush(path)
         store.commit_folder(folder, f"{QUARANTINE}/{name}")
-    elif store.exists(f"{QUARANTINE}/{name}"):
+    elif store.is_folder(f"{QUARANTINE}/{name}"):
         store.remove_folder(f"{QUARANTINE}/{name}")
 
 
-def check_clash(task: Task, staged: Path, root: Path) -> None:
+def check_clash(task: Task, staged: Path, root: Root) -> None:
     """Refuse images that are already in the dataset under another source, before any file is changed.
 
     Raises:
         SourceError: naming the image and the shard.
     """
+    store = open_store(root)
     try:
-        document = read_dataset(root)
-        table = open_table(root / document["samples"]["name"])
+        document = read_dataset(store)
+        with store.files(str(document["samples"]["name"])) as (path,):
+            table = open_table(path)
         owners = [str(shard["name"]) for shard in document["shards"]]
     except (ManifestError, TableError, OSError, KeyError, TypeError):
         return  # found when the dataset is written
@@ -122,9 +123,9 @@ def _clash_message(image_id: int, source: str, owner: str) -> str:
 
 
 @contextlib.contextmanager
-def dataset_claim(root: Path) -> Iterator[None]:
+def dataset_claim(root: Root) -> Iterator[None]:
     """Become the only process that writes dataset.json; wait for another one to end."""
-    store = Store(root)
+    store = open_store(root)
     began = time.monotonic()
     told = False
     while (claim := Claim.take(store, _DATASET_CLAIM)) is None:
@@ -132,16 +133,16 @@ def dataset_claim(root: Path) -> Iterator[None]:
         if not told and time.monotonic() - began > _QUIET:
             told = True
             found = holder(store, _DATASET_CLAIM)
-            path = store.path(_DATASET_CLAIM)
+            path = store.url(_DATASET_CLAIM)
             terms = path if found is None else found.terms(path)
             other = found or "another process"
-            _LOG.warning("waiting for %s, which writes %s (%s)", other, root / DATASET, terms)
+            _LOG.warning("waiting for %s, which writes %s (%s)", other, store.url(DATASET), terms)
     with claim:
         yield
 
 
 def write_dataset(
-    root: Path,
+    root: Root,
     tasks: Mapping[str, Task],
     failed: Mapping[str, str] | None = None,
     pending: Sequence[str] = (),
@@ -158,16 +159,17 @@ def write_dataset(
     Raises:
         SourceError: an image is in two sources.
     """
-    found = {name: task_rows(root, task) for name, task in sorted(tasks.items())}
+    store = open_store(root)
+    found = {name: task_rows(store, task) for name, task in sorted(tasks.items())}
     tables = {name: table for name, (_, table) in found.items()}
     twice = clashes(tables)
     if twice:
         raise SourceError(next(iter(twice.values())))
-    join_tables(root, {name: task for name, (task, _) in found.items()}, tables, failed, pending, like)
+    join_tables(store, {name: task for name, (task, _) in found.items()}, tables, failed, pending, like)
 
 
 def join_tables(
-    root: Path,
+    root: Root,
     tasks: dict[str, Task],
     tables: Mapping[str, SampleTable],
     failed: Mapping[str, str] | None = None,
@@ -179,47 +181,49 @@ def join_tables(
     Args:
         tasks, tables: by source, in the same order.
     """
+    store = open_store(root)
     if not tasks and like is None:
-        _remove_dataset(root)
+        _remove_dataset(store)
         return
     shards = all_shards(tasks.values())
     numbers = {shard.name: number for number, shard in enumerate(shards)}
     first = [numbers[task.shards[0].name] for task in tasks.values()]
-    temporary = temporary_path(root / "samples")
-    store = Store(root)
+    temporary = temporary_path(store.scratch / "samples")
     try:
-        with naming_path(root):
+        with naming_path(store.scratch):
             facts = write_table(temporary, list(tables.values()), first)
-            final = temporary.with_name(facts.name)
-            temporary.replace(final)
-            flush(root)
+            final = temporary.replace(temporary.with_name(facts.name))
+        store.commit([final])
     finally:
         temporary.unlink(missing_ok=True)
     store.put(DATASET, dataset_document(tasks, facts.name, facts, failed, pending, like))
-    _remove_tables(root, keep=facts.name)
+    _remove_tables(store, keep=facts.name)
 
 
-def task_rows(root: Path, task: Task) -> tuple[Task, SampleTable]:
+def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
     """The task and the rows of a source, from tasks/<source>.samples. If that file is missing or damaged, or
     the directory is of an earlier version without it, the rows are rebuilt from the indexes.
 
     Raises:
         OSError, TableError: an index cannot be read.
     """
-    path = root / task_name(task.name, "samples")
+    store = open_store(root)
+    name = task_name(task.name, "samples")
     if task.samples is not None:
-        with contextlib.suppress(OSError, TableError):
+        with contextlib.suppress(OSError, TableError), store.files(name) as (path,):
             with path.open("rb") as file:
                 facts = read_facts(file)
             if {"bytes": facts.bytes, "sha256": facts.sha256} == task.samples:
                 return task, open_table(path)
-    rows = _rows_of_indexes(root, task.shards)
-    Store(root).put(task_name(task.name, "samples"), rows)
+    with store.files(*(shard_files(shard.name)[1] for shard in task.shards)) as indexes:
+        rows = _rows_of_indexes(indexes)
+    store.put(name, rows)
     samples = {"bytes": len(rows), "sha256": _sha256(rows)}
     if task.samples != samples:
         task = replace(task, samples=samples)
-        write_task(root, task)
-    return task, open_table(path)
+        write_task(store, task)
+    with store.files(name) as (path,):
+        return task, open_table(path)
 
 
 def clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
@@ -243,22 +247,22 @@ def clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
     return found
 
 
-def _withdraw(task: Task, root: Path) -> None:
+def _withdraw(task: Task, store: Store) -> None:
     """Write dataset.json without a source whose shards there are about to be replaced by others."""
     try:
-        named = {str(shard["name"]): shard for shard in read_dataset(root)["shards"]}
+        named = {str(shard["name"]): shard for shard in read_dataset(store)["shards"]}
     except (ManifestError, OSError, KeyError, TypeError):
         return
     own = {name: shard for name, shard in named.items() if is_shard_of(name, task.name)}
     if own and own != {shard.name: asdict(shard) for shard in task.shards}:
-        with dataset_claim(root):
-            left = read_tasks(root, without=[task.name])
-            failed, pending = failed_and_pending(root, left, without=task.name)
-            write_dataset(root, left, failed, sorted({*pending, task.name}), like=task)
+        with dataset_claim(store):
+            left = read_tasks(store, without=[task.name])
+            failed, pending = failed_and_pending(store, left, without=task.name)
+            write_dataset(store, left, failed, sorted({*pending, task.name}), like=task)
 
 
 def failed_and_pending(
-    root: Path, tasks: Mapping[str, Task], *, without: str
+    root: Root, tasks: Mapping[str, Task], *, without: str
 ) -> tuple[dict[str, str], list[str]]:
     """The failed and pending sources in dataset.json, without one source."""
     document = read_dataset(root)
@@ -271,31 +275,31 @@ def failed_and_pending(
     )
 
 
-def _remove_dataset(root: Path) -> None:
+def _remove_dataset(store: Store) -> None:
     """Remove dataset.json after the last source is dropped."""
-    Store(root).remove(DATASET)
-    _remove_tables(root, keep="")
+    store.remove(DATASET)
+    _remove_tables(store, keep="")
 
 
-def remove_old_tables(root: Path) -> None:
+def remove_old_tables(root: Root) -> None:
     """Remove sample tables that dataset.json does not name: left by processes that were killed."""
+    store = open_store(root)
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
-        _remove_tables(root, keep=str(read_dataset(root)["samples"]["name"]))
+        _remove_tables(store, keep=str(read_dataset(store)["samples"]["name"]))
 
 
-def _remove_tables(root: Path, *, keep: str) -> None:
-    store = Store(root)
+def _remove_tables(store: Store, *, keep: str) -> None:
     tables = [name for name in store.names("", ".bin") if name == OLD_SAMPLES or name.startswith("samples-")]
     store.remove(*(name for name in tables if name != keep))
 
 
-def _rows_of_indexes(folder: Path, shards: Sequence[ShardInfo]) -> bytes:
-    """The bytes of a source's sample table, from its indexes in a folder."""
-    read = [pq.read_table(index_path(folder / shard.name), columns=_COLUMNS) for shard in shards]
+def _rows_of_indexes(indexes: Sequence[Path]) -> bytes:
+    """The bytes of a source's sample table, from the indexes of its shards in their order."""
+    read = [pq.read_table(path, columns=_COLUMNS) for path in indexes]
     rows = pa.concat_tables(read)
     columns = {name: rows[name].to_numpy() for name in _COLUMNS}
     columns["offset"] = columns.pop("jpg_offset")
-    columns["shard"] = np.repeat(np.arange(len(shards)), [len(part) for part in read])
+    columns["shard"] = np.repeat(np.arange(len(read)), [len(part) for part in read])
     return encode(columns)
 
 
@@ -303,5 +307,6 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def shard_files(folder: Path, shard: str) -> tuple[Path, Path]:
-    return folder / shard, index_path(folder / shard)
+def shard_files(shard: str) -> tuple[str, str]:
+    """Names of a shard and of its index."""
+    return shard, index_path(Path(shard)).name

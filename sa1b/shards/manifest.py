@@ -24,7 +24,8 @@ from sa1b.errors import ManifestError, TableError
 from sa1b.names import shard_order
 from sa1b.shards.document_fields import FieldError, check_dataset, check_task
 from sa1b.shards.sample_table import TableFacts, open_table
-from sa1b.storage.atomic import json_bytes, write_whole
+from sa1b.storage.atomic import json_bytes
+from sa1b.storage.store import Root, open_store
 
 FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
@@ -134,13 +135,9 @@ def task_name(source_name: str, ending: str = "json") -> str:
     return f"{TASKS}/{source_name}.{ending}"
 
 
-def task_path(root: Path, source_name: str) -> Path:
-    return root / task_name(source_name)
-
-
-def write_task(root: Path, task: Task) -> None:
+def write_task(root: Root, task: Task) -> None:
     """Write a task file; from now on its source counts as finished."""
-    write_whole(task_path(root, task.name), json_bytes({"format": FORMAT, **_document(task)}))
+    open_store(root).put(task_name(task.name), json_bytes({"format": FORMAT, **_document(task)}))
 
 
 def _document(task: Task) -> dict[str, Any]:
@@ -150,24 +147,28 @@ def _document(task: Task) -> dict[str, Any]:
     return document
 
 
-def read_tasks(root: Path, without: Collection[str] = ()) -> dict[str, Task]:
+def read_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
     """All finished sources of a dataset directory, by name; the task files of sources in `without` are not
     read.
 
     Raises:
         ManifestError: a task file of another format, or damaged.
     """
-    paths = sorted((root / TASKS).glob("*.json"))
-    return {path.stem: read_task(path) for path in paths if path.stem not in without}
+    store = open_store(root)
+    names = [name.removesuffix(".json") for name in store.names(TASKS, ".json")]
+    return {name: read_task(store, name) for name in names if name not in without}
 
 
-def read_task(path: Path) -> Task:
-    """One task file.
+def read_task(root: Root, source_name: str) -> Task:
+    """The task file of a source.
 
     Raises:
-        ManifestError: of another format, or damaged.
+        FileNotFoundError: the source is not finished.
+        ManifestError: the file has another format, or is damaged.
     """
-    document = parse_document(path.read_bytes(), path)
+    store = open_store(root)
+    path = store.url(task_name(source_name))
+    document = parse_document(store.read(task_name(source_name)), path)
     try:
         check_task(document)
         for part, keys in _TASK_KEYS.items():
@@ -186,51 +187,56 @@ def read_task(path: Path) -> Task:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ManifestError(
             f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or run `{command('reshard')}` "
-            f"again with that source and --redo {path.stem}"
+            f"again with that source and --redo {source_name}"
         ) from None
     return task
 
 
-def is_current(root: Path, tasks: dict[str, Task], failed: Mapping[str, str], pending: Sequence[str]) -> bool:
+def is_current(root: Root, tasks: dict[str, Task], failed: Mapping[str, str], pending: Sequence[str]) -> bool:
     """Whether dataset.json and its table exist and have exactly this content."""
+    store = open_store(root)
     try:
-        written = (root / DATASET).read_bytes()
+        written = store.read(DATASET)
         samples = dict(json.loads(written)["samples"])
         name = str(samples.pop("name"))
         facts = TableFacts(**samples)
         return bool(
             tasks
             and written == dataset_document(tasks, name, facts, failed, pending)
-            and (root / name).stat().st_size == facts.bytes
-            and open_table(root / name).digest == facts.columns_sha256
+            and store.size(name) == facts.bytes
+            and (not store.is_local or open_table(Path(store.url(name))).digest == facts.columns_sha256)
         )
     except (TableError, OSError, KeyError, TypeError, ValueError):
         return False
 
 
-def read_dataset(root: Path) -> dict[str, Any]:
+def read_dataset(root: Root) -> dict[str, Any]:
     """dataset.json.
 
     Raises:
         ManifestError: missing, damaged or of another format.
     """
-    path = root / DATASET
-    if not path.exists():
-        finished = len(list((root / TASKS).glob("*.json")))
+    store = open_store(root)
+    path = store.url(DATASET)
+    try:
+        data = store.read(DATASET)
+    except FileNotFoundError:
+        finished = len(store.names(TASKS, ".json"))
         hint = (
             f"{finished} sources are finished; run reshard again to finish the rest"
             if finished
             else "is this the --out folder of `sa1b reshard`?"
         )
-        raise ManifestError(f"{path}: not there; {hint}")
-    return parse_dataset(path.read_bytes(), path)
+        raise ManifestError(f"{path}: not there; {hint}") from None
+    return parse_dataset(data, path)
 
 
-def table_name(root: Path) -> str:
+def table_name(root: Root) -> str:
     """Name of the sample table: from dataset.json or, if that cannot be read, of the file that exists."""
+    store = open_store(root)
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
-        return str(read_dataset(root)["samples"]["name"])
-    return next((path.name for path in sorted(root.glob("samples-*.bin"))), OLD_SAMPLES)
+        return str(read_dataset(store)["samples"]["name"])
+    return next((name for name in store.names("", ".bin") if name.startswith("samples-")), OLD_SAMPLES)
 
 
 def task_digest(task: Task) -> str:

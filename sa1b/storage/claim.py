@@ -22,13 +22,13 @@ import secrets
 import socket
 import threading
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 
 from sa1b.errors import LockedError
 from sa1b.storage.atomic import json_bytes
+from sa1b.storage.errors import StorageError
 from sa1b.storage.processes import is_of_dead_process, start_of, this_machine, this_process
-from sa1b.storage.store import Store, temporary_path
+from sa1b.storage.store import Store
 
 ENDING = ".claim"
 TIMEOUT = 120.0  # seconds without a heartbeat
@@ -78,7 +78,7 @@ class Holder:
             return False
         return self.age <= max(timeout, self.timeout) or self.is_here
 
-    def terms(self, path: Path) -> str:
+    def terms(self, path: str) -> str:
         """When the claim of a file ends, and what to do, as text for a message."""
         if self.is_here:
             return f"{path}: held until process {self.pid} of this machine ends"
@@ -97,9 +97,11 @@ class Claim:
         previous: the previous holder if the claim was taken over, else None.
     """
 
-    def __init__(self, store: Store, name: str, token: str, timeout: float, previous: Holder | None) -> None:
+    def __init__(
+        self, store: Store, name: str, token: str, timeout: float, previous: Holder | None, data: bytes
+    ) -> None:
         self.name, self.previous = name, previous
-        self._store, self._token, self._timeout = store, token, timeout
+        self._store, self._token, self._timeout, self._data = store, token, timeout, data
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"heartbeat {name}", daemon=True)
 
@@ -125,14 +127,14 @@ class Claim:
                 return None
             if not store.put_if_absent(name, data):
                 return None
-        return cls(store, name, token, timeout, previous)
+        return cls(store, name, token, timeout, previous, data)
 
     def check(self) -> None:
         """Raise LockedError if the claim was taken over by another process."""
         if not self.is_held():
             found = holder(self._store, self.name)
             raise LockedError(
-                f"{self._store.path(self.name)}: another process ({found or 'already ended'}) took over this "
+                f"{self._store.url(self.name)}: another process ({found or 'already ended'}) took over this "
                 f"claim after {self._timeout:,.0f} s without a heartbeat and continues its work; if this "
                 "machine was only slow, raise --claim-timeout"
             )
@@ -159,18 +161,15 @@ class Claim:
         self.release()
 
     def _beat(self) -> None:
-        path = self._store.path(self.name)
         while not self._end.wait(self._timeout / _BEATS):
-            # A missing file or a temporary disk error is ignored here; `check` detects a lost claim.
-            with contextlib.suppress(OSError):
-                os.utime(path)
+            # A missing claim or a temporary error of the store is ignored here; `check` detects a lost claim.
+            with contextlib.suppress(OSError, StorageError):
+                self._store.renew(self.name, self._data)
 
 
 def holder(store: Store, name: str) -> Holder | None:
     """The holder of a claim, live or not; None if the claim is free or is being released."""
-    path = store.path(name)
     try:
-        beat = path.stat().st_mtime
         document = json.loads(store.read(name))
         host, pid, process = str(document["host"]), int(document["pid"]), str(document["process"])
         token = str(document["token"])
@@ -180,8 +179,8 @@ def holder(store: Store, name: str) -> Holder | None:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         # Truncated by a crash of the machine: the holder is unknown, the age is that of the file.
         host, pid, process, token, timeout, started = "unknown", 0, "", "", TIMEOUT, None
-    age = store.now(str(Path(name).parent)) - beat
-    return Holder(host, pid, process, token, age, timeout, started)
+    age = store.age(name)
+    return None if age is None else Holder(host, pid, process, token, age, timeout, started)
 
 
 def observe(store: Store, name: str) -> Holder | None:
@@ -193,8 +192,8 @@ def observe(store: Store, name: str) -> Holder | None:
     found = holder(store, name)
     if found is None or found.age >= -_CLOCKS:
         return found
-    with contextlib.suppress(OSError):
-        os.utime(store.path(name))
+    with contextlib.suppress(OSError, StorageError):
+        store.renew(name, store.read(name))
     return replace(found, age=0.0)
 
 
@@ -225,25 +224,12 @@ def remove_dead(store: Store, name: str, *, timeout: float = math.inf) -> None:
 
 
 def _remove(store: Store, name: str, token: str) -> bool:
-    """Remove the claim with this token; False if the file has another token by now.
+    """Remove the claim with this token; False if the claim has another token by now."""
 
-    The file is renamed first, so that only one of two processes that both found it old can remove it.
-    """
-    path = store.path(name)
-    taken = temporary_path(path)
-    try:
-        path.rename(taken)
-    except FileNotFoundError:
-        return False
-    try:
+    def matches(data: bytes) -> bool:
         try:
-            found = str(json.loads(taken.read_bytes())["token"])
+            return str(json.loads(data)["token"]) == token
         except (ValueError, KeyError, TypeError):
-            found = ""
-        if found == token:
-            return True
-        with contextlib.suppress(FileExistsError):  # put back a claim that was taken since the check
-            os.link(taken, path)
-        return False
-    finally:
-        taken.unlink()
+            return not token
+
+    return store.remove_if(name, matches)

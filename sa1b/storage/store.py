@@ -1,52 +1,193 @@
 """A dataset directory as a store of named objects. Every change of the directory uses these operations.
 
-    store = Store(Path("shards"))
-    store.put("tasks/sa_000020.json", data)          atomic, on the disk when the call returns
+    store = open_store("shards")
+    store.put("tasks/sa_000020.json", data)          atomic and durable when the call returns
     store.put_if_absent("tasks/sa_000020.claim", b)  True for exactly one of many callers
 
-Names are relative, with "/" between folders. The store is a folder of a local or network file system. No
-operation relies on `flock`, which is local to one machine on NFS.
+Names are relative, with "/" between folders. The store is a folder of a local or network file system, or a
+bucket. On a folder, no operation relies on `flock`, which is local to one machine on NFS.
 """
 
 import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from sa1b.errors import UsageError
 from sa1b.storage.atomic import flush, naming_final, write_whole
 from sa1b.storage.processes import this_process
 
 
-class Store:
-    """The objects below a folder.
+class Store(ABC):
+    """The objects of a dataset directory.
 
-    Args:
-        root: the folder; the first `put` creates it.
+    Attributes:
+        root: path or URL of the directory, without a "/" at the end.
+        is_local: whether the directory is a folder, so that `url(name)` is a path.
+        scratch: local folder for files that are committed later; on a folder, the folder itself.
 
     Raises:
-        OSError: the disk is full or fails, or permission is missing. Every method may raise it, with the
-        path.
+        OSError: the disk or the store fails, is full, or denies access. Every method may raise it, with the
+        path or URL. The errors of a bucket are those of sa1b.storage.errors.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    root: str
+    is_local: bool
+    scratch: Path
 
-    def path(self, name: str) -> Path:
-        """The path of an object."""
-        return self.root / name
+    def url(self, name: str) -> str:
+        """The path or URL of an object."""
+        return f"{self.root}/{name}"
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Bytes of an object; None if it does not exist."""
 
     def exists(self, name: str) -> bool:
         """Whether the object exists."""
-        return self.path(name).exists()
+        return self.size(name) is not None
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """The bytes of a small object. Raises FileNotFoundError if the object does not exist."""
+
+    @abstractmethod
+    def names(self, folder: str, ending: str = "") -> list[str]:
+        """Sorted names of the objects directly in a folder, without the folder and without hidden objects."""
+
+    @abstractmethod
+    def is_folder(self, name: str) -> bool:
+        """Whether there is a folder of this name; in a bucket, a folder has at least one object."""
+
+    @abstractmethod
+    def files(self, *names: str) -> contextlib.AbstractContextManager[list[Path]]:
+        """Local files with the bytes of objects, for reading within the context.
+
+        These are the files of a folder, and temporary copies of the objects of a bucket. The file of an
+        object that does not exist does not exist either.
+        """
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small object atomically: a reader sees the old content or the new content."""
+
+    @abstractmethod
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Write a small object unless it exists; True if this call wrote it.
+
+        Exactly one of several concurrent callers writes the object. The object appears with its content.
+        """
+
+    @abstractmethod
+    def commit(self, staged: Iterable[Path], folder: str = "") -> None:
+        """Move complete, flushed files to a folder of the store.
+
+        Each file replaces an object of the same name. All objects are durable when the call returns.
+        """
+
+    @abstractmethod
+    def commit_folder(self, staged: Path, name: str) -> None:
+        """Move a complete, flushed folder to its name; an existing folder of this name is removed first."""
+
+    @abstractmethod
+    def remove(self, *names: str) -> None:
+        """Remove the objects that exist."""
+
+    @abstractmethod
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder, and its parent folder if it is empty then."""
+
+    @abstractmethod
+    def age(self, name: str) -> float | None:
+        """Seconds since the last write of an object by the store's clock; None if it does not exist.
+
+        Below 0: the object is dated in the future.
+        """
+
+    @abstractmethod
+    def renew(self, name: str, data: bytes) -> bool:
+        """Date an object now if its content is `data`; whether it was.
+
+        On a folder the content is not compared: two processes never hold the same name there for long.
+        """
+
+    @abstractmethod
+    def remove_if(self, name: str, matches: Callable[[bytes], bool]) -> bool:
+        """Remove an object if its content matches; whether this call removed it.
+
+        Exactly one of several concurrent callers removes the object.
+        """
+
+
+class FolderStore(Store):
+    """The objects below a folder; the first `put` creates it."""
+
+    is_local = True
+
+    def __init__(self, root: Path) -> None:
+        self.folder = self.scratch = root
+        self.root = os.fspath(root)
+
+    def path(self, name: str) -> Path:
+        """The path of an object."""
+        return self.folder / name
+
+    def url(self, name: str) -> str:
+        return os.fspath(self.path(name))
+
+    def size(self, name: str) -> int | None:
+        try:
+            return self.path(name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def is_folder(self, name: str) -> bool:
+        return self.path(name).is_dir()
+
+    @contextlib.contextmanager
+    def files(self, *names: str) -> Iterator[list[Path]]:
+        yield [self.path(name) for name in names]
+
+    def age(self, name: str) -> float | None:
+        try:
+            written = self.path(name).stat().st_mtime
+        except FileNotFoundError:
+            return None
+        return self.now(str(Path(name).parent)) - written
+
+    def renew(self, name: str, data: bytes) -> bool:
+        try:
+            os.utime(self.path(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove_if(self, name: str, matches: Callable[[bytes], bool]) -> bool:
+        # The file is renamed first, so that only one of two processes that both found it can remove it.
+        path = self.path(name)
+        taken = temporary_path(path)
+        try:
+            path.rename(taken)
+        except FileNotFoundError:
+            return False
+        try:
+            if matches(taken.read_bytes()):
+                return True
+            with contextlib.suppress(FileExistsError):  # put back an object that was replaced meanwhile
+                os.link(taken, path)
+            return False
+        finally:
+            taken.unlink()
 
     def read(self, name: str) -> bytes:
         """The bytes of a small object. Raises FileNotFoundError if the object does not exist."""
         return self.path(name).read_bytes()
 
     def names(self, folder: str, ending: str = "") -> list[str]:
-        """Sorted names of the objects directly in a folder, without the folder and without hidden objects."""
         try:
             found = [path.name for path in self.path(folder).iterdir()]
         except FileNotFoundError:
@@ -54,16 +195,12 @@ class Store:
         return sorted(name for name in found if name.endswith(ending) and not name.startswith("."))
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small object atomically: a reader sees the old content or the new content."""
         final = self.path(name)
         write_whole(final, data, temporary_path(final))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a small object unless it exists; True if this call wrote it.
-
-        Exactly one of several concurrent callers writes the object. The object appears with its content,
-        because it is created as a link to a complete file. Links are atomic on NFS too.
-        """
+        # The object appears with its content, because it is created as a link to a complete file. Links are
+        # atomic on NFS too.
         final = self.path(name)
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_path(final)
@@ -82,10 +219,6 @@ class Store:
                 temporary.unlink()
 
     def commit(self, staged: Iterable[Path], folder: str = "") -> None:
-        """Move complete, flushed files to a folder of the store, and flush the folder once.
-
-        Each file replaces a file of the same name.
-        """
         final = self.path(folder)
         final.mkdir(parents=True, exist_ok=True)
         for path in staged:
@@ -94,7 +227,6 @@ class Store:
         flush(final)
 
     def commit_folder(self, staged: Path, name: str) -> None:
-        """Move a complete, flushed folder to its name; an existing folder of this name is removed first."""
         final = self.path(name)
         shutil.rmtree(final, ignore_errors=True)
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +234,6 @@ class Store:
         flush(final.parent)
 
     def remove(self, *names: str) -> None:
-        """Remove the objects that exist, and flush their folders once."""
         folders: dict[Path, None] = {}
         for name in names:
             path = self.path(name)
@@ -113,10 +244,9 @@ class Store:
             flush(folder)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder, and its parent folder if it is empty then; flush the remaining folder."""
         shutil.rmtree(self.path(name))
         parent = self.path(name).parent
-        if parent != self.root:
+        if parent != self.folder:
             with contextlib.suppress(OSError):
                 parent.rmdir()
                 parent = parent.parent
@@ -131,6 +261,26 @@ class Store:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 probe.unlink()
+
+
+Root = Store | Path | str  # of a dataset directory: an open store, a path or a URL
+
+
+def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str, Any] | None = None) -> Store:
+    """The store of a dataset directory.
+
+    Args:
+        root: an open store, which is returned; a folder; or a URL that fsspec supports (s3://, gs://, ...).
+        scratch: of a URL: local folder for files before they are uploaded and after they are downloaded; by
+            default in the system's folder for temporary files.
+        options: of a URL: options of fsspec's file system.
+    """
+    if isinstance(root, Store):
+        return root
+    text = os.fspath(root)
+    if "://" in text and not text.startswith("file://"):
+        raise UsageError(f"{text}: must be a folder of this machine")
+    return FolderStore(Path(text.removeprefix("file://")))
 
 
 def temporary_path(final: Path) -> Path:

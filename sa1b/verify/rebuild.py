@@ -25,7 +25,7 @@ from sa1b.shards.manifest import DATASET, TASKS, ShardInfo
 from sa1b.shards.shard import index_path
 from sa1b.storage.atomic import commit, naming_path
 from sa1b.storage.claim import Claim, live_holders
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore
 from sa1b.verify import recover
 from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index
@@ -214,7 +214,7 @@ def _write_tables(
 def _exclusive(folder: Path) -> Iterator[None]:
     """Claim a folder for one rebuild; refuse if reshard is running in it."""
     _refuse_activity(folder)
-    claim = Claim.take(Store(folder), _CLAIM)
+    claim = Claim.take(FolderStore(folder), _CLAIM)
     if claim is None:
         raise LockedError(f"{folder}: being indexed by another process; wait for it or stop it")
     with claim:
@@ -222,7 +222,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 
 def _refuse_activity(folder: Path) -> None:
-    holders = live_holders(Store(folder), TASKS)
+    holders = live_holders(FolderStore(folder), TASKS)
     if holders:
         listed = ", ".join(f"{name} by {holder}" for name, holder in sorted(holders.items())[:3])
         raise LockedError(

@@ -62,7 +62,7 @@ def check_digests(root: Path, recorded: Recorded, rewritten: Mapping[str, str]) 
     for name, task in recorded.tasks.items():
         digest = manifest.task_digest(task)
         if name in sources and digest not in (sources[name], rewritten.get(name)):
-            path = manifest.task_path(root, name)
+            path = root / manifest.task_name(name)
             raise ManifestError(
                 f"{path}: not the one that {DATASET} lists; restore it from a copy, or run "
                 f"`{command('reshard')}` again with that source and --redo {name}; if {DATASET} is damaged "

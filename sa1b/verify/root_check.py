@@ -21,7 +21,7 @@ from sa1b.shards.manifest import DATASET, TASKS, Options, ShardInfo, all_shards
 from sa1b.shards.sample_table import SampleTable, TableFacts, open_table
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, live_holders
-from sa1b.storage.store import Store
+from sa1b.storage.store import open_store
 from sa1b.verify.leftovers import leftover_notes
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.quarantine_check import QuarantineCheck
@@ -98,7 +98,7 @@ class RootCheck:
 
     def _active(self) -> dict[str, str]:
         """Source -> the process that works on it."""
-        store = Store(self.root)
+        store = open_store(self.root)
         try:
             return {name: str(one) for name, one in live_holders(store, TASKS).items()}
         except OSError:
@@ -242,7 +242,7 @@ def _folders(root: Path) -> frozenset[str]:
     found = set()
     for path in (root / TASKS).glob("*.json"):
         with contextlib.suppress(ManifestError, OSError):
-            if manifest.read_task(path).source["kind"] == "folder":
+            if manifest.read_task(root, path.stem).source["kind"] == "folder":
                 found.add(path.stem)
     return frozenset(found)
 

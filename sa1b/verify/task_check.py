@@ -73,7 +73,7 @@ class TaskCheck:
     def _file(self, path: Path, name: str) -> None:
         try:
             raw = path.read_bytes()
-            task = manifest.read_task(path)
+            task = manifest.read_task(self.remedy.root, name)
         except (ManifestError, OSError, ValueError) as error:
             self._find("task_unreadable", name, str(error).removeprefix(f"{path}: "))
             return

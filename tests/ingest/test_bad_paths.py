@@ -11,7 +11,7 @@ from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.shards.manifest import Options
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore
 from tests.shards import tiny
 
 
@@ -48,6 +48,6 @@ def test_errors_name_the_final_path(tmp_path: Path, how: str) -> None:
     (tmp_path / "dir").mkdir()
     name = "dir/" + "n" * 250  # its temporary path is too long for a file name
     with pytest.raises(OSError, match="too long") as error:
-        getattr(Store(tmp_path), how)(name, b"x")
+        getattr(FolderStore(tmp_path), how)(name, b"x")
     assert error.value.errno == errno.ENAMETOOLONG
     assert error.value.filename == str(tmp_path / name)

@@ -21,7 +21,7 @@ from sa1b.shards import commit
 from sa1b.shards.manifest import Options, dataset_document, read_dataset, read_tasks, table_name, write_task
 from sa1b.shards.sample_table import open_table, read_facts
 from sa1b.storage.claim import Claim
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore
 from sa1b.verify.verify import verify
 from tests import processes
 from tests.shards import tiny
@@ -92,7 +92,7 @@ def test_what_failed_and_succeeds_later_leaves_no_trace(root: Path, tars: Path, 
 
 
 def test_sources_that_are_expected_or_claimed_are_pending(root: Path) -> None:
-    claim = Claim.take(Store(root), "tasks/sa_000007.claim")
+    claim = Claim.take(FolderStore(root), "tasks/sa_000007.claim")
     assert claim is not None
     with claim:
         finished = finish(root, ["sa_000000", "sa_000005"])
@@ -129,16 +129,16 @@ def test_there_is_always_a_dataset_that_can_be_opened_while_sources_are_added(
     seen: list[list[int]] = []
 
     def watched(name: str) -> None:
-        original = getattr(Store, name)
+        original = getattr(FolderStore, name)
 
-        def changed(self: Store, *arguments: object) -> object:
+        def changed(self: FolderStore, *arguments: object) -> object:
             seen.append(ids(root))
             result = original(self, *arguments)
             seen.append(ids(root))
             assert sa1b.open(root)[0].jpeg
             return result
 
-        monkeypatch.setattr(Store, name, changed)
+        monkeypatch.setattr(FolderStore, name, changed)
 
     for name in ("put", "commit", "remove"):
         watched(name)
@@ -158,9 +158,11 @@ def test_replacing_a_source_never_leaves_a_dataset_that_names_other_shards(
     tiny.make_tar(other, range(500, 509))
     seen: list[list[int]] = []
     for name in ("put", "commit", "remove"):
-        original = getattr(Store, name)
+        original = getattr(FolderStore, name)
 
-        def changed(self: Store, *arguments: object, original: Callable[..., object] = original) -> None:
+        def changed(
+            self: FolderStore, *arguments: object, original: Callable[..., object] = original
+        ) -> None:
             original(self, *arguments)
             dataset = sa1b.open(root)
             assert [sample.image_id for sample in dataset] == ids(
@@ -168,7 +170,7 @@ def test_replacing_a_source_never_leaves_a_dataset_that_names_other_shards(
             )  # every shard is the one that is named
             seen.append(ids(root))
 
-        monkeypatch.setattr(Store, name, changed)
+        monkeypatch.setattr(FolderStore, name, changed)
     tiny.ingest_tar(other, root, images_per_shard=4)
     finish(root)
     steps = [one for i, one in enumerate(seen) if i == 0 or one != seen[i - 1]]
@@ -258,7 +260,7 @@ def test_the_last_source_can_be_dropped(root: Path) -> None:
 def test_what_cannot_be_dropped_is_said(root: Path) -> None:
     with pytest.raises(UsageError, match=r"--drop sa_000005: .* has no such source; it has sa_000000"):
         drop_source(root, "sa_000005")
-    claim = Claim.take(Store(root), "tasks/sa_000001.claim")
+    claim = Claim.take(FolderStore(root), "tasks/sa_000001.claim")
     assert claim is not None
     path = root / "tasks" / "sa_000001.claim"
     with (
@@ -276,7 +278,7 @@ def test_a_claim_that_is_released_at_this_moment_is_named_by_its_file(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finish_module, "holder", lambda *_: None)
-    claim = Claim.take(Store(root), "tasks/sa_000001.claim")
+    claim = Claim.take(FolderStore(root), "tasks/sa_000001.claim")
     assert claim is not None
     path = root / "tasks" / "sa_000001.claim"
     with claim, pytest.raises(LockedError, match=rf"another process is writing this source; .* \({path}\)"):
@@ -402,14 +404,16 @@ def test_a_dataset_of_one_source_can_be_opened_while_that_is_replaced(
     tiny.make_tar(other, range(500, 509))
     seen = []
     for name in ("put", "commit", "remove"):
-        original = getattr(Store, name)
+        original = getattr(FolderStore, name)
 
-        def changed(self: Store, *arguments: object, original: Callable[..., object] = original) -> None:
+        def changed(
+            self: FolderStore, *arguments: object, original: Callable[..., object] = original
+        ) -> None:
             original(self, *arguments)
             dataset = sa1b.open(root)
             seen.append((len([sample.image_id for sample in dataset]), dataset.pending))
 
-        monkeypatch.setattr(Store, name, changed)
+        monkeypatch.setattr(FolderStore, name, changed)
     tiny.ingest_tar(other, root, images_per_shard=4)
     finish(root)
     assert (0, ["sa_000001"]) in seen
@@ -421,15 +425,15 @@ def test_a_drop_that_was_killed_can_be_run_again(root: Path, monkeypatch: pytest
     class KilledError(Exception):
         pass
 
-    removed = Store.remove
+    removed = FolderStore.remove
 
-    def killed(self: Store, *names: str) -> None:
+    def killed(self: FolderStore, *names: str) -> None:
         removed(self, *names)
         if "tasks/sa_000001.json" in names:
             raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "remove", killed)
+        patch.setattr(FolderStore, "remove", killed)
         with pytest.raises(KilledError):
             drop_source(root, "sa_000001")
     assert list(root.glob("sa1b-000001-*"))

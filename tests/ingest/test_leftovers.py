@@ -13,7 +13,7 @@ from sa1b.ingest.finish import drop_source, finish
 from sa1b.ingest.staging import make_staging, remove_leftovers, remove_staging_of
 from sa1b.shards.manifest import Options
 from sa1b.storage.claim import Holder
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore
 from tests.shards.tiny_source import make_root, pairs, write_source
 
 LONG_AGO = 6 * 3600  # seconds
@@ -53,13 +53,13 @@ def test_another_command_may_remove_the_folder_of_staging_at_any_moment(
     """`.partial` goes away before its clock is read, and again before this process has its folder in it."""
     partial = root / ".partial"
     (partial / "another-host-1").mkdir(parents=True)
-    now, mkdir = Store.now, Path.mkdir
+    now, mkdir = FolderStore.now, Path.mkdir
 
-    def now_without(store: Store, folder: str = "") -> float:
+    def now_without(store: FolderStore, folder: str = "") -> float:
         shutil.rmtree(partial, ignore_errors=True)
         return now(store, folder)
 
-    monkeypatch.setattr(Store, "now", now_without)
+    monkeypatch.setattr(FolderStore, "now", now_without)
     remove_leftovers(root)
     assert not partial.exists()
     removed = []

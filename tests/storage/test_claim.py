@@ -16,15 +16,15 @@ import pytest
 from sa1b.errors import LockedError
 from sa1b.storage.claim import Claim, holder, live_holders, remove_dead
 from sa1b.storage.processes import is_of_dead_process, this_process
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore
 
 NAME = "tasks/sa_000020.claim"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path: Path) -> FolderStore:
     (tmp_path / "tasks").mkdir()
-    return Store(tmp_path)
+    return FolderStore(tmp_path)
 
 
 def dead_process() -> str:
@@ -37,7 +37,7 @@ def dead_process() -> str:
     ).stdout.strip()
 
 
-def foreign(store: Store, *, age: float, process: str = "another-1", **more: object) -> None:
+def foreign(store: FolderStore, *, age: float, process: str = "another-1", **more: object) -> None:
     """A claim as a process elsewhere leaves it, `age` seconds after its last heartbeat."""
     document = {"host": "node7", "pid": 4711, "process": process, "token": "theirs", **more}
     store.put(NAME, json.dumps(document).encode())
@@ -45,11 +45,11 @@ def foreign(store: Store, *, age: float, process: str = "another-1", **more: obj
     os.utime(store.path(NAME), (then, then))
 
 
-def leftovers(store: Store) -> list[str]:
+def leftovers(store: FolderStore) -> list[str]:
     return sorted(path.name for path in store.path("tasks").iterdir())
 
 
-def test_a_claim_is_held_by_one_and_released(store: Store) -> None:
+def test_a_claim_is_held_by_one_and_released(store: FolderStore) -> None:
     claim = Claim.take(store, NAME)
     assert claim is not None
     with claim:
@@ -63,7 +63,7 @@ def test_a_claim_is_held_by_one_and_released(store: Store) -> None:
     assert live_holders(store, "tasks") == {}
 
 
-def test_of_many_that_ask_at_once_exactly_one_gets_it(store: Store) -> None:
+def test_of_many_that_ask_at_once_exactly_one_gets_it(store: FolderStore) -> None:
     for _ in range(20):
         barrier = threading.Barrier(8)
 
@@ -78,7 +78,7 @@ def test_of_many_that_ask_at_once_exactly_one_gets_it(store: Store) -> None:
         assert leftovers(store) == []
 
 
-def test_the_heartbeat_keeps_a_claim(store: Store) -> None:
+def test_the_heartbeat_keeps_a_claim(store: FolderStore) -> None:
     claim = Claim.take(store, NAME, timeout=0.6)
     assert claim is not None
     with claim:
@@ -89,7 +89,7 @@ def test_the_heartbeat_keeps_a_claim(store: Store) -> None:
             time.sleep(0.01)
 
 
-def test_another_machines_claim_is_kept_until_its_heartbeat_is_too_old(store: Store) -> None:
+def test_another_machines_claim_is_kept_until_its_heartbeat_is_too_old(store: FolderStore) -> None:
     foreign(store, age=60)
     assert Claim.take(store, NAME) is None
     foreign(store, age=121)
@@ -101,7 +101,7 @@ def test_another_machines_claim_is_kept_until_its_heartbeat_is_too_old(store: St
 
 
 @pytest.mark.parametrize(("timeout", "age"), [(600, 500), (120, 60)])
-def test_the_timeout_of_the_holder_decides(store: Store, timeout: float, age: float) -> None:
+def test_the_timeout_of_the_holder_decides(store: FolderStore, timeout: float, age: float) -> None:
     foreign(store, age=age, timeout=timeout)
     assert Claim.take(store, NAME, timeout=1) is None
     assert list(live_holders(store, "tasks")) == ["sa_000020"]
@@ -113,7 +113,7 @@ def test_the_timeout_of_the_holder_decides(store: Store, timeout: float, age: fl
     claim.release()
 
 
-def test_a_process_that_is_alive_on_this_machine_never_loses_its_claim(store: Store) -> None:
+def test_a_process_that_is_alive_on_this_machine_never_loses_its_claim(store: FolderStore) -> None:
     claim = Claim.take(store, NAME, timeout=0.01)
     assert claim is not None  # without a heartbeat: its thread has not started
     os.utime(store.path(NAME), (1, 1))
@@ -124,7 +124,7 @@ def test_a_process_that_is_alive_on_this_machine_never_loses_its_claim(store: St
     claim.release()
 
 
-def test_a_later_process_of_the_same_number_does_not_keep_a_claim(store: Store) -> None:
+def test_a_later_process_of_the_same_number_does_not_keep_a_claim(store: FolderStore) -> None:
     foreign(store, age=1000, process=this_process(), pid=os.getpid(), started=1)
     claim = Claim.take(store, NAME)
     assert claim is not None
@@ -133,7 +133,7 @@ def test_a_later_process_of_the_same_number_does_not_keep_a_claim(store: Store) 
 
 @pytest.mark.parametrize("content", [b"", b'{"pid": Infinity, "host": "a"}', None])
 def test_a_claim_that_is_dated_in_the_future_ages_from_when_it_is_seen(
-    store: Store, content: bytes | None
+    store: FolderStore, content: bytes | None
 ) -> None:
     foreign(store, age=-1e9, timeout=0.5)
     if content is not None:
@@ -151,7 +151,7 @@ def test_a_claim_that_is_dated_in_the_future_ages_from_when_it_is_seen(
 
 
 @pytest.mark.parametrize("timeout", ["NaN", "Infinity", "-1", '"soon"', "1e300"])
-def test_a_timeout_that_says_nothing_is_the_usual_one(store: Store, timeout: str) -> None:
+def test_a_timeout_that_says_nothing_is_the_usual_one(store: FolderStore, timeout: str) -> None:
     store.path(NAME).write_text(
         f'{{"host": "a", "pid": 1, "process": "x-1", "token": "t", "timeout": {timeout}}}'
     )
@@ -160,7 +160,7 @@ def test_a_timeout_that_says_nothing_is_the_usual_one(store: Store, timeout: str
     assert found.timeout == 120
 
 
-def test_a_dead_process_of_this_machine_loses_its_claim_at_once(store: Store) -> None:
+def test_a_dead_process_of_this_machine_loses_its_claim_at_once(store: FolderStore) -> None:
     process = dead_process()
     assert is_of_dead_process(process)
     assert not is_of_dead_process(this_process())
@@ -173,7 +173,7 @@ def test_a_dead_process_of_this_machine_loses_its_claim_at_once(store: Store) ->
     assert leftovers(store) == []
 
 
-def test_of_many_that_take_over_at_once_at_most_one_may_commit(store: Store) -> None:
+def test_of_many_that_take_over_at_once_at_most_one_may_commit(store: FolderStore) -> None:
     for _ in range(20):
         foreign(store, age=1000)
         barrier = threading.Barrier(8)
@@ -196,7 +196,7 @@ def test_of_many_that_take_over_at_once_at_most_one_may_commit(store: Store) -> 
         store.remove(NAME)
 
 
-def test_a_holder_that_was_taken_over_finds_out_and_leaves_the_new_claim_alone(store: Store) -> None:
+def test_a_holder_that_was_taken_over_finds_out_and_leaves_the_new_claim_alone(store: FolderStore) -> None:
     claim = Claim.take(store, NAME)
     assert claim is not None
     foreign(store, age=0)
@@ -207,7 +207,7 @@ def test_a_holder_that_was_taken_over_finds_out_and_leaves_the_new_claim_alone(s
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"host": "a"}'])
-def test_a_claim_that_a_crash_cut_counts_by_its_age(store: Store, content: bytes) -> None:
+def test_a_claim_that_a_crash_cut_counts_by_its_age(store: FolderStore, content: bytes) -> None:
     store.path(NAME).write_bytes(content)
     assert Claim.take(store, NAME) is None
     os.utime(store.path(NAME), (1, 1))
@@ -217,7 +217,7 @@ def test_a_claim_that_a_crash_cut_counts_by_its_age(store: Store, content: bytes
     assert leftovers(store) == []
 
 
-def test_put_if_absent_shows_the_content_at_once_and_keeps_the_first(store: Store) -> None:
+def test_put_if_absent_shows_the_content_at_once_and_keeps_the_first(store: FolderStore) -> None:
     assert store.put_if_absent("tasks/a", b"one")
     assert not store.put_if_absent("tasks/a", b"two")
     assert store.read("tasks/a") == b"one"

@@ -11,7 +11,7 @@ from sa1b.ingest.worker import Run
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.storage.claim import Claim
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore
 from sa1b.verify import verify as verify_module
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 from tests.verify.checking import check, content, kinds
@@ -32,7 +32,10 @@ def test_what_is_being_worked_on_is_a_note(root):
     (root / ".partial").mkdir(exist_ok=True)
     (root / ".partial" / "node7-4711").mkdir()
     shutil.copy(root / "sa1b-000001-0000.tar", root / "sa1b-000003-0000.tar")
-    with Claim.take(Store(root), "tasks/sa_000002.claim"), Claim.take(Store(root), "tasks/sa_000003.claim"):
+    with (
+        Claim.take(FolderStore(root), "tasks/sa_000002.claim"),
+        Claim.take(FolderStore(root), "tasks/sa_000003.claim"),
+    ):
         report = check(root)
     assert report.findings == []
     (first, second, staging) = report.notes
@@ -73,7 +76,7 @@ def test_leftovers_of_failed_and_interrupted_runs_are_notes(root):
 
 def test_nothing_is_changed_or_locked(root):
     before = content(root)
-    with Claim.take(Store(root), ".dataset.claim"):
+    with Claim.take(FolderStore(root), ".dataset.claim"):
         check(root, deep=True)
     assert content(root) == before
 
@@ -86,7 +89,7 @@ def test_claims_count_where_their_age_cannot_be_measured(root, monkeypatch):
     def refuse(self, folder=""):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(Store, "now", refuse)
+    monkeypatch.setattr(FolderStore, "now", refuse)
     report = check(root)
     assert report.findings == []
     assert (

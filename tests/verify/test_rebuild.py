@@ -19,7 +19,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import Options
 from sa1b.storage.claim import Claim
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore
 from sa1b.verify import rebuild as rebuild_module
 from sa1b.verify.rebuild import rebuild_root, rebuild_shards, rebuild_tables
 from tests.shards.tiny_source import ROOTS, make_root
@@ -225,7 +225,7 @@ def test_a_dataset_that_is_written_to_is_refused(plain):
     """Nothing is changed while reshard holds a source, or another rebuild the directory."""
     before = content(plain)
     for name in ("tasks/sa_000002.claim", ".index.claim"):
-        with Claim.take(Store(plain), name):
+        with Claim.take(FolderStore(plain), name):
             for call in (rebuild_root, rebuild_tables, lambda root, **_: rebuild_shards([root / SHARD])):
                 with pytest.raises(LockedError, match="at work on sa_000002|being indexed"):
                     call(plain)

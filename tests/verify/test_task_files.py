@@ -71,7 +71,7 @@ def test_a_task_file_that_is_not_as_it_is_written(root, old, new):
 
 
 def test_any_value_in_a_task_file_is_guaranteed_by_dataset_json(root):
-    sha256 = manifest.read_task(root / TASK).source["sha256"]
+    sha256 = manifest.read_task(root, "sa_000002").source["sha256"]
     (root / TASK).write_text((root / TASK).read_text().replace(sha256, sha256[::-1]))
     finding = only(check(root))
     assert (finding.kind, finding.file) == ("task_differs", TASK)
