@@ -9,11 +9,11 @@ process opens its own connections on its first read, with one thread and one eve
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import google_crc32c
 
@@ -25,6 +25,7 @@ from sa1b.storage.loop import generation
 from sa1b.storage.remote import RemoteOrigin
 from sa1b.storage.retry import RetryPolicy
 
+T = TypeVar("T")
 PIECE = 8 << 20  # bytes of one request for a large object
 _AGREEMENTS = 16  # reads of one range before giving up on two that agree
 
@@ -206,6 +207,32 @@ class Reader:
         """
         _check(folder, 0, 0)
         return self._origin().names(folder)
+
+    def request(
+        self,
+        name: str,
+        request: Callable[[Any], Awaitable[T]],
+        *,
+        size: int = 0,
+        policy: RetryPolicy | None = None,
+    ) -> "Future[T]":
+        """Start another request to a URL, such as a write, with the timeouts and retries of a read.
+
+        Args:
+            name: name of the object, for messages.
+            request: makes one attempt with fsspec's file system in the event loop of the storage thread;
+                returns a value other than None. It is called again after an error that a retry may fix; the
+                failed attempt may have changed the store.
+            size: bytes that the request sends or receives, for the timeout of an attempt.
+            policy: other times than the reader's.
+
+        Raises:
+            StorageError: as read_range, by the future.
+        """
+        origin = self._origin()
+        if isinstance(origin, LocalOrigin):
+            raise TypeError(f"{self.root} is a folder")
+        return origin.request(name, request, size, policy)
 
     def url(self, name: str) -> str:
         """Path or URL of an object."""

@@ -64,6 +64,16 @@ class RemoteOrigin:
         """See Reader.names."""
         return _result(self._start(self._names(folder)))
 
+    def request(
+        self,
+        name: str,
+        request: Callable[[Any], Awaitable[T]],
+        size: int = 0,
+        policy: RetryPolicy | None = None,
+    ) -> "Future[T]":
+        """Start any other request. See Reader.request."""
+        return self._start(self._request(f"{self._root}/{name}", request, size, policy))
+
     def close(self) -> None:
         """Cancel pending reads, close connections, end the thread."""
         with self._lock:
@@ -119,9 +129,16 @@ class RemoteOrigin:
         except MissingError:
             return []
 
-    async def _request(self, url: str, request: Callable[[Any], Awaitable[T]]) -> T:
+    async def _request(
+        self,
+        url: str,
+        request: Callable[[Any], Awaitable[T]],
+        size: int = 0,
+        policy: RetryPolicy | None = None,
+    ) -> T:
         """The response to a request that is not a range."""
-        state = RetryState(url, 0, None, None, self._policy, self.counters)
+        state = RetryState(url, 0, None, None, policy or self._policy, self.counters)
+        state.length = size
         while True:
             async with self._limit:
                 response = await self._attempt(state, request)
@@ -181,6 +198,7 @@ class RemoteOrigin:
                 "retries": {"total_max_attempts": 1},
                 "connect_timeout": self._policy.attempt_timeout,
                 "read_timeout": self._policy.attempt_timeout,
+                "request_checksum_calculation": "when_required",  # writes send Content-MD5
                 "response_checksum_validation": "when_required",  # ranges have none; our crc32c verifies them
                 "user_agent": "sa1b",  # the default takes a tenth of a request's time
                 **options.get("config_kwargs", {}),
