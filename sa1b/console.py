@@ -4,6 +4,7 @@ Exit codes: 2 for an error that the user has to fix (a flag, a file, a folder), 
 reader of the output has closed the pipe (`| head`). Each verb defines the codes 0, 1 and 3.
 """
 
+import difflib
 import errno
 import io
 import json
@@ -16,9 +17,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import cache, partial, wraps
+from inspect import Parameter, signature
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, get_type_hints
 
 from sa1b.errors import Sa1bError, UsageError
 
@@ -56,8 +58,13 @@ def run(
             return partial(main, *values, **named)
 
         only = (tyro.conf.FlagCreatePairsOff,)
-        with usage_errors(prog):
-            call = tyro.cli(parsed, prog=prog, description=description, args=arguments, config=only)
+        try:
+            with usage_errors(prog):
+                call = tyro.cli(parsed, prog=prog, description=description, args=arguments, config=only)
+        except UsageError:
+            # tyro reports a missing argument first, although the reason may be a misspelled flag.
+            _check_flags(main, sys.argv[1:] if arguments is None else arguments, prog)
+            raise
         return call()
 
     run_directly(parse_and_call)
@@ -122,14 +129,69 @@ def _refusal(box: str, prog: str | None) -> str:
     text = " ".join(row.strip() for row in message).removeprefix("Error parsing ").rstrip(".")
     if text.startswith("Missing from"):
         text = f"{', '.join(_named(message))}: missing"
-    for near in others:
-        if near[0].startswith("Perhaps you meant"):
-            text += f"; did you mean {', '.join(name.split()[0] for name in _named(near))}?"
-    return f"{text or box.strip()}{'' if text.endswith('?') else ';'} see `{prog or sys.argv[0]} --help`"
+    elif found := re.match(r"Unrecognized options: ([^ ,]+)", text):
+        near = [_named(other) for other in others if other[0].startswith("Perhaps you meant")]
+        return _unknown(found[1], [one.split()[0] for one in sum(near, [])], prog)
+    for pattern, form in _FORMS:
+        text = re.sub(pattern, form, text)
+    return f"{text or box.strip()}; {_see_help(prog)}"
+
+
+# The form of a message of tyro -> the form of the messages of this package.
+_FORMS = (
+    (r"^Missing value for argument '([^']+)'.*", r"\1: its value is missing"),
+    (
+        r"^invalid choice '(.*)' for argument '(.+)'\. Expected one of \(('.+?'),?\)$",
+        r"\2 \1: must be one of \3",
+    ),
+    (r"^(\S+): invalid literal for int\(\) with base 10: '(.*)'$", r"\1 \2: must be a whole number"),
+    (r"^(\S+): could not convert string to float: '(.*)'$", r"\1 \2: must be a number"),
+    (
+        r"^(\S+): no type matching \{None\}\|INT could be instantiated from \['(.*?)'\].*",
+        r"\1 \2: must be a whole number",
+    ),
+    (
+        r"^(\S+): no type matching \{None\}\|FLOAT could be instantiated from \['(.*?)'\].*",
+        r"\1 \2: must be a number",
+    ),
+    (r"^(\S+): Could not find valid parse for arguments: \['(.*?)'.*", r"\1 \2: not a valid value"),
+)
 
 
 def _named(rows: list[str]) -> list[str]:
     return [row.strip() for row in rows if re.match(r" {4}\S", row)]
+
+
+def _check_flags(main: Callable[..., int], words: Sequence[str], prog: str | None) -> None:
+    """Raise UsageError for the first word that looks like a flag and is no flag of `main`."""
+    known = {"-h", "--help", *_flags(main)}
+    for word in words:
+        if word == "--":
+            return
+        flag = word.partition("=")[0].replace("_", "-")
+        if re.match(r"--?[A-Za-z]", flag) and flag not in known:
+            raise UsageError(
+                _unknown(word.partition("=")[0], difflib.get_close_matches(flag, known, 1), prog)
+            )
+
+
+def _flags(main: Callable[..., int]) -> Iterator[str]:
+    """The flags of a function: its arguments, except those that are positional only."""
+    hints = get_type_hints(main, include_extras=True)
+    for name, parameter in signature(main).parameters.items():
+        if parameter.kind is not Parameter.POSITIONAL_ONLY:
+            names = [getattr(one, "name", None) for one in getattr(hints[name], "__metadata__", ())]
+            chosen = next((one for one in names if isinstance(one, str)), name)
+            yield f"--{chosen.replace('_', '-')}"
+
+
+def _unknown(word: str, near: Sequence[str], prog: str | None) -> str:
+    what = "no such flag" if word.startswith("-") else "one argument too many"
+    return f"{word}: {what}; " + (f"did you mean {near[0]}? " if near else "") + _see_help(prog)
+
+
+def _see_help(prog: str | None) -> str:
+    return f"see `{prog or sys.argv[0]} --help`"
 
 
 def end(code: int, text: str, file: TextIO | None = None) -> NoReturn:

@@ -1,8 +1,8 @@
 """Train a model on SA-1B: one loop, from one CPU process to many nodes, that resumes exactly.
 
-    sa1b train --preset tiny --data.root shards --out run
-    torchrun --nproc_per_node=8 -m sa1b.train --preset vit_b --data.root s3://bucket/shards
-        --parallel.mode ddp --parallel.precision bf16 --data.micro-batch 4 --out run
+Example: sa1b train --preset tiny --data.root shards --out run
+         torchrun --nproc_per_node=8 -m sa1b.train --preset vit_b --data.root s3://bucket/shards
+             --parallel.mode ddp --parallel.precision bf16 --data.micro-batch 4 --out run
 
 The same command resumes a run that ended or was killed, with any number of ranks and in any mode. Exit code
 0: done, or stopped with a checkpoint; 1: failed; 2: a setting is invalid; 130: interrupted before training.

@@ -23,7 +23,9 @@ from sa1b.storage.claim import LONGEST, TIMEOUT
 
 
 def main(
-    source: Annotated[Positional[tuple[Path, ...]], tyro.conf.arg(metavar="SOURCE...")],
+    source: Annotated[
+        Positional[tuple[Path, ...]], tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")
+    ],
     /,
     out: Path,
     images_per_shard: int = 1024,
@@ -73,8 +75,8 @@ def main(
         workers: Worker processes, each with one source at a time and up to 600 MB of memory.
         spill: Folder for images that wait for their annotation, about a third of a tar per worker; by default
             inside --out.
-        md5: File with expected digests, one `<md5>  <file name>` per line. A source with another digest
-        fails. on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
+        md5: File with expected digests, one `<md5>  <file name>` per line. Sources with other digests fail.
+        on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
         accept: A reason that may be frequent. By default, a reason for more than 1 % of a source's pairs (and
             more than 20) stops the run. May be repeated.
         recheck: Recognise finished sources by the digest of their content instead of size and time.

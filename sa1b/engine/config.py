@@ -159,7 +159,7 @@ def parse(
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         default = presets.get(preset, presets[first])
-        prog = prog or f"{'torchrun' if 'TORCHELASTIC_RUN_ID' in os.environ else 'python'} {sys.argv[0]}"
+        prog = prog or _program()
         stack.enter_context(usage_errors(prog))
         config: Config = tyro.cli(
             type(default),
@@ -171,6 +171,13 @@ def parse(
         )
     config.check()
     return config
+
+
+def _program() -> str:
+    """The command that started this process: "torchrun -m sa1b.train", "python sa1b/train.py"."""
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
+    spec = sys.modules["__main__"].__spec__  # set by -m; then argv has the path of the module
+    return f"{launcher} {sys.argv[0] if spec is None else f'-m {spec.name}'}"
 
 
 def _check(config: Config) -> None:

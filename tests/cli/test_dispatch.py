@@ -1,8 +1,10 @@
 """`sa1b` itself: the tour, verbs, what is imported when."""
 
+import inspect
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,20 @@ def test_help_teaches_and_imports_nothing_that_takes_long(verb: str) -> None:
     assert len(options) == len(set(options))
     assert "sa1b" in imported(done)
     assert not imported(done) & HEAVY
+
+
+@pytest.mark.parametrize("verb", LIGHT_VERBS)
+def test_every_argument_has_a_help_text_of_its_own(verb: str) -> None:
+    main = import_module(f"sa1b.cli.{verb}").main
+    explained = inspect.cleandoc(main.__doc__ or "").partition("Args:\n")[2]
+    assert re.findall(r"^    (\w+): ", explained, re.MULTILINE) == list(inspect.signature(main).parameters)
+
+
+def test_help_shows_no_empty_default_and_no_two_empty_lines() -> None:
+    for verb in ("reshard", "train"):
+        shown = run(verb, "--help").stdout
+        assert "(default: )" not in shown
+        assert "\n\n\n" not in shown
 
 
 @pytest.mark.parametrize("verb", LIGHT_VERBS)

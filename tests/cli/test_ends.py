@@ -38,11 +38,30 @@ def test_an_unknown_flag_is_a_usage_error_of_one_line_that_names_it(verb: str) -
     [
         (("verify",), "error: ROOT: missing"),
         (("reshard", "a"), "error: --out PATH: missing"),
-        (("reshard", "a", "--out"), "'--out'"),
-        (("reshard", "a", "--out", "b", "--workers", "two"), "error: --workers: "),
-        (("view", "r", "--split", "other"), "'--split'"),
-        (("verify", "r", "--jsn"), "did you mean --json?"),
-        (("train", "--optim.lr", "abc"), "error: --optim.lr: "),
+        (("reshard", "a", "--out"), "error: --out: its value is missing; see "),
+        (
+            ("reshard", "a", "--out", "b", "--workers", "two"),
+            "error: --workers two: must be a whole number; ",
+        ),
+        (
+            ("reshard", "a", "--out", "b", "--image-size", "big"),
+            "error: --image-size big: must be a whole number; ",
+        ),
+        (("view", "r", "--split", "other"), "error: --split other: must be one of 'train', 'held-out'; "),
+        (("export", "r", "--out", "b", "--to", "coco"), "error: --to coco: must be one of 'sa1b'; "),
+        (("gallery", "r", "--id", "x"), "error: --id x: not a valid value; "),
+        (("verify", "a", "b"), "error: b: one argument too many; "),
+        (("verify", "r", "--jsn"), "error: --jsn: no such flag; did you mean --json? see "),
+        (
+            ("train", "--data.golbal-batch", "3"),
+            "error: --data.golbal-batch: no such flag; did you mean --data.global-batch?",
+        ),
+        (("train", "--optim.lr", "abc"), "error: --optim.lr abc: must be a number; "),
+        # A misspelled flag is the reason that another argument is missing.
+        (("reshard", "source", "--outt", "x"), "error: --outt: no such flag; did you mean --out?"),
+        (("gallery", "--ot=x"), "error: --ot: no such flag; did you mean --out?"),
+        (("verify", "--bogus"), "error: --bogus: no such flag; see "),
+        (("export", "-w", "3"), "error: -w: no such flag; see "),
         (("train", "--preset", "tiny"), "--data.root"),
     ],
 )

@@ -12,20 +12,23 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
 
 
 @pytest.mark.parametrize(
-    "start",
+    ("start", "usage"),
     [
-        ["-m", "sa1b", "train"],
-        ["-m", "sa1b.train"],
-        ["sa1b/train.py"],
-        [*TORCHRUN, "-m", "sa1b.train"],
-        [*TORCHRUN, "sa1b/train.py"],
+        (["-m", "sa1b", "train"], "-m sa1b train [-h]"),
+        (["-m", "sa1b.train"], "usage: python -m sa1b.train [-h]"),
+        (["sa1b/train.py"], "usage: python sa1b/train.py [-h]"),
+        ([*TORCHRUN, "-m", "sa1b.train"], "usage: torchrun -m sa1b.train [-h]"),
+        ([*TORCHRUN, "sa1b/train.py"], "usage: torchrun sa1b/train.py [-h]"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_every_way_to_start_has_the_flags_and_the_package_that_is_installed(start: list[str]) -> None:
+def test_every_way_to_start_has_the_flags_and_the_package_that_is_installed(
+    start: list[str], usage: str
+) -> None:
     command = [sys.executable, *start, "--help"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert usage in done.stdout.splitlines()[0]
     assert "--data.root" in done.stdout
     assert "sa1b train --preset tiny" in done.stdout
 
