@@ -131,7 +131,7 @@ def _refusal(box: str, prog: str | None) -> str:
         text = f"{', '.join(_named(message))}: missing"
     elif found := re.match(r"Unrecognized options: ([^ ,]+)", text):
         near = [_named(other) for other in others if other[0].startswith("Perhaps you meant")]
-        return _unknown(found[1], [one.split()[0] for one in sum(near, [])], prog)
+        return _unknown(found[1], [name.split()[0] for names in near for name in names], prog)
     for pattern, form in _FORMS:
         text = re.sub(pattern, form, text)
     return f"{text or box.strip()}; {_see_help(prog)}"

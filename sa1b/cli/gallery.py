@@ -27,6 +27,7 @@ def main(
     count: int = 24,
     sort: str = "stability_score",
     out: Path = Path("gallery.html"),
+    overwrite: bool = False,
     max_side: int = 1000,
     seed: int = 0,
     view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
@@ -47,7 +48,8 @@ def main(
             lowest first), masks (number, most first), area (mean fraction of the image, largest first),
             image_id. Only the sample is sorted; to see the extremes of a dataset, find ids in its index and
             use --id.
-        out: File for the page; an existing file is replaced.
+        out: File for the page; a page of the same input is replaced.
+        overwrite: Replace any existing file.
         max_side: Longer side of the images in pixels, 64 to 1000.
         seed: Seed of the sample.
         view: Show a sample of this view of ROOT: its name, digest or path. All masks of its images are shown,
@@ -88,6 +90,7 @@ def main(
         predictions=predictions,
         warnings=warnings,
         survey_all=survey == "all",
+        overwrite=overwrite,
         facts=facts,
         quiet=json_output,
     )

@@ -18,6 +18,7 @@ import numpy as np
 from sa1b.errors import BadSample, UsageError
 from sa1b.gallery.chart import charts
 from sa1b.gallery.inputs import gather, is_dataset
+from sa1b.gallery.page_origin import check_replaceable, origin_mark
 from sa1b.gallery.picture import SORTS, Picture, figure, prepare, sort_key
 from sa1b.gallery.predictions import Predicted, read_predictions
 from sa1b.gallery.selection import Choice, Gathered
@@ -27,6 +28,7 @@ from sa1b.names import image_name
 from sa1b.progress import bar
 from sa1b.shards.display import size_text
 from sa1b.storage.atomic import write_whole
+from sa1b.storage.store import temporary_path
 
 MAX_PAGE_BYTES = 19_990_000
 MAX_SIDE = 1000  # pixels
@@ -48,6 +50,7 @@ def write_gallery(
     predictions: Path | None = None,
     warnings: bool = False,
     survey_all: bool = False,
+    overwrite: bool = False,
     facts: Sequence[tuple[str, str]] = (),
     quiet: bool = False,
 ) -> GallerySummary:
@@ -55,7 +58,7 @@ def write_gallery(
 
     Args:
         path: dataset directory, shard, source tar, folder of pairs or of tars.
-        out: path of the page; an existing file is replaced.
+        out: path of the page. A page of the same input is replaced.
         choice: the images to show.
         sort: order of the images, one of SORTS.
         max_side: largest longer side of an image, in pixels.
@@ -64,14 +67,18 @@ def write_gallery(
             this file, unless `choice` has ids, with the predicted masks next to the true masks.
         warnings: show only the images of a dataset directory that have a warning, with the reasons.
         survey_all: compute distributions over all shards of a dataset directory.
+        overwrite: replace any existing file.
         facts: labels and texts of additional facts about the input.
         quiet: show no progress bar.
 
     Raises:
-        UsageError: an option is out of range, or the input does not contain a requested image.
+        UsageError: an option is out of range, the input does not contain a requested image, or `out` exists
+            and is not a page of this input.
         SourceError, ManifestError, ShardError: the input has nothing to show.
     """
     check_options(choice, sort, max_side)
+    check_replaceable(path, out, overwrite=overwrite)
+    mark = origin_mark(path, out)
     predicted = {} if predictions is None else read_predictions(predictions)
     if predicted and not choice.ids:
         choice = replace(choice, ids=tuple(predicted)[: choice.count])
@@ -96,8 +103,8 @@ def write_gallery(
     if choice.ids and not pictures:
         examples = "; ".join(message for some in gathered.skipped.examples.values() for message in some)
         raise UsageError(f"{path}: none of the --id images can be shown; choose other ids ({examples})")
-    side, quality, shown, page = _fit(gathered, pictures, sort, max_side, max_bytes)
-    write_whole(out, page)
+    side, quality, shown, page = _fit(gathered, pictures, sort, max_side, max_bytes, mark)
+    write_whole(out, page, temporary_path(out))
     return GallerySummary(
         page=out,
         bytes=len(page),
@@ -143,23 +150,23 @@ def _prepare(
 
 
 def _fit(
-    gathered: Gathered, pictures: list[Picture], sort: str, max_side: int, max_bytes: int
+    gathered: Gathered, pictures: list[Picture], sort: str, max_side: int, max_bytes: int, mark: str
 ) -> tuple[int, int, list[Picture], bytes]:
     """Longer side, JPEG quality, images and bytes of the best page that fits `max_bytes`."""
     for part, quality in _STEPS:
         side = round(max_side * part)
         figures = {picture.image_id: figure(picture, side, quality) for picture in pictures}
-        page = _page(gathered, pictures, figures, sort, side, quality)
+        page = _page(gathered, pictures, figures, sort, side, quality, mark)
         if len(page) <= max_bytes:
             return side, quality, _sorted(pictures, sort), page
-    room = max_bytes - len(_page(gathered, [], {}, sort, side, quality)) - 1000
+    room = max_bytes - len(_page(gathered, [], {}, sort, side, quality, mark)) - 1000
     shown = []
     for picture in pictures:
         room -= len(figures[picture.image_id].encode()) + 1
         if room < 0:
             break
         shown.append(picture)
-    page = _page(gathered, shown, figures, sort, side, quality, left_out=len(pictures) - len(shown))
+    page = _page(gathered, shown, figures, sort, side, quality, mark, left_out=len(pictures) - len(shown))
     return side, quality, _sorted(shown, sort), page
 
 
@@ -174,6 +181,7 @@ def _page(
     sort: str,
     side: int,
     quality: int,
+    mark: str,
     left_out: int = 0,
 ) -> bytes:
     shown = f"{len(pictures):,} of {gathered.images:,} images, "
@@ -186,6 +194,7 @@ def _page(
     )
     descending = " ".join(name for name, (_, largest_first, _) in SORTS.items() if largest_first)
     fields = {
+        "ORIGIN": mark,
         "TITLE": escape(gathered.name),
         "KIND": escape(gathered.kind),
         "FACTS": _facts(gathered, shown),

@@ -1,6 +1,7 @@
 """Checks before a run of ingest writes anything: sources, names, options and free space."""
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -8,14 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sa1b.errors import UsageError
-from sa1b.names import is_source_name, source_stem
-from sa1b.shards.manifest import FORMAT, TASKS, Options, Task
-from sa1b.sources.discovery import Discovered, discover
+from sa1b.names import is_source_name, parse_shard_name, source_stem
+from sa1b.shards.manifest import FORMAT, PARTIAL, QUARANTINE, TASKS, Options, Task
+from sa1b.sources.discovery import Discovered, discover, is_tar_name
+from sa1b.sources.folder import is_pair_name
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING
 from sa1b.storage.store import open_store
 
+_OWN = (TASKS, QUARANTINE, PARTIAL)  # folders in a dataset directory that reshard writes
 OPTIONS = ".options.json"  # options of the first run, until a source is finished
 _OUT_FACTOR = 1.1  # size of the shards / size of the source
 _SPILL_FACTOR = 0.3  # size of the spill / size of the source, if the members are in random order
@@ -49,6 +52,45 @@ def admitted(
                 f"{_NAME_LENGTH}"
             )
     return discover([*rename, *paths], ignore, skip=skip, rename=rename)
+
+
+def check_out(paths: Sequence[Path], root: Path) -> None:
+    """Refuse a dataset directory that would mix shards and sources, or whose content would be left out.
+
+    A dataset directory inside a SOURCE folder is not searched for sources, see `discover`. It may be there if
+    it contains none.
+
+    Raises:
+        UsageError: `root` is one of the paths, contains a source of one of them, or writes to its folder.
+    """
+    out = root.resolve()
+    for path in paths:
+        source = path.resolve()
+        if source == out:
+            raise UsageError(
+                f"--out {root}: is SOURCE too, and shards must not be mixed with sources; pass another --out"
+            )
+        if source.is_relative_to(out) and source.relative_to(out).parts[0] in _OWN:
+            raise UsageError(
+                f"{path}: is in a folder that reshard writes; move it, or pass another --out than {root}"
+            )
+        if out.is_relative_to(source) and (found := _source_file(out)) is not None:
+            raise UsageError(
+                f"--out {root}: is inside SOURCE {path} and contains {found}, which would not be converted; "
+                "pass another --out"
+            )
+
+
+def _source_file(folder: Path) -> Path | None:
+    """A file below a folder that may be part of a source by its name, relative to the folder."""
+    for found, folders, names in os.walk(folder):
+        inside = Path(found).relative_to(folder)
+        if not inside.parts:
+            folders[:] = [name for name in folders if name not in _OWN]
+        for name in sorted(names):
+            if (is_tar_name(name) and parse_shard_name(name) is None) or is_pair_name(name):
+                return inside / name
+    return None
 
 
 def check_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None:

@@ -17,6 +17,7 @@ from sa1b.ingest.admission import (
     admitted,
     check_names,
     check_options,
+    check_out,
     check_space,
     fix_options,
     release_options,
@@ -56,6 +57,7 @@ def reshard(
     run = run or Run()
     began = time.monotonic()
     own = [path for path in (root, run.checklist, policy.spill) if path is not None]
+    check_out([*paths, *(run.rename or {})], root)
     discovered = admitted(paths, run.rename or {}, own, run.ignore)
     sources = discovered.sources
     named = [source.name for source in sources]

@@ -235,6 +235,11 @@ def _is_dataset(names: Sequence[str]) -> bool:
     return "dataset.json" in names or ("tasks" in names and any(map(parse_shard_name, names)))
 
 
+def is_tar_name(name: str) -> bool:
+    """Whether a file name is that of a tar: x.tar, x.tar.gz or x.tgz."""
+    return name.lower().endswith(_TAR_ENDINGS)
+
+
 def _tar_name(name: str) -> str:
     ending = next((ending for ending in _TAR_ENDINGS if name.lower().endswith(ending)), "")
     return name[: len(name) - len(ending)]
@@ -252,7 +257,7 @@ def _why_not_taken(path: Path, found: os.stat_result) -> str | None:
         return "a hidden file"
     if name.endswith(_PARTIAL_ENDINGS):
         return "a partial download"
-    if name.endswith(_TAR_ENDINGS) or holds_tar(path):
+    if is_tar_name(name) or holds_tar(path):
         return None
     if found.st_size == 0:
         return "an empty file"

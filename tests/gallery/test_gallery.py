@@ -100,7 +100,9 @@ def make(tmp_path: Path) -> Callable[..., tuple[Page, GallerySummary]]:
     """Writes a gallery, and reads it."""
 
     def write(path: Path, choice: Choice | None = None, **options: Any) -> tuple[Page, GallerySummary]:
-        summary = write_gallery(path, tmp_path / "gallery.html", choice or Choice(), quiet=True, **options)
+        summary = write_gallery(
+            path, tmp_path / "gallery.html", choice or Choice(), quiet=True, overwrite=True, **options
+        )
         data = summary.page.read_bytes()
         assert summary.bytes == len(data)
         page = Page(data.decode())
@@ -418,6 +420,28 @@ def test_charts_count_everything(inputs, make) -> None:
         assert sum(int(count.replace(",", "")) for count in counts) == expected
         assert chart.count("<text") > 6  # numbers on both axes and their names
     assert "no values" in charts(Survey())
+
+
+def test_only_a_page_of_the_same_input_is_replaced(inputs, tmp_path: Path) -> None:
+    out = tmp_path / "gallery.html"
+    write_gallery(inputs["root"], out, Choice(count=2), quiet=True)
+    write_gallery(inputs["root"] / ".." / "root", out, Choice(count=3), quiet=True)
+    page = out.read_bytes()
+    assert str(inputs["root"]).encode() not in page
+    with pytest.raises(UsageError, match=r"--out .*gallery.html: exists and is a page of another input"):
+        write_gallery(inputs["alone"], out, Choice(count=2), quiet=True)
+    assert out.read_bytes() == page
+    (tmp_path / "mine.html").write_text("mine")
+    with pytest.raises(UsageError, match=r"not written by this command; .* --overwrite"):
+        write_gallery(inputs["root"], tmp_path / "mine.html", Choice(count=2), quiet=True)
+    assert (tmp_path / "mine.html").read_text() == "mine"
+    with pytest.raises(UsageError, match="is a folder"):
+        write_gallery(inputs["root"], tmp_path, Choice(count=2), quiet=True, overwrite=True)
+    with pytest.raises(UsageError, match="is the input"):
+        write_gallery(inputs["tar"], inputs["tar"], Choice(count=2), quiet=True, overwrite=True)
+    write_gallery(inputs["alone"], out, Choice(count=2), quiet=True, overwrite=True)
+    write_gallery(inputs["alone"], out, Choice(count=2), quiet=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gallery.html", "mine.html"]
 
 
 def test_command_line(inputs, tmp_path: Path) -> None:

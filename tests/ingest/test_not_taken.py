@@ -78,3 +78,42 @@ def test_files_of_the_run_itself_are_not_listed(tmp_path):
         done = reshard(*arguments)
         assert done.returncode == 0, done.stdout
         assert "not taken" not in done.stdout
+
+
+@pytest.mark.parametrize("out", ["in", "in/.", "in/batch1/..", "link"])
+def test_the_output_folder_is_no_source(downloads, tmp_path, out):
+    (tmp_path / "link").symlink_to(downloads)
+    before = sorted(downloads.rglob("*"))
+    done = reshard(downloads, "--out", tmp_path / out)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: --out {tmp_path / out}: is SOURCE too, and shards must not be mixed with sources; "
+        "pass another --out\n"
+    )
+    assert sorted(downloads.rglob("*")) == before
+
+
+def test_an_output_folder_inside_a_source_contains_no_source(downloads, tmp_path):
+    before = sorted(downloads.rglob("*"))
+    done = reshard(downloads, "--out", downloads / "batch1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"is inside SOURCE {downloads} and contains sa_000020.tar, which would not be" in done.stderr
+    done = reshard(tmp_path, "--out", downloads)
+    assert "contains batch1/sa_000020.tar" in done.stderr
+    assert sorted(downloads.rglob("*")) == before
+    for _ in range(2):  # its own files are no sources
+        done = reshard(downloads, "--out", downloads / "shards", "--ignore", "*.txt", "--ignore", "*.part")
+        assert done.returncode == 0, done.stderr
+    assert tiny.read_back(downloads / "shards").keys() == set(IDS)
+
+
+def test_an_output_folder_above_a_source_does_not_write_to_it(downloads, tmp_path):
+    downloads.rename(tmp_path / "tasks")
+    done = reshard(tmp_path / "tasks", "--out", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "tasks: is in a folder that reshard writes; move it, or pass another --out" in done.stderr
+    (tmp_path / "tasks").rename(downloads)
+    for _ in range(2):
+        done = reshard(downloads, "--out", tmp_path)
+        assert done.returncode == 3, done.stderr
+    assert tiny.read_back(tmp_path).keys() == set(IDS)

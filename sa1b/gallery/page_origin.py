@@ -1,0 +1,45 @@
+"""The input of a gallery page: without --overwrite, only a page of the same input is replaced."""
+
+import hashlib
+import os
+from pathlib import Path
+
+from sa1b.errors import UsageError
+
+_HEAD = 4096  # bytes; the mark is in the first lines of a page
+
+
+def origin_mark(source: Path, out: Path) -> str:
+    """The mark in the head of a page: a digest of the path of its input, relative to the page's folder.
+
+    The path itself may contain private names, and pages are sent to others.
+    """
+    relative = os.path.relpath(source.resolve(), out.resolve().parent)
+    return f"sa1b gallery {hashlib.sha256(os.fsencode(relative)).hexdigest()[:16]}"
+
+
+def check_replaceable(source: Path, out: Path, *, overwrite: bool) -> None:
+    """Refuse to replace a file that is not a gallery page of the same input.
+
+    Raises:
+        UsageError: `out` is a folder or the input; or without `overwrite` another file, or a page of another
+            input.
+    """
+    if out.is_dir():
+        raise UsageError(f"--out {out}: is a folder; pass the path of a file")
+    if out.exists() and out.samefile(source):
+        raise UsageError(f"--out {out}: is the input; choose another --out")
+    if overwrite:
+        return
+    try:
+        with out.open("rb") as file:
+            head = file.read(_HEAD)
+    except FileNotFoundError:
+        return
+    if origin_mark(source, out).encode() not in head:
+        what = (
+            "a page of another input" if b'content="sa1b gallery ' in head else "not written by this command"
+        )
+        raise UsageError(
+            f"--out {out}: exists and is {what}; choose another --out, or replace it with --overwrite"
+        )
