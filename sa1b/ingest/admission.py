@@ -143,7 +143,7 @@ def check_names(root: Path, tasks: Mapping[str, Task], sources: list[Source]) ->
         other = taken.get(source_stem(source.name), source.name)
         if other != source.name:
             raise UsageError(
-                f"{source.path}: {root} already contains a source named {other!r}, and the shards of both "
+                f"{source.label}: {root} already contains a source named {other!r}, and the shards of both "
                 f"would have the same names; add --rename {shlex.quote(f'{source.path}=NEW_NAME')}, or use "
                 "another --out"
             )

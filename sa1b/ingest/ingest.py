@@ -82,7 +82,7 @@ def ingest(
             task = commit_task(task, staged, root)
     except MemoryError:
         raise OutOfMemoryError(
-            f"{source.path}: out of memory: ingest of a source takes up to 600 MB; use fewer --workers, or "
+            f"{source.label}: out of memory: ingest of a source takes up to 600 MB; use fewer --workers, or "
             "raise the memory limit (ulimit -v, or the limit of the job)"
         ) from None
     except (SourceError, SystematicError):

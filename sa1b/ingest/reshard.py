@@ -85,7 +85,7 @@ def reshard(
             summary.skipped.append(source.name)
             if (found := _other_md5(task, source, expected, run.quiet)) is not None:
                 summary.failed[source.name] = (
-                    f"{source.path}: already finished, but its md5 is {found} and the checklist has "
+                    f"{source.label}: already finished, but its md5 is {found} and the checklist has "
                     f"{expected}; download it again and run the same command with --replace"
                 )
         else:

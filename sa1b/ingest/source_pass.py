@@ -103,7 +103,7 @@ class SourcePass:
         self.shards = 0
         self.sealing: Future[ShardInfo] | None = None
         self.sealed: list[ShardInfo] = []
-        self.systematic = SystematicCheck(source.path, source.size, policy.accept)
+        self.systematic = SystematicCheck(source.label, source.size, policy.accept)
         self.report_lock = threading.Lock()
 
     def run(self) -> Task:
@@ -133,13 +133,13 @@ class SourcePass:
             reader.close()
         if self.policy.md5 is not None and digests["md5"] != self.policy.md5:
             raise SourceError(
-                f"{self.source.path}: md5 is {digests['md5']}, the checklist has {self.policy.md5}; "
+                f"{self.source.label}: md5 is {digests['md5']}, the checklist has {self.policy.md5}; "
                 "download it again"
             )
         self._check_sums()
         self.systematic.check(self.quarantine, self.counts.images)
         if not self.sealed:
-            raise SourceError(f"{self.source.path}: no usable pair; {self._problems()}")
+            raise SourceError(f"{self.source.label}: no usable pair; {self._problems()}")
         self.quarantine.flush()  # the task file, written later, counts its contents
         return self._task(digests["sha256"])
 
@@ -258,14 +258,14 @@ class SourcePass:
     def _refuse(self, reason: str, message: str, *members: Member) -> None:
         if self.policy.stop:
             where = ", ".join(f"{member.name!r} at offset {member.offset:,}" for member in members)
-            raise RefusedError(f"{self.source.path}: {where}: {reason}: {message}; {_WAY_OUT}")
+            raise RefusedError(f"{self.source.label}: {where}: {reason}: {message}; {_WAY_OUT}")
         self.quarantine.refuse(reason, message, list(members))
         self.counts.refused += 1
 
     def _damage(self, damage: Damage) -> None:
         if self.policy.stop:
             raise RefusedError(
-                f"{self.source.path}: at offset {damage.offset:,}: {damage.message}; {_WAY_OUT}"
+                f"{self.source.label}: at offset {damage.offset:,}: {damage.message}; {_WAY_OUT}"
             )
         self.quarantine.damage(damage)
 
@@ -274,7 +274,7 @@ class SourcePass:
         out = 2 * self.counts.images + self.quarantine.members
         if self.counts.members != out:
             raise AssertionError(
-                f"{self.source.path}: {self.counts.members} members were read, {out} were stored; "
+                f"{self.source.label}: {self.counts.members} members were read, {out} were stored; "
                 "this is a bug: please report it"
             )
 

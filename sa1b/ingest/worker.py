@@ -157,7 +157,7 @@ def _claimed(
 
 def _refused(source: Source, previous: Task, root: Path) -> SourceError:
     return SourceError(
-        f"{source.path}: {root} already has a source named {source.name!r} with other content "
+        f"{source.label}: {root} already has a source named {source.name!r} with other content "
         f"({previous.source['size']:,} bytes, sha256 {str(previous.source['sha256'])[:12]}…; this source has "
         f"{source.size:,} bytes); to replace the finished source, add --replace; to keep both, add "
         f"--rename {shlex.quote(f'{source.path}=NEW_NAME')}"

@@ -214,7 +214,7 @@ class _Search:
         return False
 
     def _take(self, kind: str, path: Path) -> None:
-        usual = _tar_name(path.name) if kind == "tar" else path.resolve().name
+        usual = tar_name(path.name) if kind == "tar" else path.resolve().name
         name = self.names.get(os.path.realpath(path), usual)
         if not is_source_name(name):
             if path == self.path:
@@ -240,7 +240,7 @@ def is_tar_name(name: str) -> bool:
     return name.lower().endswith(_TAR_ENDINGS)
 
 
-def _tar_name(name: str) -> str:
+def tar_name(name: str) -> str:
     ending = next((ending for ending in _TAR_ENDINGS if name.lower().endswith(ending)), "")
     return name[: len(name) - len(ending)]
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from sa1b.errors import SourceError
 from sa1b.sources.folder import FolderReader, Ignore
+from sa1b.sources.link_list import Link
 from sa1b.sources.links import resolve_links
+from sa1b.sources.stored_file import open_stored
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import Damage, Member, StoredStream
 
@@ -21,8 +23,9 @@ class Source:
 
     Attributes:
         name: file name without ending, or the folder's name; part of the names of shards.
-        path: file or folder.
+        path: file or folder; the name of the tar if it has a link.
         kind: "tar" or "folder".
+        link: where the tar is read from if it is not a file; `path` is then its name alone.
         size: bytes as stored; for a folder, of all its files.
         mtime_ns: modification time in nanoseconds; for a folder, of its newest file.
         ignore: patterns of files of a folder that are left out.
@@ -34,6 +37,12 @@ class Source:
     size: int
     mtime_ns: int
     ignore: Ignore | None = None
+    link: Link | None = None
+
+    @property
+    def label(self) -> str:
+        """Path or link, for messages."""
+        return str(self.path) if self.link is None else self.link.label
 
 
 class SourceReader:
@@ -50,7 +59,7 @@ class SourceReader:
         self._progress = progress
         self._reader: StoredStream | FolderReader
         if source.kind == "tar":
-            self._reader = StoredStream(source.path, md5=md5, progress=progress)
+            self._reader = StoredStream(source.link or source.path, md5=md5, progress=progress)
         else:
             ignore = source.ignore or Ignore(source.path)
             self._reader = FolderReader(source.path, ignore, progress=progress)
@@ -75,7 +84,7 @@ class SourceReader:
             SourceError: it changed while it was read.
         """
         self._reader.check_unchanged()
-        if self.source.kind == "tar":
+        if self.source.kind == "tar" and self.source.link is None:
             stat = self.source.path.stat()
             if (stat.st_size, stat.st_mtime_ns) != (self.source.size, self.source.mtime_ns):
                 raise SourceError(
@@ -89,7 +98,8 @@ class SourceReader:
     def _again(self) -> StoredStream:
         # The second pass reports 0 bytes, so that bytes are counted once but the caller sees progress.
         progress = self._progress
-        return StoredStream(self.source.path, progress=None if progress is None else lambda _: progress(0))
+        origin = self.source.link or self.source.path
+        return StoredStream(origin, progress=None if progress is None else lambda _: progress(0))
 
 
 def digest_of_source(
@@ -97,13 +107,16 @@ def digest_of_source(
 ) -> str:
     """The digests of `SourceReader.digests`, with md5 for a tar; the source is not unpacked."""
     if source.kind == "tar":
-        with source.path.open("rb") as file:
-            digest = hashlib.new(kind, usedforsecurity=False)
+        digest = hashlib.new(kind, usedforsecurity=False)
+        file = open_stored(source.link or source.path)
+        try:
             while data := file.read(_CHUNK):
                 digest.update(data)
                 if progress is not None:
                     progress(len(data))
-            return digest.hexdigest()
+        finally:
+            file.close()
+        return digest.hexdigest()
     reader = SourceReader(source, progress=progress)
     for _ in reader.items():
         pass

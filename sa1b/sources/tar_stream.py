@@ -4,16 +4,16 @@ The format is detected by content. The stored bytes are digested as they are rea
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from isal import isal_zlib
 
-from sa1b.errors import SourceError
+from sa1b.sources.link_list import Link
+from sa1b.sources.stored_file import open_stored
 
 BLOCK = 512
 GZIP = b"\x1f\x8b"
@@ -157,14 +157,11 @@ class StoredStream:
     """
 
     def __init__(
-        self, path: Path, *, md5: bool = False, progress: Callable[[int], object] | None = None
+        self, origin: Path | Link, *, md5: bool = False, progress: Callable[[int], object] | None = None
     ) -> None:
-        self.path = path
         self.position = 0
         self.damage: Damage | None = None
-        self._file: BinaryIO = path.open("rb", buffering=0)
-        self._stat = os.fstat(self._file.fileno())
-        self._size = self._stat.st_size
+        self._file = open_stored(origin)
         self._sha256 = hashlib.sha256()
         self._md5 = hashlib.md5(usedforsecurity=False) if md5 else None
         self._progress = progress
@@ -191,22 +188,8 @@ class StoredStream:
         return found
 
     def check_unchanged(self) -> None:
-        """Check that the file has not changed since it was opened, by inode, size, mtime and ctime.
-
-        An overwrite in place is detected even if the time of modification was restored, because that sets the
-        ctime. Not detected: a change within one tick of the clock of the file system before the
-        file was opened (4 ms on ext4), changes on file systems without a ctime (FAT, exFAT) or with cached
-        attributes (NFS, until the cache expires), and writes through a memory map that was already dirty.
-
-        Raises:
-            SourceError: the file was changed, replaced or removed.
-        """
-        try:
-            found = [os.fstat(self._file.fileno()), self.path.stat()]
-        except FileNotFoundError:
-            raise SourceError(f"{self.path}: removed while it was read; restore it and run again") from None
-        if any(_identity(stat) != _identity(self._stat) for stat in found):
-            raise SourceError(f"{self.path}: changed while it was read; run the same command again")
+        """Raise SourceError if the file was changed, replaced or removed since it was opened."""
+        self._file.check_unchanged()
 
     def read(self, length: int) -> bytes:
         """The next `length` bytes; fewer only at the end of the stream."""
@@ -232,11 +215,8 @@ class StoredStream:
 
     def _read_stored(self) -> bytes:
         # The last 8 bytes, gzip's checksum, are decompressed separately: an error there must not lose data.
-        left = self._size - self._stored
-        try:
-            data = self._file.read(min(_CHUNK, left - _TRAILER) if left > _TRAILER else _CHUNK)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        left = self._file.size - self._stored
+        data = self._file.read(min(_CHUNK, left - _TRAILER) if left > _TRAILER else _CHUNK)
         self._stored += len(data)
         self._sha256.update(data)
         if self._md5 is not None:
@@ -294,7 +274,3 @@ class StoredStream:
         self._ended = True
         where = f"{message} (near byte {self._stored:,} of the file)"
         self.damage = Damage(reason, where, self.position)
-
-
-def _identity(stat: os.stat_result) -> tuple[int, ...]:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -7,6 +7,7 @@ of 127.0.0.1 and writes the port. Signatures are not checked. Some names answer 
     access key `EXPIRED`   400 ExpiredToken, as any bucket
     bucket `norange`       200 with the whole object, whatever range was asked for
     bucket `brief`         206 with half of the range, for ever
+    bucket `linked`        403 unless the query is LINKED, byte for byte, as with a signed link
 """
 
 import json
@@ -21,6 +22,7 @@ from xml.sax.saxutils import escape
 
 _COUNTS = {"GET": 0, "HEAD": 0, "PUT": 0}
 _BYTES = [0]
+LINKED = "Signature=a%2Fb%3D~x&Expires=1"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -49,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         bucket, _, key = unquote(address.path).lstrip("/").partition("/")
         if "Credential=EXPIRED/" in self.headers.get("Authorization", ""):
             self._fail(400, "ExpiredToken", body=body)
-        elif bucket == "denied":
+        elif bucket == "denied" or (bucket == "linked" and address.query != LINKED):
             self._fail(403, "AccessDenied", body=body)
         elif "list-type" in query:
             self._list(bucket, query.get("prefix", [""])[0])

@@ -1,0 +1,88 @@
+"""The sources at URLs: single tars, folders of tars, and the tars of a list of links."""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sa1b.errors import Sa1bError, SourceError
+from sa1b.names import is_source_name
+from sa1b.sources.discovery import is_tar_name, tar_name
+from sa1b.sources.link_list import Link, link_of
+from sa1b.sources.source import Source
+from sa1b.sources.stored_file import naming_link
+from sa1b.storage.reader import Reader
+
+_REQUESTS = 16  # sizes requested at the same time
+
+
+def links_at(url: str, options: Mapping[str, Any] | None = None) -> list[Link]:
+    """The link to a tar, or the links to all tars directly in a folder of an object store.
+
+    Raises:
+        SourceError: the URL names no tar and no folder with tars.
+        StorageError: the store cannot be reached.
+    """
+    options = dict(options or {})
+    if is_tar_name(url.partition("?")[0]):
+        return [replace(link_of(url), options=options)]
+    root, _, folder = url.rstrip("/").rpartition("/")
+    with Reader(root, options=options) as reader:
+        names = [name for name in reader.names(folder) if is_tar_name(name)]
+    if not names:
+        raise SourceError(f"{url}: no tar is there; pass the URL of a tar, or of a folder with tars")
+    return [replace(link_of(f"{url.rstrip('/')}/{name}"), options=options) for name in names]
+
+
+def remote_sources(
+    links: Iterable[Link],
+    known: Callable[[str], tuple[int, int] | None] = lambda name: None,
+) -> tuple[list[Source], dict[str, str]]:
+    """The sources of links, sorted by name, and the links that do not work: source -> error message.
+
+    Args:
+        links: links to tars; a file name occurs once.
+        known: size and mtime_ns of a finished source by name, so that its link is not used; None: the size is
+            requested.
+
+    Raises:
+        SourceError: a file name cannot be the name of a source, or occurs twice.
+    """
+    named: dict[str, Link] = {}
+    for link in links:
+        name = tar_name(link.file_name)
+        if not is_source_name(name):
+            raise SourceError(
+                f"{link.label}: the name becomes part of the names of shards; use letters, digits, '_', '-' "
+                "and '.'"
+            )
+        if named.setdefault(name, link).url != link.url:
+            raise SourceError(
+                f"{link.label}: has the name {name!r}, as {named[name].label} has, and shards are named "
+                "after their source; leave one of them out"
+            )
+
+    def measured(name: str) -> Source | str:
+        link = named[name]
+        try:
+            size, mtime_ns = known(name) or (_size(link), 0)
+        except Sa1bError as error:
+            return str(error)
+        return Source(name, Path(link.file_name), "tar", size, mtime_ns, link=link)
+
+    found: list[Source] = []
+    failed: dict[str, str] = {}
+    with ThreadPoolExecutor(_REQUESTS) as threads:
+        for name, source in zip(sorted(named), threads.map(measured, sorted(named)), strict=True):
+            if isinstance(source, Source):
+                found.append(source)
+            else:
+                failed[name] = source
+    return found, failed
+
+
+def _size(link: Link) -> int:
+    root, name = link.split()
+    with naming_link(link), Reader(root, attempts_in_flight=1, options=link.reader_options) as reader:
+        return reader.size(name)
