@@ -1,18 +1,16 @@
-"""Ranges of objects at a URL, read with fsspec from one event loop in one thread of the reading process.
+"""Ranges of objects at a URL, read from one event loop in one thread of the reading process.
 
-The file system is created in that loop on first use, and a forked child creates its own. Its retries are
-disabled. It reads one range per request; this module makes every attempt, with a timeout, counters and
-verified bytes. The functions of s3fs for complete objects are not used, because they return short and
-corrupted responses without an error and fill gaps with zeros.
+The file system is created in that loop on first use, and a forked child creates its own. This module makes
+every attempt, with a timeout, counters and verified bytes.
 """
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from sa1b.storage import file_system
 from sa1b.storage.checksum import Crc
 from sa1b.storage.classify import ErrorClass, Fault, classify_error
 from sa1b.storage.counters import CounterSet
@@ -81,7 +79,7 @@ class RemoteOrigin:
             systems, self._systems, self._system = self._systems, [], None
             self._limit = asyncio.Semaphore(self._in_flight)
             if loop is not None:
-                loop.close(_disconnect(systems))
+                loop.close(file_system.disconnect(systems))
 
     def _start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         with self._lock:  # work starts before the loop is closed, or on the next loop
@@ -96,7 +94,9 @@ class RemoteOrigin:
             async with self._limit:
                 if state is None:  # time in the queue does not count towards the deadline
                     state = RetryState(url, start, length, crc, self._policy, self.counters)
-                data = await self._attempt(state, lambda system: _range(system, url, start, start + length))
+                data = await self._attempt(
+                    state, lambda system: file_system.read_range(system, url, start, start + length)
+                )
                 if data is not None:
                     if len(data) > length:
                         raise StorageError(
@@ -113,19 +113,19 @@ class RemoteOrigin:
                     and state.last_fault
                     and state.last_fault.error_class is ErrorClass.SHORT
                 ):
-                    size = await self._attempt(state, lambda system: _size(system, url))
+                    size = await self._attempt(state, lambda system: file_system.size(system, url))
                     if size is not None:
                         state.check_end(size)
             await self._policy.async_sleep(state.backoff())
 
     async def _size(self, name: str) -> int:
         url = f"{self._root}/{name}"
-        return await self._request(url, lambda system: _size(system, url))
+        return await self._request(url, lambda system: file_system.size(system, url))
 
     async def _names(self, folder: str) -> list[str]:
         url = f"{self._root}/{folder}"
         try:
-            return await self._request(url, lambda system: _names(system, url))
+            return await self._request(url, lambda system: file_system.names(system, url))
         except MissingError:
             return []
 
@@ -174,38 +174,7 @@ class RemoteOrigin:
         return None
 
     def _connect(self) -> Any:
-        """The file system, with its retries and caches disabled."""
-        import fsspec
-
-        protocol = self._root.partition("://")[0]
-        options = {**self._options, "skip_instance_cache": True}
-        try:
-            kind = fsspec.get_filesystem_class(protocol)
-        except ValueError:
-            raise StorageError(
-                f"{self._root}: fsspec has no protocol {protocol!r}; pass a folder, or a URL such as "
-                "s3://BUCKET/FOLDER or https://HOST/FOLDER",
-                url=self._root,
-            ) from None
-        except ImportError as error:
-            advice = "run pip install 'sa1b[s3]'" if protocol in ("s3", "s3a") else "install it"
-            raise StorageError(f"{self._root}: {error}; {advice}", url=self._root) from None
-        if kind.async_impl:
-            options |= {"asynchronous": True, "use_listings_cache": False}
-        if protocol in ("s3", "s3a"):
-            options["config_kwargs"] = {
-                "max_pool_connections": self._in_flight,
-                "retries": {"total_max_attempts": 1},
-                "connect_timeout": self._policy.attempt_timeout,
-                "read_timeout": self._policy.attempt_timeout,
-                "request_checksum_calculation": "when_required",  # writes send Content-MD5
-                "response_checksum_validation": "when_required",  # ranges have none; our crc32c verifies them
-                "user_agent": "sa1b",  # the default takes a tenth of a request's time
-                **options.get("config_kwargs", {}),
-            }
-        system = kind(**options)
-        if hasattr(system, "retries"):
-            system.retries = 1
+        system = file_system.connect(self._root, self._options, self._policy, self._in_flight)
         self._systems.append(system)
         return system
 
@@ -217,44 +186,6 @@ def _result(future: "Future[T]") -> T:
     except BaseException:
         future.cancel()
         raise
-
-
-async def _range(system: Any, url: str, start: int, end: int) -> bytes:
-    path = system._strip_protocol(url)
-    if system.async_impl:
-        return bytes(await system._cat_file(path, start=start, end=end))
-    return bytes(await asyncio.to_thread(system.cat_file, path, start=start, end=end))
-
-
-async def _size(system: Any, url: str) -> int:
-    path = system._strip_protocol(url)
-    info = await (system._info(path) if system.async_impl else asyncio.to_thread(system.info, path))
-    if info.get("type") == "directory":
-        raise FileNotFoundError(f"{url} is a folder")
-    if info.get("size") is None:
-        raise StorageError(
-            f"{url}: the server does not return its size; use one that answers HEAD requests", url=url
-        )
-    return int(info["size"])
-
-
-async def _names(system: Any, url: str) -> list[str]:
-    path = system._strip_protocol(url)
-    if system.async_impl:
-        entries = await system._ls(path, detail=False)
-    else:
-        entries = await asyncio.to_thread(system.ls, path, detail=False)
-    return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in entries)
-
-
-async def _disconnect(systems: list[Any]) -> None:
-    """Close the connections of file systems."""
-    for system in systems:
-        if system.async_impl and hasattr(system, "set_session"):
-            with contextlib.suppress(Exception):
-                session = await system.set_session()
-                await session.close()
-    await asyncio.sleep(0)  # transports close in the next iteration of the loop
 
 
 def _consume(task: "asyncio.Future[Any]") -> None:
