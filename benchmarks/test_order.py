@@ -131,5 +131,5 @@ def test_draws(benchmark: BenchmarkFixture) -> None:
 
 def test_by_place(benchmark: BenchmarkFixture, samples: Path) -> None:
     opened = table.open_table(samples)
-    benchmark.pedantic(lambda: whole(opened).by_place(opened), rounds=1)
+    benchmark.pedantic(lambda: whole(opened).by_location(opened), rounds=1)
     print(f"\nsorted by shard and offset: {benchmark.stats.stats.min:.2f} s")

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TextIO, get_type_hints
 from sa1b.errors import Sa1bError, UsageError
 
 INTERRUPTED = 128 + signal.SIGINT
-BROKEN_PIPE = 128 + 13  # SIGPIPE, which Windows lacks
+BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE; Windows has no such signal
 
 _CORNER = "╭"
 _WAYS_OUT = {errno.ENOENT: "check the path", errno.ENOSPC: "free space on this disk"}
@@ -90,7 +90,7 @@ def _code(work: Callable[[], int]) -> int:
     except (Sa1bError, OSError) as error:
         text = _of_system(error) if isinstance(error, OSError) else str(error)
         return _failed(text, 2, f"error: {text}")
-    except SystemExit as ended:  # after --help
+    except SystemExit as ended:  # tyro exits after --help
         return int(ended.code or 0)
     except Exception as error:
         _print_json(f"{type(error).__name__}: {error}", 1)
@@ -98,7 +98,7 @@ def _code(work: Callable[[], int]) -> int:
 
 
 def _of_system(error: OSError) -> str:
-    """The message of an error of the operating system, in the form of the expected ones."""
+    """The message for an error of the operating system, in the form of expected errors."""
     if error.filename is None or error.strerror is None:
         return str(error)
     way_out = _WAYS_OUT.get(error.errno or 0, "check the file and its permissions")

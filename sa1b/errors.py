@@ -1,4 +1,4 @@
-"""Expected errors: one family of classes. The class determines the action of the user."""
+"""Expected errors: one family, with a class for each action that the user must take."""
 
 
 class Sa1bError(Exception):

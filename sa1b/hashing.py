@@ -3,9 +3,9 @@
 There is no state to save, to split between workers or to restore. The random value for (seed, purpose,
 position or image id, iteration, ...) is the same in any process, at any world size and in any order of calls.
 
-    random_word(7, Purpose.FLIP, 4711) & 1                                 flip the image at position 4711?
+    random_word(7, Purpose.FLIP, 4711) & 1                                 whether image 4711 is flipped
     below(random_words(7, Purpose.POINT, 4711, np.arange(64)), areas)      a pixel for each of its 64 masks
-    permutation(102, 7, Purpose.MASKS, 223750, 0)[:64]              64 of an image's 102 masks, none twice
+    permutation(102, 7, Purpose.MASKS, 223750, 0)[:64]              64 different masks of an image with 102
 
 The hash: SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) as a
 function. `random_word(seed, a)` is output number a of its sequence that starts at `seed`, counted from 0, and
@@ -31,13 +31,13 @@ _WORD = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """The first number of every key, so that different uses never share random values.
+    """The first number of each key, so that different purposes never share random values.
 
     The results for a seed depend on these numbers: add new ones, but never change a number.
     """
 
-    SUBSTITUTE = 1  # the sample in place of a damaged one
-    MASKS = 2  # which masks of an image
+    SUBSTITUTE = 1  # the substitute of a damaged sample
+    MASKS = 2  # which masks of an image are chosen
     COVERAGE = 3  # the order in which successive visits of an image use its masks
     FLIP = 4  # whether an image is flipped
     TRANSFORM = 5  # the window and the scale of an image, and random values of user transforms
@@ -107,14 +107,14 @@ def random_words(seed: int, *key: int | npt.NDArray[np.integer]) -> Words:
 def below(words: Words, bound: int | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
     """Random words reduced to int64 from 0 to bound - 1; `bound` is at least 1, one number or one per word.
 
-    The result is the remainder of a division. The probabilities of two numbers differ by at most a factor of
-    1 + bound / 2**64.
+    The result is the remainder of a division. The probabilities of any two results differ by at most a factor
+    of 1 + bound / 2**64.
     """
     return (words % np.asarray(bound).astype(np.uint64)).astype(np.int64)
 
 
 def uniforms(seed: int, *key: int | npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """Random float64 in the open interval (0, 1), odd multiples of 2**-53, so that logarithms are finite."""
+    """Random float64 values in the open interval (0, 1), odd multiples of 2**-53, with finite logarithms."""
     return ((random_words(seed, *key) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 

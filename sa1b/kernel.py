@@ -90,7 +90,7 @@ def _home() -> Path:
 
 @cache
 def _cache_class() -> Any:
-    """numba's cache class with our folder. A cache file that cannot be read or written is not an error."""
+    """numba's cache with the folder of this package; unreadable and unwritable cache files are no errors."""
     caching = importlib.import_module("numba.core.caching")
 
     class Locator:
@@ -108,7 +108,7 @@ def _cache_class() -> Any:
             return str(cache_folder())
 
         def get_source_stamp(self) -> str:
-            return "in the name of the folder"
+            return "the name of the folder depends on the source"
 
         def get_disambiguator(self) -> str:
             return str(self._line)

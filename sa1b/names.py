@@ -1,4 +1,4 @@
-"""Names of members, sources and shards, and the rules that derive one from the other.
+"""Names of members, sources and shards, and the rules that connect them.
 
 member  sa_<id>.jpg, sa_<id>.json, sa_<id>.masks    id: an integer below 2**63 without leading zeros
 source  sa_000020                                   its stem, 000020, is the name without "sa_"
@@ -24,14 +24,14 @@ class MemberName(NamedTuple):
 
 
 class ShardName(NamedTuple):
-    """The parts of a shard's name. Shard names compare by stem, then by part as a number."""
+    """The parts of a shard's name, ordered by stem, then by part as a number."""
 
     stem: str
     part: int
 
 
 def image_name(image_id: int) -> str:
-    """`sa_<id>`, the name of an image in messages and pages."""
+    """`sa_<id>`, the name of an image in messages and on pages."""
     return f"{_IMAGE_PREFIX}{image_id}"
 
 

@@ -1,11 +1,11 @@
-"""The progress bar of all commands, on stderr. In a log it has a new line every ten seconds."""
+"""The progress bar of all commands, on stderr. In a log, it prints a new line every ten seconds."""
 
 import sys
 from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
-Bar: TypeAlias = "tqdm[Any]"  # generic in its type stubs only
+Bar: TypeAlias = "tqdm[Any]"  # tqdm is generic only in its type stubs
 
 
 def bar(total: int, desc: str, unit: str, quiet: bool, *, delay: float = 0.0) -> Bar:

@@ -20,7 +20,7 @@ from typing import NoReturn
 from sa1b.console import broken_pipe, end_at_interrupt
 
 if __name__ == "__main__":
-    end_at_interrupt()  # until there is something to save
+    end_at_interrupt()  # until the run has a state to save
 
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ from sa1b.engine.run import Run
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
 
-RAISED_TOGETHER = (HealthError, CheckpointError)  # raised by all ranks after the same step
+RAISED_TOGETHER = (HealthError, CheckpointError)  # all ranks raise it after the same step
 
 
 def train(run: Run) -> None:
@@ -102,11 +102,11 @@ def run(config: Config) -> None:
         score(config, partial(scored_model, config), rank_info)
     else:
         train_and_close(Run(config, rank_info))
-    stop()  # only here: a rank that raises would wait for the others
+    stop()  # not after an error, because this rank would wait for the others
 
 
 def scored_model(config: Config) -> nn.Module:
-    """The model for --evaluate-only, with the weights of --init, else of the run's newest checkpoint."""
+    """The model for --evaluate-only, with the weights of --init or of the run's newest checkpoint."""
     if config.init is None and not files.steps(config.out / "checkpoints"):
         raise UsageError(
             f"--evaluate-only: --out {config.out} has no checkpoint; pass --init WEIGHTS, or the --out of "
@@ -152,10 +152,10 @@ def main(
     rank = int(os.environ.get("RANK", "0"))
     try:
         run(settings.parse(sys.argv[1:] if arguments is None else arguments, __doc__, presets, prog))
-    except SystemExit as error:  # of help
+    except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:
-        if rank == 0:  # the same on all ranks
+        if rank == 0:  # every rank returns the same code
             sys.stderr.write(f"error: {error}\n")
         return _refused(rank, 2)
     except Exception as error:
@@ -177,7 +177,7 @@ def _stdout_is_closed() -> bool:
 def _refused(rank: int, code: int) -> int:
     """The exit code for invalid settings; waits until rank 0 has had time to print the reason."""
     if rank > 0 and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(5)  # torchrun ends all ranks with the first one
+        time.sleep(5)  # torchrun ends all ranks when the first one ends
     return code
 
 

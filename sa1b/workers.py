@@ -1,12 +1,12 @@
 """Supervised worker processes: one process per task, so that no task hangs or is lost silently.
 
-A process pool that loses a worker may wait for ever or lose the worker's task. Here every task has its own
+A process pool that loses a worker may wait forever or lose the worker's task. Here every task has its own
 process and pipe. A process that ends without a result is started again. After `retries` retries the task is
-reported as lost, and the other tasks continue. A process without progress for `stall_timeout` seconds is
-killed, and its task is retried once. If the parent process dies, its workers exit.
+reported as lost, and the other tasks continue. A process that reports no progress for `stall_timeout` seconds
+is killed, and its task is retried once. If the parent process dies, its workers exit.
 
-An event costs the parent one wake-up and one small message, 6 to 20 microseconds for any number of tasks. So
-64 workers with five reports per second each take 0.6 % of a core.
+An event takes 6 to 20 microseconds of the parent's time, for any number of tasks. The reports of 64 workers,
+five per second each, take 0.6 % of a core.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def available_cpus(root: str | Path = "/") -> int:
     own = shared = _affinity(0)
     if ranks > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
-            shared = max(own, _affinity(os.getppid()))  # the mask of a rank may contain only its share
+            shared = max(own, _affinity(os.getppid()))  # a rank may have only a share of the CPUs
     limits = [shared, _cgroup_quota(Path(root))]
     if per_task := _count("SLURM_CPUS_PER_TASK"):
         limits.append(per_task)
@@ -67,13 +67,13 @@ def _count(variable: str) -> int:
 
 
 def _affinity(process: int) -> int:
-    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+    if not hasattr(os, "sched_getaffinity"):  # this system has no affinity mask
         return os.cpu_count() or 1
     return len(os.sched_getaffinity(process))
 
 
 def _cgroup_quota(root: Path) -> float:
-    """The smallest CPU quota of the cgroups of this process and their parents, in CPUs."""
+    """The smallest CPU quota, in CPUs, of the cgroups of this process and of their parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -147,7 +147,7 @@ class _Running:
     task: int
     process: BaseProcess
     pipe: Connection
-    last: float  # time of its last message; seconds of the monotonic clock
+    last: float  # time of the last message in seconds of the monotonic clock
     answered: bool = False
 
 
@@ -258,7 +258,7 @@ class _Pool:
         silent = [one for one in self.running.values() if one.last <= limit and not one.answered]
         return [
             one for one in silent if not one.pipe.poll()
-        ]  # a report may have come while the caller was busy
+        ]  # a report may have arrived while the caller was busy
 
     def kill(self, one: _Running) -> Event:
         """Kill a stalled process."""
@@ -297,7 +297,7 @@ def _work(pipe: Connection, work: bytes) -> None:
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     answer: tuple[str, Any]
     try:
-        function, arguments = pickle.loads(work)  # imports the function's module, which may fail too
+        function, arguments = pickle.loads(work)  # imports the module, which may fail too
         answer = ("done", function(*arguments, lambda value: pipe.send(("progress", value))))
     except Exception as error:
         answer = ("failed", _failure(error))
@@ -317,7 +317,7 @@ def _failure(error: Exception) -> Failure:
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """Exit when the parent ends. It never sends data, so the pipe becomes readable only at its end."""
+    """Exit when the parent ends. Only the end of the parent makes the pipe readable: it sends no data."""
     pipe.poll(None)
     os._exit(1)
 

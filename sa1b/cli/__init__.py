@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
-        end(2, TOUR, sys.stderr)  # an error, because an empty variable in a script may be the reason
+        end(2, TOUR, sys.stderr)  # an error, because a script may have passed an empty variable
     first = words[0]
     if first in VERBS:
         _run(first, words[1:])

@@ -32,13 +32,13 @@ def main(arguments: Sequence[str], verbs: Sequence[str]) -> int:
         from sa1b.engine.presets import PRESETS
     callables = {verb: import_module(f"sa1b.cli.{verb}").main for verb in verbs if verb != "train"}
     if "train" in verbs:
-        callables["train"] = type(next(iter(PRESETS.values())))  # its settings are its flags
+        callables["train"] = type(next(iter(PRESETS.values())))  # the fields of the settings are the flags
     only = (tyro.conf.FlagCreatePairsOff,)
     printing = [flag.replace("-write-", "-print-"), values[0]]
     script = io.StringIO()
     with suppress(SystemExit), redirect_stdout(script), usage_errors("sa1b"):
         tyro.extras.subcommand_cli_from_dict(callables, prog="sa1b", args=printing, config=only)
-    # Bash takes a line for a word to complete, also the second line of a description.
+    # Bash completes every line of the output as a word, also the second line of a description.
     lines = [
         line.replace("\\n", " ") if line.startswith("COMPLETION_SPEC") else line
         for line in script.getvalue().splitlines()

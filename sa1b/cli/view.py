@@ -43,9 +43,9 @@ def main(
 
     Args:
         root: Dataset directory that `sa1b reshard` made; with --out it may be read-only, or a URL.
-        masks_where: Condition on masks. Fields: area, area_fraction (of the image), bbox_x,
-            bbox_y, bbox_width, bbox_height, predicted_iou, stability_score, point_x, point_y, crop_x,
-            crop_y, crop_width, crop_height, runs_count, mask_id; width, height of the image.
+        masks_where: Condition on masks. Fields: area, area_fraction (of the image), bbox_x, bbox_y,
+            bbox_width, bbox_height, predicted_iou, stability_score, point_x, point_y, crop_x, crop_y,
+            crop_width, crop_height, runs_count, mask_id, and the image's width and height.
         images_where: Condition on images. Fields: masks (number of masks that fulfil --masks-where), width,
             height (of the source), image_width, image_height (as stored), image_id, jpg_bytes, masks_bytes.
         subset: Only this fraction, such as 1%, by hash of the image id. A subset of 2% contains the 1%.

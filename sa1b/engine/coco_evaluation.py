@@ -3,10 +3,10 @@
     sa1b train --preset vit_h --init sam_vit_h_4b8939.pth --evaluate-only
         --evaluation.coco instances_val2017.json --evaluation.images val2017
 
-Without detections, masks are scored by the protocol of sa1b.sam.protocol, with the annotations' boxes as box
-prompts. The result is the mean IoU by prompt and by COCO's sizes. --evaluation.detections is a file of COCO
-results with boxes ([{"image_id", "category_id", "bbox", "score"}, ...]). With it, these boxes are the
-prompts, and pycocotools computes the average precision of the masks.
+By default masks are scored by the protocol of sa1b.sam.protocol, with the annotations' boxes as box prompts.
+The result is the mean IoU by prompt and by COCO's sizes. With --evaluation.detections, a file of COCO results
+with boxes ([{"image_id", "category_id", "bbox", "score"}, ...]), these boxes are the prompts, and pycocotools
+computes the average precision of the masks.
 
 Box prompts have the same form as in the published code: x, y, x + width, y + height. Crowds are left out.
 Each rank evaluates every world_size-th image.
@@ -46,9 +46,9 @@ from sa1b.sam.score import Score
 from sa1b.sam.targets import Targets
 
 T = TypeVar("T")
-_SHOWN = 60  # characters of a value in a message
+_SHOWN = 60  # largest number of characters of a value in a message
 _COCO = "pass an annotation file in COCO's format, such as instances_val2017.json"
-_AP = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # the first of COCOeval's figures
+_AP = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # names of the first figures of COCOeval
 
 
 class CocoError(Sa1bError):
@@ -62,7 +62,7 @@ class CocoImage:
     Attributes:
         id: id of the image.
         path: path of the image file.
-        height, width: pixels.
+        height, width: size of the image in pixels.
         annotations: entries of its masks in the annotation file, without crowds.
         detections: entries of its boxes in the file of detections; empty without such a file.
     """
@@ -107,7 +107,7 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     def take_image(one: Any) -> None:
         number = _field(one, "id", int)
         if number in images:
-            raise _EntryError(f"has id {number}, which an earlier image has too")
+            raise _EntryError(f"has id {number}, which an earlier image also has")
         path = folder / _field(one, "file_name", str)
         images[number] = CocoImage(
             number, path, _field(one, "height", int), _field(one, "width", int), [], []
@@ -115,7 +115,7 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
 
     def take_annotation(one: Any) -> None:
         image = _image_of(one, images)
-        if detections is not None:  # what pycocotools reads
+        if detections is not None:  # only the fields that pycocotools reads
             for name in ("id", "category_id", "iscrowd", "area"):
                 _field(one, name, float)
         if not one.get("iscrowd"):
@@ -167,7 +167,7 @@ def _field(one: Any, name: str, read: Callable[[Any], T]) -> T:
         return read(one[name])
     except (_EntryError, MaskError) as error:
         raise _EntryError(f"has a {name} that cannot be used: {error}") from None
-    except Exception:  # pycocotools raises plain Exception
+    except Exception:  # pycocotools raises Exception itself
         value = json.dumps(one[name])
         shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
         raise _EntryError(f"has a {name} that cannot be used: {shown}") from None
@@ -328,7 +328,7 @@ def _corners(box: Any) -> tuple[float, float, float, float]:
 def _inputs(
     pixels: npt.NDArray[np.uint8], image_size: int, device: torch.device
 ) -> tuple[Tensor, Targets, Tensor]:
-    """Arguments of `Interactive` without targets, for one image, or for none if `pixels` is empty."""
+    """Arguments of `Interactive` without targets for one image, or for no image if `pixels` is empty."""
     count = int(pixels.size > 0)
     square, taken = np.zeros((count, image_size, image_size, 3), np.uint8), (image_size, image_size)
     if count:
@@ -379,7 +379,7 @@ def _average_precision(
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints tables
+    with contextlib.redirect_stdout(io.StringIO()):  # hides the tables that pycocotools prints
         truth = COCO(str(annotations))
         judged = COCOeval(truth, truth.loadRes(everything), "segm")
         judged.evaluate()

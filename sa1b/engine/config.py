@@ -1,4 +1,4 @@
-"""All settings of a run except those of the model: command line, validation, equality on all ranks.
+"""All settings of a run except the model's: command line, validation, equality on all ranks.
 
 Each part is defined in the module that it configures; this module combines them. The settings of a model are
 a subclass of `Config`: `sa1b.engine.presets` has SAM's.
@@ -108,7 +108,7 @@ def build(config: Config, weights: Path | None) -> nn.Module:
     Raises:
         UsageError: the weights cannot be read, or do not fit the model.
     """
-    torch.manual_seed(config.seed)  # the same on every rank
+    torch.manual_seed(config.seed)  # so that every rank has the same weights
     module = config.build()
     if weights is not None:
         line = load_initial(declared(module), weights)
@@ -131,7 +131,7 @@ def load_initial(model: Model, weights: Path) -> str:
 
 
 def initial_weights(config: Config) -> Path | None:
-    """The weights that a new run starts from; None if the run resumes, when the file may be gone."""
+    """The initial weights of a new run; None if the run resumes, because the file may be missing then."""
     return None if files.steps(config.out / "checkpoints") else config.init
 
 
@@ -222,7 +222,7 @@ def _check(config: Config) -> None:
         raise UsageError("--json: is for --evaluate-only; a training run writes OUT/metrics.jsonl")
     if config.evaluation.view is not None and config.evaluation.view == config.data.view:
         raise UsageError(
-            f"--evaluation.view {config.data.view}: is --data.view too; pass a view of other images"
+            f"--evaluation.view {config.data.view}: is also --data.view; pass a view of other images"
         )
 
 
@@ -242,7 +242,8 @@ def agree(config: Config, rank_info: RankInfo) -> Config:
     """The configuration of rank 0, which every rank compares with its own.
 
     Raises:
-        DisagreementError: on all ranks, if settings differ; the message names the first flag that differs.
+        DisagreementError: settings differ; raised on all ranks, and the message names the first flag that
+            differs.
     """
     if rank_info.world_size == 1 or not dist.is_initialized():
         return config

@@ -29,7 +29,7 @@ from torch import Tensor
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import Sa1bError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what SLURM's --signal often sends
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is often sent by SLURM's --signal
 _LOG = logging.getLogger(__name__)
 
 
@@ -49,7 +49,7 @@ class StepTime:
         compute: forward and backward.
         update: reduction and clipping of the gradient, exchange with the other ranks, optimizer.
         checkpoint: saving; an asynchronous save only copies here.
-        began: on the clock of time.perf_counter.
+        began: start of the step on the clock of time.perf_counter.
     """
 
     data: float = 0.0
@@ -78,7 +78,7 @@ class StepFigures:
         means: the model's figures, each divided by `count`; 0 if the count is 0.
         count: number of summed terms; for SAM, masks.
         images: images of all ranks.
-        norm: norm of the gradient before clipping.
+        norm: gradient norm before clipping.
         own_loss: this rank's sum of the loss.
         data, compute: seconds of each rank.
     """
@@ -199,7 +199,7 @@ class Control:
         gathered = torch.zeros((ranks, len(own)), dtype=torch.float64, device=device)
         gathered[self._rank_info.rank] = own
         if ranks > 1:
-            dist.all_reduce(gathered)  # a sum with zeros
+            dist.all_reduce(gathered)  # zeros of other ranks do not change the sum
         rows: list[list[float]] = gathered.tolist()  # waits for the device
         self.failed = self.failed or any(row[-1] for row in rows)
         self.stopping = self.stopping or self.failed or any(row[-2] for row in rows)

@@ -13,7 +13,7 @@ from sa1b.engine.model import Model, declared
 from sa1b.engine.optim import freeze, lr_line
 from sa1b.engine.ranks import RankInfo
 
-_DENSE_BF16 = {  # operations a second, matrix products without sparsity, by the vendors' data sheets
+_DENSE_BF16 = {  # operations per second of matrix products without sparsity, from the vendors' data sheets
     "H100 PCIe": 756e12,
     "H200": 989e12,
     "H100": 989e12,
@@ -34,7 +34,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_seconds(model: Model, images: float, masks: float, rank_info: RankInfo) -> float | None:
-    """Seconds of a training step at the devices' peak; divided by its real seconds, it is the MFU."""
+    """Seconds of a training step at the devices' peak. Divided by the real seconds, they give the MFU."""
     peak = peak_flops(rank_info.device)
     return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None
 

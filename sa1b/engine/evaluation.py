@@ -1,4 +1,4 @@
-"""Evaluation: mean IoU after 1, 3 and 5 clicks and with a box, on images that are not trained on.
+"""Evaluation: mean IoU after 1, 3 and 5 clicks and with a box, on held-out images.
 
 Two protocols:
 
@@ -157,7 +157,7 @@ def evaluate(
         The scores of `Score.result`. "damaged" is the number of images that cannot be read and are left out,
         see OUT/damaged.jsonl. "empty" is the number of masks without a pixel at the evaluated resolution,
         which are left out too; it is 0 with the protocol sam, because every mask has a pixel at source
-        resolution. None: a stop was requested meanwhile.
+        resolution. None if a stop was requested meanwhile.
     """
     training = module.training
     module.eval()
@@ -204,7 +204,7 @@ def evaluate(
 
 
 def source_truth(batch: Batch) -> list[ImageTruth]:
-    """The masks of each image of a batch at source resolution; no masks for an invalid image."""
+    """The masks at source resolution for each image of a batch; an invalid image has none."""
     runs = batch.masks.runs.cpu().numpy().view(np.uint32)
     offsets = batch.masks.offsets.cpu().numpy()
     made, start = [], 0

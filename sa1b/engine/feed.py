@@ -39,8 +39,8 @@ class DataConfig:
         flip: Probability of mirroring an image left and right.
         min_pixels: Masks with fewer pixels at the target size are not trained on; evaluations include them.
         block_size: Neighbouring images that are read together, for disks that are slow at random reads.
-        target_size: Pixels of the square in which losses and scores are computed; by default a quarter of
-            the image size, the size of the decoder's masks.
+        target_size: Size in pixels of the square in which losses and scores are computed; by default a
+            quarter of the image size, which is the size of the decoder's masks.
         threads: Threads of each rank that read and decode; by default its share of the CPUs of the job.
         prefetch: Micro-batches that are prepared in advance.
         endpoint: URL of an object store other than Amazon's.
@@ -119,7 +119,7 @@ class Feed:
                 micro_batch=config.micro_batch,
                 view=view or config.view,
                 order=order,
-                epochs=None if order == "shuffle" else 1,  # training counts steps
+                epochs=None if order == "shuffle" else 1,  # a training run counts steps, not epochs
                 seed=seed,
                 block_size=config.block_size if order == "shuffle" else 1,
                 damage_log=run / "damaged.jsonl",
@@ -150,7 +150,7 @@ class Feed:
         self.micro_batches = self.stream.plan.count
         self.waited = 0.0
         self._batches: Generator[Batch, None, None] | None = None
-        self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before it
+        self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before this step
 
     @staticmethod
     def _opens(config: DataConfig) -> bool:

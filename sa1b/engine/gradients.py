@@ -66,7 +66,7 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
         run()
     with torch.no_grad():
         for buffer, before in buffers:
-            buffer.copy_(before)  # such as the running statistics of a BatchNorm
+            buffer.copy_(before)  # restores buffers such as the running statistics of a BatchNorm
     for parameter in module.parameters():
         parameter.grad = None
 
@@ -105,8 +105,8 @@ def finish(
 
     Returns:
         The norm before clipping, float32, no dimensions, the same on all ranks, on the gradients' device. The
-        host does not wait for it. It is not finite after an overflow: fp16's scaler skips the step; in other
-        formats the caller decides.
+        host does not wait for it. It is not finite after an overflow. In fp16 the scaler then skips the step;
+        in other formats the caller decides.
     """
     scaler.unscale_(optimizer)
     total = count.detach().float().clone()
@@ -118,7 +118,7 @@ def finish(
     factor = torch.where(total > 0, rank_info.world_size / total, 1.0).to(held[0].device)
     squares = torch.stack(torch._foreach_norm(held)).square().sum()
     if rank_info.mesh is not None:
-        # Replicas hold the same shards: each counts once.
+        # Replicas have equal shards, of which each counts once.
         dist.all_reduce(squares, group=rank_info.mesh.get_group("shard"))
     norm = squares.sqrt() * factor
     if grad_clip > 0:

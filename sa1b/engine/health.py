@@ -44,14 +44,14 @@ class Health:
     def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo, control: Control) -> None:
         self.path = run / "not-finite.jsonl"
         self.skipped = 0
-        self.lost = 0  # latest consecutive steps whose loss was not finite: the weights may be bad
+        self.lost = 0  # last consecutive steps without a finite loss; the weights may be bad
         self._config = config
         self._rank_info = rank_info
         self._control = control
         self._in_row = 0
 
     def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:
-        """Whether the optimizer may take the step.
+        """Decide whether the optimizer may take the step.
 
         Args:
             step: number of the step.

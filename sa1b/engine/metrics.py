@@ -25,7 +25,7 @@ from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import append, append_line, write_whole
 
-PARTS = ("data", "compute", "update", "checkpoint")  # measured parts of a step's time
+PARTS = ("data", "compute", "update", "checkpoint")  # the measured parts of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ def figures_of(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory so far in bytes: of the device, or of this process on a CPU."""
+    """Peak memory so far in bytes, of the device, or of this process if the device is a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -334,7 +334,7 @@ class ChromeTrace:
                 self._profile.export_chrome_trace(str(self.path))
             except RuntimeError as error:
                 raise OSError(errno.EIO, str(error), str(self.path)) from error
-            if not _ends_as_json(self.path):  # torch's writer reports no failed write
+            if not _ends_as_json(self.path):  # torch's writer does not report failed writes
                 raise OSError(errno.EIO, "the trace was not written to its end", str(self.path))
         self._profile, self._steps = None, None
 

@@ -130,7 +130,7 @@ class Model(Protocol):
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DDP. FSDP shards in place, so its result is the module."""
+    """The module inside DDP; FSDP changes the module in place and adds no wrapper."""
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 

@@ -50,9 +50,9 @@ class OptimConfig:
         epsilon: Added to the root of the running mean of squared gradients.
         grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
         ema: Decay of the running mean of the weights, such as 0.9999; 0: no running mean. The mean is
-            evaluated and exported instead of the weights. The first steps have a smaller decay:
-            (1 + step) / (10 + step). A run with a running mean cannot resume without it. A run without one
-            can resume with it; the mean then starts from the weights of the checkpoint.
+            evaluated and exported instead of the weights. The first steps have a smaller decay: (1 + step) /
+            (10 + step). A run with a running mean cannot resume without it. A run without a running mean can
+            resume with it; the mean then starts from the weights of the checkpoint.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
     """
 
@@ -141,8 +141,8 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
 def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
     """AdamW over the parameters that are trained, one group per layer and kind of decay.
 
-    Groups have the order of layers, parameters the order of the module: both are the same in all modes and on
-    all ranks. "lr_scale" of each group is its factor on the learning rate, for `set_lr`.
+    Groups are in the order of layers, and parameters in the order of the module. Both orders are the same in
+    all modes and on all ranks. "lr_scale" of each group is its factor on the learning rate, for `set_lr`.
 
     Args:
         module: the result of `wrap`, or a module that is never wrapped. FSDP replaces parameters, so an

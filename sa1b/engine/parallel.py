@@ -115,7 +115,7 @@ def start(config: ParallelConfig) -> RankInfo:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         wait = timedelta(seconds=config.timeout_first)
         if world_size == 1:
-            alone = HashStore()  # needs no address and no port
+            alone = HashStore()  # a group of one process needs no address and no port
             dist.init_process_group(
                 backend, store=alone, rank=0, world_size=1, timeout=wait, device_id=_bound(device)
             )
@@ -185,7 +185,7 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     module = shared_statistics(module, config, rank_info)
     if config.mode == "fsdp":
         return _fully_shard(module, config, rank_info)
-    # The gradient of a 1 x 1 convolution of channels-last pixels: other strides, the same bytes.
+    # The gradient of a 1 x 1 convolution of channels-last pixels has other strides, but the same bytes.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     wrapped = DistributedDataParallel(
         module.to(rank_info.device),
@@ -278,7 +278,7 @@ def _fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
     end = time.monotonic() + wait.total_seconds()
     while missing:
         for other in sorted(missing):
-            if store.check([f"token/{other}"]):  # the token may be that of a dead rank
+            if store.check([f"token/{other}"]):  # the token may belong to a dead rank
                 store.set(f"prefix/{store.get(f'token/{other}').decode()}", token)
         missing -= {other for other in missing if store.check([f"confirmed/{token}/{other}"])}
         if time.monotonic() > end:
@@ -329,7 +329,7 @@ def _device(config: ParallelConfig, local_rank: int) -> torch.device:
             f"local rank {local_rank}: no GPU is left for it, this process sees {visible}; "
             "start fewer processes on this machine, or pass --parallel.device cpu"
         )
-    # First of all, so that allocations on "the current device" are not on the first GPU.
+    # The device is set first, so that allocations on "the current device" are not made on the first GPU.
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -33,7 +33,7 @@ from sa1b.errors import CheckpointError, Sa1bError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """One rank.
+    """A rank of a run and its device.
 
     Attributes:
         rank: rank of this process, from 0 to world_size - 1.
@@ -131,7 +131,7 @@ def ranks() -> Ranks:
 def _attempt(work: Callable[[], T]) -> _Outcome[T]:
     try:
         return _Outcome(work(), None)
-    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+    except (Exception, CheckpointException) as error:  # KeyboardInterrupt is a BaseException
         return _Outcome(None, _text(error))
 
 
@@ -177,7 +177,7 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
     dist.barrier()
     end = time.monotonic() + _SHOWN_AFTER
     while not token.exists() and time.monotonic() < end and rank_info.rank > 0:
-        list(folder.iterdir())  # makes NFS refresh the folder
+        list(folder.iterdir())  # listing makes NFS refresh the folder
         time.sleep(0.05)
     own = (token.exists(), f"{rank_info.rank} (host {socket.gethostname()}, {folder.resolve()})")
     of_all = [own] * rank_info.world_size
@@ -192,7 +192,7 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
 
 
 class DisagreementError(Sa1bError):
-    """Ranks have different models; the message names the first difference and the ranks."""
+    """Ranks with different models; the message names the first difference and the ranks."""
 
 
 @torch.no_grad()
@@ -200,9 +200,9 @@ def agree(module: nn.Module, rank_info: RankInfo) -> None:
     """Compare all parameters and buffers over all ranks, wrapped or not; call it after every load.
 
     Names, shapes, dtypes and placements must be the same on all ranks, and so must the bytes of unsharded
-    tensors. For sharded parameters, each rank reads its own shard only, which must equal that of the other
-    replicas. A shard without a replica cannot be compared; therefore `wrap` compares before it shards. Under
-    FSDP, parameters that an evaluation left gathered are released.
+    tensors. For sharded parameters, each rank reads only its own shard, which must equal the same shard of
+    the other replicas. A shard without a replica cannot be compared; therefore `wrap` compares before it
+    shards. Under FSDP, parameters that an evaluation left gathered are released.
 
     The ranks exchange one crc32 per tensor, computed at 8.6 GB/s by one thread after a copy from the device.
     ViT-H has 2.5 GB of weights.

@@ -1,4 +1,4 @@
-"""Differences between a run's settings and those of its checkpoint: refused, or listed in a line."""
+"""Differences between the settings of a run and of its checkpoint, which are refused or printed."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from sa1b.errors import UsageError
 
 Settings = Mapping[str, Any]  # result of `Config.document`
 
-_SEQUENCE = ("seed", "data.view", "data.block_size")  # these determine the sequence of images
+_SEQUENCE = ("seed", "data.view", "data.block_size")  # the settings that determine the sequence of images
 _OF_TRAINING = ("data.global_batch", "data.target_size", "parallel.precision")
 _OTHER_PARTS = ("data", "parallel", "checkpoint", "evaluation", "health", "logging")
 
@@ -26,7 +26,7 @@ def check_model(saved: Settings, own: Settings, out: Path) -> None:
     """Refuse sizes of the model, or frozen parts, that differ from the checkpoint's; the message names flags.
 
     Raises:
-        UsageError: as `check_sequence`.
+        UsageError: as for `check_sequence`.
     """
     parts = ("model.", "optim.freeze")
     _refuse([one for one in _differences(saved, own) if one[0].startswith(parts)], out)
@@ -36,7 +36,7 @@ def check_mean(saved: Settings, own: Settings, out: Path) -> None:
     """Refuse to resume without a running mean if the checkpoint has one.
 
     Raises:
-        UsageError: as `check_sequence`.
+        UsageError: as for `check_sequence`.
     """
     decays = [settings.get("optim", {}).get("ema", 0.0) for settings in (saved, own)]
     if decays[0] and not decays[1]:
@@ -79,7 +79,7 @@ def _refuse(differing: list[tuple[str, Any, Any]], out: Path) -> None:
 
 
 def _differences(saved: Any, own: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Name, saved and own value of the settings that both have."""
+    """Name, saved value and own value of each setting that both have."""
     for name in own:
         if name not in saved:
             continue

@@ -26,10 +26,10 @@ from sa1b.stream.resume import ResumeError
 
 
 class Run:
-    """A run on one rank, as it was after the last step that a checkpoint holds; made by all ranks together.
+    """A run on one rank, in the state of its newest checkpoint; all ranks create it together.
 
     Attributes:
-        step: Steps that are done.
+        step: Number of completed steps.
         divisor: see `sa1b.engine.gradients.loss_divisor`.
     """
 
@@ -52,7 +52,7 @@ class Run:
         last = self._resume()
         self.health = Health(config.health, config.out, rank_info, self.control)
         if rank_info.rank == 0 and not self.ended:
-            print(lr_line(config.optim, data.global_batch), flush=True)  # before there is a progress bar
+            print(lr_line(config.optim, data.global_batch), flush=True)  # before the progress bar
         self.metrics = metrics.Metrics(
             config.logging,
             config.out,
@@ -108,7 +108,7 @@ class Run:
         """Save a checkpoint of the current state.
 
         Args:
-            line: metrics of the last step, as far as they are known.
+            line: the metrics of the last step that are known.
         """
         state = {
             "step": self.step,
@@ -138,7 +138,7 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether no step follows; the same on all ranks."""
+        """Whether the run ends after this step; the same on all ranks."""
         return self.control.stopping or self.step >= self.config.optim.steps
 
     def forward_backward(self, batch: Batch) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ def decode_joined(
     Raises:
         MaskError: the first mask that does not decode, with its reason.
         SizeError: height or width.
-        ValueError: buffer or lengths of another type or shape, or lengths that do not fit the buffer.
+        ValueError: buffer or lengths have another type or shape, or the lengths do not fit the buffer.
     """
     height, width = check_size(height, width)
     if isinstance(buffer, np.ndarray):
@@ -130,7 +130,7 @@ def select_joined(
         indices: integers [K], from 0 to N - 1, repeats allowed.
 
     Raises:
-        IndexError: an index outside the strings.
+        IndexError: an index is outside the strings.
     """
     chosen = np.asarray(indices).astype(np.int64)
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(lengths):
@@ -143,7 +143,7 @@ def select_joined(
 
 
 def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str]:
-    """The verdict of every mask of one image: "valid" or the reason why it does not decode.
+    """The verdict on every mask of one image: "valid" or the reason why it does not decode.
 
     Arguments and SizeError as for `decode`.
     """
@@ -206,7 +206,7 @@ def join(strings: Sequence[str | bytes]) -> tuple[Text, npt.NDArray[np.int64], i
 def parse(
     text: Text, lengths: npt.NDArray[np.int64], height: int, width: int
 ) -> tuple[Runs, npt.NDArray[np.uint8]]:
-    """Runs of all masks, and the verdict of each; a mask that does not decode has no runs."""
+    """Runs of all masks, and the verdict on each; a mask that does not decode has no runs."""
     offsets = np.empty(len(lengths) + 1, np.int64)
     verdicts = np.empty(len(lengths), np.uint8)
     if not COMPILED:

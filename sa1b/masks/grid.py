@@ -41,8 +41,8 @@ class Axis:
     """The mapping of `target` pixels to `source` pixels along one axis.
 
     Attributes:
-        source, target: pixels.
-        numerator, denominator: of the rule in the module's docstring, without a common divisor.
+        source, target: sizes of the axis in pixels.
+        numerator, denominator: those of the rule in the module's docstring, without a common divisor.
     """
 
     source: int
@@ -73,7 +73,7 @@ def firsts(axis: Axis) -> npt.NDArray[np.int64]:
 
 
 def axis(source: int, target: int, numerator: int, denominator: int) -> Axis:
-    """The axis with a reduced fraction; ValueError if products would overflow int64."""
+    """The axis with a reduced fraction. Raises ValueError if products would overflow int64."""
     divisor = gcd(numerator, denominator)
     numerator, denominator = numerator // divisor, denominator // divisor
     if max((2 * target + 1) * numerator, (source + 1) * denominator) >= 2**63:

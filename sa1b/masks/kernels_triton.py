@@ -83,7 +83,7 @@ def measure_masks(
 
     start, stop = tl.load(offsets + mask), tl.load(offsets + mask + 1)
     position = tl.full((), 0, tl.int64)  # end of the runs read so far
-    lasts = tl.zeros((BLOCK,), tl.int64)  # per lane of the block, in source pixels; reduced once at the end
+    lasts = tl.zeros((BLOCK,), tl.int64)  # per lane of the block, in source pixels; reduced at the end
     begins = lasts + source_height * source_width
     tops, bottoms = lasts + source_height, lasts
     first = start
@@ -101,7 +101,7 @@ def measure_masks(
         begins = tl.where(filled, tl.minimum(begins, ends - lengths), begins)
         lasts = tl.where(filled, tl.maximum(lasts, ends), lasts)
         bottom = tl.where(row == 0, source_height, row)
-        within = lengths <= bottom  # False: the run is in several columns and touches top and bottom
+        within = lengths <= bottom  # if False, the run covers several columns and touches top and bottom
         tops = tl.where(filled, tl.minimum(tops, tl.where(within, bottom - lengths, 0)), tops)
         bottom = tl.where(within, bottom, source_height)
         bottoms = tl.where(filled, tl.maximum(bottoms, bottom), bottoms)
@@ -128,7 +128,7 @@ def measure_masks(
 def following(
     keys: tl.tensor, run: tl.tensor, count: tl.tensor, base: tl.tensor, bottom: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The rows start <= row < stop of a foreground run in each column; NEVER if it has none there."""
+    """The rows start <= row < stop of a foreground run in each column; NEVER in columns without it."""
     place = keys + 2 * run.to(tl.int64)
     start = tl.load(place, mask=run < count, other=0) - base
     stop = tl.load(place + 1, mask=run < count, other=0) - base
@@ -170,7 +170,7 @@ def draw(
     COLUMNS: tl.constexpr,
     ONE: tl.constexpr,
 ) -> None:
-    """Write ROWS rows of these columns of a mask, starting at `top`, but nothing at or beyond the limits."""
+    """Write ROWS rows of these columns of a mask, from `top` on, but no pixel at or beyond the limits."""
     read = source_pixel(column.to(tl.int64), tl.load(place + 4), tl.load(place + 5))
     mirror = tl.load(place + 6)
     base = tl.where(mirror < 0, read, mirror - read) * height

@@ -19,7 +19,7 @@ def intersection(a: Runs, b: Runs) -> npt.NDArray[np.int64]:
         int64 [Na, Nb].
 
     Raises:
-        ValueError: masks of images of different sizes.
+        ValueError: the masks belong to images of different sizes.
     """
     if (a.height, a.width) != (b.height, b.width):
         raise ValueError(
@@ -34,7 +34,7 @@ def intersection(a: Runs, b: Runs) -> npt.NDArray[np.int64]:
 
 
 def iou(a: Runs, b: Runs) -> npt.NDArray[np.float64]:
-    """Intersection over union of each pair of masks, with the bits of pycocotools.mask.iou without crowd.
+    """Intersection over union of each pair of masks, equal bit for bit to pycocotools.mask.iou without crowd.
 
     Args:
         a: Na masks.
@@ -44,7 +44,7 @@ def iou(a: Runs, b: Runs) -> npt.NDArray[np.float64]:
         float64 [Na, Nb], 0 to 1; 0 where both masks are empty.
 
     Raises:
-        ValueError: masks of images of different sizes.
+        ValueError: the masks belong to images of different sizes.
     """
     common = intersection(a, b)
     union = geometry.area(a)[:, None] + geometry.area(b)[None, :] - common

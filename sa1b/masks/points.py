@@ -21,7 +21,7 @@ def contains(runs: Runs, points: npt.NDArray[np.integer]) -> npt.NDArray[np.bool
         bool [N].
 
     Raises:
-        ValueError: points of another type or shape.
+        ValueError: points have another type or shape.
     """
     points = integers("points", points, (len(runs), 2))
     x, y = points[:, 0], points[:, 1]
@@ -41,7 +41,7 @@ def nth_foreground(runs: Runs, n: npt.NDArray[np.integer]) -> npt.NDArray[np.int
         int64 [N, 2], (x, y); (-1, -1) where the mask has no such pixel.
 
     Raises:
-        ValueError: n of another type or shape.
+        ValueError: n has another type or shape.
     """
     out = np.empty(len(runs), np.int64)
     places.nth_foreground(runs.runs, runs.offsets, integers("n", n, (len(runs),)), out)
@@ -53,8 +53,8 @@ def nth_foreground(runs: Runs, n: npt.NDArray[np.integer]) -> npt.NDArray[np.int
 def uniform_point(runs: Runs, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     """A random foreground pixel of each mask, all with the same probability.
 
-    Foreground pixel number floor(word * area / 2**64): over all words, the probability of a pixel is 1 / area
-    to within 2**-64. With words from a counter-based generator the point is reproducible.
+    The point is foreground pixel number floor(word * area / 2**64). Over all words, the probability of a
+    pixel is 1 / area to within 2**-64. With words from a counter-based generator the point is reproducible.
 
     Args:
         words: random uint64 [N], uniform over all 64 bits; see `sa1b.hashing.random_words`.
@@ -63,12 +63,12 @@ def uniform_point(runs: Runs, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.i
         int64 [N, 2], (x, y); (-1, -1) for an empty mask.
 
     Raises:
-        ValueError: words of another type or shape.
+        ValueError: words have another type or shape.
     """
     words = np.asarray(words)
     if words.dtype != np.uint64 or words.shape != (len(runs),):
         raise ValueError(f"words must be uint64 [{len(runs)}], got {words.dtype} {list(words.shape)}")
-    areas = geometry.area(runs).astype(np.uint64)  # below 2**32, so the products fit 64 bits
+    areas = geometry.area(runs).astype(np.uint64)  # areas are below 2**32, so the products fit 64 bits
     half = np.uint64(32)
     low = (words & np.uint64(0xFFFFFFFF)) * areas >> half
     ranks = (words >> half) * areas + low >> half
@@ -76,7 +76,7 @@ def uniform_point(runs: Runs, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.i
 
 
 def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """The values as int64 of this shape, contiguous."""
+    """The values as a contiguous int64 array of this shape."""
     array = np.asarray(values)
     if array.shape != shape or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"{name} must be integers {list(shape)}, got {array.dtype} {list(array.shape)}")

@@ -33,19 +33,17 @@ def rasterize(
 
     Args:
         runs: masks of one image, N of them.
-        height: pixels of a dense mask; by default those of the image.
-        width: pixels of a dense mask; by default those of the image.
+        height: rows of a dense mask; by default those of the image.
+        width: columns of a dense mask; by default those of the image.
         select: which masks, K of them, as for `Runs.select`; by default all.
         out: buffer to write, uint8 or bool [K, height, width], C-contiguous. No other allocation grows with
             the dense masks.
-        dtype: uint8 or bool, of a new buffer.
-
-    Returns:
-        `out`, or a new [K, height, width]: 1 is foreground, 0 background.
+        dtype: dtype of a new buffer, uint8 or bool. Returns: `out`, or a new [K, height, width]: 1 is
+            foreground, 0 background.
 
     Raises:
         SizeError: height or width is not a size of an image.
-        ValueError: an `out` of another shape, type or layout, or another dtype.
+        ValueError: `out` has another shape, type or layout, or `dtype` is another type.
         IndexError: `select` has an index that no mask has.
     """
     source = (runs.height, runs.width)
@@ -73,17 +71,17 @@ def rasterize_frame(
         taken: rows and columns of the square that the image covers; by default its longer side covers all.
         select: which masks, K of them, as for `Runs.select`; by default all.
         out: buffer to write, uint8 or bool [K, size, size], C-contiguous.
-        dtype: uint8 or bool, of a new buffer.
-        boxes: int64 [K, 4], for each mask of `out` the box (top, bottom, left, right, in rows and columns)
-            outside which all pixels are 0 already. The boxes of the new masks are written to it. So a reused
-            buffer is cleared only where it was set. By default the complete buffer is cleared.
+        dtype: dtype of a new buffer, uint8 or bool. boxes: int64 [K, 4], for each mask of `out` the box (top,
+            bottom, left, right, in rows and columns) outside which all pixels are 0 already. The boxes of the
+            new masks are written to it. So a reused buffer is cleared only where it was set. By default the
+            complete buffer is cleared.
 
     Returns:
         `out`, or a new [K, size, size]: 1 is foreground, 0 background and padding.
 
     Raises:
         SizeError: image_size or size is not a size of an image.
-        ValueError: an `out` of another shape, type or layout; another dtype; boxes of another shape; `taken`
+        ValueError: `out` or `boxes` has another shape, type or layout, `dtype` is another type, or `taken`
             does not fit into the square.
         IndexError: `select` has an index that no mask has.
     """

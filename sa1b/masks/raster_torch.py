@@ -1,7 +1,7 @@
-"""Masks as pixels on any device, in plain torch, with the bits of sa1b.masks.raster.
+"""Masks as pixels on any device, in plain torch, equal bit for bit to sa1b.masks.raster.
 
 The masks may belong to images of different sizes, so that one call fills a whole batch. There is no loop over
-masks or runs. Apart from the output, memory is a few int64 for each run and for each column of each mask.
+masks or runs. Besides the output, it takes memory for a few int64 per run and per column of each mask.
 
 64 masks of 2250x1500 on one CPU thread: 36 ms at 1024x1024, 1.7 ms at 256x256
 (`pytest benchmarks/test_masks.py -k raster`); on the CPU, use the compiled loop of
@@ -33,12 +33,12 @@ def rasterize(
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """Masks resized to height x width, as `sa1b.masks.geometry.resize`.
+    """Masks resized to height x width and rasterised, as by `sa1b.masks.geometry.resize`.
 
     Args:
         runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`. Its device is used.
         offsets: int64 [N + 1], on the same device.
-        source_height: pixels of the image: one value for all masks, or integers [N].
+        source_height: height of the image in pixels: one value for all masks, or integers [N].
         source_width: likewise. The runs of a mask must add up to its source_height * source_width.
         height: pixels of a dense mask.
         width: pixels of a dense mask.
@@ -48,7 +48,7 @@ def rasterize(
             dense mask, `[..., ::-1]`, differs if the centre of a pixel falls between two source columns, as
             at exactly half the size.
         out: buffer to write, [N, height, width] of a dtype below, contiguous, on the same device.
-        dtype: torch.uint8, bool, bfloat16 or float32, of a new buffer.
+        dtype: dtype of a new buffer: torch.uint8, bool, bfloat16 or float32.
 
     Returns:
         `out`, or a new [N, height, width]: 1 is foreground, 0 background. On a CUDA device the host does not
@@ -56,7 +56,7 @@ def rasterize(
 
     Raises:
         SizeError: height or width is not a size of an image.
-        ValueError: arguments of another shape, type, layout or device.
+        ValueError: an argument has another shape, type, layout or device.
     """
     height, width = check_size(height, width)
     source = sources(offsets, source_height, source_width)
@@ -83,7 +83,7 @@ def rasterize_frame(
     Args:
         runs: integers [R], as for `rasterize`.
         offsets: int64 [N + 1], on the same device.
-        source_height: pixels of the image: of all masks, or integers [N] of each.
+        source_height: height of the image in pixels: one value for all masks, or integers [N].
         source_width: likewise.
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of a dense mask.
@@ -91,14 +91,14 @@ def rasterize_frame(
             default its longer side covers all.
         flip: mirror the image within its width; the padding stays on the right.
         out: buffer to write, [N, size, size], as for `rasterize`.
-        dtype: of a new buffer, as for `rasterize`.
+        dtype: dtype of a new buffer, as for `rasterize`.
 
     Returns:
         `out`, or a new [N, size, size]: 1 is foreground, 0 background and padding.
 
     Raises:
         SizeError: image_size or size is not a size of an image.
-        ValueError: arguments of another shape, type, layout or device.
+        ValueError: an argument has another shape, type, layout or device.
     """
     image_size, size = check_size(image_size, size)
     source = sources(offsets, source_height, source_width)
@@ -134,8 +134,8 @@ def empty_frames(
     its last column. A part sets a pixel if target pixels read both its rows and its columns.
 
     Args:
-        source_height, source_width: int64 [N], on the device of the runs.
-        Others as for `rasterize_frame`.
+        source_height, source_width: int64 [N], on the device of the runs. The other arguments are those of
+            `rasterize_frame`.
     """
     image_size, size = check_size(image_size, size)
     if len(runs) == 0:
@@ -253,8 +253,8 @@ def fill_axes(
 ) -> Tensor:
     """Mark each pixel that differs from the one above it by +1 or -1, then sum down the columns.
 
-    Sums are taken over words of eight pixels: every byte of every sum is 0 or 1, so the carries that the -1
-    send through a word cancel out.
+    Sums are taken over words of eight pixels: every byte of every sum is 0 or 1, so the carries that -1
+    causes in a word cancel out.
     """
     device = runs.device
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
@@ -291,10 +291,11 @@ def fill_axes(
     row = rows.firsts(source_row, mask_of)
     column = first[:, None] + torch.arange(repeats, device=device)
     inside = (inside & (row < height))[:, None] & (column < stop[:, None])
-    odd = (torch.arange(len(runs), device=device) - offsets[mask_of]) % 2  # foreground begins, not ends
+    odd = (torch.arange(len(runs), device=device) - offsets[mask_of]) % 2  # 1: foreground begins
     change(words, mask_of[:, None], row[:, None], column, torch.where(inside, 2 * odd[:, None] - 1, 0))
 
-    # Top of a column: whether its first pixel is foreground; end of the image: whether its last is.
+    # At the top of a column: whether its first pixel is foreground. At the end of the image: whether the last
+    # is.
     column = torch.arange(width, device=device)
     read = source_pixel(column, columns.numerator[:, None], columns.denominator[:, None])
     seen = read < columns.source[:, None]
@@ -315,7 +316,7 @@ def fill_axes(
 
 
 def change(words: Tensor, mask: Tensor, row: Tensor, column: Tensor, by: Tensor) -> None:
-    """Add `by`, -1, 0 or 1, to the pixels [mask, row, column]; those outside get 0."""
+    """Add `by` (-1, 0 or 1) to the pixels [mask, row, column]; pixels outside are not changed."""
     _, height, width = words.shape
     word = torch.where(by != 0, (mask * height + row) * width + column // 8, 0)
     words.view(-1).index_add_(0, word.view(-1), (by << (column % 8 * 8)).expand_as(word).reshape(-1))

@@ -1,7 +1,8 @@
-"""Masks as pixels on a CUDA device, in Triton, with the functions of raster_torch; writes each pixel once.
+"""Masks as pixels on a CUDA device: the functions of raster_torch as Triton kernels that write each pixel
+once.
 
-Arguments and bits are the same. Triton is required: CUDA builds of torch install it; otherwise run
-`pip install 'sa1b[kernels]'`.
+Arguments and results are the same, bit for bit. Triton is required: CUDA builds of torch install it;
+otherwise run `pip install 'sa1b[kernels]'`.
 
 A dense mask is row-major, its runs go down columns, and nearly all of it is background, so most of the time
 is spent on writes. There are two launches (sa1b.masks.kernels_triton):
@@ -38,14 +39,14 @@ from sa1b.masks.runs import check_size
 
 DESIGN = "fused"  # or "cleared"
 # Powers of two:
-TILE_ROWS, TILE_COLUMNS = 128, 256  # pixels that a program writes, at most
-STEP_PIXELS = 4096  # that it holds at a time
-WORKERS = 32  # programs a mask, "cleared" only
+TILE_ROWS, TILE_COLUMNS = 128, 256  # largest number of pixels that a program writes
+STEP_PIXELS = 4096  # pixels that a program processes at a time
+WORKERS = 32  # programs per mask, for "cleared" only
 RUNS_BLOCK = 512  # runs that measure_masks reads at a time
 WARPS, RUNS_WARPS = 4, 8
 
-ONES = {torch.uint8: 1, torch.bool: 1, torch.bfloat16: 0x3F80, torch.float32: 0x3F800000}  # bits of a 1
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
+ONES = {torch.uint8: 1, torch.bool: 1, torch.bfloat16: 0x3F80, torch.float32: 0x3F800000}  # bits of 1
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes -> dtype
 
 
 def rasterize(
@@ -60,19 +61,19 @@ def rasterize(
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """Masks resized to height x width, as `sa1b.masks.geometry.resize`.
+    """Masks resized to height x width and rasterised, as by `sa1b.masks.geometry.resize`.
 
     Args:
         runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`, on a CUDA device. If the
             runs of a mask have a wrong sum, its pixels are wrong, but nothing outside `out` is written.
         offsets: int64 [N + 1], on the same device, whose values are not checked.
-        source_height, source_width: pixels of the image: one value for all masks, or integers [N] on the CPU
-            or on the device. Values of sizes on the device are not checked.
+        source_height, source_width: size of the image in pixels: one value for all masks, or integers [N] on
+            the CPU or on the device. Sizes on the device are not checked.
         height, width: pixels of a dense mask.
         flip: mirror the image left to right, one value for all masks or bool [N]. Equals this function on
             `sa1b.masks.geometry.flip_horizontal` of the runs, bit for bit (see raster_torch).
         out: buffer to write, [N, height, width] of a dtype below, contiguous, on the same device.
-        dtype: torch.uint8, bool, bfloat16 or float32, of a new buffer.
+        dtype: dtype of a new buffer: torch.uint8, bool, bfloat16 or float32.
 
     Returns:
         `out`, or a new [N, height, width]: 1 is foreground, 0 background. The host does not wait for the
@@ -80,9 +81,9 @@ def rasterize(
         the call can be part of a CUDA graph.
 
     Raises:
-        SizeError: a size.
-        ValueError: arguments of another shape, type, layout or device; a dense mask whose longer side is
-            2**30 pixels or, in a frame, 2**30 / image_size.
+        SizeError: a size is not a size of an image.
+        ValueError: an argument has another shape, type, layout or device, or the longer side of a dense mask
+            is at least 2**30 pixels (2**30 / image_size in a frame).
     """
     height, width = check_size(height, width)
     source = (source_height, source_width)
@@ -141,7 +142,7 @@ def launch(
         raise ValueError("runs must be integers [R] and offsets int64 [N + 1], on the same device")
     if device.type != "cuda" and COMPILED:
         raise ValueError(f"the Triton kernels need tensors on a CUDA device, got {device}")
-    if (2 * max(target) + 1) * (image_size or 1) >= 2**31:  # times a source side, below 2**32: int64
+    if (2 * max(target) + 1) * (image_size or 1) >= 2**31:  # products fit int64
         raise ValueError(f"cannot rasterise masks at {height} x {width} pixels: the sizes are too large")
     count, runs, offsets = offsets.numel() - 1, runs.contiguous(), offsets.contiguous()
     sizes = source_sizes(offsets, *source)

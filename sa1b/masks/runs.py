@@ -39,7 +39,7 @@ class SizeError(ValueError):
 
 
 def check_size(height: object, width: object) -> tuple[int, int]:
-    """Height and width in pixels as plain ints; raises SizeError if they are not an image size."""
+    """Height and width in pixels as plain ints. Raises SizeError if they are not a size of an image."""
     for name, value in (("height", height), ("width", width)):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
             raise SizeError(f"{name} must be an integer, got {type(value).__name__}")
@@ -64,8 +64,8 @@ class Runs:
     Attributes:
         runs: uint32 [R], pixels.
         offsets: int64 [N + 1], ascending from 0 to R.
-        height: pixels of the image that the masks belong to.
-        width: pixels of the image that the masks belong to.
+        height: height in pixels of the image that the masks belong to.
+        width: width in pixels of the image that the masks belong to.
     """
 
     runs: npt.NDArray[np.uint32]
@@ -90,7 +90,7 @@ class Runs:
             indices: integers [K], -N <= index < N, repeats allowed; or bool [N], the masks to keep.
 
         Raises:
-            IndexError: an index outside the masks, or a bool array of another length.
+            IndexError: an index is outside the masks, or a bool array has another length.
         """
         chosen = self.indices(indices)
         counts = np.diff(self.offsets)[chosen]
@@ -117,7 +117,7 @@ class Runs:
         The inverse is `sa1b.masks.decode([mask["counts"] for mask in found], height, width)`.
 
         Args:
-            text: `counts` as str, for JSON, in place of bytes; pycocotools takes both.
+            text: return `counts` as str, for JSON, instead of bytes; pycocotools accepts both.
 
         Returns:
             For each mask {"size": [height, width], "counts": COCO's compressed string}, in pixels of the

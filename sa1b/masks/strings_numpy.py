@@ -26,14 +26,14 @@ def parse(text: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int64], pixels: i
     places = np.arange(len(codes)) - np.repeat(starts, characters)
     values = np.add.reduceat((codes & 0x1F) << (5 * places), starts)
     values -= np.where(codes[ends - 1] & 0x10, np.int64(1) << (5 * characters), 0)
-    if np.abs(values).max() > 2**33:  # too large for a difference of two runs; the sums below fit int64
+    if np.abs(values).max() > 2**33:  # no difference of runs is so large; keeps the sums below in int64
         return None
 
     offsets = np.concatenate(([0], np.searchsorted(ends, stops, side="right")))
     counts = np.diff(offsets)
     masks = np.repeat(np.arange(len(lengths)), counts)
     index = np.arange(len(values)) - offsets[masks]
-    # Run 0 is separate; odd and even runs are two cumulative sums over the mask.
+    # Odd and even runs are two separate cumulative sums over the mask; run 0 belongs to neither.
     chains = 3 * masks + np.where(index == 0, 0, 1 + (index + 1) % 2)
     order = np.argsort(chains, kind="stable")
     sums = np.cumsum(values[order])

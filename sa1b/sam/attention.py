@@ -51,7 +51,7 @@ class RelativeAttention(nn.Module):
         """Tokens float [B, side, side, width] -> the same shape; B images or windows.
 
         Raises:
-            ValueError: the grid has another size. The tables of relative positions are not resized.
+            ValueError: the grid has another size. The tables of relative positions are not resized to it.
         """
         batch, rows, columns, width = x.shape
         if (rows, columns) != (self.side, self.side):
@@ -84,7 +84,7 @@ class RelativeAttention(nn.Module):
 
 
 def distances(table: Tensor) -> Tensor:
-    """The embedding of the distance from each query to each key along one axis.
+    """The embedding of the distance between each query and each key along one axis.
 
     Args:
         table: float [2n - 1, d]; row i is the embedding of the distance i - (n - 1).

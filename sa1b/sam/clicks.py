@@ -20,7 +20,7 @@ BACKGROUND, FOREGROUND, TOP_LEFT, BOTTOM_RIGHT, NOTHING = 0, 1, 2, 3, -1  # labe
 
 
 def point_prompts(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Each point as a prompt of two points, the second empty: float32 [M, 2, 2] and labels int64 [M, 2].
+    """Each point with a second, empty point: float32 [M, 2, 2] and labels int64 [M, 2].
 
     Args:
         points: float32 [M, 2], x and y, see sa1b.masks.grid.
@@ -79,8 +79,8 @@ def first_prompts(
 def unprompted_iterations(keys: Tensor, clicks: int, unprompted: int) -> Tensor:
     """The iterations after the first in which a mask gets no new prompt: bool [M, clicks + unprompted].
 
-    The last iteration is one of them for all masks. The other unprompted - 1 are chosen from the earlier
-    iterations by the key of each mask; all sets are equally likely.
+    The last iteration is unprompted for all masks. The key of each mask chooses the other unprompted - 1 from
+    the earlier iterations; all sets are equally likely.
     """
     if unprompted == 0:
         return torch.zeros((len(keys), clicks), dtype=torch.bool, device=keys.device)
@@ -101,7 +101,7 @@ def corrective_clicks(
     there is no click.
 
     Args:
-        masks: bool [M, R, R], the predicted masks; False outside the image, where no click can be.
+        masks: bool [M, R, R], the predicted masks; must be False outside the image.
         targets: bool [M, R, R].
         keys: int64 [M].
         number: number of the iteration; the random values depend on it.
@@ -123,8 +123,8 @@ def corrective_clicks(
 def uniform_pixels(regions: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A uniform pixel of each region: rows, columns and the regions' pixel counts, int64 [M] each.
 
-    The result is pixel number k of the region, in row-major order, with k from the word. Sums over rows give
-    its row, then its column in that row. For a region without a pixel, row and column are R - 1.
+    The word selects pixel number k of the region in row-major order. Sums over rows give its row, then its
+    column. For a region without a pixel, row and column are R - 1.
 
     64 masks of 256x256 take 1.6 ms on one CPU thread. A cumulative sum over complete masks with a search
     takes 14 to 19 ms, and the maximum of a hash of each pixel 190 ms.
@@ -133,7 +133,7 @@ def uniform_pixels(regions: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tens
         regions: bool [M, R, C].
         words: int64 [M], see sa1b.sam.random_values.
     """
-    in_row = regions.sum(dim=2, dtype=torch.int32).long()  # seven times as fast as int64 on the CPU
+    in_row = regions.sum(dim=2, dtype=torch.int32).long()  # int32 is seven times as fast as int64 on the CPU
     through_row = in_row.cumsum(dim=1)
     counts = through_row[:, -1]
     picked = below(words, counts.clamp(min=1))

@@ -6,8 +6,8 @@
     total = early.total()
     total.backward()                          # passes on the sums of the gradients
 
-The iterations of interactive training depend on each other only by values without a gradient. So only the
-activations of one iteration are in memory, as with activation checkpointing, but nothing is computed twice.
+No gradient flows between the iterations of interactive training. So only the activations of one iteration are
+in memory, as with activation checkpointing, but nothing is computed twice.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class EarlyGradients:
 
     Args:
         embeddings: image embeddings, with or without a gradient.
-        parameters: parameters that losses may use; the others get no gradient.
+        parameters: parameters that losses may use; other parameters get no gradient.
 
     Attributes:
         embeddings: input for the losses, detached from the encoder.

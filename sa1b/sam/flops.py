@@ -5,7 +5,7 @@ from sa1b.sam.model import ModelConfig
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.similarity import CONTEXT, HIDDEN
 
-_OWN_TOKENS = 1 + MASKS  # the tokens of the IoU and of the masks
+_OWN_TOKENS = 1 + MASKS  # one token of the IoU and four of the masks
 
 
 def encoder_flops(model: ModelConfig) -> float:
@@ -18,7 +18,7 @@ def encoder_flops(model: ModelConfig) -> float:
         seen = tokens if block in model.global_blocks else model.window**2
         inside = tokens if block in model.global_blocks else padded
         flops += 2 * inside * width * 4 * width  # q, k, v and the projection
-        flops += 2 * 2 * inside * seen * width  # q k' and its product with v
+        flops += 2 * 2 * inside * seen * width  # q k', and the product of the result with v
         flops += 2 * tokens * width * 8 * width  # MLP
     flops += 2 * tokens * (width * model.channels + 9 * model.channels**2)
     if model.pixel_features:
@@ -28,7 +28,7 @@ def encoder_flops(model: ModelConfig) -> float:
 
 
 def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:
-    """Operations of one forward pass of the mask decoder for one mask, without those on tokens only.
+    """Operations of one forward pass of the mask decoder for one mask, except operations on tokens alone.
 
     Args:
         tokens: number of tokens of the mask: 5 of the decoder, and its prompts.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from sa1b.sam.attention import RelativeAttention, join_windows, split_windows
 from sa1b.sam.transformer import feed_forward
 
-EPSILON = 1e-6  # of the layer norms of encoder, neck and mask prompt
+EPSILON = 1e-6  # epsilon of the layer norms of encoder, neck and mask prompt
 
 
 class ImageEncoder(nn.Module):
@@ -130,21 +130,21 @@ class Block(nn.Module):
         FSDP's hooks stay outside of the graph, because a graph breaks at them. The activation checkpoint
         stays outside too, because nothing in it is compiled if a graph breaks inside.
         """
-        # All blocks share one code object and its limit of graphs: windowed and global blocks, training and
-        # evaluation, a few batch sizes.
+        # All blocks share one code object and its limit of graphs. There is a graph for windowed and for
+        # global blocks, for training and evaluation, and for a few batch sizes.
         dynamo: Any = import_module("torch._dynamo.config")
         dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
         self.compiled = torch.compile(self.compute, dynamic=False, fullgraph=True)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """Tokens [B, H, W, width] -> the same shape; gain float [B, 2] scales attention and MLP per image."""
+        """Tokens [B, H, W, width] -> the same shape; gain: float [B, 2], factors of attention and MLP."""
         return self.attn.gathered(self.checkpointed, x, gain)
 
     def checkpointed(self, x: Tensor, gain: Tensor | None) -> Tensor:
         """Call `compute`; with `recompute`, only the input is kept for the backward pass."""
         compute = self.compiled or self.compute
         if self.recompute and torch.is_grad_enabled():
-            # Nothing in a block is random, so there is no state of a generator to keep.
+            # A block uses no random values, so the state of the generator is not saved.
             out: Tensor = checkpoint(compute, x, gain, use_reentrant=False, preserve_rng_state=False)
             return out
         return compute(x, gain)

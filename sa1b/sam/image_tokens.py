@@ -1,8 +1,8 @@
 """Image tokens in the mask decoder, and their products with the tokens of the prompts.
 
-All masks of an image start from the same image tokens plus a term of rank 16, from the earlier mask.
-`SharedImage` does not compute this sum: before the first layer's result, no N x C tensor is stored for a
-mask.
+The initial image tokens of a mask are the tokens of its image plus a term of rank 16 that depends on the
+earlier mask. `SharedImage` does not compute this sum: it stores no N x C tensor for a mask before the result
+of the first layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class OwnImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedImage:
-    """Image tokens as a part that the masks of an image share, and a low-rank part for each mask.
+    """Image tokens as the sum of a part for each image and a low-rank part for each mask.
 
     The tokens of mask m of image b are tokens[b] + features[m]' @ basis. They are never stored.
 
@@ -50,7 +50,7 @@ class SharedImage:
         tokens: float [B, N, C].
         placed: float [B, N, C], the tokens plus their positions.
         counts: masks of each image, B numbers with the sum M; the masks of an image are neighbours.
-        features: float [M, r, N]; None: the masks have no term.
+        features: float [M, r, N]; None: the low-rank part is 0.
         basis: float [r, C].
     """
 
@@ -61,21 +61,21 @@ class SharedImage:
     basis: Tensor
 
     def logits(self, rows: Tensor) -> Tensor:
-        """As `OwnImage.logits`."""
+        """See `OwnImage.logits`."""
         found = self.by_image(product_with_transposed, rows, self.placed)
         if self.features is None:
             return found
         return found + (rows @ self.basis.T) @ self.features
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """As `OwnImage.weighted`."""
+        """See `OwnImage.weighted`."""
         found = self.by_image(torch.matmul, weights, self.tokens)
         if self.features is None:
             return found
         return found + product_with_transposed(weights, self.features) @ self.basis
 
     def plus(self, weights: Tensor, values: Tensor) -> Tensor:
-        """As `OwnImage.plus`."""
+        """See `OwnImage.plus`."""
         if self.features is not None:
             weights = torch.cat((weights, self.features), dim=1)
             values = torch.cat((values, self.basis.expand(len(values), -1, -1)), dim=1)
@@ -104,7 +104,7 @@ def added(product: Tensor, tokens: Tensor) -> Tensor:
 
 
 class _OfTwo(torch.autograd.Function):
-    """A function of two tensors, both of which its backward pass needs."""
+    """A function of two tensors; its backward pass needs both."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -46,7 +46,7 @@ class FittedWeights:
     kept: tuple[str, ...]
 
     def __str__(self) -> str:
-        """One line that describes the loaded, resized and unused tensors, and those with initial values."""
+        """A line that describes the loaded, resized and unused tensors, and those with initial values."""
         parts = [f"{len(self.tensors)} tensors of {self.kind}"]
         if self.resized is not None:
             parts.append(f"resized: {self.resized}")
@@ -144,7 +144,7 @@ def _our_name(name: str) -> str:
 
 
 def _grid(positions: Tensor, width: int) -> Tensor:
-    """A ViT's positions [1, 1 + n * n, width] without that of the class token: [1, n, n, width]."""
+    """The positions of a ViT, [1, 1 + n * n, width], without the class token: [1, n, n, width]."""
     side = round(max(positions.numel() // width - 1, 0) ** 0.5)
     if positions.shape != (1, 1 + side**2, width):
         raise UsageError(

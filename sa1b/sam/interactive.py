@@ -5,7 +5,7 @@
     (sums["loss"] / masks_of_all_ranks).backward()
 
 The image encoder runs once, the mask decoder once per iteration. The number of iterations and all shapes
-depend only on the recipe and the micro-batch, so ranks need not agree on anything, and the host does not wait
+depend only on the recipe and the micro-batch, so that ranks exchange no numbers and the host does not wait
 for the device. The prompts and losses of a mask depend only on its key, its targets and its image.
 
 The backward pass of an iteration follows its forward pass at once, inside of `forward`: only the activations
@@ -33,7 +33,7 @@ from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.targets import Samples, Targets, inputs_of
 
-SCORED_CLICKS = (1, 3, 5)  # after which an evaluation scores the masks; a box comes last
+SCORED_CLICKS = (1, 3, 5)  # clicks after which an evaluation scores the masks; the box is the last prompt
 
 
 EvaluationProtocol = Callable[[Sam, Tensor, Tensor], dict[str, Tensor]]  # see sa1b.sam.protocol
@@ -50,20 +50,20 @@ class _Scene(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The candidates of one iteration, K = 3 in the first and 1 later, and the chosen one."""
+    """The candidates of one iteration, K = 3 in the first iteration, later K = 1, and the chosen one."""
 
     logits: Tensor  # float32 [M, K, R, R]
-    predicted: Tensor  # [M, K], IoU
+    predicted: Tensor  # [M, K], predicted IoU
     masks: Tensor  # bool [M, K, R, R], without pixels outside the image
     chosen: Tensor  # int64 [M], the candidate with the highest predicted IoU
-    feedback: Tensor  # [M, 1, 4h, 4w], its logits for the next iteration
+    feedback: Tensor  # [M, 1, 4h, 4w], logits of the chosen candidate for the next iteration
 
 
 class _Outcome(NamedTuple):
     """Results of one iteration of training, including the input of the next one."""
 
-    losses: Tensor  # [3, M], focal, dice, error of the IoU
-    iou: Tensor  # [M], of the chosen mask
+    losses: Tensor  # [3, M]: focal loss, dice loss, error of the IoU
+    iou: Tensor  # [M], IoU of the chosen mask
     mask: Tensor  # bool [M, R, R], the chosen mask
     feedback: Tensor  # [M, 1, 4h, 4w]
 
@@ -74,9 +74,10 @@ class Interactive(nn.Module):
     The rules are those of "Segment Anything" (2023); exceptions are stated:
 
     - The first prompt is a point or a box. One prompt may mean several objects, so the model predicts three
-      masks. The loss is that of the best mask, which has the lowest weighted sum of focal and dice loss, and,
-      with weight `recipe.all_masks_share`, the mean of all three. As in the paper, a box gets three masks
-      too. In later iterations the prediction is the single mask, number 0.
+      masks. The best mask has the lowest weighted sum of focal and dice loss. The loss is a weighted mean of
+      the loss of the best mask and the mean loss of all three; the latter has the weight
+      `recipe.all_masks_share`. As in the paper, a box gets three masks too. In later iterations the
+      prediction is the single mask, number 0.
     - The mask with the highest predicted IoU is the input of the next iteration: its logits are the mask
       prompt, and the next click is on one of its errors. The logits are detached unless
       `recipe.feedback_gradient` is set. (The paper does not specify this; SAM 2's code does not detach them.)
@@ -163,10 +164,10 @@ class Interactive(nn.Module):
 
         Args:
             images: uint8 [B, 3, S, S]; B may be 0.
-            targets: of M masks; M may be 0.
+            targets: targets of M masks; M may be 0.
             image_keys: int64 [B], a hash for each image and visit; drop path depends on it.
             evaluate: score the masks without gradient and without noise; the first click is the target's
-                point, the others are chosen as in training. The module must be in evaluation mode.
+                point, and the other clicks are chosen as in training. The module must be in evaluation mode.
             protocol: evaluate with this function instead. It takes the model, the images and `targets.sizes`;
                 its result is returned. It must call `embed` once on every rank, for FSDP.
 
@@ -175,10 +176,10 @@ class Interactive(nn.Module):
             all ranks. "loss" has the gradient; "focal", "dice" and "iou_loss" are its parts before their
             weights, "iou_first" and "iou_last" the chosen mask's IoU after the first and the last iteration,
             "count" the sum of the weights. All parameters always get a gradient; it is 0 if the count is 0.
-            Evaluation: "intersections" and "unions", int64 [M, 4], in pixels of the dense masks inside
-            the image, after 1, 3 and 5 clicks and for the exact box alone; "logits", float32 [M, R, R] of
-            the padded square, and "predicted_iou", float32 [M], of the answer to the first click. With one
-            prompt the mask is the one with the highest predicted IoU of three, later number 0.
+            Evaluation: "intersections" and "unions", int64 [M, 4], in pixels of the dense masks inside the
+            image, after 1, 3 and 5 clicks and for the exact box alone; "logits", float32 [M, R, R] of the
+            padded square, and "predicted_iou", float32 [M], of the answer to the first click. With one
+            prompt, the mask is the candidate with the highest predicted IoU of three; later it is number 0.
 
         Raises:
             ValueError: the targets are smaller than the decoder's masks.
@@ -247,8 +248,8 @@ class Interactive(nn.Module):
     def _iterations_are_independent(self, device: torch.device) -> bool:
         """Whether the backward pass of an iteration can follow its forward pass at once.
 
-        It cannot if gradients flow between iterations. It cannot in float16 either: gradients would underflow
-        without the loss scale, which is applied to the sum.
+        This is not possible if gradients flow between iterations. It is not possible in float16 either:
+        gradients would underflow without the loss scale, which is applied to the sum.
         """
         if not torch.is_grad_enabled() or self.recipe.feedback_gradient:
             return False
@@ -287,14 +288,14 @@ class Interactive(nn.Module):
         return _Scene(embeddings, targets.image, targets.counts, masks, inside)
 
     def _iteration(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Outcome:
-        """One iteration, the first one if there is no feedback.
+        """One iteration; without feedback, it is the first one.
 
-        If its backward pass does not follow at once, the backward pass recomputes its activations.
+        If the backward pass does not follow at once, it recomputes the activations.
         """
         arguments = (scene, points, labels, feedback)
         if not torch.is_grad_enabled() or self._iterations_are_independent(points.device):
             return self._compare(*arguments)
-        # Nothing in an iteration is random, so there is no state of a generator to keep.
+        # An iteration uses no generator, so the state of the generator is not saved.
         again: _Outcome = checkpoint(self._compare, *arguments, use_reentrant=False, preserve_rng_state=False)
         return again
 

@@ -16,9 +16,9 @@ from sa1b.sam.image_encoder import EPSILON, ChannelNorm
 from sa1b.sam.image_tokens import SharedImage, product_with_transposed
 from sa1b.sam.transformer import TwoWayTransformer
 
-MASKS = 4  # one for unambiguous prompts, three for ambiguous ones
+MASKS = 4  # one mask for unambiguous prompts, three for ambiguous prompts
 ALL = slice(0, MASKS)
-SINGLE, AMBIGUOUS = slice(0, 1), slice(1, MASKS)  # the candidates of several prompts, and of one
+SINGLE, AMBIGUOUS = slice(0, 1), slice(1, MASKS)  # candidates for several prompts, and for one prompt
 HEAD_LENGTH = 32  # numbers per head of the self-attention: 8 heads for the published 256 channels
 HIDDEN_RATIO = 8  # hidden width / channels of the feed-forward network: 2048 for the published 256 channels
 
@@ -129,7 +129,7 @@ class MaskDecoder(nn.Module):
         first, norm, _, second, _ = self.output_upscaling
         x = upscaled(image, first)  # (M, N, 4, C / 4)
         gain, bias = (norm.get_parameter(name).to(x.dtype) for name in ("weight", "bias"))
-        with torch.autocast(x.device.type, enabled=False):  # which would give a float32 copy
+        with torch.autocast(x.device.type, enabled=False):  # autocast would give a float32 copy
             x = F.gelu(F.layer_norm(x, gain.shape, gain, bias, EPSILON))
         x = F.gelu(upscaled(x, second))  # (M, N, 4, 4, C / 8)
         count, side = weights.shape[1], math.isqrt(image.shape[1])

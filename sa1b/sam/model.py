@@ -24,7 +24,7 @@ from sa1b.sam.prompt_encoder import PromptEncoder
 from sa1b.sam.similarity import ClickSimilarity
 
 CHANNELS_MULTIPLE = 32  # the decoder halves its width and then splits it into heads of 16 numbers
-PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's, of 0..255, RGB
+PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet, RGB 0..255
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class ModelConfig:
 
     @property
     def side(self) -> int:
-        """Tokens of the image per axis: the size of its embedding, a quarter of the size of masks."""
+        """Tokens of the image per axis: the size of the embedding, and a quarter of the size of masks."""
         return self.image_size // self.patch_size
 
     @property
@@ -169,8 +169,8 @@ class Sam(nn.Module):
             keep: bool [B, depth, 2], whether an image passes through attention and MLP of each block (drop
                 path). The caller samples it with the probabilities 1 - config.drop_rates; outputs are divided
                 by these. None: every image passes through every block, and nothing is divided.
-            sizes: int64 [B, 2], rows and columns of each image in the square. Pixels outside are set to 0
-                after normalisation, as in the published code. None: all pixels belong to the image.
+            sizes: int64 [B, 2], rows and columns of each image in the square. Pixels outside the image are
+                set to 0 after normalisation, as in the published code. None: all pixels belong to the image.
 
         Returns:
             float [B, channels, side, side]; with pixel features, 16 * pixel_features further channels, the
@@ -182,7 +182,7 @@ class Sam(nn.Module):
         self.check_images(images, keep, sizes)
         if len(images) == 0:
             # Encode one blank image and discard it. Kernels need not support empty batches, and every
-            # parameter gets a gradient (of zeros), for which ranks with images wait.
+            # parameter gets a gradient (of zeros), which the ranks with images wait for.
             blank = images.new_zeros(1, *images.shape[1:])
             return self.embed(blank, None if keep is None else F.pad(keep, (0, 0, 0, 0, 0, 1), value=True))[
                 :0
@@ -229,8 +229,9 @@ class Sam(nn.Module):
             labels: int64 [M, P]: 1 foreground, 0 background, 2 and 3 first and second corner of a box, -1
                 empty. The published code adds a point of label -1 to prompts without a box; here the caller
                 must do this.
-            low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier iteration. None: no mask has them.
-            has_low_res: bool [M], which masks have these logits. None: all, unless low_res is None.
+            low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier iteration. None: no mask has
+                logits. has_low_res: bool [M], whether each mask has logits. None: all masks have logits if
+                low_res is passed.
             counts: number of masks of each image, B numbers with the sum M; `image` must be ascending. The
                 masks of an image then share its embedding. None: `image` may have any order, and the
                 embedding is copied for each mask.

@@ -4,9 +4,9 @@
     found = sa1b.predict(model, image, points=[[120, 80], [500, 310]])
     found.masks[0]                                                  # bool [height, width]
 
-Coordinates are pixels of the image as it is passed, x right and y down; the centre of a pixel has integer
-coordinates, so points and boxes can be read from pixel indices. The image is resized so that its longer side
-is the model's image_size, as the stream resizes it.
+Coordinates are in pixels of the passed image, x right and y down. The centre of a pixel has integer
+coordinates, so points and boxes are pixel indices. The image is resized so that its longer side is the
+model's image_size, as the stream resizes it.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_L
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
 
-_AREA_FACTOR = 4 / 3  # beyond this much reduction, bilinear sampling would skip pixels
+_AREA_FACTOR = 4 / 3  # at larger reductions, bilinear interpolation would skip pixels
 _AT_ONCE = 32  # prompts that are decoded together
-_PIXELS = 1 << 25  # pixels that are enlarged together: 128 MiB
+_PIXELS = 1 << 25  # largest number of pixels that are enlarged together: 128 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ def predict(
         points: [N, 2], one point (x, y) for each prompt, or [N, P, 2], P points for each prompt; pixels of
             the image, within it.
         labels: [N] or [N, P], 1 for foreground, 0 for background, -1 for a placeholder, which pads prompts
-            with fewer points and has no effect. By default 1.
+            with fewer points and has no effect. By default all are 1.
         boxes: [N, 4], x0, y0, x1, y1, the first and the last pixel of the object; pixels of the image,
             within it: x1 and y1 may be its width and height.
         multimask: True: the best of three candidates for every prompt; False: the single mask; None: as
@@ -80,7 +80,7 @@ def predict(
     Raises:
         ValueError: an argument has a wrong shape, dtype or range; the message names it.
     """
-    if not hasattr(model, "pixel_mean"):  # not isinstance: a compiled model is another class
+    if not hasattr(model, "pixel_mean"):  # not isinstance, because a compiled model has another class
         loaded = f"load_model({str(model)!r})" if isinstance(model, str | PathLike) else "load_model(path)"
         raise ValueError(f"model is {_type(model)}: pass sa1b.{loaded}")
     pixels = _rgb(image)
@@ -156,7 +156,7 @@ def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], i
 def _rgb(image: Any) -> npt.NDArray[np.uint8]:
     if isinstance(image, str | PathLike):
         raise ValueError(f"image is {_type(image)}: open it with PIL.Image.open")
-    if hasattr(image, "convert"):  # PIL's, which is not imported for this
+    if hasattr(image, "convert"):  # a PIL image; PIL need not be imported for this test
         image = image.convert("RGB")
     elif not hasattr(image, "__array__"):
         raise ValueError(f"image is {_type(image)}: pass uint8 RGB [height, width, 3] or a PIL image")
@@ -230,7 +230,7 @@ def _prompts(
     where.append(np.zeros((len(where[0]), 1, 2)))
     tags.append(np.full((len(where[0]), 1), NOTHING))
     at, kinds = np.concatenate(where, axis=1), np.concatenate(tags, axis=1)
-    order = np.argsort(kinds == NOTHING, axis=1, kind="stable")  # points that are not empty come first
+    order = np.argsort(kinds == NOTHING, axis=1, kind="stable")  # sorts the empty points last
     return np.take_along_axis(at, order[..., None], axis=1), np.take_along_axis(kinds, order, axis=1)
 
 

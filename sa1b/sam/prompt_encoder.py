@@ -1,7 +1,7 @@
 """The prompt encoder: embeds points, box corners and an earlier mask, always in float32.
 
 "Segment Anything", Kirillov et al., 2023. Parameters have the published names and shapes. Half precision
-would shift a coordinate by up to 2 pixels at 1024, and TF32 by half a pixel. So autocast is off in this
+would shift a coordinate by up to 2 pixels at 1024, and TF32 by half a pixel. So autocast is disabled in this
 module, and coordinates are multiplied by the frequencies element by element, not in a matrix product.
 
 Labels of points, which are prompts of any kind:
@@ -30,7 +30,7 @@ class DenseEmbedding:
 
     Attributes:
         constant: float32 [channels].
-        features: float32 [M, r, side * side], None where no mask is given.
+        features: float32 [M, r, side * side]; None if there are no earlier masks.
         basis: float32 [r, channels].
     """
 
@@ -45,7 +45,7 @@ class PromptEncoder(nn.Module):
     Args:
         channels: width of all embeddings.
         image_size: pixels of the square, the frame of coordinates.
-        side: height and width of the image embedding, a quarter of those of masks.
+        side: height and width of the image embedding; masks are four times as large.
     """
 
     def __init__(self, channels: int, image_size: int, side: int) -> None:

@@ -29,7 +29,7 @@ from sa1b.sam.model import Sam
 from sa1b.sam.prediction import at_source
 
 CLICKS = (1, 3, 5)
-_AT_ONCE = 32  # masks that are decoded together
+_AT_ONCE = 32  # largest number of masks that are decoded together
 PROMPTS = ("1_click", "3_clicks", "5_clicks", "box", "1_click_oracle", "box_oracle")
 
 Mask = npt.NDArray[np.bool_]
@@ -79,12 +79,12 @@ class SamProtocol:
             sizes: int64 [B, 2], rows and columns of each image in the padded square.
 
         Returns:
-            "intersections" and "unions", int64 [M, 6], source pixels, a column for each of PROMPTS; of the
-            answer to the first click "logits", float32 [M, R, R] of the padded square with R = S / 4,
-            "predicted_iou", float32 [M], and "points", float32 [M, 2], where it was, in the padded square
-            with a pixel's centre at its index plus 0.5.
+            "intersections" and "unions", int64 [M, 6], source pixels, a column for each of PROMPTS; for the
+            first click: "logits", float32 [M, R, R] of the padded square with R = S / 4, "predicted_iou",
+            float32 [M], and "points", float32 [M, 2], the position of the click in the padded square, where
+            the centre of a pixel is its index plus 0.5.
         """
-        embeddings = model.embed(images, sizes=sizes)  # once on every rank, also without masks to decode
+        embeddings = model.embed(images, sizes=sizes)  # called once on every rank, even if there are no masks
         found = [
             _score(model, embeddings[i : i + 1], part, (int(size[0]), int(size[1])))
             for i, (truth, size) in enumerate(zip(self.truth, sizes.tolist(), strict=True))
@@ -168,7 +168,7 @@ class _Prompts:
         self.source, self.taken = source, taken
 
     def framed(self, at: npt.NDArray[np.float64]) -> Tensor:
-        """Source pixels in the padded square, a pixel's centre at its integer index."""
+        """Convert points in source pixels to the padded square; a pixel's centre is its integer index."""
         scale = np.array(self.taken[::-1]) / self.source[::-1]
         return torch.from_numpy(((at + 0.5) * scale - 0.5).astype(np.float32)).to(self.embedding.device)
 

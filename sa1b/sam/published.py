@@ -39,7 +39,7 @@ class WeightsError(Sa1bError):
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The weights in a file, float32, on the CPU. The format is detected from the content, not the name.
 
-    Runs no code of the file.
+    This function runs no code of the file.
 
     Raises:
         WeightsError: the file is damaged, or is not a SAM: it has other names or inconsistent shapes.
@@ -108,7 +108,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
                 _sort_header(temporary)
             flush(temporary)
             commit(temporary, path)
-    except (RuntimeError, SafetensorError) as error:  # raised by torch and safetensors if the disk is full
+    except (RuntimeError, SafetensorError) as error:  # the errors if the disk is full
         raise OSError(f"{path} cannot be written: {_first_line(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -180,7 +180,7 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
 
 
 def _value(config: ModelConfig, name: str) -> str:
-    """A size in the form that its flag takes."""
+    """A size in the form of its flag."""
     size = getattr(config, name)
     return " ".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
@@ -241,7 +241,7 @@ def _tensors(path: Path, loaded: object) -> dict[str, Tensor]:
 
 
 def _sort_header(path: Path) -> None:
-    """Make files of equal weights identical: the library writes the names in a different order each time."""
+    """Sort the names, so that equal weights give identical files: the library writes them in random order."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.dumps(json.loads(file.read(size)), sort_keys=True, separators=(",", ":"))

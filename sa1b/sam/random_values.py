@@ -68,9 +68,8 @@ def kept_branches(keys: Tensor, depth: int, drop_path: float) -> Tensor:
     """Residual branches that each image passes through: bool [B, depth, 2] for int64 keys [B].
 
     The attention (0) and the MLP (1) of block i are skipped independently, each with the probability
-    drop_path * i / (depth - 1), which is 0 for the first block. This is stochastic depth (Huang et al. 2016)
-    with the linear rule and the two branches of ViTDet (Li et al. 2022, detectron2/modeling/backbone/vit.py),
-    the origin of SAM's encoder.
+    drop_path * i / (depth - 1). This is stochastic depth (Huang et al. 2016) with the linear rule and the two
+    branches of ViTDet (Li et al. 2022, detectron2/modeling/backbone/vit.py), the origin of SAM's encoder.
     """
     blocks = torch.arange(depth, device=keys.device)[:, None]
     branches = torch.arange(2, device=keys.device)

@@ -24,8 +24,8 @@ class Recipe:
         dice_weight: Weight of the dice loss. Paper: 1.
         iou_weight: Weight of the error of the predicted IoU. Paper: 1.
         iou_loss: The error of a predicted IoU. Paper: squared. SAM 2: absolute.
-        focal_alpha: Weight of foreground pixels in the focal loss; background has 1 - alpha. The paper cites
-            Lin et al. 2017: 0.25.
+        focal_alpha: Weight of foreground pixels in the focal loss; background pixels have 1 - alpha. The
+            paper cites Lin et al. 2017: 0.25.
         focal_gamma: Exponent of the focal loss. Lin et al. 2017: 2.
         iou_masks: Masks of the first iteration whose predicted IoU is trained: best, the one with the lowest
             loss (paper), or all three (SAM 2, Ravi et al. 2024, appendix).

@@ -16,8 +16,8 @@ from torch import Tensor
 
 PROMPTS = ("1_click", "3_clicks", "5_clicks", "box")
 SIZES = ("small", "medium", "large")
-MEDIUM, LARGE = 32**2, 96**2  # smallest area of medium and large masks in source pixels, as in COCO
-UNIT = 1 << 32  # an IoU of 1: 2**31 masks fit, and 2**31 pixels a mask
+MEDIUM, LARGE = 32**2, 96**2  # smallest areas of medium and of large masks in source pixels, as in COCO
+UNIT = 1 << 32  # the integer for an IoU of 1; sums fit 2**31 masks, products 2**31 pixels per mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class Score:
         *,
         by_size: bool = True,
     ) -> "Score":
-        """A score without a mask."""
+        """A score of no masks."""
         sums = torch.zeros((len(SIZES), len(prompts) + 1), dtype=torch.int64, device=device)
         return cls(sums, prompts, by_size)
 
@@ -75,7 +75,7 @@ class Score:
     def result(self) -> dict[str, float]:
         """Mean IoU, 0 to 1, and counts: "miou_1_click", "miou_1_click_small", ..., "masks", "masks_small".
 
-        A size without a mask has its count, 0, and no mean.
+        A size without masks has the count 0 and no mean.
         """
         rows = self.sums.tolist()
         by_size = {"": [sum(column) for column in zip(*rows, strict=True)]}

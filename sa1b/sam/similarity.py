@@ -1,8 +1,8 @@
-"""Similarity to clicks: an addition to the published model that learns in minutes what a click means.
+"""Similarity to clicks: an addition to the published model that learns the effect of a click in minutes.
 
-The published mask decoder has to learn from scratch that a click means pixels that are similar to the clicked
-pixel and near it. This module adds a term to the decoder's logits that has this meaning from the first step.
-Each pixel of the masks has a short feature vector f. The distance of pixel p from click c is
+The published mask decoder has to learn from scratch that the mask of a click contains pixels near the clicked
+pixel and similar to it. This module adds a term to the decoder's logits that has this effect from the first
+step. Each pixel of the masks has a short feature vector f. The distance of pixel p from click c is
 
     d(p, c) = a * |f(p) - f(c)|**2 + b * |p - c|**2          positions as fractions of the padded square
 
@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from sa1b.sam.image_encoder import ChannelNorm
 
-HIDDEN, CONTEXT = 32, 2  # channels of the convolutions; number of 3 x 3 convolutions on the embedding
-_COLOUR, _POSITION, _FOREGROUND, _BACKGROUND = 1.0, 8.0, 2.0, 2.0  # initial a, b, e, g
+HIDDEN, CONTEXT = 32, 2  # channels of the convolutions, and number of 3 x 3 convolutions on the embedding
+_COLOUR, _POSITION, _FOREGROUND, _BACKGROUND = 1.0, 8.0, 2.0, 2.0  # initial values of a, b, e and g
 _FAR = 30.0  # largest distance, also used without a click: sigmoid and softplus are flat there
 
 
@@ -49,8 +49,9 @@ class PixelFeatures(nn.Module):
     """Features of the pixels of masks, from the image and its embedding.
 
     Args:
-        patch_size: of the image encoder; masks have a pixel for each patch_size / 4 pixels of the image.
-        channels: of the image embedding.
+        patch_size: patch size of the image encoder; a mask pixel covers patch_size / 4 pixels of the image
+            per axis.
+        channels: channels of the image embedding.
         features: numbers for each pixel.
     """
 
@@ -71,7 +72,7 @@ class PixelFeatures(nn.Module):
 
     def forward(self, pixels: Tensor, embedding: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] and embedding [B, channels, h, w] -> [B, features, 4 h, 4 w]."""
-        # Means instead of samples: with random weights, noise of single pixels would dominate the features.
+        # The mean over pixels, because noise of single pixels would dominate features of random weights.
         colours = F.avg_pool2d(pixels, self.pool).to(self.first.weight.dtype)
         near = F.gelu(self.norm(self.first(colours.contiguous(memory_format=torch.channels_last))))
         x = near + F.interpolate(self.embedding(embedding), scale_factor=4.0, mode="nearest")
@@ -118,7 +119,7 @@ class ClickSimilarity(nn.Module):
         """The clicks of masks.
 
         Args:
-            pixels: float32 [B, R * R, D], of `split`.
+            pixels: float32 [B, R * R, D], the features of `split`.
             image: int64 [M], the image of each mask.
             points, labels: as for `Sam.decode`.
             image_size: pixels of the padded square.
@@ -130,7 +131,7 @@ class ClickSimilarity(nn.Module):
         positions, side = (points.float() + 0.5) / image_size, math.isqrt(pixels.shape[1])
         columns, rows = (positions * side).long().clamp(0, side - 1).unbind(-1)
         index = (image[:, None] * side + rows) * side + columns
-        # Its gradient is summed in a fixed order; the gradient of indexing with tensors is not.
+        # The gradient of this form is summed in a fixed order, unlike the gradient of indexing with tensors.
         features = pixels.flatten(0, 1).index_select(0, index.flatten()).view(*index.shape, pixels.shape[2])
         return Clicks(pixels, features, positions, labels)
 
@@ -143,8 +144,8 @@ class ClickSimilarity(nn.Module):
         """The term for each candidate: float32 [M, K, R, R].
 
         Args:
-            counts: masks of each image.
-            tokens: float [M, K, channels], of the candidates, from the decoder.
+            counts: number of masks of each image. tokens: float [M, K, channels], the decoder's tokens of the
+                candidates.
         """
         with torch.autocast(clicks.pixels.device.type, enabled=False):
             terms = self.terms(tokens.to(self.terms.weight.dtype)).float()

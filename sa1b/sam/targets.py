@@ -90,7 +90,7 @@ def inputs_of(batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
         points=batch.points,
         image=image,
         weights=(batch.valid[image] & batch.dense.flatten(1).any(dim=1)).float(),
-        # Use the index, not the id: all masks without an id have -1.
+        # The index is used, not the id, because all masks without an id have the id -1.
         keys=random_words(key, int(Purpose.PROMPT), positions[image], batch.mask_index),
         sizes=batch.framed_sizes,
         counts=batch.masks.counts,

@@ -60,7 +60,7 @@ class TwoWayTransformer(nn.Module):
                 values.
             tokens: float [M, T, C]. The initial tokens also serve as positions: they are added to queries and
                 keys in every attention except the first.
-            wanted: indices of the tokens to return; the last attention is computed for these only.
+            wanted: indices of the returned tokens; the last attention is computed for these only.
 
         Returns:
             Tokens [M, len(wanted), C] and image [M, N, C].
@@ -96,7 +96,7 @@ class TwoWayLayer(nn.Module):
         *,
         first: bool,
     ) -> tuple[Tensor, OwnImage]:
-        """As `TwoWayTransformer.forward`. In the first layer, queries are the tokens without a residual."""
+        """See `TwoWayTransformer.forward`. The self-attention of the first layer has no residual."""
         if first:
             queries = self.self_attn(queries, queries, queries)
         else:
@@ -173,7 +173,7 @@ class TokenToImage(ProjectedAttention):
         """Queries [M, T, C] -> [M, T, C]."""
         q = self.split(self.q_proj(queries))
         # The bias of the keys adds a constant to all logits of a query, so the softmax does not change and
-        # gradient of the bias is zero. The bias is still used, because DDP waits for every gradient.
+        # the gradient of the bias is zero. The bias is still used, because DDP waits for every gradient.
         q = q * q.shape[-1] ** -0.5 + 0 * self.k_proj.bias.sum()
         rows = q @ self.projection(self.k_proj.weight).to(q.dtype)  # (M, heads, T, C)
         weights = softmax(image.logits(rows.flatten(1, 2)), dim=-1)

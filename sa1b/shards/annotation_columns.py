@@ -1,4 +1,4 @@
-"""The list of masks of an annotation file as columns: the usual form fast, other forms as far as possible."""
+"""The list of masks of an annotation file as columns, with a fast path for files in the usual form."""
 
 from functools import partial
 from typing import Any
@@ -19,11 +19,11 @@ MASK_KEYS = (
     "stability_score",
 )
 BBOX_IS_INT, CROP_BOX_IS_INT = 1, 2
-EXACT_INT = 2**53  # integers below survive a float64; this one is also what the next one is rounded to
+EXACT_INT = 2**53  # smaller integers are exact in float64; 2**53 + 1 is rounded to this number
 
 
 def usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] | None:
-    """Columns of a list in which every annotation has the usual keys and types; None if one has not."""
+    """Columns of a list if every annotation has the usual keys and types; otherwise None."""
     signatures = _SIGNATURES
     size = [height, width]
     rows = []
@@ -55,7 +55,7 @@ def usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] |
     except (TypeError, ValueError, OverflowError, AttributeError, KeyError):
         return None
     number_types = np.array(kinds, np.uint8)
-    # Written so that NaN and infinity in a neighbouring number fail it too.
+    # The comparison is also False if a neighbouring number is NaN or infinite.
     if not (np.abs(numbers[number_types > 0, :8]) < EXACT_INT).all():
         return None
     return {
@@ -72,9 +72,7 @@ def usual_columns(masks: list[Any], height: int, width: int) -> dict[str, Any] |
 
 
 def _signatures() -> dict[tuple[object, ...], int]:
-    """A table from the types of a flattened annotation to its number_types. The lengths distinguish bbox,
-    crop_box and point.
-    """
+    """Types of a flattened annotation -> its number_types; lengths distinguish bbox, crop_box and point."""
     signatures: dict[tuple[object, ...], int] = {}
     for kind in range(4):
         bbox = (int if kind & BBOX_IS_INT else float,) * 4
@@ -130,7 +128,7 @@ def _describe_value(i: int, key: str, mask: dict[str, Any]) -> str:
 
 
 def _counts(mask: Any, i: int, height: int, width: int) -> str:
-    """The COCO string of one annotation, its size checked."""
+    """The COCO string of one annotation, after a check of its size."""
     if not isinstance(mask, dict):
         raise BadSample("wrong_type", f"mask {i} is {name_of(mask)}, not an object")
     segmentation = mask.get("segmentation")

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     from sa1b.shards.sample import Sample
 
-SHEET_IMAGES = 6  # in a contact sheet
+SHEET_IMAGES = 6  # images in a contact sheet
 SHEET_DEADLINE = 10.0  # seconds that a contact sheet waits for a remote read
 SAMPLE_SIDE = 640  # pixels of the longer side of a sample in a notebook
-_CELL_SIDE, _COLUMNS, _GAP, _LINE = 240, 3, 8, 18  # pixels, but for the columns
+_CELL_SIDE, _COLUMNS, _GAP, _LINE = 240, 3, 8, 18  # pixels; the columns of the sheet are fixed
 _UNREADABLE = (Sa1bError, OSError, ValueError, IndexError, MemoryError)
 
 
 class Displayed:
-    """The methods that notebooks call. A displayed class implements `_preview`."""
+    """The methods that notebooks call to show an object. A subclass implements `_preview`."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class Displayed:
 
 
 def encoded(image: "Image", kind: str) -> bytes:
-    """The bytes of an image as "PNG" or "JPEG"."""
+    """An image as the bytes of a "PNG" or "JPEG" file."""
     file = BytesIO()
     image.save(file, kind)
     return file.getvalue()
@@ -78,10 +78,10 @@ def size_text(size: int) -> str:
 
 
 def preview(read: Callable[[], "Sample"], side: int) -> tuple["Image", str]:
-    """An image with its masks, the longer side at most `side` pixels, and a line of text.
+    """An image with its masks and a line of text; its longer side has at most `side` pixels.
 
     Args:
-        read: returns the sample, or raises an error, which the image then shows.
+        read: returns the sample, or raises an error; the image then shows the error's text.
     """
     words = ""
     try:
@@ -96,8 +96,8 @@ def contact_sheet(reads: Sequence[tuple[int, Callable[[], "Sample"]]], images: i
     """Some images of a dataset with their masks, in rows of three.
 
     Args:
-        reads: image id, and a function that reads the sample.
-        images: in the dataset.
+        reads: pairs of an image id and a function that reads the sample.
+        images: number of images in the dataset.
     """
     from PIL import Image, ImageDraw
 
@@ -119,7 +119,7 @@ def contact_sheet(reads: Sequence[tuple[int, Callable[[], "Sample"]]], images: i
 
 
 def _notice(text: str, side: int) -> "Image":
-    """A grey image with a text."""
+    """A grey image that shows a text."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (side, side * 3 // 4), (225, 225, 225))
@@ -137,14 +137,14 @@ def _write(pen: Any, place: tuple[int, int], text: str) -> None:
 
 
 def show(image: "Image", title: str) -> None:
-    """Show an image in the notebook that this process belongs to, else in PIL's viewer.
+    """Show an image in the notebook of this process, or in PIL's viewer if there is no notebook.
 
     Raises:
         UsageError: this machine has no display, or no program that shows images.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    if getattr(shell, "kernel", None) is not None:  # not a terminal, which shows no images
+    if getattr(shell, "kernel", None) is not None:  # IPython in a terminal cannot show images
         import_module("IPython.display").display(image)
         return
     from PIL import ImageShow

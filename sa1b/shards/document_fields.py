@@ -172,10 +172,10 @@ _VIEW = _object(
 
 
 def check_dataset(document: Any) -> None:
-    """Check the fields of dataset.json, and that each of its shards belongs to one of its sources.
+    """Check the fields of dataset.json, and that each shard belongs to a listed source.
 
     Raises:
-        FieldError: naming the field.
+        FieldError: a field is missing or invalid; the message names it.
     """
     _DATASET(document, "")
     by_stem = {source_stem(name): name for name in document["sources"]}
@@ -203,7 +203,7 @@ def check_view(document: Any) -> None:
     """Check the fields of a view's document and, where it has one, its digest.
 
     Raises:
-        FieldError: naming the field.
+        FieldError: a field is missing or invalid; the message names it.
     """
     _VIEW(document, "")
     if VIEW_SEAL in document and document[VIEW_SEAL] != view_seal(document):

@@ -1,9 +1,8 @@
-"""Files of image ids: text with one id on each line, CSV or TSV with a header, Parquet, or a view's `.ids`
-file.
+"""Files of image ids: text with an id on each line, CSV, TSV, Parquet, or a view's `.ids` file.
 
-An id is written `223750`, `sa_223750` or `sa_223750.jpg`, in text and in columns. The kind of a file follows
-from its content (Parquet) or its ending (.csv, .tsv, .ids), else from its first line: a column name, or
-several columns, make it CSV or TSV.
+An id is written `223750`, `sa_223750` or `sa_223750.jpg`, in text and in columns. Parquet is detected by
+content, .csv, .tsv and .ids files by their ending. Any other file is CSV or TSV if its first line has a
+column name or several columns, and otherwise has an id on each line.
 """
 
 import csv
@@ -19,10 +18,10 @@ from pyarrow import csv as arrow_csv
 
 from sa1b.errors import UsageError
 
-COLUMNS = ("image_id", "id", "file_name")  # looked for in this order
+COLUMNS = ("image_id", "id", "file_name")  # searched in this order
 _FORM = r"^(?:sa_)?0*(?P<id>[0-9]{1,19})(?:\.jpg)?$"
 _END = 2**63
-_SHOWN = 80  # characters of a value in a message
+_SHOWN = 80  # largest number of characters of a value in a message
 _HEAD = 64 << 10  # bytes that show what a file is
 
 
@@ -33,9 +32,9 @@ def read_image_ids(file: str | Path) -> npt.NDArray[np.uint64]:
         file: its path, or FILE:COLUMN to name the column.
 
     Raises:
-        UsageError: not such a file, no such column, a value that is no image id (the message names the file
-            and its line), or no id at all.
-        OSError: it cannot be read.
+        UsageError: not such a file, no such column, no ids, or a value that is not an image id; the message
+            names the file and the line.
+        OSError: the file cannot be read.
     """
     path, column = _split(file)
     with path.open("rb") as opened:
@@ -55,7 +54,7 @@ def read_image_ids(file: str | Path) -> npt.NDArray[np.uint64]:
 
 
 def missing_ids(wanted: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The wanted ids that are not among the known ids; both ascending."""
+    """The wanted ids that are not among the known ids; both arrays are ascending."""
     rows = np.minimum(np.searchsorted(known, wanted), max(len(known) - 1, 0))
     return wanted[known[rows] != wanted] if len(known) else wanted
 
@@ -186,7 +185,7 @@ def _column(path: Path, names: list[str], column: str | None) -> str:
 def _parse(
     path: Path, values: pa.ChunkedArray, first: int, unit: str = "line", *, blank: bool = True
 ) -> npt.NDArray[np.uint64]:
-    """Ids from text; `first` numbers the first value. Blank values are left out where lines may be."""
+    """Ids from text; `first` is the number of the first value. Blank lines may be skipped."""
     trimmed = pc.utf8_trim_whitespace(values)
     alike = _parse_alike(trimmed.filter(pc.not_equal(trimmed, "")) if blank else trimmed)
     if alike is not None:
@@ -195,7 +194,7 @@ def _parse(
     bad = pc.is_null(digits)
     if blank:
         bad = pc.and_(bad, pc.not_equal(trimmed, ""))
-    # Text of one length compares as numbers do.
+    # Texts of equal length have the order of their numbers.
     long = pc.greater_equal(pc.utf8_lpad(pc.fill_null(digits, "0"), 19, "0"), str(_END))
     row = _first(pc.or_(pc.fill_null(bad, True), long))
     if row is not None:
@@ -209,7 +208,7 @@ def _parse(
 
 
 def _parse_alike(values: pa.ChunkedArray) -> npt.NDArray[np.uint64] | None:
-    """Ids from text of one form, ten times as fast as by pattern; None: another or several forms."""
+    """Ids from text of one form, ten times as fast as by pattern; None for another form or several."""
     if values.null_count or not len(values):
         return None
     prefixed = pc.all(pc.starts_with(values, "sa_")).as_py()
@@ -221,7 +220,7 @@ def _parse_alike(values: pa.ChunkedArray) -> npt.NDArray[np.uint64] | None:
         return None
     try:
         ids: npt.NDArray[np.uint64] = digits.cast(pa.uint64()).to_numpy()
-    except pa.ArrowInvalid:  # too large
+    except pa.ArrowInvalid:  # an id of 2**63 or more
         return None
     return ids if int(ids.max()) < _END else None
 

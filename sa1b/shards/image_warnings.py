@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-MAX_LISTED_MASKS = 1000  # of an image and reason; real images have 100 masks, an annotation file up to 90,000
+MAX_LISTED_MASKS = 1000  # for an image and a reason; real images have 100 masks, files can have 90,000
 
 
 @dataclass(slots=True)
@@ -22,14 +22,14 @@ class ImageWarning:
 
 
 class ImageWarnings(dict[str, ImageWarning]):
-    """Reason (a snake_case word) -> warning, in the order they are found."""
+    """Warnings by reason (a snake_case word), in the order in which they are found."""
 
     def add(self, reason: str, message: str) -> None:
-        """A warning about the image or its files; the first message of a reason stays."""
+        """Add a warning about the image or its files; the first message of each reason is kept."""
         self.setdefault(reason, ImageWarning(message))
 
     def add_masks(self, reason: str, masks: Iterable[int], message: Callable[[], str]) -> None:
-        """A warning about masks by index; `message` is called for the first of them only."""
+        """Add a warning about the masks with these indices; `message` is called for the first mask only."""
         for mask in masks:
             found = self.get(reason)
             if found is None:

@@ -1,7 +1,6 @@
 """The shard index: one parquet file beside each tar, one row per image, in the tar's order.
 
-It contains the offsets of all members, every number and every mask, so that queries about masks open no
-tar.
+It contains the offsets of all members, every number and every mask, so that queries need not open the tar.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
 
 ROW_GROUP_IMAGES = 128
-ROW_GROUP_BYTES = 64 << 20  # of numbers and runs; 128 usual images hold 19 MB and never reach it
+ROW_GROUP_BYTES = 64 << 20  # bytes of numbers and runs; 128 usual images hold 19 MB and never reach the limit
 RUNS_PATH = "runs.list.element.list.element"
 
 _PLAIN = {
@@ -33,7 +32,7 @@ _PLAIN = {
     "jpg_crc32c": pa.uint32(),
     "masks_crc32c": pa.uint32(),
 }
-_PER_MASK = {  # column -> value type, values per mask
+_PER_MASK = {  # column -> type of its values, number of values per mask
     "mask_id": (pa.int64(), 1),
     "area": (pa.int64(), 1),
     "bbox": (pa.float64(), 4),
@@ -47,11 +46,12 @@ _PER_MASK = {  # column -> value type, values per mask
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One image of a shard: offsets and contents of its members.
+    """One image of a shard, with the offsets and contents of its members.
 
     Attributes:
-        image_height, image_width: pixels of the stored JPEG; the annotations have the source's.
-        jpg_offset, masks_offset: bytes from the start of the tar to the member's content.
+        image_height, image_width: size of the stored JPEG in pixels; the annotations have the size of the
+            source image.
+        jpg_offset, masks_offset: offsets of the members' contents from the start of the tar, in bytes.
     """
 
     annotations: Annotations
@@ -126,14 +126,14 @@ class IndexWriter:
             self._write()
 
     def close(self) -> None:
-        """Write what is left and the footer."""
+        """Write the remaining rows and the footer."""
         if self._columns["image_id"]:
             self._write()
         self._writer.close()
 
     def abandon(self) -> None:
-        """Drop a file that cannot be completed, without another attempt to write to it."""
-        self._writer.is_open = False  # or its destructor writes the footer, and complains when it cannot
+        """Abandon a file that cannot be completed, without writing to it again."""
+        self._writer.is_open = False  # otherwise the destructor tries to write the footer and prints an error
 
     def _write(self) -> None:
         columns = self._columns
@@ -160,7 +160,7 @@ def _plain(row: Row, name: str) -> int:
 
 
 def _runs_column(runs: list[npt.NDArray[np.uint32]], counts: list[npt.NDArray[Any]]) -> pa.ChunkedArray:
-    """A chunk an image: the writer takes six times the bytes of a chunk, and none of them is copied."""
+    """One chunk per image, not copied: the Parquet writer needs six times the bytes of the largest chunk."""
     chunks = []
     for flat, lengths in zip(runs, counts, strict=True):
         masks = _list_array(_offsets(lengths), pa.array(flat, pa.uint32()))

@@ -20,7 +20,7 @@ class IndexFormatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemberLocation:
-    """Offset and size of a member's content in bytes, and its checksum."""
+    """Offset, size in bytes and checksum of a member's content."""
 
     offset: int
     bytes: int
@@ -31,7 +31,7 @@ class IndexReader:
     """The rows of an index file.
 
     Attributes:
-        with_runs: the index holds the decoded masks.
+        with_runs: whether the index contains the decoded masks.
         columns: the columns with one value per image, each [rows].
     """
 
@@ -86,7 +86,7 @@ class IndexReader:
     def _row(self, row: int) -> tuple[pa.Table, int]:
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
         if self._group is None or self._group[0] != group:
-            self._group = None  # the old one leaves memory first
+            self._group = None  # frees the previous row group before the next one is read
             self._group = (group, self._file.read_row_group(group))
         return self._group[1], row - int(self._starts[group])
 

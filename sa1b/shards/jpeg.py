@@ -22,8 +22,8 @@ MAX_JPEG_BYTES = 32 << 20  # real files: 1 MB on average
 MAX_SEGMENTS = 1000  # real files: 10; each scan of a progressive file costs a decoder a pass over the image
 
 _SOI, _EOI, _SOS, _DQT, _DHT, _SOF2 = 0xD8, 0xD9, 0xDA, 0xDB, 0xC4, 0xC2
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # C4, C8, CC are no frame headers
-_DECODABLE = {0xC0, 0xC1, 0xC2}  # baseline, extended, progressive; Huffman coded
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # C4, C8 and CC are not frame headers
+_DECODABLE = {0xC0, 0xC1, 0xC2}  # baseline, extended and progressive JPEG with Huffman coding
 # In coded data, ff is followed by 00, a restart marker or a fill byte; anything else ends the scan.
 _MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _FILL = re.compile(rb"\xff*(?=\xff)")  # a marker may be preceded by any number of fill bytes ff
@@ -32,7 +32,7 @@ _ALONE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without a length
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Contents of the markers: size in pixels, bytes after the end of the image, and bytes of coded data."""
+    """Size of the image in pixels, bytes after its end, and bytes of coded data."""
 
     height: int
     width: int
@@ -46,13 +46,13 @@ def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> Frame:
     """Read all markers of a JPEG file, without decoding.
 
     Finds truncation at any point: the end-of-image marker must follow the coded data. It cannot detect a
-    changed byte inside the coded data; only a checksum can. 0.3 ms for a file of 1 MB.
+    changed byte inside the coded data; only a checksum can. A file of 1 MB takes 0.3 ms.
 
     Args:
         max_pixels: a larger image is refused. Ingest passes a limit; readers of stored images do not.
 
     Raises:
-        BadSample: not a JPEG, cut off, without or with several frame headers, or of an absurd size.
+        BadSample: not a JPEG, truncated, no frame header or several, or an absurd size.
     """
     if len(data) > MAX_JPEG_BYTES:
         raise BadSample("jpeg_too_large", f"JPEG of {len(data):,} bytes, cap {MAX_JPEG_BYTES:,}")
@@ -180,8 +180,8 @@ def scaled_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
 def scale_down(data: bytes, found: Frame, longer_side: int, quality: int) -> tuple[bytes, int, int]:
     """Re-encode so that the longer side has at most `longer_side` pixels: bytes, height, width.
 
-    An image that is not larger is returned unchanged. Pixels are averaged over their area, which does not
-    alias; 4:2:0, as SA-1B's own files are.
+    An image that is not larger is returned unchanged. Pixels are averaged over areas, which avoids aliasing.
+    Chroma subsampling is 4:2:0, as in SA-1B's files.
 
     Raises:
         BadSample: the JPEG does not decode.
@@ -192,6 +192,6 @@ def scale_down(data: bytes, found: Frame, longer_side: int, quality: int) -> tup
     height, width = scaled_size(found.height, found.width, longer_side)
     try:
         image = cv2.resize(decode(data), (width, height), interpolation=cv2.INTER_AREA)
-    except cv2.error as error:  # of a decoded image and a positive size: for lack of memory only
+    except cv2.error as error:  # pixels and size are valid: memory is lacking
         raise MemoryError(str(error)) from None
     return simplejpeg.encode_jpeg(image, quality, "RGB", "420", fastdct=False), height, width

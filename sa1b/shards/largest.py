@@ -1,4 +1,4 @@
-"""The largest image of a shard or a source, quantity by quantity: the bounds of a reader's memory."""
+"""The largest value of each quantity over the images of a shard or a source: bounds of a reader's memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from sa1b.shards.manifest import LARGEST
 
 @dataclass(slots=True)
 class Largest:
-    """Per image: masks, runs, and bytes of COCO strings, JPEG and mask record; 0 before the first image."""
+    """Largest masks, runs, and bytes of COCO strings, JPEG and mask record of one image."""
 
     values: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LARGEST, 0))
 
@@ -26,6 +26,6 @@ class Largest:
         )
 
     def merge(self, found: Mapping[str, int]) -> None:
-        """Add quantities of one image, or those of another shard."""
+        """Add the quantities of an image or of another shard."""
         for name, value in found.items():
             self.values[name] = max(self.values[name], value)

@@ -1,8 +1,8 @@
 """Images with their masks drawn over them, at display size: for notebooks, viewers and the gallery.
 
 Masks are resized on their runs to the pixels of the displayed image (`sa1b.masks.raster.rasterize`), so that
-a contour is the edge of the mask at that size, neither smoothed nor simplified. Larger masks are drawn first
-and smaller ones over them. Mask number n in that order has the same colour here and in the gallery.
+a contour is the exact edge of the mask at that size. Larger masks are drawn first and smaller ones over them.
+The colour of a mask depends on its number in that order, and is the same in the gallery.
 
 One mask is in memory at a time, and a JPEG is decoded at a fraction of its size where it is larger than what
 is displayed, so that memory grows with the displayed pixels only.
@@ -20,7 +20,7 @@ from sa1b.shards import jpeg
 
 Pixels = npt.NDArray[np.uint8]
 
-_OPACITY = 0.4  # of a mask's colour; its contour is opaque
+_OPACITY = 0.4  # opacity of a mask's colour; its contour is opaque
 _CROSS = np.array([[0, 1, 0], [1, 1, 1], [0, 1, 0]], np.uint8)  # a pixel and its four neighbours
 
 
@@ -30,7 +30,7 @@ def largest_first(runs: Runs) -> npt.NDArray[np.int64]:
 
 
 def display_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
-    """Height and width of the displayed image: its own size, smaller if the longer side exceeds a limit."""
+    """Height and width of the displayed image: reduced if the longer side exceeds a limit."""
     if max(height, width) <= longer_side:
         return height, width
     return jpeg.scaled_size(height, width, longer_side)
@@ -43,7 +43,7 @@ def scaled(pixels: Pixels, longer_side: int) -> Pixels:
 
 
 def decode_for_display(data: bytes, longer_side: int) -> Pixels:
-    """A JPEG at its `display_size`, RGB uint8 [h, w, 3].
+    """Decode a JPEG at its `display_size`: RGB uint8 [h, w, 3].
 
     The decoder's DCT scales down first: memory and time grow with the displayed pixels, not with those of the
     file, up to a reduction of 8.
@@ -61,7 +61,7 @@ def overlay(pixels: Pixels, runs: Runs) -> Pixels:
     """A copy of an image with masks drawn over it.
 
     Args:
-        pixels: RGB uint8 [h, w, 3], at any size.
+        pixels: the image, RGB uint8 [h, w, 3], at any size.
         runs: N masks, of the source image at any size; they are resized to h x w. One dense mask is in memory
             at a time.
 
@@ -70,14 +70,14 @@ def overlay(pixels: Pixels, runs: Runs) -> Pixels:
         contours of one pixel inside the masks.
     """
     height, width = pixels.shape[:2]
-    top = np.zeros((height, width), np.int32)  # number of the last mask drawn at a pixel, from 1
+    top = np.zeros((height, width), np.int32)  # number, from 1, of the last mask drawn at each pixel
     contour = np.zeros((height, width), np.bool_)
     buffer = np.empty((1, height, width), np.uint8)
     for number, mask in enumerate(largest_first(runs).tolist(), 1):
         (found,) = raster.rasterize(runs, height, width, select=[mask], out=buffer)
         inside = found.view(np.bool_)
         top[inside] = number
-        # A mask hides the contours below it, but for its own.
+        # A mask hides the contours of the masks below it.
         contour[inside] = (found != cv2.erode(found, _CROSS))[inside]
     colours = np.array([(0.0, 0.0, 0.0), *map(colour, range(len(runs)))], np.float32)
     share = np.where(contour, 1.0, np.where(top > 0, _OPACITY, 0.0)).astype(np.float32)[:, :, None]

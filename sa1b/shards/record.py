@@ -36,7 +36,7 @@ import zstandard
 from sa1b.shards.annotation import MAX_JSON_BYTES, Annotations
 
 FORMAT = "sa1b-masks-1"
-MAX_CONTENT_BYTES = 32 << 20  # a real record holds 45 kB, the largest annotation file makes 20 MB
+MAX_CONTENT_BYTES = 32 << 20  # real records: 45 kB; the largest annotation file: 20 MB
 MAX_HEADER_BYTES = 1 << 16  # twelve tensors take 1.5 kB; JSON takes 25 times its text in memory
 _LEVEL = 3
 _THREAD = threading.local()
@@ -65,14 +65,14 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class RecordError(ValueError):
-    """The bytes are no mask record that this version can read."""
+    """The bytes are not a mask record that this version can read."""
 
 
 def encode(annotations: Annotations) -> bytes:
-    """The mask record of one image, as stored in `sa_<id>.masks`; the same bytes for the same columns.
+    """The mask record of one image, as stored in `sa_<id>.masks`; equal columns give equal bytes.
 
     Raises:
-        MemoryError: the compressor gets no memory.
+        MemoryError: the compressor cannot allocate memory.
     """
     header: dict[str, Any] = {
         "__metadata__": {
@@ -103,7 +103,7 @@ def encode(annotations: Annotations) -> bytes:
     content = b"".join((struct.pack("<Q", len(text)), text, *pieces))
     try:
         return _compressor().compress(content)
-    except zstandard.ZstdError as error:  # compression fails for no other reason
+    except zstandard.ZstdError as error:  # lack of memory is the only reason why compression fails
         raise MemoryError(str(error)) from None
 
 
@@ -171,7 +171,7 @@ def webdataset_decoder(key: str, data: bytes) -> Annotations | None:
 
         WebDataset("shards/sa1b-000020-{0000..0010}.tar").decode("pil", sa1b.webdataset_decoder)
 
-    Each sample's "masks" becomes its `Annotations`; other members are left to the other decoders.
+    Replaces "masks" of each sample by its `Annotations`; the other decoders decode the other members.
 
     Args:
         key: the member's ending, such as ".masks".
@@ -199,12 +199,12 @@ def _decompress(data: bytes | memoryview) -> bytes:
 
 
 def _narrow(array: npt.NDArray[Any], types: tuple[str, ...]) -> tuple[str, npt.NDArray[Any]]:
-    """The array in the first of `types` that gives back its very bits."""
+    """The array as the first of `types` that preserves its bits."""
     for name in types[:-1]:
         with np.errstate(invalid="ignore", over="ignore"):
             narrow = array.astype(_DTYPES[name])
             back = narrow.astype(array.dtype)
-        # Bits, not values: -0.0 and the payload of a NaN count too.
+        # Bits are compared, not values, so that -0.0 and the payload of a NaN are preserved.
         if np.array_equal(back.view(np.uint64), array.view(np.uint64)):
             return name, narrow
     return types[-1], array.astype(_DTYPES[types[-1]], copy=False)

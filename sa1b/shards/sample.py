@@ -1,4 +1,4 @@
-"""One sample as stored: an image and its masks, as bytes, arrays, PIL images and on screen."""
+"""One stored sample: an image and its masks, as bytes, arrays, PIL images or on the screen."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ class Sample(display.Displayed):
         jpeg: the bytes of `sa_<id>.jpg`.
         annotations: all masks with all their numbers, in pixels of the source image.
         shard: name of the shard.
-        offset: of the JPEG's content in the shard, in bytes.
+        offset: offset of the JPEG's content in the shard, in bytes.
     """
 
     image_id: int
@@ -72,9 +72,9 @@ class Sample(display.Displayed):
     def masks(self, select: npt.ArrayLike | None = None) -> npt.NDArray[np.bool_]:
         """Masks as pixels at source resolution, equal to what pycocotools decodes.
 
-        The frame is that of the annotations, `annotations.height` x `annotations.width` pixels, also where
-        the stored image is smaller. 100 masks of 2250 x 1500 pixels take 338 MB: select the masks you need,
-        or rasterise the runs at another size (`sa1b.masks.rasterize(sample.runs, height, width)`).
+        The frame is that of the annotations, `annotations.height` x `annotations.width` pixels, even if the
+        stored image is smaller. 100 masks of 2250 x 1500 pixels take 338 MB: select the masks you need, or
+        rasterise the runs at another size (`sa1b.masks.rasterize(sample.runs, height, width)`).
 
         Args:
             select: integers [K] or bool [N], the masks to decode; None: all N, in the order of the
@@ -84,7 +84,7 @@ class Sample(display.Displayed):
             bool [K, height, width], True on the mask.
 
         Raises:
-            IndexError: a mask that is not there.
+            IndexError: an index in `select` is outside the masks.
         """
         found = raster.rasterize(self.runs, select=select, dtype=np.bool_)
         return found.view(np.bool_)
@@ -100,7 +100,7 @@ class Sample(display.Displayed):
             max_side: pixels of the longer side, at most; the image is never enlarged beyond the stored JPEG.
 
         Raises:
-            ValueError: max_side, or a mask that is not there.
+            ValueError: max_side is not an integer of at least 1, or an index in `masks` is outside the masks.
             BadSample: the JPEG does not decode.
         """
         from PIL import Image

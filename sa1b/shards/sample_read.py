@@ -29,7 +29,7 @@ class _Begun(Protocol):
 
 
 class _Shared:
-    """One read for several samples, whose threads may request it at the same time."""
+    """One read for several samples; their threads may request it at the same time."""
 
     def __init__(self, begun: "Future[bytes] | LocalRead") -> None:
         self._begun = begun
@@ -51,11 +51,12 @@ class SampleLocation:
     """Location of a sample in a shard.
 
     Attributes:
-        image_id: of the image.
+        image_id: id of the image.
         shard: name of the shard.
-        start: offset of the jpg's content in it; masks_start: of the record's; stop: the record's end.
-        jpg_bytes: of the jpg.
-        jpg_crc, masks_crc: crc32c of both.
+        start: offset of the jpg's content in the shard, in bytes; masks_start: offset of the record's
+            content; stop: end of the record.
+        jpg_bytes: size of the jpg in bytes.
+        jpg_crc, masks_crc: CRC-32C of the jpg and of the record.
     """
 
     image_id: int
@@ -81,7 +82,7 @@ class PendingRead:
 
     Attributes:
         location: its location in the shard.
-        reader: reads the dataset directory.
+        reader: reader of the dataset directory.
         begun: the pending read, which may cover a block of samples.
         origin: offset in the shard at which the read begins.
         shared: whether the same read returns other samples.
@@ -97,14 +98,14 @@ class PendingRead:
         """The JPEG's bytes and the masks, both verified.
 
         Raises:
-            ShardError: the stored bytes are damaged, or are another sample.
+            ShardError: the stored bytes are damaged or belong to another sample.
             sa1b.storage.errors.StorageError: the sample cannot be read now; its state is unknown.
         """
         location = self.location
         try:
             data = memoryview(self.begun.result())
         except DamageError as error:
-            if self.shared:  # perhaps only a neighbour is
+            if self.shared:  # perhaps only a neighbouring sample is damaged
                 return submit(self.reader, [location])[0].result()
             kind = "masks" if error.start >= location.masks_start else "jpg"
             name = member_name(location.image_id, kind)

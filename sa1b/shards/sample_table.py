@@ -1,16 +1,16 @@
 """The sample table: the location of every image of a dataset, sorted by id, as a memory-mapped file.
 
-`samples-<digest>.bin` is that of a dataset (`samples.bin` in older ones), `tasks/<source>.samples` that of
-one source, whose `shard` counts the source's own shards.
+`samples-<digest>.bin` is the table of a dataset (`samples.bin` in older datasets). `tasks/<source>.samples`
+is the table of one source; its `shard` counts the shards of that source.
 
     header   128 bytes: magic "SA1BTBL1", version u32, header bytes u32, count u64,
              sha256 of the image_id column (32 bytes), sha256 of all columns (32 bytes), zeros
     columns  image_id u64, shard u32, offset u64, jpg_bytes u32, masks_bytes u32, jpg_crc32c u32,
              masks_crc32c u32; little-endian, one after the other, each begins at a multiple of 8
 
-`shard` is an index into the shards of dataset.json; `offset` is that of the jpg's content. The content of the
-jpg is padded to a multiple of 512 bytes. The masks' header of 512 bytes comes next, then the masks' content.
-So one read from `offset` returns a sample. A row takes 36 bytes.
+`shard` is an index into the shards of dataset.json; `offset` is the offset of the jpg's content. The content
+of the jpg is padded to a multiple of 512 bytes. The masks' header of 512 bytes comes next, then the masks'
+content. So one read from `offset` returns a sample. A row takes 36 bytes.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class SampleTable:
     """The columns of a sample table, each [N], sorted by image_id; views into the mapped file.
 
     Attributes:
-        ids_digest: sha256 of the sorted image ids: identifies the set of images for any sharding.
+        ids_digest: sha256 of the sorted image ids, which identifies the set of images for any sharding.
         digest: sha256 of all columns.
     """
 
@@ -67,7 +67,7 @@ class SampleTable:
         return len(self.image_id)
 
     def masks_offset(self, i: int) -> int:
-        """Offset of the mask record's content of row i, in bytes."""
+        """Offset in bytes of the content of the mask record of row i."""
         end = int(self.offset[i]) + int(self.jpg_bytes[i])
         return -(-end // 512) * 512 + 512
 
@@ -78,9 +78,9 @@ class TableFacts:
 
     Attributes:
         bytes: size of the file.
-        sha256: of the file.
-        ids_sha256: of the sorted image ids.
-        columns_sha256: of all columns.
+        sha256: sha256 of the file.
+        ids_sha256: sha256 of the sorted image ids.
+        columns_sha256: sha256 of all columns.
     """
 
     bytes: int
@@ -118,9 +118,9 @@ def write_table(path: Path, parts: Sequence[SampleTable], first_shards: Sequence
     """Join tables into one file, flushed. Memory: 24 bytes a row.
 
     Args:
-        path: the file; one that is there is overwritten.
+        path: path of the file; an existing file is overwritten.
         parts: tables without an image in common.
-        first_shards: for each part, what its shard numbers are counted from in the joined table.
+        first_shards: for each part, the number of its first shard in the joined table.
 
     Raises:
         ValueError: an image id occurs twice; the message names it.
@@ -157,7 +157,7 @@ def write_table(path: Path, parts: Sequence[SampleTable], first_shards: Sequence
 
 
 def read_facts(file: BufferedReader) -> TableFacts:
-    """The facts of a table's file, read to its end."""
+    """The manifest's entry for a table's file, which is read completely."""
     file.seek(0)
     header = file.read(_HEADER_BYTES)
     file.seek(0)
@@ -208,7 +208,7 @@ def open_table(path: Path, *, check: bool = False) -> SampleTable:
 
 
 def is_intact(table: SampleTable) -> bool:
-    """Whether the columns, as they are mapped, match their digest: 0.3 s for all of SA-1B."""
+    """Whether the mapped columns match their digest; takes 0.3 s for all of SA-1B."""
     digest = hashlib.sha256()
     for name in COLUMNS:
         column = getattr(table, name)

@@ -26,7 +26,7 @@ from sa1b.shards.manifest import ShardInfo
 from sa1b.shards.shard_walk import StoredImage, damaged, member_header, walk_shard
 from sa1b.storage.atomic import flush
 
-# Columns of the index on the members of an image.
+# Columns of the index that describe the members of an image.
 _COLUMNS = frozenset(
     {"image_id"}
     | {f"{ending}_{what}" for ending in ("jpg", "masks") for what in ("offset", "bytes", "crc32c")}
@@ -40,9 +40,9 @@ class Pair:
     Attributes:
         jpeg: the bytes to store.
         height, width: pixels of that JPEG.
-        annotations, runs: of the source image.
+        annotations, runs: annotations and masks of the source image.
         text: the annotation file to store verbatim, or None.
-        warnings: odd values, by reason; not stored in the shard.
+        warnings: reason -> warning about an odd value; not stored in the shard.
     """
 
     jpeg: bytes
@@ -65,7 +65,7 @@ class ShardWriter:
         self._index = IndexWriter(index_path(self.path), with_runs=with_runs)
 
     def add(self, pair: Pair) -> Row:
-        """Append one image; its row of the index."""
+        """Append one image; returns its row of the index."""
         annotations = pair.annotations
         masks = record.encode(annotations)
         image_id = annotations.image_id
@@ -91,7 +91,7 @@ class ShardWriter:
         return row
 
     def close(self) -> None:
-        """End the tar and the index; they are not yet on the disk (`seal`)."""
+        """Complete the tar and the index; `seal` flushes them to the disk."""
         self._tar.close()
         self._index.close()
 
@@ -102,7 +102,7 @@ class ShardWriter:
             self._tar.fileobj.close()
 
     def _member(self, name: str, data: bytes) -> int:
-        """Write one member; the offset of its content."""
+        """Write one member; returns the offset of its content."""
         offset = self._tar.offset + tarfile.BLOCKSIZE
         file = self._tar.fileobj
         for piece in (member_header(name, len(data)), data, bytes(-len(data) % tarfile.BLOCKSIZE)):
@@ -117,7 +117,7 @@ def index_path(shard: Path) -> Path:
 
 
 def seal(shard: Path) -> ShardInfo:
-    """Read a finished shard back, compare every image with the index, flush both files to the disk.
+    """Read a finished shard, compare every image with the index, and flush both files to the disk.
 
     Raises:
         ShardError: the tar does not read back as it was written, or differs from the index.
@@ -151,10 +151,10 @@ def seal(shard: Path) -> ShardInfo:
 
 
 def _compare(shard: Path, row: dict[str, int] | None, image: StoredImage | None) -> int:
-    """1 for an image that its row of the index describes.
+    """Compare an image with its row of the index; returns 1, the number of images compared.
 
     Raises:
-        ShardError: it is not, or one of the two is missing.
+        ShardError: they differ, or one of the two is missing.
     """
     if row is None or image is None:
         name, where = ("the index", "the tar") if image is None else ("the tar", "the index")

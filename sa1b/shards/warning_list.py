@@ -1,4 +1,4 @@
-"""Lists of ingest about the pairs of a source: the lines of quarantine/<source>/*.jsonl.
+"""Lists that ingest writes about the pairs of a source: the lines of quarantine/<source>/*.jsonl.
 
     refused.jsonl    a line for each refused member or damaged stretch, with the file that holds its bytes
     warnings.jsonl   a line for each image and reason that was kept with a warning (`doubtful.jsonl` in
@@ -21,13 +21,13 @@ WARNINGS = ("warnings.jsonl", "doubtful.jsonl")
 
 
 def warnings_path(root: Path, source: str) -> Path:
-    """The path of the file with the warnings of a source; the file need not exist."""
+    """The path of the file with the warnings of a source, which may be missing."""
     paths = [root / QUARANTINE / source / name for name in WARNINGS]
     return next((path for path in paths if path.is_file()), paths[0])
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Number, from 1, and content of each line of a file; None for a line that is not such an object.
+    """Number (from 1) and content of each line of a file; the content is None for a line of another form.
 
     A missing file has no lines.
     """

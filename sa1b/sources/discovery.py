@@ -1,6 +1,7 @@
 """Search of the user's paths for sources, with a list of everything else that is found.
 
-A path is a tar, a folder of pairs, or a folder with any of these at any depth. Nothing is left out silently:
+A path is a tar, a folder of pairs, or a folder that contains these at any depth. Every file that is not taken
+is listed:
 
     data/batch1/sa_000020.tar   a tar: by its content, or by its name (then a failed download is reported)
     data/X.TAR                  the same; the source is named X
@@ -45,7 +46,7 @@ _MAGIC = {
     b"\xfd7zXZ": "compressed with xz",
     b"(\xb5/\xfd": "compressed with Zstandard",
     b"PK\x03\x04": "a zip archive",
-    b"\x1f\x8b": "a gzip file without a tar in it",
+    b"\x1f\x8b": "a gzip file that contains no tar",
 }
 _UNFIT = (
     "the name becomes part of the names of shards; use letters, digits, '_', '-' and '.', or give it another "
@@ -86,8 +87,8 @@ def discover(
         paths: tars, or folders to search at any depth.
         ignore: fnmatch patterns, compared with the file name and with the path relative to the given folder;
             a match is neither taken nor listed. They do not apply to `paths` themselves.
-        skip: files and folders of the run itself, such as its output, that are neither taken nor listed,
-            unless they are among `paths`.
+        skip: files and folders of this run, such as its output. They are neither taken nor listed, unless
+            they are in `paths`.
         rename: path of a tar or of a folder of pairs -> the name of the source instead of its usual one.
 
     Raises:
@@ -132,7 +133,7 @@ class _Search:
         self.not_taken: list[NotTaken] = []
         self.seen = skipped - {inode_of(path)}  # folders
         self.tars: dict[tuple[int, int], Path] = {}
-        self.waiting: list[tuple[Path, bool]] = [(path, False)]  # whether it belongs to a folder source
+        self.waiting: list[tuple[Path, bool]] = [(path, False)]  # whether inside a folder source
 
     def run(self) -> list[Source]:
         if self.path.is_file():
@@ -159,7 +160,7 @@ class _Search:
         return self.sources
 
     def _folder(self, path: Path, inside: bool) -> None:
-        """Take what one folder holds; if it is `inside` a folder source, its pairs are already taken."""
+        """Take the sources in one folder, without pairs if it is `inside` a folder source."""
         try:
             if (inode := inode_of(path)) in self.seen:
                 return
@@ -171,7 +172,7 @@ class _Search:
                 return
             pairs = not inside and any(is_pair_name(file.name) for file in pair_files(path, self.ignore))
         except OSError as error:
-            if not inside:  # otherwise it is refused as a member when the source is read
+            if not inside:  # other unreadable files are refused as members when the source is read
                 self._leave(path, f"cannot be read: {error.strerror}")
             return
         if pairs:
@@ -203,7 +204,7 @@ class _Search:
                 return False
             reason = _why_not_taken(path, found)
         except OSError as error:
-            reason = "a link to nothing" if path.is_symlink() else f"cannot be read: {error.strerror}"
+            reason = "a link to a missing file" if path.is_symlink() else f"cannot be read: {error.strerror}"
         else:
             if reason is None and (other := self.tars.setdefault(inode, path)) != path:
                 reason = f"the same file as {other}"
@@ -246,7 +247,7 @@ def tar_name(name: str) -> str:
 
 
 def _why_not_taken(path: Path, found: os.stat_result) -> str | None:
-    """Why a file is not a source; None if it is a source by its content or its name.
+    """The reason why a file is not a source; None if it is a source by its content or its name.
 
     A file with the name of a tar and other content is taken as a source, so that its failure is reported.
     """

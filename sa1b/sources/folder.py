@@ -47,14 +47,14 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
     """Whether an entry is a folder or a link to a folder; never raises, unlike `entry.is_dir`."""
     try:
         return entry.is_dir()
-    except OSError:  # a loop of links, or a link into a folder without permission
+    except OSError:  # a loop of links, or a link into a folder that may not be read
         return False
 
 
 def subfolders(path: Path, ignore: Ignore) -> list[Path]:
     """`images/` and `annotations/` of a folder that contains both, with all subfolders; otherwise nothing.
 
-    Hidden folders are left out. A folder that is reached twice (by a symbolic link) is returned once.
+    Hidden folders are left out. A folder that symbolic links reach again is returned once.
     """
     waiting = [path / name for name in LAYOUT]
     if not all(folder.is_dir() and not ignore(folder) for folder in waiting):
@@ -176,7 +176,7 @@ class FolderReader:
 
 
 def inode_of(path: Path) -> tuple[int, int]:
-    """Device and inode: the same for all names of a file or folder."""
+    """Device and inode, which are the same for all names of a file or folder."""
     found = path.stat()
     return found.st_dev, found.st_ino
 

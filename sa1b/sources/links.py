@@ -1,4 +1,4 @@
-"""Hard links in an archive: GNU tar writes a file that it finds again as a link to the first one."""
+"""Hard links in an archive: GNU tar stores further names of a file as links to its first name."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -6,20 +6,20 @@ from dataclasses import replace
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import HARD_LINK, Damage, Member, StoredStream
 
-MAX_LINKS = 1 << 16  # links kept for the second pass; further ones are yielded as links
+MAX_LINKS = 1 << 16  # links kept for the second pass; all further links are yielded unchanged
 
 
 def resolve_links(
     items: Iterable[Member | Damage], reopen: Callable[[], StoredStream]
 ) -> Iterator[Member | Damage]:
-    """Replace hard links to an earlier file of the same archive, as GNU tar writes them, by files.
+    """Replace hard links to an earlier file of the same archive by files.
 
-    They come last and are read in a second pass over the archive, so that memory is bounded by one member.
-    If two files have one name, the first is used. A link to its own name is left out. Other links are yielded
-    unchanged.
+    The files come last and are read in a second pass over the archive, so that memory is bounded by one
+    member. If two files have one name, the first is used. A link to its own name is left out. Other links are
+    yielded unchanged.
 
     Args:
-        items: from the first pass of `members`.
+        items: members and damage from the first pass over the archive.
         reopen: opens the archive again, at its start.
     """
     waiting: dict[str, list[Member]] = {}  # target -> links to it

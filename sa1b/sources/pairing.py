@@ -1,4 +1,4 @@
-"""Pairs from members in any order: an image and its annotation file, or the reason why there is no pair."""
+"""Pairs of an image and its annotation file from members in any order; other members are refused."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

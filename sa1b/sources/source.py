@@ -25,10 +25,10 @@ class Source:
         name: file name without ending, or the folder's name; part of the names of shards.
         path: file or folder; the name of the tar if it has a link.
         kind: "tar" or "folder".
-        link: where the tar is read from if it is not a file; `path` is then its name alone.
-        size: bytes as stored; for a folder, of all its files.
-        mtime_ns: modification time in nanoseconds; for a folder, of its newest file.
-        ignore: patterns of files of a folder that are left out.
+        link: source of the tar's bytes if the tar is not a file; `path` is then only its name.
+        size: stored bytes of the tar, or of all files of the folder.
+        mtime_ns: modification time in nanoseconds of the tar, or of the newest file of the folder.
+        ignore: patterns of the files of a folder that are left out.
     """
 
     name: str
@@ -92,7 +92,7 @@ class SourceReader:
                 )
 
     def close(self) -> None:
-        """Close the file. Call `check_unchanged` before."""
+        """Close the file. Call `check_unchanged` first."""
         self._reader.close()
 
     def _again(self) -> StoredStream:

@@ -57,7 +57,7 @@ class Extension:
 def members(stream: StoredStream) -> Iterator[Member | Damage]:
     """All members of the archive in order, and damage for every stretch that is no member.
 
-    Never raises for the content of the archive. Pax and GNU long-name headers are applied, not yielded.
+    The content of the archive never causes an error. Pax and GNU long-name headers are applied, not yielded.
     """
     extension: Extension | None = None
     damaged = False
@@ -89,7 +89,8 @@ def members(stream: StoredStream) -> Iterator[Member | Damage]:
             continue
         damaged = isinstance(found, Damage)
         if extension is not None and isinstance(found, Damage):
-            # Two adjacent stretches of damage are what remains of one member. Damage without bytes is zeros.
+            # Two adjacent stretches of damage are what remains of one member. Damage without bytes is a
+            # stretch of zeros.
             data = extension.stored + (found.data or bytes(min(found.length, MAX_KEPT_BYTES)))
             length = len(extension.stored) + found.length
             found = replace(found, offset=extension.offset, length=length, data=data[:MAX_KEPT_BYTES])
@@ -161,7 +162,7 @@ def _next_item(
 
 def _resync(stream: StoredStream, offset: int, reason: str, why: str) -> Damage:
     """Skip to the next valid header, wherever it begins, or to the end of the stream."""
-    kept = bytearray(stream.read(1))  # skip the header at this position, which is damaged
+    kept = bytearray(stream.read(1))  # skips the damaged header at this position
     start = None
     while start is None:
         available = min(len(stream.window(_WINDOW)), _WINDOW)
@@ -225,7 +226,7 @@ def _skip_zeros(stream: StoredStream, offset: int) -> Damage | None:
 
 
 def _pads_record(zeros: int, total: int) -> bool:
-    """Whether an archive of `total` bytes may end in so many zeros because its records are large.
+    """Whether large records can explain that an archive of `total` bytes ends in so many zeros.
 
     `tar --blocking-factor=512` pads to 256 KiB. The length of such an archive is a multiple of a usual record
     size (powers of two and round numbers of blocks). A partial download into a preallocated file can have any
@@ -237,7 +238,7 @@ def _pads_record(zeros: int, total: int) -> bool:
 def _end_of_stream(stream: StoredStream, offset: int, rest: bytes, damaged: bool) -> Iterator[Damage]:
     """Damage for a stream that ends where a header is expected: without zero blocks, members may be missing.
 
-    None if damage reaches up to here: the end marker is then part of the skipped bytes.
+    None if damage reaches to the end of the stream: the skipped bytes then include the end marker.
     """
     stream.read(len(rest))
     if rest:

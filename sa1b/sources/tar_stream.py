@@ -22,12 +22,12 @@ OVERSIZED, UNREADABLE = "oversized file", "unreadable file"
 MAX_MEMBER_BYTES = 32 << 20  # real files: 1 MB on average
 MAX_KEPT_BYTES = 32 << 20  # bytes of a damaged region that quarantine keeps; the source keeps the rest
 _PAX_RECORD = re.compile(rb"([1-9][0-9]{0,6}) ([^=\n]+)=")
-_CONTROL = re.compile(rb"[\x00-\x1f]")  # no name in an archive of images contains one
+_CONTROL = re.compile(rb"[\x00-\x1f]")  # names in an archive of images never contain these characters
 _PAX_KEYS = {b"path": "path", b"size": "size", b"linkpath": "link"}
 _TRAILER = 8
-_CHUNK = 1 << 16  # an error in a deflate stream loses at most what one chunk inflates to,
-_MAX_INFLATED = 1 << 20  # or this much: a chunk of zeros could become 64 MB
-# The library's stub types this exception class as an instance.
+_CHUNK = 1 << 16  # an error in a deflate stream loses at most the output of one chunk,
+_MAX_INFLATED = 1 << 20  # or this many bytes: a chunk of zeros could inflate to 64 MB
+# The type stub of the library declares this exception class as an instance.
 _INFLATE_ERROR: type[Exception] = vars(isal_zlib)["error"]
 
 
@@ -36,8 +36,8 @@ class Member:
     """One member as stored in the source.
 
     Attributes:
-        name: as stored; untrusted.
-        kind: "file", or what else it is.
+        name: name as stored; untrusted.
+        kind: "file", or the kind of the other entry.
         offset: bytes from the start of the tar (uncompressed) to the member's header; 0 in a folder.
         data: content of a file, else empty.
         detail: target of a hard link as stored; for OVERSIZED and UNREADABLE the reason why `data` is empty.
@@ -79,7 +79,7 @@ class Header:
 
     @property
     def has_data(self) -> bool:
-        """Whether content follows. Links, devices and folders have none, even if their size is not 0."""
+        """Whether content follows. Links, devices and folders have no content, even if their size is set."""
         return self.type not in b"123456"
 
     @property
@@ -170,7 +170,7 @@ class StoredStream:
         self._ended = False
         self._inflating = False  # the last call of the decompressor stopped at its limit
         head = self._read_stored()
-        # A plain tar's first name may begin with any bytes, gzip's among them.
+        # The first name of a plain tar may begin with any bytes, also with gzip's magic.
         gzip = head[:2] == GZIP and parse_header(head[:BLOCK].ljust(BLOCK, b"\0")) is None
         self._gzip: Any = isal_zlib.decompressobj(31) if gzip else None
         self._waiting = head

@@ -19,8 +19,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from sa1b.stream.batch import Batch
 
-_CUDA: Any = torch.cuda  # parts of it have no types
-_BOX = np.dtype((np.int64, 4))  # top, bottom, left, right
+_CUDA: Any = torch.cuda  # some of its functions are untyped
+_BOX = np.dtype((np.int64, 4))  # edges of a box: top, bottom, left, right
 _OURS = 3  # references to an unused buffer: the list, the loop variable, and the call that counts references
 
 
@@ -28,8 +28,8 @@ class BufferPool:
     """Buffers of one size. Safe to share between threads.
 
     Args:
-        capacity: bytes of each.
-        keep: number of buffers that are reused; further ones are freed once unreferenced.
+        capacity: bytes of each buffer.
+        keep: number of buffers that are reused; further buffers are freed once unreferenced.
     """
 
     def __init__(self, capacity: int, keep: int) -> None:
@@ -67,7 +67,7 @@ class MaskBufferPool(BufferPool):
 
     Args:
         masks: largest number of masks in a buffer.
-        size: height and width of a mask, pixels.
+        size: height and width of a mask in pixels.
         keep: as for `BufferPool`.
     """
 
@@ -160,7 +160,7 @@ class PinnedBuffer:
         return self._small[:size]
 
     def copied(self) -> None:
-        """Record that the copies of this batch were submitted."""
+        """Record that the copies from this memory were submitted."""
         self._copied = self._side.event()
 
     def wait(self) -> None:

@@ -19,8 +19,9 @@ changes, it is converted again. Converting takes about three times the column's 
 process.
 
 Measured with a million captions of 130 bytes, read completely in four spawned workers: each worker takes 50
-MiB more (proportional set size, /proc/PID/smaps_rollup). 20 MiB are pyarrow, and 30 MiB are the worker's
-fifth of the file of 135 MiB, which five processes share. Looking up the 16 images of a batch takes 0.2 ms.
+MiB more (proportional set size, /proc/PID/smaps_rollup). pyarrow takes 20 MiB. The other 30 MiB are the
+worker's part of the file of 135 MiB, which five processes share. Looking up the 16 images of a batch takes
+0.2 ms.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 KEYS = ("mask_id", "image_id")
-_VERSION = 1  # of the converted files
+_VERSION = 1  # format of the converted files
 _PARQUET, _LINES = (".parquet", ".pq"), (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
 

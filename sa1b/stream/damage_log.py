@@ -11,8 +11,8 @@ from sa1b.console import command
 from sa1b.errors import Sa1bError
 from sa1b.storage.atomic import append_line
 
-LEAST = 10  # damaged samples that are always tolerated
-FRACTION = 0.001  # tolerated part of the samples that were read
+LEAST = 10  # number of damaged samples that is always tolerated
+FRACTION = 0.001  # tolerated fraction of the samples that were read
 
 
 class DamageLimitError(Sa1bError):
@@ -50,7 +50,7 @@ class DamageLog:
         reason: str,
         once: bool = False,
     ) -> None:
-        """Write a line. Print the first one to stderr, and every one if the file cannot be written.
+        """Write a line. Print the first line to stderr, or every line if the file cannot be written.
 
         Args:
             read: samples that this rank has read in total, including those before a restart: the file
@@ -88,7 +88,7 @@ class DamageLog:
         """Lines of all processes of this rank in the file, and lines that this process could not write."""
         try:
             text = self.path.read_text(encoding="utf-8")
-        except OSError:  # missing or not readable
+        except OSError:  # the file is missing or not readable
             text = ""
         lines = [line for text_line in text.splitlines() if (line := _parsed(text_line)) is not None]
         return [line for line in lines if line["rank"] == self.rank] + self._unwritten

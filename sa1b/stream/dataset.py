@@ -45,7 +45,7 @@ from sa1b.stream.stats import PipelineStats
 from sa1b.stream.transform import check_pickles
 from sa1b.views.view import open_view
 
-_PREFETCH = 1  # micro-batches that are being read while one is decoded
+_PREFETCH = 1  # micro-batches in flight while one is decoded
 
 
 class Stream(IterableDataset[Batch]):
@@ -170,7 +170,7 @@ class Stream(IterableDataset[Batch]):
         self.view = open_view(self.dataset.reader, self.dataset.table, view)
         if block_size > 1:
             self.dataset.check_table()  # with blocks, the order depends on locations, not on a digest alone
-            self.view = self.view.by_place(self.dataset.table)
+            self.view = self.view.by_location(self.dataset.table)
         self.columns = open_columns(join or {}, storage_options)
         for name, column in self.columns.items():
             if column.key == "image_id" and column is not (join or {})[name]:  # workers get open columns

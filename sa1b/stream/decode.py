@@ -29,7 +29,7 @@ from sa1b.stream.transform import Frame
 _THREAD = threading.local()
 
 Image = npt.NDArray[Any]
-AREA_FACTOR = 4 / 3  # beyond this much reduction, bilinear sampling would skip pixels
+AREA_FACTOR = 4 / 3  # at larger reductions, bilinear interpolation would skip pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Decoder(Protocol):
         raised, and the contents of its square are undefined.
 
         Args:
-            images: n files in ordinary memory.
+            images: n JPEG files in host memory.
             out: uint8 [n, S, S, 3], RGB, contiguous, on `device`. On a GPU the work is submitted to the
                 current stream and need not be finished on return.
 
@@ -78,7 +78,7 @@ class Decoder(Protocol):
             For each image None, or the reason why it cannot be decoded.
 
         Raises:
-            Exception: an error that no file caused, such as MemoryError; reading stops.
+            Exception: the error, such as MemoryError, is not caused by a file; reading stops.
         """
         ...
 
@@ -86,8 +86,8 @@ class Decoder(Protocol):
 class CpuDecoder:
     """simplejpeg (libjpeg-turbo) and OpenCV, one image at a time in the calling thread.
 
-    Creating one limits OpenCV to one thread in the whole process: the threads of a loader, or the workers of
-    a DataLoader, already use all CPUs.
+    Creating an instance limits OpenCV to one thread in the whole process, because the threads of a loader or
+    the workers of a DataLoader already use all CPUs.
     """
 
     device = torch.device("cpu")
@@ -131,7 +131,7 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
 
     Args:
         data: the stored JPEG.
-        frame: how the image is laid out in the square.
+        frame: position and size of the image in the square.
         buffer: uint8 [S, S, 3], RGB.
 
     Raises:
@@ -180,7 +180,7 @@ def _resized(image: Image, stored: tuple[int, int], frame: Frame, target: Image 
     of an exact shift.
 
     Args:
-        stored: height and width of the file.
+        stored: height and width of the image in the file, in pixels.
     """
     rows, columns = frame.taken
     x, y, width, height = frame.window
@@ -190,7 +190,7 @@ def _resized(image: Image, stored: tuple[int, int], frame: Frame, target: Image 
     edges = np.array([y, y + height, x, x + width]) * np.repeat(stored, 2) * eighths
     edges = edges / np.repeat([8 * frame.height, 8 * frame.width], 2)
     top, bottom, left, right = edges.tolist()
-    down, across = (bottom - top) / rows, (right - left) / columns  # decoded pixels for one of the target
+    down, across = (bottom - top) / rows, (right - left) / columns  # decoded pixels per target pixel
     shifts = np.abs(edges - edges.round()) / [down, down, across, across]
     if shifts.max() <= 0.5:
         part = image[round(top) : round(bottom), round(left) : round(right)]
@@ -199,7 +199,7 @@ def _resized(image: Image, stored: tuple[int, int], frame: Frame, target: Image 
         small = part.shape[0] > AREA_FACTOR * rows or part.shape[1] > AREA_FACTOR * columns
         how = cv2.INTER_AREA if small else cv2.INTER_LINEAR
         return cv2.resize(part, (columns, rows), dst=target, interpolation=how)
-    # Maps the centre of a target pixel to the decoded image.
+    # This maps the centre of a target pixel to the decoded image.
     matrix = np.array([[across, 0, left + across / 2 - 0.5], [0, down, top + down / 2 - 0.5]])
     how = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
     return cv2.warpAffine(

@@ -37,8 +37,8 @@ from torch.utils.data import get_worker_info
 
 from sa1b.errors import UsageError
 
-_MADE: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # by this process
-_REMEMBERED = 8  # iterations of worker processes that may be starting at the same time
+_MADE: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # started by this process
+_REMEMBERED = 8  # largest number of iterations that worker processes may start at the same time
 _ENDLESS = (
     "an endless stream (epochs=None) cannot be iterated again after a DataLoader with workers has read it: "
     "the workers do not know which of their batches were used. Before the next iteration, call "
@@ -60,7 +60,7 @@ class Iterations:
         _MADE.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if get_spawning_popen() is None:  # not pickled for a worker process: make a copy
+        if get_spawning_popen() is None:  # copied, not pickled for a worker process
             return Iterations, (self.position,)
         return _inherited, (DupFd(self._file.fileno()),)
 
@@ -165,7 +165,7 @@ def _closed_with(iterations: Iterations, file: BinaryIO) -> BinaryIO:
 
 
 def _anonymous_file() -> BinaryIO:
-    if sys.platform == "linux":  # in memory: needs no temporary folder
+    if sys.platform == "linux":  # in memory, so that no temporary folder is needed
         return os.fdopen(os.memfd_create("sa1b-iterations"), "r+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
 

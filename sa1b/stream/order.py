@@ -48,7 +48,7 @@ from sa1b.hashing import Purpose, Words, random_word
 from sa1b.stream import order_kernels
 from sa1b.stream.order_kernels import ROUNDS, EpochSizes
 
-MAX_COUNT = 1 << 32  # row numbers are u32
+MAX_COUNT = 1 << 32  # row numbers are stored as uint32
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +56,23 @@ class Order:
     """The shuffled order of a view, for training.
 
     With `block_size` L > 1, each block of L positions contains L consecutive rows (cyclically), so that one
-    read can fetch them. Row numbers must then count samples by shard and offset, as in `View.by_place`. A
-    block stays in one rank's slice and one read if steps begin at its border and global batches are multiples
-    of L; `check_step` and `check_global_batch` verify this. Each epoch cuts the rows into blocks at a
-    different row. Every row occurs once per epoch, also if L does not divide N:
+    read can fetch them. Row numbers must then count samples in the order of shard and offset, as in
+    `View.by_location`. A block stays in one rank's slice and one read if steps begin at its border and global
+    batches are multiples of L; `check_step` and `check_global_batch` verify this. Each epoch cuts the rows
+    into blocks at a different row. Every row occurs once per epoch, also if L does not divide N:
 
     - with `endless`, blocks begin at the multiples of L, counted over all epochs. The last short piece of an
       epoch and the first of the next one share a block's positions, so that all later blocks stay aligned.
     - without `endless`, blocks begin at the multiples of L in each epoch, whose last block is short.
 
     The cost of blocks: neighbours in a shard are in the same batch. A batch of 256 out of 11,000 shards of
-    1,018 images spans 253 shards for L = 1, 32 for L = 8 and 8 for L = 32. The gradient then varies between
-    steps like that of 256/L to 256 independent samples, depending on how similar neighbours are. In SA-1B the
+    1,018 images spans 253 shards for L = 1, 32 for L = 8 and 8 for L = 32. The variance of the gradient is
+    then that of 256/L to 256 independent samples, depending on the similarity of neighbours. In SA-1B the
     images of a shard are a random part of one source tar; L = 8 is a good compromise for a disk that seeks.
 
     Attributes:
         count: samples in the view, N, 1 to 2**32.
-        digest: identifies the view's set of images (`View.digest`); other images have another order.
+        digest: identifies the view's set of images (`View.digest`); views of other images have another order.
         seed: each seed gives a different order.
         block_size: L, samples that stay together.
         endless: whether a step may begin in one epoch and end in the next.

@@ -46,7 +46,7 @@ class PickedSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingBatch:
-    """A micro-batch of a stream whose samples are being read: `pick` and `decode` each one, then `collate`.
+    """A micro-batch whose samples are being read: call `pick` and `decode` for each, then `collate`.
 
     A damaged sample is recorded in the damage log. A shuffled stream then takes a substitute. A sequential
     stream returns a black image without masks and sets its `valid` to False: with a substitute, the
@@ -80,7 +80,7 @@ class PendingBatch:
         return self._pick(i, 0, self.rows[i], self.reads[i])
 
     def decode(self, picked: Sequence[PickedSample], out: torch.Tensor) -> list[SampleMasks]:
-        """Decode the images of picked samples, or those of their substitutes, and return the masks.
+        """Decode the images of picked samples or of their substitutes, and return the masks.
 
         Args:
             picked: one sample, or all samples if the decoder takes a micro-batch at a time.

@@ -23,8 +23,8 @@ from sa1b.stream.pending import PendingBatch, PickedSample
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.sample import SampleMasks
 
-_PICK, _DECODE, _DEVICE, _RASTER = range(4)  # kinds of jobs
-_STAGES = ("read", "decode", "collate", "device")  # the stage that counts each kind, see sa1b.stream.stats
+_PICK, _DECODE, _DEVICE, _RASTER = range(4)  # the kinds of jobs
+_STAGES = ("read", "decode", "collate", "device")  # kind -> stage that counts it, see sa1b.stream.stats
 
 
 class Pool:
@@ -59,7 +59,7 @@ class Pool:
         self._jobs = PriorityQueue()  # the jobs refer to their owner, which refers to the pool
 
     def _work(self) -> None:
-        *_, job = self._jobs.get_nowait()  # there is one for each call
+        *_, job = self._jobs.get_nowait()  # each call has one
         job()
 
 
@@ -202,7 +202,7 @@ class Pipeline:
         self.pool.submit(partial(self._run, work, i, job), (work.number, -stage))
 
     def _run(self, work: _Work, i: int | None, job: Callable[[], object]) -> None:
-        if work.result.done():  # with an error
+        if work.result.done():  # the batch has ended with an error
             return
         try:
             job()
@@ -226,7 +226,7 @@ class Pipeline:
         if work.pinned is not None:
             work.pinned.wait()
         picked = [one for one in work.picked[start:stop] if one is not None]
-        work.picked[start:stop] = [None] * (stop - start)  # the JPEG's bytes
+        work.picked[start:stop] = [None] * (stop - start)  # frees the JPEG's bytes
         with self._submitting():
             work.samples[start:stop] = work.pending.decode(picked, work.images[start:stop])
         if work.is_last():

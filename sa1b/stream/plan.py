@@ -32,7 +32,7 @@ class Plan:
         order: order of the samples.
         global_batch: samples of a step over all ranks.
         micro_batch: largest number of samples that a rank reads at a time.
-        rank, world_size: of this process.
+        rank, world_size: rank of this process, and number of processes.
         count: micro-batches of a full step, the same number on every rank.
 
     Raises:
@@ -68,11 +68,11 @@ class Plan:
         return -(-self.order.count // self.global_batch)
 
     def epoch_end(self, position: int) -> int:
-        """Position at which the epoch of a position ends; the border of two epochs belongs to the second."""
+        """End of the epoch of a position. The border of two epochs belongs to the second epoch."""
         return (position // self.order.count + 1) * self.order.count
 
     def micro_batches(self, position: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches from the start of a step to the end of its epoch, or without end.
+        """This rank's micro-batches from the start of a step to the end of the epoch, if there is an end.
 
         Raises:
             ValueError: the position is negative or cuts a block.
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def block_size(self) -> int:
-        """Samples that stay together, 1 for a sequential order."""
+        """Length of a block in samples; 1 for a sequential order."""
         return self.order.block_size if isinstance(self.order, Order) else 1
 
     def _step_size(self, position: int) -> int:

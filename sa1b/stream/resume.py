@@ -12,7 +12,7 @@ _SEQUENCE = ("order", "block_size", "ids_sha256", "masks_where", "seed")
 
 
 class ResumeError(Sa1bError):
-    """A saved state that does not belong to this stream; the message names what differs and the way out.
+    """A saved state that does not belong to this stream; the message names the difference and the remedy.
 
     Attributes:
         argument: the stream's argument that differs, such as "seed" or "view"; None if the value is not the
@@ -31,7 +31,7 @@ _PASS = "pass what state_dict() returned"
 
 
 def check_state(own: Mapping[str, Any], state: object, view: str, root: str, *, grown: bool) -> None:
-    """Check that a state has the same sequence as a stream; warn of other differences.
+    """Check that a state has the same sequence as a stream, and warn about other differences.
 
     Args:
         own: state of the stream.

@@ -168,7 +168,7 @@ def pick_masks(
     frame = frame_of(annotations, options, seed, epoch)
     if options.masks == 0:
         return no_masks(image_id, frame)
-    filled = annotations.runs_count > 1  # a mask of one run is all background
+    filled = annotations.runs_count > 1  # a mask of one run has no foreground
     if usable is not None:
         filled &= usable
     if frame.is_whole and options.min_pixels == 0:

@@ -16,7 +16,7 @@ class Stage:
 
     Attributes:
         items: samples for read, pick and decode; batches for collate and device.
-        bytes: bytes of files for read and decode, of images for device.
+        bytes: bytes of files for read and decode, bytes of images for device.
         seconds: busy time.
         depth: jobs that waited for a thread, mean over all requests for a batch. Jobs of pick are counted
             under read, because one job does both.

@@ -40,7 +40,7 @@ LABELS = {
     "pick": "choosing masks",
     "decode": "JPEG decoding",
     "collate": "collating",
-    "device": "copies and dense masks",
+    "device": "copying, and rasterising dense masks",
 }
 _SAMPLES = 64  # JPEG files that are kept in memory
 _PORTION = 8  # images that a thread decodes in one job
@@ -79,7 +79,7 @@ class Throughput:
         return asdict(self)
 
     def table(self) -> str:
-        """For people."""
+        """The measurement as text."""
         rates = self.images_per_second
         output = "runs" if self.dense is None else f"pixels at {self.dense} x {self.dense}"
         shares = ", ".join(

@@ -46,7 +46,7 @@ class TransformError(Sa1bError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The window of one image and its size in the padded square S x S: top left, the rest is 0.
+    """The window of one image, and its size at the top left of the padded square S x S; the rest is 0.
 
     Attributes:
         height: pixels of the source image.
@@ -174,11 +174,11 @@ class RandomCrop:
 class ScaleJitter:
     """Large-scale jitter; Ghiasi et al., "Simple Copy-Paste", 2021.
 
-    The image is resized so that its longer side has scale * S pixels. Above S, a window that fits is cut at
-    a random position; below, the square is padded.
+    The image is resized so that its longer side has scale * S pixels. If the result is larger than the
+    square, a window is cut out at a random position; if it is smaller, the square is padded.
 
     Args:
-        low: smallest scale, above 0.
+        low: smallest scale, more than 0.
         high: largest scale; the scale of a visit is uniform between the two.
 
     Raises:

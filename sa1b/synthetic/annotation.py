@@ -59,7 +59,7 @@ def annotate(
     offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     runs = np.concatenate([np.zeros(0, np.uint32), *pieces])
     strings = coco.encode(Runs(runs, offsets, height, width))
-    first_id = image_id * 2_654_435_761 % 2**22 * 512  # no overlap with other images, below 2^31
+    first_id = image_id * 2_654_435_761 % 2**22 * 512  # ids below 2^31 that differ between images
     integers = len(shapes) - int(rng.integers(1, 6))  # from this mask on, SA-1B's files have int numbers
     annotations: list[Annotation] = []
     for index, (shape, counts) in enumerate(zip(shapes, strings, strict=True)):

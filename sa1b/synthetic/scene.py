@@ -2,7 +2,7 @@
 
 The statistics follow SA-1B: image sizes and JPEG qualities, about 100 masks per image, lognormal areas plus
 two or three large masks, and outlines so rough that a mask has 300 to 340 runs at full size. Objects are
-painted from large to small. An object on top of another one becomes a part of it, and the masks nest. An
+painted from large to small. An object inside another object becomes a part of it, and the masks nest. An
 object across an outline hides the pixels below it, and each mask is the visible region. So every mask
 boundary is an edge in the image.
 """
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.uint8]
 Hues = npt.NDArray[np.float64]  # [3] of 0..1
 
-# (width, height) in pixels, and the share of images.
+# (width, height) in pixels -> share of the images.
 SIZES = (
     ((2250, 1500), 0.62),
     ((1500, 2250), 0.20),
@@ -27,10 +27,10 @@ SIZES = (
     ((2667, 1500), 0.03),
     ((1920, 1080), 0.04),
 )
-LONG_SIDE_LEAST = 32  # pixels; in smaller images, objects of PIXELS_LEAST pixels are not recognisable
-HIGH_QUALITY_SHARE = 0.63  # q95; the others are q75
+LONG_SIDE_LEAST = 32  # pixels; in smaller images, objects of PIXELS_LEAST pixels cannot be recognised
+HIGH_QUALITY_SHARE = 0.63  # share of images with quality 95; the others have quality 75
 MASKS_MEAN, MASKS_LN_SD, MASKS_MAX = 96.0, 0.5, 500
-AREA_LN_MEAN, AREA_LN_SD = -6.21, 1.59  # of the area as a fraction of the image
+AREA_LN_MEAN, AREA_LN_SD = -6.21, 1.59  # mean and deviation of the logarithm of the area fraction
 AREA_LEAST, AREA_MOST, PIXELS_LEAST = 3e-5, 0.95, 20
 LARGE_LEAST, LARGE_MOST = 0.04, 0.25  # area fractions of the two or three large masks
 AREA_LOST = 0.03  # share of the area that hiding and clipping remove, measured
@@ -191,7 +191,7 @@ def _wiggle(rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
 
 
 def _place(rng: np.random.Generator, mask: Mask, owner: npt.NDArray[np.int16], shapes: list[Shape]) -> Shape:
-    """Position an object: of several random positions, the one that crosses the fewest outlines."""
+    """Position an object: choose the random position that crosses the fewest outlines."""
     height, width = owner.shape
     h, w = mask.shape
     step = max(1, int(np.sqrt(h * w) / 24))  # a subset of the pixels is enough to compare positions
@@ -264,7 +264,7 @@ def _paint(rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, c
     ground = canvas[y0:y1, x0:x1]
     behind = np.asarray(cv2.mean(ground, np.asarray(solid, np.uint8))[:3])
     colours = [_colour(rng, hues) for _ in range(4)]
-    # The first colour with enough contrast to the background, or else the one with most contrast.
+    # Take the first colour with enough contrast to the background, else the colour with most contrast.
     colour = max(colours, key=lambda c: min(float(np.abs(c - behind).sum()), 150.0))
     if rng.random() < 0.5:
         shadow = cv2.GaussianBlur(np.roll(solid, (2, 2), (0, 1)), (0, 0), 2.5)
@@ -306,7 +306,7 @@ def _texture(rng: np.random.Generator, height: int, width: int) -> Floats:
 
 @lru_cache(maxsize=1)
 def _tiles() -> tuple[Floats, ...]:
-    """Periodic textures, float32 [TILE, TILE] each, equal in every process.
+    """Periodic textures, each float32 [TILE, TILE]; the same in every process.
 
     The textures are noise over all octaves as in photographs, fibres along each axis, and grains.
     """

@@ -29,8 +29,8 @@ from sa1b.synthetic.annotation import AnnotationFile, annotate
 from sa1b.synthetic.scene import draw, plan
 from sa1b.workers import Failure, supervise
 
-IDS_PER_TAR = 11_187  # as in the download; the ids of a tar do not depend on its number of images
-MTIME = 1_680_000_000  # seconds; any fixed time
+IDS_PER_TAR = 11_187  # images per tar in the download; the ids of a tar do not depend on its number of images
+MTIME = 1_680_000_000  # seconds; a fixed time, chosen arbitrarily
 _SHUFFLE = 0x7A6  # separates the random values of a tar from those of an image
 
 
@@ -137,7 +137,7 @@ def write_tar(
     try:
         with ExitStack() as stack:
             out: BinaryIO | gzip.GzipFile = stack.enter_context(temporary.open("wb"))
-            if compress:  # no name and no time in the gzip header: the bytes depend on the content only
+            if compress:  # no name and no time in gzip's header: equal content gives equal bytes
                 out = stack.enter_context(gzip.GzipFile("", "wb", 6, out, mtime=0))
             tar = stack.enter_context(tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT))
             spill = stack.enter_context(tempfile.TemporaryFile(dir=path.parent))

@@ -1,1 +1,1 @@
-"""Named subsets of a dataset's images and masks."""
+"""Views: named subsets of the images and masks of a dataset."""

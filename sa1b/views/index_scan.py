@@ -1,9 +1,9 @@
 """Conditions evaluated over the index files of a dataset directory, several at a time, in threads.
 
-Parquet decoding and numpy release the GIL, so threads serve as well as processes and start at once. Nothing
-but the columns that a condition names is read: no tar is opened. One thread takes 3 to 5 ms for a shard of
-1024 images and 100,000 masks with two conditions on scores and area, and a minute for the 11,000 shards of
-SA-1B if their indexes are in memory. If they are on disk, more threads keep more reads in flight.
+Parquet decoding and numpy release the GIL, so threads serve as well as processes and start at once. Only the
+columns that a condition names are read, and no tar is opened. One thread takes 3 to 5 ms for a shard of 1024
+images and 100,000 masks with two conditions on scores and area, and a minute for the 11,000 shards of SA-1B
+if their indexes are in memory. If they are on disk, more threads keep more reads in flight.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ _IN_FLIGHT = 4  # index files waiting for each thread
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPart:
-    """For the images [n] of one shard: id, whether the image condition holds, number of masks, and number of
-    masks that pass.
+    """Results for the n images of a shard: id, whether the image passes, number of masks, and of those that
+    pass.
     """
 
     ids: npt.NDArray[np.uint64]
@@ -49,9 +49,9 @@ def scan(
     workers: int,
     quiet: bool,
 ) -> Iterator[ShardPart]:
-    """Evaluate conditions over the index files of shards (by number): their parts, in any order.
+    """Evaluate conditions over the index files of shards; returns the results by shard number, in any order.
 
-    Reads only the columns named, in `workers` threads, a few files ahead.
+    `workers` threads read the named columns and prefetch a few files.
 
     Raises:
         ShardError: an index file is missing or damaged.
@@ -112,7 +112,7 @@ def _part(path: Path, masks_where: Predicate | None, images_where: Predicate | N
 
 
 def _flat(lists: pa.ListArray, masks: int) -> npt.NDArray[Any]:
-    """The values of all masks [N] or, of boxes and points, [N, width]."""
+    """The values of all masks: [N] or, for boxes and points, [N, width]."""
     values = lists.flatten()
     if not pa.types.is_list(values.type):
         flat: npt.NDArray[Any] = values.to_numpy()

@@ -38,7 +38,7 @@ class Selection:
     Attributes:
         masks_where, images_where: conditions, see sa1b.views.predicate.
         subset, held_out: parts as text: "1%", "0.5 %" or "0.01".
-        split: which side of `held_out` to take; `subset` thins the training side only.
+        split: whether to take the training or the held-out images; `subset` reduces the training images only.
         ids: file of image ids, see sa1b.shards.image_ids.
         missing: treatment of ids of that file that the dataset lacks: "refuse" them, "skip" them and count
             them, or skip them and "list" them all.
@@ -74,8 +74,8 @@ class Selected:
             not counted, because no condition needs the numbers.
         without_masks: images of the view without a mask that passes; None if not counted.
         missing: ids of the file that are not in the dataset, ascending.
-        list_missing: all of them are printed.
-        name: readable alias; None if there is none.
+        list_missing: whether all missing ids are printed.
+        name: readable alias of the view; None if it has no alias.
         opens: argument that opens the view: its name or digest, or a path if it was written with `out`.
     """
 
@@ -148,8 +148,8 @@ def select(
         quiet: no progress bar.
 
     Raises:
-        UsageError: a condition, part, file of ids or name that cannot be used, or no image is left.
-        ManifestError: no dataset there, or its files do not belong together.
+        UsageError: a condition, part, file of ids or name cannot be used, or no image is left.
+        ManifestError: `root` contains no dataset, or its files do not belong together.
         ShardError: an index file is missing or damaged.
     """
     masks_where = None if selection.masks_where is None else mask_predicate(selection.masks_where)
@@ -172,7 +172,7 @@ def select(
     dataset = Dataset(root)
     if scanned:  # the selection takes minutes, so a target that cannot be written is refused first
         views = views_at(folder, out)
-        again = selection.flags(), dataset.table.ids_digest  # the view that this selection gave before
+        again = selection.flags(), dataset.table.ids_digest  # the view of an earlier, equal selection
         others = [view for view in views if (view.chosen_by, view.dataset.get("ids_sha256")) != again]
         check_free(others, out, name, None, overwrite=overwrite)
     wanted = _by_hash(dataset.table.image_id, low, high)
@@ -236,7 +236,7 @@ def fraction(text: str, flag: str) -> Fraction:
     """A part of all images, exactly: "1%", "2.5 %", "0.01".
 
     Raises:
-        UsageError: not a number above 0 and up to 1 (100 %); the message names the flag.
+        UsageError: the text is not a number above 0 and up to 1 (100 %); the message names the flag.
     """
     try:
         part = Fraction(text.removesuffix("%").strip()) / (100 if text.endswith("%") else 1)
@@ -282,7 +282,7 @@ def _by_hash(ids: npt.NDArray[np.uint64], low: int, high: int) -> npt.NDArray[np
 
 
 def _listed(dataset: Dataset, selection: Selection) -> tuple[npt.NDArray[np.bool_], Ids]:
-    """Whether each image of the dataset is in the file of ids; and the ids that the dataset lacks."""
+    """Whether each image of the dataset is in the file of ids, and the ids that are not in the dataset."""
     assert selection.ids is not None
     ids = read_image_ids(selection.ids)
     known = dataset.table.image_id

@@ -1,4 +1,4 @@
-"""A view: a named subset of the images of a dataset directory, and which of their masks count.
+"""A view: a named subset of the images of a dataset directory, and a condition on their masks.
 
 A view is its image ids and its condition on masks, see sa1b.views.view_document for the files. `View.digest`
 is its identity: commands print it, its files are named after it, and it opens the view. Without a condition,
@@ -41,9 +41,9 @@ from sa1b.views.view_document import (
     views_at,
 )
 
-SHOWN_DIGEST = 12  # characters of a digest in a repr; `open_view` takes them
+SHOWN_DIGEST = 12  # characters of a digest in a repr; `open_view` accepts this abbreviation
 _SHOWN = 5
-_PIECE = 1 << 12  # ids looked up at a time
+_PIECE = 1 << 12  # number of ids that are looked up at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +54,8 @@ class View:
         rows: rows of the sample table, uint32 [n]; None: all rows in the table's order, without an array.
         count: images, n.
         digest: the view's identity.
-        ids_digest: of the image ids, sorted; for `by_place`, of the ids in that order. Key of the order of
-            training.
+        ids_digest: digest of the sorted image ids or, for `by_location`, of the ids in its order. It is the
+            key of the training order.
         bytes_digest: digest of the sample table, which differs for other bytes, other shards or more images.
             Used only for integrity.
         masks_where: the condition that a mask must pass; None: all masks. `masks_where.masks(annotations)`
@@ -77,19 +77,19 @@ class View:
         return self.count
 
     def table_rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of the sample table, int64 [n], for rows of the view (0 to count - 1)."""
+        """Rows of the sample table for rows of the view (0 to count - 1), int64 [n]."""
         return indices if self.rows is None else self.rows[indices].astype(np.int64)
 
     def image_ids(self, table: SampleTable) -> npt.NDArray[np.uint64]:
-        """The image ids, ascending, uint64 [n]; of `by_place`, in its order."""
+        """The image ids, uint64 [n], ascending or, for `by_location`, in its order."""
         return table.image_id if self.rows is None else table.image_id[self.rows]
 
-    def by_place(self, table: SampleTable) -> "View":
-        """The same images sorted by shard and offset, for an `Order` with run > 1.
+    def by_location(self, table: SampleTable) -> "View":
+        """The same images sorted by shard and offset, for an `Order` with block_size > 1.
 
-        `ids_digest` is that of the ids in this order. Shards of the same sources with more or fewer images
-        have the same order. If the images are stored in another order, training has another order, and a
-        resume is refused. Takes 4 bytes an image in this process, and 1.2 s for 11.2 million.
+        `ids_digest` is the digest of the ids in this order. The order does not depend on the number of images
+        per shard. If the images are stored in another order, training has another order, and a resume is
+        refused. The call takes 4 bytes of memory per image, and 1.2 s for 11.2 million images.
         """
         rows = np.arange(self.count, dtype=np.uint32) if self.rows is None else self.rows
         placed = rows[np.lexsort((table.offset[rows], table.shard[rows]))]
@@ -97,19 +97,19 @@ class View:
 
 
 def ids_digest(ids: npt.NDArray[np.uint64]) -> str:
-    """sha256 of image ids as u64 little-endian; for all ids, sorted, that of the sample table."""
+    """sha256 of image ids as u64 little-endian; for all sorted ids, the digest in the sample table."""
     return hashlib.sha256(np.ascontiguousarray(ids, "<u8").data).hexdigest()
 
 
 def view_digest(ids_sha256: str, masks_where: Predicate | None) -> str:
-    """The identity of a view, see the module."""
+    """The digest that identifies a view, see the module's docstring."""
     if masks_where is None:
         return ids_sha256
     return hashlib.sha256(f"{ids_sha256} {masks_where.text}".encode()).hexdigest()
 
 
 def whole(table: SampleTable, masks_where: Predicate | None = None) -> View:
-    """The view of all images of a dataset directory; opening it costs nothing."""
+    """The view of all images of a dataset directory; opening it takes no time."""
     digest = view_digest(table.ids_digest, masks_where)
     return View(None, len(table), digest, table.ids_digest, table.digest, masks_where)
 
@@ -123,9 +123,9 @@ def open_view(
 ) -> View:
     """Open a view of a dataset directory.
 
-    The view's image ids are looked up in the table, unless the view was made for the same set of images:
-    then its row numbers are mapped and nothing is copied. Looking up 11 million ids takes 0.4 s and 4 bytes
-    an image.
+    The view's image ids are looked up in the table, unless the view was made for the same set of images: then
+    its row numbers are mapped and nothing is copied. Looking up 11 million ids takes 0.4 s and 4 bytes of
+    memory per image.
 
     Args:
         root: folder or URL, or a reader of it. Files of views at a URL are copied to this machine once.
@@ -134,10 +134,11 @@ def open_view(
             this machine that `sa1b view --out` wrote: the view's .json file or its folder. A string with a
             "/" or the ending .json is a path, and so is every `Path`. None, or the digest of all images,
             opens all images.
-        check: verify the view's files by their digests: 0.1 s for 11 million images.
+        check: verify the digests of the view's files, which takes 0.1 s for 11 million images.
 
     Raises:
-        ManifestError: no such view, more than one, damaged, or some of its images are not in the table.
+        ManifestError: there is no such view or more than one, it is damaged, or the table lacks some of its
+            images.
         sa1b.storage.errors.StorageError: the URL cannot be read.
     """
     if which is None or which == table.ids_digest:
@@ -195,7 +196,7 @@ def write_view(
 
     Args:
         root: the dataset directory.
-        rows: of the sample table, ascending, uint32 [n], at least one.
+        rows: rows of the sample table, ascending, uint32 [n], at least one.
         name: readable alias.
         chosen_by: flag -> value, to select it again.
         counts: further counts for the document.
@@ -203,7 +204,7 @@ def write_view(
         overwrite: move `name` from another view to this view; replace a file `out`.
 
     Raises:
-        UsageError: no rows, or the name cannot be used or belongs to another view.
+        UsageError: there are no rows, or the name is invalid or belongs to another view.
         ManifestError: another view of the folder is damaged.
     """
     if len(rows) == 0:
@@ -216,7 +217,7 @@ def write_view(
     digest = view_digest(ids_sha256, masks_where)
     final = document_path(root, out, digest)
     final.parent.mkdir(parents=True, exist_ok=True)
-    with lock(final.parent, wait=True):  # a lock of writers; readers take none
+    with lock(final.parent, wait=True):  # only writers take this lock
         others = views_at(root, out)
         names = {one for other in others if other.digest == digest for one in other.names}
         check_free(others, out, name, digest, overwrite=overwrite)

@@ -21,11 +21,11 @@ from sa1b.storage.reader import Reader
 from sa1b.views.predicate import Predicate, mask_predicate
 
 FORMAT = "sa1b-view-2"
-ROWS_ONLY = "sa1b-view-1"  # its document has `key` in place of `digest`; the view has row numbers and no ids
+ROWS_ONLY = "sa1b-view-1"  # `key` instead of `digest`; row numbers, but no ids
 VIEWS = "views"
-PREFIX = 6  # least characters of an abbreviated digest
+PREFIX = 6  # smallest number of characters of an abbreviated digest
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_CAP = 4 << 20  # bytes of a document
+_CAP = 4 << 20  # largest document in bytes
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("names", "images", "ids_sha256", "rows_sha256", "masks_where", "chosen_by", "dataset")
 
@@ -37,7 +37,7 @@ class ViewDocument:
     Attributes:
         digest: the view's identity.
         names: readable aliases, sorted.
-        images: in the view.
+        images: number of images in the view.
         ids_sha256, rows_sha256: of the two files beside it.
         masks_where: condition on masks, None: all masks.
         chosen_by: flag -> value, to select the view again.
@@ -60,7 +60,7 @@ class ViewDocument:
     stem: str = ""
 
     def encode(self) -> bytes:
-        """The file's bytes; the same view gives the same ones."""
+        """The bytes of the file; equal views give equal bytes."""
         document = {
             "format": self.format,
             "key" if self.format == ROWS_ONLY else "digest": self.digest,
@@ -79,7 +79,7 @@ class ViewDocument:
         """The parsed condition on masks.
 
         Raises:
-            PredicateError: it cannot be used.
+            PredicateError: the condition cannot be used.
         """
         return None if self.masks_where is None else mask_predicate(self.masks_where)
 
@@ -97,7 +97,7 @@ def check_name(name: str) -> None:
     """Check that a view can have this name.
 
     Raises:
-        UsageError: not a plain word, or it could be taken for a digest or a path.
+        UsageError: the name has other characters than a plain word, or resembles a digest or a path.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(f"--name {name!r}: must be at most 64 letters, digits, dots, dashes and underscores")
@@ -108,11 +108,11 @@ def check_name(name: str) -> None:
 
 
 def read_document(reader: Reader, name: str) -> ViewDocument:
-    """One document, by its path relative to the reader.
+    """Read one document, by its path relative to the reader.
 
     Raises:
-        ManifestError: damaged, or of another format.
-        sa1b.storage.errors.StorageError: it cannot be read.
+        ManifestError: the document is damaged or of another format. sa1b.storage.errors.StorageError: it
+            cannot be read.
     """
     path = reader.url(name)
     try:
@@ -139,7 +139,7 @@ def read_document(reader: Reader, name: str) -> ViewDocument:
 
 
 def read_documents(reader: Reader, folder: str = VIEWS) -> list[ViewDocument]:
-    """The documents of all views of a folder, sorted by digest; files of other names are left alone.
+    """The documents of all views of a folder, sorted by digest; files of other names are ignored.
 
     Raises:
         ManifestError: a document is damaged or of another format.
@@ -153,7 +153,7 @@ def find(documents: list[ViewDocument], which: str, where: str) -> ViewDocument:
     """The view of this name, or whose digest is `which` or begins with it.
 
     Raises:
-        ManifestError: there is none, or more than one.
+        ManifestError: there is no such view, or more than one.
     """
     found = [document for document in documents if which in document.names]
     if not found and len(which) >= PREFIX:
@@ -175,7 +175,7 @@ def is_path(which: str) -> bool:
 
 
 def document_path(root: Path, out: Path | None, digest: str) -> Path:
-    """Where the document of a view is written, see write_view."""
+    """The path at which the document of a view is written, see write_view."""
     if out is not None and out.suffix == ".json":
         return out
     return (root / VIEWS if out is None else out) / f"{digest}.json"
@@ -195,12 +195,11 @@ def check_free(
     """Check that a view may be written: its name and its file `out` are free or belong to the same view.
 
     Args:
-        views: existing views at the target, see views_at.
-        digest: digest of the view to be written; None if it is not known yet, so that it equals no existing
-            one.
+        views: the existing views at the target, see views_at.
+        digest: digest of the new view; None if it is not known yet, so that no existing view equals it.
 
     Raises:
-        UsageError: name or file belong to another view, and `overwrite` is False.
+        UsageError: the name or the file belongs to another view, and `overwrite` is False.
     """
     is_file = out is not None and out.suffix == ".json"
     for view in views:
@@ -222,12 +221,12 @@ def document_at(which: str) -> tuple[Reader, ViewDocument]:
     folder.
 
     Raises:
-        ManifestError: there is none, or the folder contains several.
+        ManifestError: there is no view at the path, or the folder contains several.
     """
     if "://" in which:
         raise ManifestError(
-            f"{which}: a path of a view is one on this machine; views at a URL stand in the views/ folder of "
-            "their dataset directory and are opened by name"
+            f"{which}: a view's path must be on this machine; open a view at a URL by its name in the views/ "
+            f"folder of its dataset directory"
         )
     path = Path(which).absolute()
     if path.suffix == ".json":

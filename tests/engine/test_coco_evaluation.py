@@ -214,7 +214,7 @@ def test_the_command_needs_no_dataset_and_prints_a_line(
         ),
         (
             lambda document: document["images"][2].update(id=11),
-            "images, entry 2 .from 0.: has id 11, which an earlier image has too",
+            "images, entry 2 .from 0.: has id 11, which an earlier image also has",
         ),
         (
             lambda document: document["annotations"][1].update(image_id=5),

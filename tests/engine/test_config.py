@@ -95,7 +95,7 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--json"], "--json: is for --evaluate-only"),
         (
             [*ROOT, "--data.view", "a", "--evaluation.view", "a"],
-            "is --data.view too; pass a view of other images",
+            "is also --data.view; pass a view of other images",
         ),
         ([*ROOT, "--evaluation.masks", "0"], "must be at least 1, 0 and 0"),
         ([*ROOT, "--data.global-batch", "0"], "--data.global-batch 0: must be at least 1"),

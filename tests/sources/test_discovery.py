@@ -210,13 +210,13 @@ def test_what_is_not_taken_is_listed_with_the_reason(tmp_path):
         "sub/notes.txt": "neither a tar nor a member of a pair",
         "sub/sa_5.jpeg": "neither a tar nor a member of a pair",
         "sub/empty": "an empty file",
-        "list.csv.gz": "a gzip file without a tar in it; only plain and gzip tars are read",
+        "list.csv.gz": "a gzip file that contains no tar; only plain and gzip tars are read",
         "a.tar.bz2": "compressed with bzip2; only plain and gzip tars are read",
         "a.tar.xz": "compressed with xz; only plain and gzip tars are read",
         "a.tar.zst": "compressed with Zstandard; only plain and gzip tars are read",
         "a.zip": "a zip archive; only plain and gzip tars are read",
         "fifo": "not a regular file",
-        "gone": "a link to nothing",
+        "gone": "a link to a missing file",
         "same.tar": f"the same file as {tmp_path / 'sa_000020.tar'}",
     }
 
@@ -254,7 +254,7 @@ def test_a_folder_reached_twice_counts_once_and_loops_end(tmp_path):
     (tmp_path / "in" / "a_link").symlink_to("sa_000020")
     (tmp_path / "in" / "deep" / "loop").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "self").symlink_to("self")
-    assert found(tmp_path / "in") == (["sa_000020", "sa_000021"], {"self": "a link to nothing"})
+    assert found(tmp_path / "in") == (["sa_000020", "sa_000021"], {"self": "a link to a missing file"})
 
 
 def test_a_linked_folder_outside_is_searched(tmp_path):

@@ -181,7 +181,7 @@ def test_a_view_of_a_read_only_directory_is_written_and_opened_elsewhere(root, t
         open_view(root, table, tmp_path / "nothing.json")
     with pytest.raises(ManifestError, match="no view 'half'"):
         open_view(root, table, "half")
-    with pytest.raises(ManifestError, match="is one on this machine"):
+    with pytest.raises(ManifestError, match="must be on this machine"):
         open_view(root, table, "s3://bucket/views/x.json")
 
 

@@ -171,16 +171,16 @@ def test_other_masks_of_the_same_images_keep_the_order_and_have_other_files(root
 
 def test_by_place_sorts_by_shard_and_offset_whatever_the_images_a_shard(made, tmp_path):
     table = Dataset(made / "five").table
-    placed = whole(table).by_place(table)
+    placed = whole(table).by_location(table)
     places = list(zip(table.shard[placed.rows].tolist(), table.offset[placed.rows].tolist(), strict=True))
     assert places == sorted(places)
     assert sorted(placed.rows.tolist()) == list(range(len(IDS)))
     other = Dataset(made / "many").table
-    assert placed.ids_digest == whole(other).by_place(other).ids_digest
+    assert placed.ids_digest == whole(other).by_location(other).ids_digest
     source = write_source(tmp_path / "sa_000001.tar", pairs(IDS), seed=1)  # its members in another order
     other = Dataset(make_root(tmp_path / "root", [source], Options())).table
     assert whole(other).digest == whole(table).digest
-    assert whole(other).by_place(other).ids_digest != placed.ids_digest
+    assert whole(other).by_location(other).ids_digest != placed.ids_digest
 
 
 # Parts

@@ -16,8 +16,8 @@
         manifest.json      bytes and sha256 of every file, written last
 
 A folder is written as step-00000100.partial and flushed. Rank 0 renames it when all ranks have written and
-described their files. So a folder with its final name was complete. If it does not match its manifest, it was
-damaged later. No content of a checkpoint is run as code: see `torch_metadata.py`.
+described their files. So every folder with a final name was complete once; if it does not match its manifest,
+it was damaged later. No content of a checkpoint is run as code: see `torch_metadata.py`.
 
 Measured for ViT-B with AdamW, 1.13 GB, in one process on two cores: training stops for 0.3 s, for the copy to
 host memory. The asynchronous write takes 10 s on a disk of 120 MB/s, verifying digests 0.8 s, loading 2 s.
@@ -48,7 +48,7 @@ from sa1b.engine.ranks import ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.storage.atomic import commit, flush, lock, write_whole
 
-_LOCK_PATIENCE = 60.0  # seconds: processes of a killed run may take a moment to end
+_LOCK_PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
 _LOG = logging.getLogger(__name__)
 
 
@@ -107,14 +107,14 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stager: DefaultStager | None = None
         self._writing: Future[int] | None = None
-        self._failures: list[str] = []  # since the last successful write
+        self._failures: list[str] = []  # failed writes since the last successful write
         self._good: set[int] = set()  # steps of checkpoints that this run has written or resumed from
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write a checkpoint after `step` steps; the tensors may change once this returns.
 
-        Waits for the previous write. A failed write is logged as an error that names the path, and the run
-        continues; the older checkpoint is kept.
+        This method waits for the previous write. A failed write is logged as an error that names the path,
+        and the run continues; the older checkpoint is kept.
 
         Args:
             model: see `sa1b.engine.checkpoint.tensors.gather`.
@@ -159,7 +159,7 @@ class Checkpoints:
             self._settle()
 
     def poll(self) -> None:
-        """Log a write that has ended; call this once per step. Does not wait or communicate.
+        """Log a write that has ended; call this once per step. It does not wait or communicate.
 
         Ranks may see the end of a write at different steps, so a failed write raises no error here. `save`
         and `close` raise it, because all ranks call them at the same step.
@@ -273,7 +273,7 @@ class Checkpoints:
         flush(temporary)
         final = self.folder / checkpoint_files.folder_name(step)
         if final.exists():
-            checkpoint_files.remove(final)  # damaged, or an earlier checkpoint of the same step
+            checkpoint_files.remove(final)  # removes a damaged or earlier checkpoint of the same step
         commit(temporary, final)
         self._good.add(step)
         checkpoint_files.prune(self.folder, self._good, self.config.keep_last, self.config.keep_every)

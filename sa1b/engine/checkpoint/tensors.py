@@ -27,7 +27,7 @@ from sa1b.errors import CheckpointError
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
-# A single process is a supported case.
+# The warning is needless: a single process is supported.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -47,7 +47,7 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
-    """Reports the original error of a failed write; torch replaces it by an error of its archive writer."""
+    """Reports the original error of a failed write; torch replaces it by an error of its own writer."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -60,7 +60,7 @@ class _Writer(FileSystemWriter):
 
 
 def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
-    """The tensors themselves, not copies; under FSDP each rank's shards, as DTensors.
+    """The tensors by name, not copied; under FSDP each rank's shards, as DTensors.
 
     Args:
         model: a model that declares its `weights()`, or a plain module; with or without DDP or FSDP.
@@ -80,7 +80,7 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
 
 
 def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """The tensors that this rank writes: its shards, and its share, by bytes, of the unsharded tensors."""
+    """The tensors that this rank writes: its shards, and an equal share (by bytes) of the unsharded ones."""
     own: dict[str, Tensor] = {}
     load = [0] * world_size
     for name, tensor in tensors.items():
@@ -172,7 +172,7 @@ def _read(folder: Path, metadata: Metadata, targets: dict[str, Tensor], ranks: R
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    # Under FSDP this call also releases gathered parameters: what follows sees the shards.
+    # Under FSDP this call also releases gathered parameters, so that later calls use the shards.
     return {f"{MODEL}{name}": tensor for name, tensor in stored(model).state_dict().items()}
 
 
@@ -211,7 +211,7 @@ def _described(tensor: Tensor | TensorStorageMetadata) -> str:
 def _empty_states(
     folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Empty optimizer state by parameter and key, with shapes of the checkpoint, placed as the parameter."""
+    """Empty optimizer state by parameter and key: shapes of the checkpoint, placement of the parameter."""
     names = _names(model)
     trained = {
         names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
@@ -229,7 +229,7 @@ def _empty_states(
         like, dtype = trained[name], entry.properties.dtype
         if entry.size == like.shape:
             value = torch.zeros_like(like, dtype=dtype, requires_grad=False)
-        elif prod(entry.size) == 1:  # a count of steps
+        elif prod(entry.size) == 1:  # a counter of steps
             value = torch.zeros(entry.size, dtype=dtype)
         else:
             raise MismatchError(

@@ -37,7 +37,7 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    # The folder it was written to, which is not used; the module of this class depends on Python's version.
+    # The path of the written folder, which is not used. The module of its class depends on Python's version.
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
@@ -67,11 +67,11 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if name in _RECORDS.get(module, ()):
             return self.kinds.setdefault(name, type(name, (_Record,), {"kind": name}))
-        raise ValueError(f"it names {module}.{name}, which no table of contents needs")
+        raise ValueError(f"it names {module}.{name}, which is not allowed in a table of contents")
 
 
 def read_metadata(folder: Path, sizes: dict[str, int]) -> Metadata:
-    """Which tensors a checkpoint holds, and where.
+    """The tensors of a checkpoint and their locations in its files.
 
     Args:
         sizes: bytes of each file in the folder; all tensors must be within these sizes.
@@ -104,7 +104,7 @@ def _build(record: Any, sizes: dict[str, int]) -> Metadata:
             raise ValueError(f"{index['fqn']} is stored transformed; sa1b never writes that")
         _whole((offset, length))
         if file not in sizes or offset + length > sizes[file]:
-            raise ValueError(f"{index['fqn']} lies outside of {file!r}: bytes {offset} + {length}")
+            raise ValueError(f"{index['fqn']} is outside of {file!r}: bytes {offset} + {length}")
         places[MetadataIndex(index["fqn"], _whole(index["offset"]))] = _StorageInfo(file, offset, length)
     chunks = {MetadataIndex(name, chunk.offsets) for name, entry in tensors.items() for chunk in entry.chunks}
     if chunks != set(places):
@@ -128,7 +128,7 @@ def _tensor(name: str, record: Any) -> TensorStorageMetadata:
             raise ValueError(f"{name} has a part outside of its size")
         chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(extent)))
     if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
-        raise ValueError(f"{name} is not whole")
+        raise ValueError(f"{name} is not complete")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
 
 
@@ -140,5 +140,5 @@ def _state(record: Any, kind: str) -> dict[str, Any]:
 
 def _whole(numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, tuple) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{numbers!r} are no sizes or offsets")
+        raise ValueError(f"{numbers!r} are not sizes or offsets")
     return numbers

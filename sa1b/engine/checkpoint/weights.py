@@ -22,7 +22,7 @@ from sa1b.sam.published import (
     write_weights,
 )
 
-PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package builds by name
+PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
 
 _KINDS = (
     "the folder of a run (--out of `sa1b train`), a checkpoint in it (RUN/checkpoints/step-...), "
@@ -38,8 +38,8 @@ class Converted:
         source: the checkpoint or file that was read.
         target: the file that was written.
         bytes: length of the file.
-        model: name of the preset with these sizes; None: there is none.
-        image_size: pixels.
+        model: name of the preset with these sizes; None if no preset has them.
+        image_size: image size of the model in pixels.
         parameters: number of parameters of the model.
     """
 
@@ -51,11 +51,11 @@ class Converted:
     parameters: int
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result as JSON values."""
         return {**asdict(self), "snippet": self.snippet()}
 
     def table(self) -> str:
-        """For people."""
+        """The result as text."""
         model = self.model or "of no preset's sizes"
         return (
             f"{self.source}\n  model {model}, {self.image_size} pixels, {self.parameters:,} parameters\n"
@@ -91,7 +91,7 @@ class Converted:
 def find_weights(
     source: Path, read_file: Callable[[Path], dict[str, Tensor]] = read_weights
 ) -> tuple[Path, dict[str, Tensor]]:
-    """Weights that a run may start from, by published names, float32, on the CPU; and their path.
+    """Initial weights for a run, by published names, float32, on the CPU; and their path.
 
     Args:
         source: a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file.

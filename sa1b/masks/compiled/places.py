@@ -1,4 +1,4 @@
-"""Point-in-mask test, and foreground pixels by number."""
+"""Point-in-mask test, and positions of foreground pixels by number."""
 
 import numpy as np
 import numpy.typing as npt

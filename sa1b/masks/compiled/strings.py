@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from sa1b.kernel import kernel
 
-# Codes of a verdict; sa1b.masks.coco.REASONS has their names.
+# Codes of verdicts; sa1b.masks.coco.REASONS contains their names.
 VALID = 0
 BAD_CHARACTER = 1
 CUT_NUMBER = 2
@@ -14,7 +14,7 @@ NEGATIVE_RUN = 4
 RUN_OVERFLOW = 5
 SUM_MISMATCH = 6
 
-MAX_CHARACTERS = 12  # of one number: 60 bits, so that sums of numbers stay inside int64
+MAX_CHARACTERS = 12  # largest number of characters of a number: 60 bits, so that sums fit int64
 
 
 @kernel
@@ -101,7 +101,7 @@ def parse(
         while position < stop:
             code = np.int64(text[position]) - 48
             position += one
-            if code >= 0 and code < 32:  # one character: six runs of seven
+            if code >= 0 and code < 32:  # one character, as for six of seven runs
                 value = code - ((code & 0x10) << 1)
             else:
                 value = np.int64(0)

@@ -22,7 +22,7 @@ def remap(
     """Write masks whose columns and rows read source columns and rows. Target rows read source rows in order.
 
     Args:
-        boxes: int64 [N, 4], first column and row, last column and row of each mask.
+        boxes: int64 [N, 4], the first column and row, and the last column and row of each mask.
         columns: int64 [target width], the source column of each target column; -1 is background.
         firsts: int64 [height + 1], the first target row at or after each source row.
         out: uint32 [R'], receives the runs; if it is empty, the runs are only counted.
