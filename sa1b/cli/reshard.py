@@ -3,10 +3,12 @@
 Example: sa1b reshard sa_000020.tar sa_000021.tar --out shards --workers 4
          sa1b reshard downloads --out shards --task 3/8     on each of 8 machines, then
          sa1b reshard --out shards --finish
+         sa1b reshard downloads --out s3://BUCKET/shards --scratch /nvme/scratch
 
 After an interruption, run the same command again: finished sources are skipped. Exit code 0: every source is
-in the dataset; 1: a source is missing; 2: nothing was done; 3: every source is in the dataset, but a pair was
-refused, a source is damaged, or a file in a SOURCE folder was not taken; 130: interrupted.
+in the dataset; 1: a source is missing, or the store of --out failed; 2: nothing was done; 3: every source is
+in the dataset, but a pair was refused, a source is damaged, or a file in a SOURCE folder was not taken; 130:
+interrupted.
 """
 
 import json
@@ -20,6 +22,7 @@ from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.storage.claim import LONGEST, TIMEOUT
+from sa1b.storage.store import Store, open_store
 
 
 def main(
@@ -27,7 +30,7 @@ def main(
         Positional[tuple[Path, ...]], tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")
     ],
     /,
-    out: Path,
+    out: Annotated[str, tyro.conf.arg(metavar="PATH")],
     images_per_shard: int = 1024,
     image_size: int | None = None,
     quality: int | None = None,
@@ -37,6 +40,8 @@ def main(
     max_pixels: int = MAX_IMAGE_PIXELS,
     workers: int = 1,
     spill: Path | None = None,
+    scratch: Path | None = None,
+    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
     md5: Path | None = None,
     on_error: Literal["quarantine", "stop"] = "quarantine",
     accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
@@ -58,8 +63,8 @@ def main(
     Args:
         source: Tars (gzip or plain, detected by content), folders of extracted pairs (flat, or with the
             subfolders images/ and annotations/), or folders that contain any of these at any depth.
-        out: Folder for the shards; created if it is missing. To add sources later, run the command again
-            with them.
+        out: Folder for the shards, created if it is missing, or a URL such as s3://BUCKET/FOLDER. To add
+            sources later, run the command again with them.
         images_per_shard: Images in a shard; 1024 images take about 1 GB.
         image_size: Re-encode images so that the longer side has this many pixels, 16 to 65500; masks stay at
             source resolution. By default images keep their original bytes.
@@ -74,7 +79,12 @@ def main(
             gallery.
         workers: Worker processes, each with one source at a time and up to 600 MB of memory.
         spill: Folder for images that wait for their annotation, about a third of a tar per worker; by default
-            inside --out.
+            inside --out, or inside --scratch if --out is a URL.
+        scratch: With a URL as --out: local folder for the shards of a source until they are uploaded at its
+            end, about 12 GB per worker for the tars of SA-1B. By default sa1b-USERID in the system's folder
+            for temporary files.
+        endpoint: With a URL as --out: URL of an object store other than Amazon's; by default
+            $AWS_ENDPOINT_URL.
         md5: File with expected digests, one `<md5>  <file name>` per line. Sources with other digests fail.
         on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
         accept: A reason that may be frequent. By default, a reason for more than 1 % of a source's pairs (and
@@ -102,7 +112,7 @@ def main(
         json_output: Print the summary as JSON, without progress.
     """
     if drop or finish:
-        return _without_ingest(source, out, drop, finish, task, json_output)
+        return _without_ingest(source, _store(out, scratch, endpoint), drop, finish, task, json_output)
     if not source:
         raise UsageError(f"--out {out}: no SOURCE to convert; add tars or folders, see --help")
     for flag, number in (("--images-per-shard", images_per_shard), ("--workers", workers)):
@@ -119,6 +129,7 @@ def main(
         if not 16 <= image_size <= 65500:
             raise UsageError(f"--image-size {image_size}: must be from 16 to 65500 pixels")
         quality = quality or 95
+    store = _store(out, scratch, endpoint)
     with loading():
         from sa1b.ingest.ingest import Policy
         from sa1b.ingest.reshard import reshard
@@ -126,7 +137,7 @@ def main(
         from sa1b.shards.manifest import Options
     summary = reshard(
         source,
-        out,
+        store,
         Options(images_per_shard, image_size, quality, keep_json, not no_index_runs, decode_images),
         Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
         Run(
@@ -144,35 +155,53 @@ def main(
             quiet=json_output,
         ),
     )
-    print(json.dumps(summary.document(), indent=1) if json_output else summary.table(out))
+    print(json.dumps(summary.document(), indent=1) if json_output else summary.table(store))
     return summary.exit_code()
 
 
 def _without_ingest(
-    source: tuple[Path, ...], out: Path, drop: tuple[str, ...], finish: bool, task: str | None, as_json: bool
+    source: tuple[Path, ...],
+    store: Store,
+    drop: tuple[str, ...],
+    finish: bool,
+    task: str | None,
+    as_json: bool,
 ) -> int:
     """The command with --drop or --finish."""
     if (drop and (source or finish)) or task is not None:
         raise UsageError(
             "--drop, --finish and --task: cannot be combined, and only --finish takes SOURCE; use one of them"
         )
-    if not out.is_dir():
-        raise UsageError(f"--out {out}: no such folder; check the path")
+    if store.is_local and not store.scratch.is_dir():
+        raise UsageError(f"--out {store}: no such folder; check the path")
+    if not store.is_local and not store.names("tasks") and not store.names(""):
+        raise UsageError(f"--out {store}: is empty; check the URL")
     with loading():
         from sa1b.ingest.admission import admitted
         from sa1b.ingest.finish import drop_source
         from sa1b.ingest.finish import finish as finish_dataset
     for name in drop:
-        finished = drop_source(out, name)
+        finished = drop_source(store, name)
     if finish:
-        finished = finish_dataset(out, [one.name for one in admitted(source, {}).sources])
+        finished = finish_dataset(store, [one.name for one in admitted(source, {}).sources])
     document = {"sources": len(finished.tasks), "failed": finished.failed, "pending": finished.pending}
     code = 1 if finished.is_partial or (finish and not finished.tasks) else 0
     if as_json:
         print(json.dumps({"exit_code": code, "complete": code == 0, **document}, indent=1))
     else:
-        print(finished.line(out))
+        print(finished.line(store))
     return code
+
+
+def _store(out: str, scratch: Path | None, endpoint: str | None) -> Store:
+    """The store of --out."""
+    if "://" not in out:
+        for flag, value in (("--scratch", scratch), ("--endpoint", endpoint)):
+            if value is not None:
+                raise UsageError(
+                    f"{flag} {value}: only if --out is a URL; the temporary files of a folder are in it"
+                )
+    return open_store(out, scratch=scratch, options={"endpoint_url": endpoint} if endpoint else None)
 
 
 def _renamed(pairs: tuple[str, ...]) -> dict[Path, str]:

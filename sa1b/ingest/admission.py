@@ -16,7 +16,7 @@ from sa1b.sources.folder import is_pair_name
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING
-from sa1b.storage.store import open_store
+from sa1b.storage.store import Root, open_store
 
 _OWN = (TASKS, QUARANTINE, PARTIAL)  # folders in a dataset directory that reshard writes
 OPTIONS = ".options.json"  # options of the first run, until a source is finished
@@ -93,7 +93,7 @@ def _source_file(folder: Path) -> Path | None:
     return None
 
 
-def check_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None:
+def check_options(root: Root, tasks: Mapping[str, Task], options: Options) -> None:
     """Raise UsageError if a finished source was made with other options."""
     for task in tasks.values():
         if (differs := task.options.difference(options)) is not None:
@@ -103,7 +103,7 @@ def check_options(root: Path, tasks: Mapping[str, Task], options: Options) -> No
             )
 
 
-def fix_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None:
+def fix_options(root: Root, tasks: Mapping[str, Task], options: Options) -> None:
     """Record the options of the first run in a new dataset directory, before any source is processed.
 
     If several runs start at the same time, the first one determines the options. If a source is finished,
@@ -129,14 +129,14 @@ def fix_options(root: Path, tasks: Mapping[str, Task], options: Options) -> None
         )
 
 
-def release_options(root: Path) -> None:
+def release_options(root: Root) -> None:
     """Remove the recorded options if no source is finished and no run is active, so that they may change."""
     store = open_store(root)
     if not store.names(TASKS, ".json") and not store.names(TASKS, ENDING):
         store.remove(OPTIONS)
 
 
-def check_names(root: Path, tasks: Mapping[str, Task], sources: list[Source]) -> None:
+def check_names(root: Root, tasks: Mapping[str, Task], sources: list[Source]) -> None:
     """Raise UsageError if the shards of a source would have the names of another source's shards."""
     taken = {source_stem(name): name for name in tasks}
     for source in sources:
@@ -149,22 +149,35 @@ def check_names(root: Path, tasks: Mapping[str, Task], sources: list[Source]) ->
             )
 
 
-def check_space(sources: list[Source], root: Path, options: Options, spill: Path, workers: int) -> None:
-    """Raise UsageError if the disk is too small for the shards or the spill; both are estimates."""
+def check_space(
+    sources: list[Source], root: Root, options: Options, spill: Path | None, workers: int
+) -> None:
+    """Raise UsageError if a disk is too small for the shards or the spill; both are estimates.
+
+    A folder receives the shards of all sources. Shards for a URL need scratch space until their source ends.
+    """
     if not sources:
         return
-    spill.mkdir(parents=True, exist_ok=True)
+    store = open_store(root)
+    folder = store.scratch
+    for needed in (folder, spill or folder):
+        needed.mkdir(parents=True, exist_ok=True)
     factor = _OUT_FACTOR
     if options.image_size is not None:
         factor = min(factor, _ANNOTATIONS + (options.image_size / _LONGER_SIDE) ** 2)
-    out = int(factor * sum(source.size for source in sources))
+    sizes = sorted((source.size for source in sources), reverse=True)
+    out = int(factor * sum(sizes if store.is_local else sizes[:workers]))
     largest = sorted((one.size for one in sources if one.kind == "tar"), reverse=True)[:workers]
     waits = int(_SPILL_FACTOR * sum(largest))
-    same = root.stat().st_dev == spill.stat().st_dev
-    for folder, need, flag in ((root, out + waits * same, "--out"), (spill, waits, "--spill")):
-        free = shutil.disk_usage(folder).free
+    same = spill is None or folder.stat().st_dev == spill.stat().st_dev
+    flag, fewer = ("--out", "sources at a time") if store.is_local else ("--scratch", "--workers")
+    needs = [(folder, out + waits * same, flag, fewer)]
+    if spill is not None:
+        needs.append((spill, waits, "--spill", "sources at a time"))
+    for disk, need, option, less in needs:
+        free = shutil.disk_usage(disk).free
         if free < need:
             raise UsageError(
-                f"{folder}: {free / 1e6:,.0f} MB free, about {need / 1e6:,.1f} MB needed; name a larger disk "
-                f"with {flag}, take fewer sources at a time, or skip this check with --no-space-check"
+                f"{disk}: {free / 1e6:,.0f} MB free, about {need / 1e6:,.1f} MB needed; name a larger disk "
+                f"with {option}, take fewer {less}, or skip this check with --no-space-check"
             )

@@ -36,7 +36,7 @@ from sa1b.shards.manifest import (
 )
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, Claim, holder
-from sa1b.storage.store import Store, open_store
+from sa1b.storage.store import Root, Store, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,17 @@ class Finished:
         """Whether a known source is missing."""
         return bool(self.failed or self.pending)
 
-    def line(self, root: Path) -> str:
+    def line(self, root: Root) -> str:
         """The state of the dataset and the next command, as one line of text."""
+        dataset = open_store(root).url(DATASET)
         if not self.tasks:
-            return f"No source is finished: {root / DATASET} was not written."
+            return f"No source is finished: {dataset} was not written."
         damaged = [name for name, task in self.tasks.items() if task.damage]
         if not self.is_partial and not damaged:
-            return f"Complete: {root / DATASET}"
+            return f"Complete: {dataset}"
         if not self.is_partial:
             return (
-                f"Complete except for the damaged parts of {_shown(damaged)}: {root / DATASET}. Download "
+                f"Complete except for the damaged parts of {_shown(damaged)}: {dataset}. Download "
                 "these sources again and run reshard with --replace."
             )
         parts = [
@@ -76,7 +77,7 @@ class Finished:
             if names
         ]
         return (
-            f"Partial: {root / DATASET} holds {counted(len(self.tasks), 'source')} and can be read; "
+            f"Partial: {dataset} holds {counted(len(self.tasks), 'source')} and can be read; "
             f"{', '.join(parts)}. To try again, run the same command; to remove a source, use --drop NAME."
         )
 
@@ -85,7 +86,7 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
 
-def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = None) -> Finished:
+def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = None) -> Finished:
     """Write the sample table and dataset.json over all finished sources, unless they are up to date.
 
     A source that contains an image of another source, or was made with other options, is left out and counts
@@ -100,28 +101,28 @@ def finish(root: Path, expected: Iterable[str] = (), *, without: str | None = No
         ManifestError: a task file is damaged.
     """
     store = open_store(root)
-    with dataset_claim(root):
-        tasks = {name: task for name, task in read_tasks(root).items() if name != without}
+    with dataset_claim(store):
+        tasks = {name: task for name, task in read_tasks(store).items() if name != without}
         failed = {name: why for name, why in read_failed(store).items() if name not in {*tasks, without}}
         lists = store.names(TASKS, ".expected")
-        known = {*expected, *_claimed(store), *_listed(store, lists), *_known_before(root)}
+        known = {*expected, *_claimed(store), *_listed(store, lists), *_known_before(store)}
         pending = sorted(known - tasks.keys() - failed.keys() - {without})
-        if not is_current(root, tasks, failed, pending) and (tasks or without is not None):
+        if not is_current(store, tasks, failed, pending) and (tasks or without is not None):
             unlike = _other_options(tasks)
-            found = {name: task_rows(root, task) for name, task in tasks.items() if name not in unlike}
+            found = {name: task_rows(store, task) for name, task in tasks.items() if name not in unlike}
             left_out = unlike | clashes({name: rows for name, (_, rows) in found.items()})
             tasks = {name: task for name, (task, _) in found.items() if name not in left_out}
             tables = {name: found[name][1] for name in tasks}
             failed |= left_out
-            if not is_current(root, tasks, failed, pending):
-                join_tables(root, tasks, tables, failed, pending)
-        remove_old_tables(root)
+            if not is_current(store, tasks, failed, pending):
+                join_tables(store, tasks, tables, failed, pending)
+        remove_old_tables(store)
         if tasks:  # dataset.json now records the pending sources
             store.remove(*(f"{TASKS}/{name}" for name in lists))
     return Finished(tasks, failed, pending)
 
 
-def record_expected(root: Path, names: Iterable[str]) -> None:
+def record_expected(root: Root, names: Iterable[str]) -> None:
     """Record the names of all sources of a run with --task, so that `finish` knows the pending ones."""
     data = json_bytes({"sources": sorted(names)})
     open_store(root).put_if_absent(f"{TASKS}/{hashlib.sha256(data).hexdigest()[:16]}.expected", data)
@@ -139,7 +140,7 @@ def _claimed(store: Store) -> set[str]:
     return {name.removesuffix(ENDING) for name in store.names(TASKS, ENDING)}
 
 
-def _known_before(root: Path) -> set[str]:
+def _known_before(root: Root) -> set[str]:
     """Sources that dataset.json lists as finished or pending, so that none of them disappears silently."""
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
         document = read_dataset(root)
@@ -160,7 +161,7 @@ def _other_options(tasks: Mapping[str, Task]) -> dict[str, str]:
     return found
 
 
-def record_failure(root: Path, name: str, error: str, message: str) -> None:
+def record_failure(root: Root, name: str, error: str, message: str) -> None:
     """Record the error of a source, unless an earlier version of the source is in the dataset."""
     store = open_store(root)
     if not store.exists(task_name(name)):
@@ -179,7 +180,7 @@ def read_failed(store: Store) -> dict[str, str]:
     return found
 
 
-def drop_source(root: Path, name: str) -> Finished:
+def drop_source(root: Root, name: str) -> Finished:
     """Remove a source from a dataset directory: write dataset.json without it, then delete its files.
 
     Readers that have the dataset open lose the shards of this source.
@@ -189,8 +190,8 @@ def drop_source(root: Path, name: str) -> Finished:
         LockedError: another process is writing the source.
     """
     store = open_store(root)
-    tasks = read_tasks(root)
-    known = {*tasks, *read_failed(store), *_claimed(store), *_known_before(root)}
+    tasks = read_tasks(store)
+    known = {*tasks, *read_failed(store), *_claimed(store), *_known_before(store)}
     if name not in known and not stored_shards(store, name) and not store.is_folder(f"{QUARANTINE}/{name}"):
         listed = ", ".join([*tasks][:10]) + (" …" if len(tasks) > 10 else "")
         raise UsageError(f"--drop {name}: {root} has no such source; it has {listed or 'none'}")
@@ -202,13 +203,13 @@ def drop_source(root: Path, name: str) -> Finished:
             f"--drop {name}: {found or 'another process'} is writing this source; wait for it ({terms})"
         )
     with claim:
-        finished = finish(root, without=name)
+        finished = finish(store, without=name)
         store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed")))
         own = sorted(stored_shards(store, name))
         store.remove(*(file for shard in own for file in shard_files(shard)))
         if store.is_folder(f"{QUARANTINE}/{name}"):
             store.remove_folder(f"{QUARANTINE}/{name}")
-    release_options(root)
+    release_options(store)
     if store.is_local:  # a bucket has no empty folders
         with contextlib.suppress(OSError):
             Path(store.url(TASKS)).rmdir()  # succeeds if this was the last source

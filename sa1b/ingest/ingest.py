@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import cv2
 import pyarrow as pa
@@ -20,7 +19,7 @@ from sa1b.shards.commit import check_clash, commit_quarantine, commit_task
 from sa1b.shards.manifest import PARTIAL, Options, Task, task_name
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import naming_path
-from sa1b.storage.store import open_store
+from sa1b.storage.store import Root, open_store
 
 __all__ = ["Counts", "Policy", "ingest", "limit_threads"]
 
@@ -42,7 +41,7 @@ def limit_threads() -> None:
 
 def ingest(
     source: Source,
-    root: Path,
+    root: Root,
     options: Options,
     policy: Policy,
     report: Callable[[Counts], None] = lambda counts: None,
@@ -69,17 +68,18 @@ def ingest(
         OutOfMemoryError: memory is exhausted; ingest of a source takes up to 600 MB.
         OSError: the disk is full or fails; the message names the path.
     """
-    parents = dict.fromkeys((root / PARTIAL, policy.spill or root / PARTIAL))
+    store = open_store(root)
+    parents = dict.fromkeys((store.scratch / PARTIAL, policy.spill or store.scratch / PARTIAL))
     folders = [make_staging(folder) for folder in parents]
     staged, spill = folders[0] / source.name, folders[-1] / f"{source.name}.spill"
     staged.mkdir()
     try:
-        with naming_path(root), ThreadPoolExecutor(1) as sealer:
+        with naming_path(store.scratch), ThreadPoolExecutor(1) as sealer:
             task = SourcePass(source, staged, spill, options, policy, report, sealer).run()
         check(task)
-        check_clash(task, staged, root)
-        with naming_path(root):
-            task = commit_task(task, staged, root)
+        check_clash(task, staged, store)
+        with naming_path(store.scratch):
+            task = commit_task(task, staged, store)
     except MemoryError:
         raise OutOfMemoryError(
             f"{source.label}: out of memory: ingest of a source takes up to 600 MB; use fewer --workers, or "
@@ -88,8 +88,8 @@ def ingest(
     except (SourceError, SystematicError):
         # The quarantine shows the user what was refused, and why. It must not replace the quarantine of an
         # earlier run whose shards are still in the dataset.
-        if not open_store(root).exists(task_name(source.name)):
-            commit_quarantine(source.name, staged, root)
+        if not store.exists(task_name(source.name)):
+            commit_quarantine(source.name, staged, store)
         raise
     finally:
         for folder in folders:

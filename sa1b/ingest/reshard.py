@@ -24,14 +24,15 @@ from sa1b.ingest.admission import (
 )
 from sa1b.ingest.finish import finish, record_expected, record_failure
 from sa1b.ingest.ingest import Counts, Policy
-from sa1b.ingest.staging import remove_leftovers
+from sa1b.ingest.staging import remove_leftovers, remove_local_leftovers
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Outcome, Run, is_unchanged, work_on
 from sa1b.progress import bar
-from sa1b.shards.manifest import Options, Task, read_tasks, task_name
+from sa1b.shards.manifest import PARTIAL, Options, Task, read_tasks, task_name
 from sa1b.sources.source import Source, digest_of_source, read_checklist
 from sa1b.storage.claim import observe
-from sa1b.storage.store import open_store
+from sa1b.storage.errors import StorageError
+from sa1b.storage.store import Root, Store, open_store
 from sa1b.workers import Failure, supervise
 
 _POLL_SECONDS = 1.0  # between two checks of the sources that other runs have claimed
@@ -40,24 +41,29 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def reshard(
-    paths: Sequence[Path], root: Path, options: Options, policy: Policy, run: Run | None = None
+    paths: Sequence[Path], root: Root, options: Options, policy: Policy, run: Run | None = None
 ) -> ReshardSummary:
     """Convert every source to shards of the dataset directory `root`, then finish the dataset.
 
     Args:
         paths: files and folders with sources.
-        root: dataset directory; created if it is missing.
+        root: dataset directory; a folder is created if it is missing.
         options: options that determine the bytes of the shards.
         policy: handling of bad input.
         run: settings of the run.
 
     Raises:
         SourceError, UsageError: an argument or a source is not valid. No source was processed.
+        StorageError: the store of the dataset directory is unreachable or denies access. No source was
+            processed. A run that has started ends with `store_error` in the summary instead.
     """
     run = run or Run()
     began = time.monotonic()
-    own = [path for path in (root, run.checklist, policy.spill) if path is not None]
-    check_out([*paths, *(run.rename or {})], root)
+    store = open_store(root)
+    folders = (store.scratch, store.scratch / PARTIAL, run.checklist, policy.spill)
+    own = [path for path in folders if path is not None]
+    if store.is_local:
+        check_out([*paths, *(run.rename or {})], store.scratch)
     discovered = admitted(paths, run.rename or {}, own, run.ignore)
     sources = discovered.sources
     named = [source.name for source in sources]
@@ -67,21 +73,23 @@ def reshard(
     if run.task is not None:
         sources = sources[run.task[0] :: run.task[1]]
     md5 = _expected_md5(sources, run)
-    if root.exists() and not root.is_dir():
-        raise UsageError(f"--out {root}: is a file; pass a folder")
-    root.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(root, policy.spill)
-    tasks = read_tasks(root, without=run.redo)
-    check_options(root, tasks, options)
-    check_names(root, tasks, sources)
+    if store.is_local:
+        if store.scratch.exists() and not store.scratch.is_dir():
+            raise UsageError(f"--out {root}: is a file; pass a folder")
+        store.scratch.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(store, policy.spill)
+    tasks = read_tasks(store, without=run.redo)
+    check_options(store, tasks, options)
+    check_names(store, tasks, sources)
     names = [source.name for source in sources]
     summary = ReshardSummary(names, run.task, discovered.not_taken)
     if run.task is not None:
-        record_expected(root, named)
+        record_expected(store, named)
+    sizes = None if store.is_local or not tasks else store.sizes().get  # one listing, not a request for each
     waiting = []
     for source in sources:
         task, expected = tasks.get(source.name), md5.get(source.name)
-        if task is not None and not run.recheck and is_unchanged(task, source, root):
+        if task is not None and not run.recheck and is_unchanged(task, source, store, sizes):
             summary.skipped.append(source.name)
             if (found := _other_md5(task, source, expected, run.quiet)) is not None:
                 summary.failed[source.name] = (
@@ -91,19 +99,25 @@ def reshard(
         else:
             waiting.append(source)
     if run.space_check:
-        check_space(waiting, root, options, policy.spill or root, run.workers)
+        check_space(waiting, store, options, policy.spill, run.workers)
     if waiting:
-        fix_options(root, tasks, options)
+        fix_options(store, tasks, options)
+    summary.tasks = tasks
     try:
-        _work_on(waiting, root, options, policy, md5, run, summary)
-        if run.task is None and not summary.disk_full:
-            summary.end(finish(root, summary.sources))
+        _work_on(waiting, store, options, policy, md5, run, summary)
+        if run.task is None and not summary.disk_full and not summary.store_error:
+            summary.end(finish(store, summary.sources))
     except KeyboardInterrupt:
         summary.interrupted = True
+    except StorageError as error:
+        summary.store_error = str(error)
     finally:
-        remove_leftovers(root, policy.spill)
-        release_options(root)
-    summary.tasks = read_tasks(root)
+        remove_local_leftovers(store, policy.spill)
+        if not summary.store_error:  # otherwise every operation would wait until the deadline
+            remove_leftovers(store, policy.spill)
+            release_options(store)
+    if not summary.store_error:
+        summary.tasks = read_tasks(store)
     _check_accept(policy, summary, run.quiet)
     summary.seconds = time.monotonic() - began
     return summary
@@ -111,7 +125,7 @@ def reshard(
 
 def _work_on(
     sources: list[Source],
-    root: Path,
+    store: Store,
     options: Options,
     policy: Policy,
     md5: dict[str, str],
@@ -125,7 +139,7 @@ def _work_on(
     with bar(total, "reshard", "B", run.quiet or not sources) as progress:
         while sources:
             held: dict[str, str] = {}
-            jobs = [(one, root, options, replace(policy, md5=md5.get(one.name)), run) for one in sources]
+            jobs = [(one, store, options, replace(policy, md5=md5.get(one.name)), run) for one in sources]
             seen = [Counts()] * len(sources)
             for event in supervise(work_on, jobs, workers=run.workers, stall_timeout=run.stall_timeout):
                 name = sources[event.task].name
@@ -134,6 +148,10 @@ def _work_on(
                     counts = event.value
                 elif event.kind == "done":
                     counts = event.value.counts
+                    if event.value.kind == "stopped":
+                        summary.store_error = summary.failed[name] = event.value.note
+                        sources = []
+                        break
                     _take(event.value, name, held, summary, run.quiet)
                 elif event.kind == "failed":
                     summary.failed[name] = _why(event.value)
@@ -150,7 +168,7 @@ def _work_on(
                     if event.kind == "lost":
                         times = len(summary.retried[name])
                         summary.failed[name] = f"the worker process ended {times} times: {event.value}"
-                        record_failure(root, name, "lost", summary.failed[name])
+                        record_failure(store, name, "lost", summary.failed[name])
                 if counts is not None:
                     before, seen[event.task] = seen[event.task], counts
                     totals = Counts(*(map(_changed, astuple(totals), astuple(counts), astuple(before))))
@@ -164,7 +182,7 @@ def _work_on(
                 _say(f"note: waiting for {name}, which {held[name]}", run.quiet)
             told |= held.keys()
             if sources:
-                _wait_for_change(root, sources)
+                _wait_for_change(store, sources)
     summary.done.sort()
     summary.skipped.sort()
 
@@ -178,13 +196,14 @@ def _take(outcome: Outcome, name: str, held: dict[str, str], summary: ReshardSum
         held[name] = outcome.note
     else:
         (summary.done if outcome.kind == "done" else summary.skipped).append(name)
+        if outcome.task is not None:
+            summary.tasks[name] = outcome.task
         if outcome.note:
             _say(f"note: {outcome.note}", quiet)
 
 
-def _wait_for_change(root: Path, sources: list[Source]) -> None:
+def _wait_for_change(store: Store, sources: list[Source]) -> None:
     """Return when one of the sources has no live claim any more."""
-    store = open_store(root)
     while True:
         time.sleep(_POLL_SECONDS)
         for source in sources:

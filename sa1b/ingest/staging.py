@@ -1,8 +1,9 @@
 """Staging folders: a worker process writes shards to `.partial/<host>-<pid>/` before they are committed.
 
-A process removes its own folder. The next run removes the staging folders and temporary files of processes of
-this machine that were killed. The name of a machine changes with each restart. Files of other machines, and
-of this machine before a restart, are removed an hour after the last write.
+`.partial` is in the dataset directory or, if that is at a URL, in the scratch folder. A process removes its
+own folder. The next run removes the staging folders and temporary files of processes of this machine that
+were killed. The name of a machine changes with each restart. Files of other machines, and of this machine
+before a restart, are removed an hour after the last write.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from sa1b.shards.manifest import PARTIAL, QUARANTINE, TASKS
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import ENDING, Holder, remove_dead
 from sa1b.storage.processes import is_of_dead_process, this_machine, this_process
-from sa1b.storage.store import FolderStore
+from sa1b.storage.store import FolderStore, Root, Store, open_store
 
 _OWNER = "owner"  # file in the folder that contains the name of the process
 _TRIES = 100  # attempts to create a folder that another process may remove
@@ -45,33 +46,39 @@ def remove_staging(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def remove_staging_of(process: Holder, root: Path, spill: Path | None = None) -> None:
+def remove_staging_of(process: Holder, root: Root, spill: Path | None = None) -> None:
     """Remove the folders of a process whose claim was taken over."""
     name = f"{process.host}-{process.pid}"
-    for parent in (root / PARTIAL, spill):
+    for parent in (open_store(root).scratch / PARTIAL, spill):
         if parent is not None and name == Path(name).name:  # the contents of a claim are not trusted
             shutil.rmtree(parent / name, ignore_errors=True)
 
 
-def remove_leftovers(root: Path, spill: Path | None = None) -> None:
-    """Remove the files of ended processes from a dataset directory and a spill folder."""
-    store = FolderStore(root)
-    for parent in (root / PARTIAL, spill):
+def remove_leftovers(root: Root, spill: Path | None = None) -> None:
+    """Remove the files and claims of ended processes from a dataset directory and from local folders."""
+    store = open_store(root)
+    remove_local_leftovers(store, spill)
+    for name in store.names(TASKS, ENDING):
+        remove_dead(store, f"{TASKS}/{name}", timeout=_ABANDONED)
+
+
+def remove_local_leftovers(store: Store, spill: Path | None = None) -> None:
+    """Remove the files of ended processes from this machine's folders."""
+    scratch = FolderStore(store.scratch)
+    for parent in (store.scratch / PARTIAL, spill):
         if parent is None or not parent.is_dir():
             continue
-        # The clock of ROOT: another command that starts or ends may remove .partial in between.
-        now = FolderStore(parent if parent == spill else root).now()
+        # The clock of the scratch folder: another command may remove .partial in between.
+        now = (FolderStore(parent) if parent == spill else scratch).now()
         for folder in _children(parent):
             if _is_left(folder, now):
                 shutil.rmtree(folder, ignore_errors=True)
         if parent != spill:
             with contextlib.suppress(OSError):
                 parent.rmdir()
-    for name in store.names(TASKS, ENDING):
-        remove_dead(store, f"{TASKS}/{name}", timeout=_ABANDONED)
-    for place in (root, root / TASKS, root / QUARANTINE):
+    for place in (store.scratch, store.scratch / TASKS, store.scratch / QUARANTINE):
         temporary = list(place.glob(".*.partial"))
-        now = store.now("") if temporary else 0.0
+        now = scratch.now() if temporary else 0.0
         for path in temporary:
             if _has_ended(path.name.removesuffix(".partial").rpartition(".")[2], path, now):
                 path.unlink(missing_ok=True)

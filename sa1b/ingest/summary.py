@@ -2,14 +2,13 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sa1b.console import command, counted
 from sa1b.ingest.finish import Finished
-from sa1b.shards import manifest
-from sa1b.shards.manifest import DATASET, Task
+from sa1b.shards.manifest import DATASET, QUARANTINE, Task
 from sa1b.sources.discovery import NotTaken
+from sa1b.storage.store import Root, open_store
 
 _LISTED = 20  # files in the table that were not taken
 
@@ -32,6 +31,8 @@ class ReshardSummary:
         finished: the contents of dataset.json; None: it was not written.
         interrupted: the run ended with Ctrl-C.
         disk_full: the run stopped because the disk was full or cannot be written to.
+        store_error: the run stopped with this error, because the store of the dataset directory was
+            unreachable or denied access; "" if it did not.
     """
 
     sources: list[str] = field(default_factory=list)
@@ -47,12 +48,19 @@ class ReshardSummary:
     finished: Finished | None = None
     interrupted: bool = False
     disk_full: bool = False
+    store_error: str = ""
 
     @property
     def complete(self) -> bool:
         """Whether dataset.json exists and includes every known source."""
         finished = self.finished
-        return not self.failed and finished is not None and bool(finished.tasks) and not finished.is_partial
+        return (
+            not self.failed
+            and not self.store_error
+            and finished is not None
+            and bool(finished.tasks)
+            and not finished.is_partial
+        )
 
     def end(self, finished: Finished) -> None:
         """Add the result of finishing the dataset."""
@@ -90,13 +98,13 @@ class ReshardSummary:
     def exit_code(self) -> int:
         """The exit code of the run.
 
-        0: all sources are complete. 1: a source is missing. 3: a pair was refused, a source is damaged or a
-        file was not taken. 130: interrupted.
+        0: all sources are complete. 1: a source is missing, or the store failed. 3: a pair was refused, a
+        source is damaged or a file was not taken. 130: interrupted.
         """
         if self.interrupted:
             return 130
         missing = self.finished is not None and {*self.sources} - self.finished.tasks.keys()
-        if self.failed or missing:
+        if self.failed or missing or self.store_error:
             return 1
         totals = self.totals()
         return 3 if totals["refused"] or totals["damaged_sources"] or self.not_taken else 0
@@ -126,8 +134,9 @@ class ReshardSummary:
     def _rate(self) -> float:
         return self.stored_bytes / 1e6 / self.seconds if self.seconds else 0.0
 
-    def table(self, root: Path) -> str:
+    def table(self, root: Root) -> str:
         """The summary as a table of text."""
+        store = open_store(root)
         totals = self.totals()
         rows = [
             ("sources", f"{totals['sources']:,} ({len(self.done)} now, {len(self.skipped)} found finished)"),
@@ -154,12 +163,11 @@ class ReshardSummary:
         used, kept = 2 * totals["images"], totals["refused_members"]
         lines.append(f"{totals['members']:,} members in = {used:,} in shards + {kept:,} in quarantine")
         if totals["refused"] or totals["damaged_sources"]:
-            lines.append(f"quarantine: {root / manifest.QUARANTINE}/<source>/refused.jsonl")
+            lines.append(f"quarantine: {store.url(QUARANTINE)}/<source>/refused.jsonl")
         for name, why in self.failed.items():
             lines.append(f"FAILED {name}: {why}")
-            refused = root / manifest.QUARANTINE / name
-            if refused.exists():
-                lines.append(f"  refused members: {refused}")
+            if store.is_folder(refused := f"{QUARANTINE}/{name}"):
+                lines.append(f"  refused members: {store.url(refused)}")
         lines += self._not_taken()
         lines.append(self._ending(root))
         return "\n".join(lines)
@@ -172,7 +180,8 @@ class ReshardSummary:
         lines += [f"  {ascii(str(one.path))[1:-1]}: {one.reason}" for one in self.not_taken[:_LISTED]]
         return lines + [f"  and {count - _LISTED:,} more, all listed with --json"] * (count > _LISTED)
 
-    def _ending(self, root: Path) -> str:
+    def _ending(self, root: Root) -> str:
+        dataset = open_store(root).url(DATASET)
         if self.interrupted:
             return "Interrupted. Nothing is damaged; run the same command again to resume."
         if self.disk_full:
@@ -180,11 +189,13 @@ class ReshardSummary:
                 "Stopped: the disk is full or not writable. Free some space, then run the same command again "
                 "to resume."
             )
+        if self.store_error:
+            return f"Stopped: {self.store_error}. Nothing is damaged; run the same command again to resume."
         if self.task is not None:
             return (
                 f"Task {self.task[0]} of {self.task[1]} is done. When all tasks have ended, write "
-                f"{root / DATASET} with: `{command('reshard')} --out {root} --finish`"
+                f"{dataset} with: `{command('reshard')} --out {root} --finish`"
             )
         if self.finished is None:
-            return f"This run did not change {root / DATASET}."
+            return f"This run did not change {dataset}."
         return self.finished.line(root)

@@ -16,6 +16,7 @@ from sa1b.shards.commit import shard_files
 from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
 from sa1b.sources.source import Source, digest_of_source
 from sa1b.storage.claim import TIMEOUT, Claim, holder
+from sa1b.storage.errors import StorageError
 from sa1b.storage.store import Root, Store, open_store
 
 _REPORT_SECONDS = 0.2
@@ -57,18 +58,24 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a worker: the source is ingested ("done"), was already finished ("skipped"), or is
-    claimed by another run ("held").
+    """The result of a worker: the source is ingested ("done"), was already finished ("skipped"), is claimed
+    by another run ("held"), or the dataset directory's store is unreachable or denies access ("stopped").
+
+    Attributes:
+        counts: of this pass.
+        note: details, or the error of the store.
+        task: the finished source; None: it is not finished, or its task file was not changed.
     """
 
-    kind: Literal["done", "skipped", "held"]
+    kind: Literal["done", "skipped", "held", "stopped"]
     counts: Counts
     note: str = ""
+    task: Task | None = None
 
 
 def work_on(
     source: Source,
-    root: Path,
+    root: Root,
     options: Options,
     policy: Policy,
     run: Run,
@@ -77,15 +84,31 @@ def work_on(
     """The function of a worker process: claim a source and ingest it into the dataset directory."""
     limit_threads()
     store = open_store(root)
+    try:
+        return _with_claim(source, store, options, policy, run, report)
+    except StorageError as error:
+        if not error.url.startswith(store.root):
+            raise
+        return Outcome("stopped", Counts(), str(error))
+
+
+def _with_claim(
+    source: Source,
+    store: Store,
+    options: Options,
+    policy: Policy,
+    run: Run,
+    report: Callable[[Counts], None],
+) -> Outcome:
     name = task_name(source.name, "claim")
     claim = Claim.take(store, name, timeout=run.claim_timeout)
     if claim is None:
         return Outcome("held", Counts(), _held_by(store, name))
     with claim:
         if claim.previous is not None:
-            remove_staging_of(claim.previous, root, policy.spill)
+            remove_staging_of(claim.previous, store, policy.spill)
         try:
-            return _claimed(source, root, options, policy, run, claim, report)
+            return _claimed(source, store, options, policy, run, claim, report)
         except (LockedError, OSError):
             # An OSError concerns this machine or its disk, not the source. A run that takes over the claim
             # removes the staging folder of this process, which may have caused the error.
@@ -93,7 +116,9 @@ def work_on(
                 raise
             return Outcome("held", Counts(), _held_by(store, name))
         except Exception as error:
-            record_failure(root, source.name, type(error).__name__, str(error))
+            if isinstance(error, StorageError) and error.url.startswith(store.root):
+                raise  # concerns the store, which may be unreachable, not the source
+            record_failure(store, source.name, type(error).__name__, str(error))
             raise
 
 
@@ -108,7 +133,7 @@ def _held_by(store: Store, name: str) -> str:
 
 def _claimed(
     source: Source,
-    root: Path,
+    root: Store,
     options: Options,
     policy: Policy,
     run: Run,
@@ -151,11 +176,11 @@ def _claimed(
         if previous is not None and recorded not in (None, task.source["sha256"]) and not run.replace:
             raise _refused(source, previous, root)
 
-    ingest(source, root, options, policy, throttled, check)
-    return Outcome("done", newest, note)
+    task = ingest(source, root, options, policy, throttled, check)
+    return Outcome("done", newest, note, task)
 
 
-def _refused(source: Source, previous: Task, root: Path) -> SourceError:
+def _refused(source: Source, previous: Task, root: Store) -> SourceError:
     return SourceError(
         f"{source.label}: {root} already has a source named {source.name!r} with other content "
         f"({previous.source['size']:,} bytes, sha256 {str(previous.source['sha256'])[:12]}…; this source has "
@@ -164,17 +189,24 @@ def _refused(source: Source, previous: Task, root: Path) -> SourceError:
     )
 
 
-def is_unchanged(task: Task, source: Source, root: Path) -> bool:
+def is_unchanged(
+    task: Task, source: Source, root: Root, sizes: Callable[[str], int | None] | None = None
+) -> bool:
     """Whether a source is finished, by the sizes and modification times of its files."""
     known = (task.source["size"], task.source["mtime_ns"])
-    return known == (source.size, source.mtime_ns) and missing_file(task, root) is None
+    return known == (source.size, source.mtime_ns) and missing_file(task, root, sizes) is None
 
 
-def missing_file(task: Task, root: Root) -> str | None:
-    """The path or URL of the first file of a finished source that is missing or has another size."""
+def missing_file(task: Task, root: Root, sizes: Callable[[str], int | None] | None = None) -> str | None:
+    """The path or URL of the first file of a finished source that is missing or has another size.
+
+    Args:
+        sizes: name -> bytes of an object; by default the store's `size`, which is one request for each.
+    """
     store = open_store(root)
+    sizes = sizes or store.size
     for shard in task.shards:
         for name, size in zip(shard_files(shard.name), (shard.bytes, shard.index_bytes), strict=True):
-            if store.size(name) != size:
+            if sizes(name) != size:
                 return store.url(name)
     return None

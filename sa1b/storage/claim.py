@@ -26,7 +26,7 @@ from types import TracebackType
 
 from sa1b.errors import LockedError
 from sa1b.storage.atomic import json_bytes
-from sa1b.storage.errors import StorageError
+from sa1b.storage.errors import StorageError, UnavailableError
 from sa1b.storage.processes import is_of_dead_process, start_of, this_machine, this_process
 from sa1b.storage.store import Store
 
@@ -158,7 +158,10 @@ class Claim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        if isinstance(error, UnavailableError):
+            self._end.set()  # the claim ends by its timeout, or when this process has ended
+        else:
+            self.release()
 
     def _beat(self) -> None:
         while not self._end.wait(self._timeout / _BEATS):

@@ -39,6 +39,9 @@ class Store(ABC):
     is_local: bool
     scratch: Path
 
+    def __str__(self) -> str:
+        return self.root
+
     def url(self, name: str) -> str:
         """The path or URL of an object."""
         return f"{self.root}/{name}"
@@ -58,6 +61,11 @@ class Store(ABC):
     @abstractmethod
     def names(self, folder: str, ending: str = "") -> list[str]:
         """Sorted names of the objects directly in a folder, without the folder and without hidden objects."""
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Name without the folder -> bytes, for the objects of `names`."""
+        found = {name: self.size(f"{folder}/{name}" if folder else name) for name in self.names(folder)}
+        return {name: size for name, size in found.items() if size is not None}
 
     @abstractmethod
     def is_folder(self, name: str) -> bool:
