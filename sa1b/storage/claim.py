@@ -21,6 +21,7 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -123,9 +124,11 @@ class Claim:
             previous = observe(store, name)
             if previous is not None and previous.is_live():
                 return None
-            if previous is not None and not _remove(store, name, previous.token):
-                return None
-            if not store.put_if_absent(name, data):
+            if previous is None:  # released since
+                taken = store.put_if_absent(name, data)
+            else:
+                taken = store.replace_if(name, data, _has_token(previous.token))
+            if not taken:
                 return None
         return cls(store, name, token, timeout, previous, data)
 
@@ -228,6 +231,11 @@ def remove_dead(store: Store, name: str, *, timeout: float = math.inf) -> None:
 
 def _remove(store: Store, name: str, token: str) -> bool:
     """Remove the claim with this token; False if the claim has another token by now."""
+    return store.remove_if(name, _has_token(token))
+
+
+def _has_token(token: str) -> Callable[[bytes], bool]:
+    """Whether the content of a claim has a token; "": whether it is not a claim."""
 
     def matches(data: bytes) -> bool:
         try:
@@ -235,4 +243,4 @@ def _remove(store: Store, name: str, token: str) -> bool:
         except (ValueError, KeyError, TypeError):
             return not token
 
-    return store.remove_if(name, matches)
+    return matches

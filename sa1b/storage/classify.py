@@ -50,6 +50,7 @@ _EXPIRED = {
 }
 _THROTTLED = {"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests"}
 _TIMEOUTS = {"RequestTimeout", "RequestTimeoutException"}
+_DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}  # a write, in transit
 _LOOKUPS = {"CredentialRetrievalError", "MetadataRetrievalError"}  # the metadata service is not available
 _CLIENTS = {"botocore", "aiobotocore", "aiohttp", "urllib3", "requests", "http", "ssl", "gcsfs", "google"}
 _DEVICE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO}
@@ -66,10 +67,9 @@ def classify_error(error: BaseException) -> Fault | None:
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         # fsspec's http file system raises this for every failed request, also without a response.
         return classify_error(error.__cause__) or Fault(ErrorClass.MISSING, message)
-    for link in chain:
-        status, code = _response(link)
-        if status or code:
-            return Fault(_of_response(status, code), message)
+    status, code = response_of(error)
+    if status or code:
+        return Fault(_of_response(status, code), message)
     if any(name in _LOOKUPS for name in map(_name, chain)):
         return Fault(ErrorClass.RESETS, message)
     if any("Credential" in name or "Token" in name or "Profile" in name for name in map(_name, chain)):
@@ -84,6 +84,12 @@ def classify_error(error: BaseException) -> Fault | None:
     if isinstance(error, OSError) or any(_origin(link) in _CLIENTS for link in chain):
         return Fault(ErrorClass.RESETS, message)
     return None
+
+
+def response_of(error: BaseException) -> tuple[int, str]:
+    """HTTP status and error code of the response that caused an exception; 0 and "" without a response."""
+    found = (_response(link) for link in _chain(error))
+    return next((one for one in found if any(one)), (0, ""))
 
 
 def classify_local_error(error: OSError) -> Fault | None:
@@ -140,6 +146,12 @@ def _of_response(status: int, code: str) -> ErrorClass:
         return ErrorClass.TIMEOUTS
     if code in _THROTTLED or status in (429, 503):
         return ErrorClass.THROTTLED
+    if code in _DAMAGED:
+        return ErrorClass.CRC
+    if code == "IncompleteBody":
+        return ErrorClass.SHORT
+    if status == 501:
+        return ErrorClass.REFUSED
     if status >= 500 or status == 409 or code == "InternalError":
         return ErrorClass.SERVER_ERRORS
     if status in (404, 410) or code.startswith("NoSuch"):

@@ -77,6 +77,15 @@ class Loop:
                 await asyncio.wait({asyncio.ensure_future(last)}, timeout=_CLOSING)
 
 
+def result_of(future: "Future[T]") -> T:
+    """Wait for a result; cancel the work if the caller is interrupted."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
 def _silence(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """An exception handler that prints nothing."""
 

@@ -15,7 +15,7 @@ from sa1b.storage.checksum import Crc
 from sa1b.storage.classify import ErrorClass, Fault, classify_error
 from sa1b.storage.counters import CounterSet
 from sa1b.storage.errors import MissingError, StorageError
-from sa1b.storage.loop import Loop
+from sa1b.storage.loop import Loop, result_of
 from sa1b.storage.retry import RetryPolicy, RetryState
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class RemoteOrigin:
 
     def read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
         """See Reader.read_range."""
-        return _result(self.submit(name, start, length, crc))
+        return result_of(self.submit(name, start, length, crc))
 
     def submit(self, name: str, start: int, length: int, crc: Crc) -> "Future[bytes]":
         """Start a read on the origin's loop."""
@@ -56,11 +56,11 @@ class RemoteOrigin:
 
     def size(self, name: str) -> int:
         """Size of an object in bytes. See Reader.size."""
-        return _result(self._start(self._size(name)))
+        return result_of(self._start(self._size(name)))
 
     def names(self, folder: str) -> list[str]:
         """See Reader.names."""
-        return _result(self._start(self._names(folder)))
+        return result_of(self._start(self._names(folder)))
 
     def request(
         self,
@@ -177,15 +177,6 @@ class RemoteOrigin:
         system = file_system.connect(self._root, self._options, self._policy, self._in_flight)
         self._systems.append(system)
         return system
-
-
-def _result(future: "Future[T]") -> T:
-    """Wait for the result of a read; cancel the read if the caller is interrupted."""
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
 
 
 def _consume(task: "asyncio.Future[Any]") -> None:

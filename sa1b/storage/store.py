@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sa1b.errors import UsageError
 from sa1b.storage.atomic import flush, naming_final, write_whole
+from sa1b.storage.objects import Upload
 from sa1b.storage.processes import this_process
 
 
@@ -91,10 +91,20 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def commit(self, staged: Iterable[Path], folder: str = "") -> None:
+    def replace_if(self, name: str, data: bytes, matches: Callable[[bytes], bool]) -> bool:
+        """Replace an object if its content matches; whether this call replaced it.
+
+        Exactly one of several concurrent callers replaces the object.
+        """
+
+    @abstractmethod
+    def commit(
+        self, staged: Iterable[Path], folder: str = "", progress: Callable[[int], None] | None = None
+    ) -> None:
         """Move complete, flushed files to a folder of the store.
 
-        Each file replaces an object of the same name. All objects are durable when the call returns.
+        Each file replaces an object of the same name. All objects are durable when the call returns. During
+        an upload to a bucket, `progress` is called with the number of bytes whenever some are stored.
         """
 
     @abstractmethod
@@ -129,6 +139,17 @@ class Store(ABC):
 
         Exactly one of several concurrent callers removes the object.
         """
+
+    def uploads(self) -> list[Upload]:
+        """Uploads to a bucket that were started and not finished, by processes that run or have ended."""
+        return []
+
+    def abort_uploads(self, matches: Callable[[str], bool]) -> int:
+        """Remove the unfinished uploads of the objects whose names match; their number.
+
+        For the holder of the claim of these objects, because the upload of a running process fails then.
+        """
+        return 0
 
 
 class FolderStore(Store):
@@ -226,7 +247,12 @@ class FolderStore(Store):
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
-    def commit(self, staged: Iterable[Path], folder: str = "") -> None:
+    def replace_if(self, name: str, data: bytes, matches: Callable[[bytes], bool]) -> bool:
+        return self.remove_if(name, matches) and self.put_if_absent(name, data)
+
+    def commit(
+        self, staged: Iterable[Path], folder: str = "", progress: Callable[[int], None] | None = None
+    ) -> None:
         final = self.path(folder)
         final.mkdir(parents=True, exist_ok=True)
         for path in staged:
@@ -271,11 +297,12 @@ class FolderStore(Store):
                 probe.unlink()
 
 
+_buckets: dict[tuple[str, Path | None, str], Store] = {}  # share their connections
 Root = Store | Path | str  # of a dataset directory: an open store, a path or a URL
 
 
 def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str, Any] | None = None) -> Store:
-    """The store of a dataset directory.
+    """The store of a dataset directory; the same store of a URL whenever a process opens it.
 
     Args:
         root: an open store, which is returned; a folder; or a URL that fsspec supports (s3://, gs://, ...).
@@ -287,7 +314,12 @@ def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str,
         return root
     text = os.fspath(root)
     if "://" in text and not text.startswith("file://"):
-        raise UsageError(f"{text}: must be a folder of this machine")
+        from sa1b.storage.bucket import BucketStore  # imports this module
+
+        key = (text.rstrip("/"), scratch, repr(sorted((options or {}).items())))
+        return _buckets.get(key) or _buckets.setdefault(
+            key, BucketStore(text, scratch=scratch, options=options)
+        )
     return FolderStore(Path(text.removeprefix("file://")))
 
 

@@ -1,0 +1,194 @@
+"""Verified copies of files to objects of a bucket, and back.
+
+A large file is uploaded in parts. At most PARTS_IN_FLIGHT parts are in memory. The store verifies the md5 of
+every part, and the finished object is compared with the file by its size and entity tag. Where the store's
+entity tags are not md5, the object is read back.
+"""
+
+import contextlib
+import functools
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+from sa1b.storage.errors import DamageError, MissingError, StorageError
+from sa1b.storage.loop import result_of
+from sa1b.storage.objects import Objects, Stat, md5
+from sa1b.storage.reader import PIECE, Reader, pieces_of
+from sa1b.storage.s3_objects import S3Objects, composite_etag
+
+PART = 32 << 20  # bytes of a part, a multiple of PIECE; more for objects of more than MOST_PARTS parts
+MOST_PARTS = 10_000  # the limit of S3
+PARTS_IN_FLIGHT = 4
+_ABORT_DEADLINE = 20.0  # seconds of each request that removes an upload
+_TRIES = 3  # copies of an object that another process replaces meanwhile
+
+
+def part_size(size: int) -> int:
+    """Bytes of a part of an object of `size` bytes."""
+    pieces = -(-size // (MOST_PARTS * PIECE))
+    return max(PART, pieces * PIECE)
+
+
+def upload(
+    reader: Reader,
+    objects: Objects,
+    name: str,
+    path: Path,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write a file to an object, verified.
+
+    Args:
+        reader: makes the requests.
+        objects: the store's kind.
+        name: name of the object, relative to the reader's root.
+        path: the file, which must not change meanwhile.
+        progress: called with the number of bytes whenever some are stored.
+
+    Raises:
+        DamageError: the stored bytes differ from the file.
+        StorageError: as Reader.request. Nothing is left in the store.
+    """
+    size = path.stat().st_size
+    url = reader.url(name)
+    progress = progress or (lambda size: None)
+    etag = None
+    if isinstance(objects, S3Objects) and size > PART:
+        etag = _upload_parts(reader, objects, name, path, progress)
+    elif isinstance(objects, S3Objects):
+        data = path.read_bytes()
+        etag = md5(data)
+        result_of(reader.request(name, lambda system: objects.put(system, url, data), size=size))
+        progress(size)
+    else:
+        result_of(reader.request(name, lambda system: objects.put_file(system, url, path), size=size))
+        progress(size)
+    stat = result_of(reader.request(name, lambda system: objects.stat(system, url)))
+    if stat.size != size or (stat.etag != etag and not _is_same(reader, name, path)):
+        raise DamageError(
+            f"{url}: differs from {path} after the upload; check the memory and network of this machine, and "
+            "whether another process writes this object",
+            url=url,
+            length=size,
+            expected=size,
+            found=stat.size,
+        )
+
+
+def _upload_parts(
+    reader: Reader, objects: S3Objects, name: str, path: Path, progress: Callable[[int], None]
+) -> str:
+    """Upload a file in parts; the entity tag that its object has on most stores."""
+    url = reader.url(name)
+    size = path.stat().st_size
+    step = part_size(size)
+    digests: list[str] = []
+    etags: list[str] = []
+    pending: deque[tuple[int, Future[str]]] = deque()
+
+    def wait_for_part() -> None:
+        length, future = pending.popleft()
+        etags.append(result_of(future))
+        progress(length)
+
+    upload = result_of(reader.request(name, lambda system: objects.start(system, url)))
+    try:
+        with path.open("rb") as file:
+            for number in range(1, -(-size // step) + 1):
+                if len(pending) == PARTS_IN_FLIGHT:
+                    wait_for_part()
+                data = file.read(step)
+                digest = md5(data)
+                digests.append(digest)
+                part = functools.partial(
+                    objects.put_part, url=url, upload=upload, number=number, data=data, digest=digest
+                )
+                pending.append((len(data), reader.request(name, part, size=len(data))))
+        while pending:
+            wait_for_part()
+        result_of(reader.request(name, lambda system: objects.complete(system, url, upload, etags)))
+    except MissingError as error:
+        # An attempt to complete was applied and its response was lost, or another process has removed the
+        # upload because it uploaded the same file.
+        with path.open("rb") as file:
+            digests = [md5(data) for data in iter(lambda: file.read(step), b"")]
+        stat = None
+        with contextlib.suppress(MissingError):
+            stat = result_of(reader.request(name, lambda system: objects.stat(system, url)))
+        if stat is None or stat.size != size:
+            raise StorageError(
+                f"{url}: the store has removed this unfinished upload ({error}); another process may have "
+                "taken over the work: run the command again",
+                url=url,
+            ) from error
+        return composite_etag(digests)
+    finally:
+        for _, future in pending:
+            future.cancel()
+        _abort_uploads(reader, objects, name)
+    return composite_etag(digests)
+
+
+def _abort_uploads(reader: Reader, objects: S3Objects, name: str) -> None:
+    """Remove every upload of an object: also one whose start had no response, and one of a killed process.
+
+    What cannot be removed now is removed by the next run, see BucketStore.abort_uploads.
+    """
+    folder, _, last = reader.url(name).rpartition("/")
+    policy = replace(reader.retry_policy, deadline=_ABORT_DEADLINE)
+    with contextlib.suppress(StorageError):
+        for _ in range(_TRIES):  # again for a part that was in flight
+            found = result_of(
+                reader.request(name, lambda system: objects.uploads(system, folder), policy=policy)
+            )
+            left = [one for one in found if one.name == last]
+            if not left:
+                return
+            for one in left:
+                abort = functools.partial(objects.abort, url=reader.url(name), upload=one.id)
+                result_of(reader.request(name, abort, policy=policy))
+
+
+def download(reader: Reader, name: str, stat: Stat, path: Path) -> None:
+    """Copy an object to a file, verified by its entity tag where that is an md5, else by a second read.
+
+    Raises:
+        StorageError: as Reader.read_range; or the object was replaced meanwhile.
+    """
+    in_parts = "-" in stat.etag
+    step = part_size(stat.size) if in_parts else stat.size
+    parts: list[str] = []
+    part = hashlib.md5(usedforsecurity=False)
+    at = 0
+    with path.open("wb") as file:
+        for data in reader.read_ranges(pieces_of(name, stat.size), prefetch=PARTS_IN_FLIGHT):
+            file.write(data)
+            part.update(data)
+            at += len(data)
+            if at % step == 0 or at == stat.size:
+                parts.append(part.hexdigest())
+                part = hashlib.md5(usedforsecurity=False)
+    if stat.etag and stat.etag == (composite_etag(parts) if in_parts else "".join(parts)):
+        return
+    if not _is_same(reader, name, path):
+        raise StorageError(
+            f"{reader.url(name)}: differs in two reads; another process may have replaced it: run the "
+            "command again",
+            url=reader.url(name),
+        )
+
+
+def _is_same(reader: Reader, name: str, path: Path) -> bool:
+    """Whether an object has the bytes of a file of the same size."""
+    with path.open("rb") as file:
+        for piece in pieces_of(name, path.stat().st_size):
+            ours = file.read(piece.length)
+            theirs = reader.read_range(name, piece.start, piece.length)
+            # Once more: the difference may have arisen in transit.
+            if theirs != ours and reader.read_agreed(name, piece.start, piece.length, theirs) != ours:
+                return False
+    return True

@@ -1,0 +1,169 @@
+"""A dataset directory in a store without a server: the operations of every kind of bucket."""
+
+import json
+import pickle
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from sa1b.storage.bucket import BucketStore
+from sa1b.storage.claim import Claim, holder, live_holders
+from sa1b.storage.errors import StorageError
+from sa1b.storage.store import FolderStore, Store, open_store
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[BucketStore]:
+    name = secrets.token_hex(4)
+    store = BucketStore(f"memory://{name}/shards", scratch=tmp_path / "scratch")
+    yield store
+    store.close()
+    memory = fsspec.filesystem("memory")
+    if memory.exists(f"/{name}"):
+        memory.rm(f"/{name}", recursive=True)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "folder":
+        return FolderStore(tmp_path / "root")
+    found: BucketStore = request.getfixturevalue("bucket")
+    return found
+
+
+def test_objects_are_written_read_listed_and_removed(store: Store) -> None:
+    assert store.names("tasks") == []
+    assert not store.is_folder("tasks")
+    assert store.size("tasks/a.json") is None
+    assert store.age("tasks/a.json") is None
+    with pytest.raises(FileNotFoundError):
+        store.read("tasks/a.json")
+    store.put("tasks/a.json", b"one")
+    store.put("tasks/a.json", b"two2")
+    store.put("tasks/b.failed", b"")
+    store.put("tasks/.hidden.json", b"hidden")
+    assert store.read("tasks/a.json") == b"two2"
+    assert store.size("tasks/a.json") == 4
+    assert store.names("tasks") == ["a.json", "b.failed"]
+    assert store.names("tasks", ".json") == ["a.json"]
+    assert store.is_folder("tasks")
+    age = store.age("tasks/a.json")
+    assert age is not None
+    assert abs(age) < 60
+    store.remove("tasks/a.json", "tasks/never.json")
+    assert store.names("tasks") == ["b.failed"]
+
+
+def test_an_object_is_written_once(store: Store) -> None:
+    assert store.put_if_absent("tasks/a", b"one")
+    assert not store.put_if_absent("tasks/a", b"two")
+    assert store.read("tasks/a") == b"one"
+
+
+def test_an_object_is_replaced_and_removed_only_if_it_matches(store: Store) -> None:
+    assert not store.replace_if("tasks/a", b"new", lambda data: True)
+    assert not store.remove_if("tasks/a", lambda data: True)
+    store.put("tasks/a", b"one")
+    assert not store.replace_if("tasks/a", b"two", b"another".__eq__)
+    assert store.replace_if("tasks/a", b"two", b"one".__eq__)
+    assert not store.remove_if("tasks/a", b"one".__eq__)
+    assert store.read("tasks/a") == b"two"
+    assert store.remove_if("tasks/a", b"two".__eq__)
+    assert store.names("tasks") == []
+    assert store.size("tasks/a") is None
+
+
+def test_an_object_is_renewed_by_its_content(bucket: BucketStore) -> None:
+    bucket.put("a", b"one")
+    assert bucket.renew("a", b"one")
+    assert not bucket.renew("a", b"two")
+    assert not bucket.renew("b", b"one")
+    assert bucket.read("a") == b"one"
+
+
+def test_files_and_folders_are_committed(store: Store) -> None:
+    staged = store.scratch / ".partial" / "one"
+    (staged / "quarantine" / "deep").mkdir(parents=True)
+    (staged / "a.tar").write_bytes(b"shard")
+    (staged / "a.parquet").write_bytes(b"")
+    (staged / "quarantine" / "x.json").write_bytes(b"{}")
+    (staged / "quarantine" / "deep" / "y.jpg").write_bytes(b"jpg")
+    store.put("quarantine/sa/old.json", b"{}")
+    store.commit_folder(staged / "quarantine", "quarantine/sa")
+    store.commit([staged / "a.tar", staged / "a.parquet"])
+    assert list(staged.iterdir()) == []
+    assert store.names("", ".tar") + store.names("", ".parquet") == ["a.tar", "a.parquet"]
+    assert [name for name in store.names("quarantine/sa") if "." in name] == ["x.json"]
+    with store.files("a.tar", "none.tar", "quarantine/sa/deep/y.jpg", "a.parquet") as paths:
+        found = [path.read_bytes() if path.exists() else None for path in paths]
+        assert found == [b"shard", None, b"jpg", b""]
+    store.remove_folder("quarantine/sa")
+    assert not store.is_folder("quarantine/sa")
+    assert store.uploads() == []
+    assert store.abort_uploads(lambda name: True) == 0
+
+
+def test_temporary_copies_are_removed(bucket: BucketStore) -> None:
+    bucket.put("a", b"one")
+    with bucket.files("a") as (path,):
+        assert path.read_bytes() == b"one"
+    assert list(bucket.scratch.iterdir()) == []
+
+
+def test_a_file_larger_than_the_free_space_is_refused(
+    bucket: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("samples.bin", b"x" * 100)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 99}))
+    message = r"shards/samples.bin: 100 bytes, .* 99 bytes free; .* --scratch"
+    with pytest.raises(StorageError, match=message), bucket.files("samples.bin"):
+        pass
+
+
+def test_a_claim_is_held_released_and_taken_over(store: Store) -> None:
+    name = "tasks/sa_000020.claim"
+    with Claim.take(store, name) or pytest.fail("held") as claim:
+        assert Claim.take(store, name) is None
+        assert list(live_holders(store, "tasks")) == ["sa_000020"]
+        claim.check()
+    assert store.names("tasks") == []
+    theirs = {"host": "node7", "pid": 4711, "process": "another-1", "token": "theirs", "timeout": 1e-9}
+    store.put(name, json.dumps(theirs).encode())
+    claim = Claim.take(store, name) or pytest.fail("held")
+    assert claim.previous is not None
+    assert claim.previous.token == "theirs"
+    assert not store.renew(name, json.dumps(theirs).encode()) or isinstance(store, FolderStore)
+    found = holder(store, name)
+    assert found is not None
+    assert found.token != "theirs"
+    claim.release()
+    assert store.names("tasks") == []
+
+
+def test_an_http_root_can_only_be_read(tmp_path: Path) -> None:
+    store = open_store("https://127.0.0.1:1/shards", scratch=tmp_path)
+    for write in (
+        lambda: store.put("a", b"one"),
+        lambda: store.put_if_absent("a", b"one"),
+        lambda: store.remove("a"),
+    ):
+        with pytest.raises(StorageError, match=r"127.0.0.1:1/shards.*can only be read"):
+            write()
+
+
+def test_a_url_is_opened_once_per_process(tmp_path: Path) -> None:
+    assert open_store("memory://one/shards", scratch=tmp_path) is open_store(
+        "memory://one/shards/", scratch=tmp_path
+    )
+    assert open_store("memory://one/shards") is not open_store("memory://two/shards")
+
+
+def test_a_store_can_be_pickled_after_use(bucket: BucketStore) -> None:
+    assert bucket.put_if_absent("a", b"one")
+    copy: BucketStore = pickle.loads(pickle.dumps(bucket))
+    assert copy.read("a") == b"one"
+    assert not copy.put_if_absent("a", b"two")
+    copy.close()
