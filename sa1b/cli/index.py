@@ -44,10 +44,14 @@ def main(
     if not path or (folders and len(path) > 1):
         raise UsageError(f"ROOT ({len(path)} paths): must be one folder, or one or more SHARD.tar")
     for one in path:
-        if not one.exists():
-            raise UsageError(f"{one}: no such file or folder; check the path")
         if one not in folders and one.suffix != ".tar":
+            with loading():
+                from sa1b.shards.manifest import DATASET, no_dataset
+            if one.name == DATASET or not one.exists():
+                raise no_dataset(one)
             raise UsageError(f"{one}: not a shard; pass a file with the ending .tar")
+        if not one.exists():
+            raise UsageError(f"{one}: no such file; check the path")
     if workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1")
     with loading():

@@ -68,6 +68,11 @@ def main(
         raise UsageError(f"--workers {workers}: must be at least 1")
     if missing != "refuse" and ids is None:
         raise UsageError(f"--missing {missing}: needs --ids; add --ids or omit --missing")
+    if not any((masks_where, images_where, subset, held_out, ids, name, out)):
+        raise UsageError(
+            f"{root}: the view would have all images; pass --masks-where, --images-where, --subset, "
+            "--held-out or --ids, or give a view of all images a --name"
+        )
     with loading():
         from sa1b.views.selection import Selection, select
     selection = Selection(masks_where, images_where, subset, held_out, split, ids, missing)

@@ -35,6 +35,7 @@ from sa1b.engine.optim import OptimConfig
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.ranks import DisagreementError, RankInfo
 from sa1b.errors import Sa1bError, UsageError
+from sa1b.shards.manifest import DATASET
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,11 @@ def _check(config: Config) -> None:
             )
     if config.out.exists() and not config.out.is_dir():
         raise UsageError(f"--out {config.out}: is a file; name a folder, new or of a run to resume")
+    if (config.out / DATASET).exists() or _is_inside(config.out, config.data.root):
+        raise UsageError(
+            f"--out {config.out}: is a dataset directory or inside one, and a run must not write there; name "
+            "another folder"
+        )
     asked = config.evaluation.view is not None or config.evaluation.every or config.evaluate_only
     if asked and not config.evaluates:
         raise UsageError(
@@ -224,6 +230,11 @@ def _check(config: Config) -> None:
         raise UsageError(
             f"--evaluation.view {config.data.view}: is also --data.view; pass a view of other images"
         )
+
+
+def _is_inside(out: Path, root: str) -> bool:
+    """Whether `out` is the dataset directory `root` or below it; False for a URL."""
+    return bool(root) and "://" not in root and out.resolve().is_relative_to(Path(root).resolve())
 
 
 def _numbers(document: Any, path: str = "") -> Iterator[tuple[str, float]]:

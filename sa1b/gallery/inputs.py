@@ -50,6 +50,8 @@ def gather(path: Path, choice: Choice, progress: Bar, *, survey_all: bool = Fals
         UsageError: the input does not contain a requested image, or `choice.images` is set and the input is
             not a dataset directory.
     """
+    if path.name == manifest.DATASET:
+        raise manifest.no_dataset(path)
     if is_dataset(path):
         gathered = _dataset(path, choice, progress, survey_all)
     elif choice.images is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sa1b.errors import BadSample, UsageError
+from sa1b.errors import BadSample, SourceError, UsageError
 from sa1b.gallery.chart import charts
 from sa1b.gallery.inputs import gather, is_dataset
 from sa1b.gallery.page_origin import check_replaceable, origin_mark
@@ -104,6 +104,12 @@ def write_gallery(
         examples = "; ".join(message for some in gathered.skipped.examples.values() for message in some)
         raise UsageError(f"{path}: none of the --id images can be shown; choose other ids ({examples})")
     side, quality, shown, page = _fit(gathered, pictures, sort, max_side, max_bytes, mark)
+    if not gathered.images:
+        examples = "; ".join(message for some in gathered.skipped.examples.values() for message in some)
+        raise SourceError(
+            f"{path}: contains no image that can be shown ({examples}); pass a dataset directory, a shard "
+            "or a source"
+        )
     write_whole(out, page, temporary_path(out))
     return GallerySummary(
         page=out,

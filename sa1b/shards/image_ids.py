@@ -32,13 +32,17 @@ def read_image_ids(file: str | Path) -> npt.NDArray[np.uint64]:
         file: its path, or FILE:COLUMN to name the column.
 
     Raises:
-        UsageError: not such a file, no such column, no ids, or a value that is not an image id; the message
-            names the file and the line.
+        UsageError: no such file, no such column, no ids, or a value that is no image id; the message names
+            the file and the line.
         OSError: the file cannot be read.
     """
     path, column = _split(file)
-    with path.open("rb") as opened:
-        head = opened.read(_HEAD)
+    try:
+        with path.open("rb") as opened:
+            head = opened.read(_HEAD)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        what = "is a folder" if isinstance(error, IsADirectoryError) else "no such file"
+        raise UsageError(f"--ids {file}: {what}; pass a file of image ids") from None
     if path.suffix == ".ids":
         ids = _binary(path)
     elif head.startswith(b"PAR1"):

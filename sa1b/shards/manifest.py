@@ -16,7 +16,7 @@ import importlib.metadata
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from sa1b.console import command
@@ -210,6 +210,13 @@ def is_current(root: Root, tasks: dict[str, Task], failed: Mapping[str, str], pe
         return False
 
 
+def no_dataset(path: Path | str) -> ManifestError:
+    """The error for a path that is not a dataset directory."""
+    if PurePath(path).name == DATASET and not Path(path).is_dir():
+        return ManifestError(f"{path}: a file; pass its folder, {str(PurePath(path).parent)!r}")
+    return ManifestError(f"{path}: no dataset there; pass the --out folder of `sa1b reshard`")
+
+
 def read_dataset(root: Root) -> dict[str, Any]:
     """dataset.json.
 
@@ -222,12 +229,11 @@ def read_dataset(root: Root) -> dict[str, Any]:
         data = store.read(DATASET)
     except FileNotFoundError:
         finished = len(store.names(TASKS, ".json"))
-        hint = (
-            f"{finished} sources are finished; run reshard again to finish the rest"
-            if finished
-            else "is this the --out folder of `sa1b reshard`?"
-        )
-        raise ManifestError(f"{path}: not there; {hint}") from None
+        if not finished:
+            raise no_dataset(path.removesuffix(f"/{DATASET}")) from None
+        raise ManifestError(
+            f"{path}: not there; {finished} sources are finished; run reshard again to finish the rest"
+        ) from None
     return parse_dataset(data, path)
 
 

@@ -15,7 +15,7 @@ from sa1b.shards.annotation import Annotations
 from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.checksum import Part
-from sa1b.storage.errors import DamageError
+from sa1b.storage.errors import DamageError, MissingError
 from sa1b.storage.local import LocalRead
 from sa1b.storage.reader import Range, Reader
 
@@ -110,6 +110,8 @@ class PendingRead:
             kind = "masks" if error.start >= location.masks_start else "jpg"
             name = member_name(location.image_id, kind)
             raise ShardError(f"{name} is damaged: {error}; `{command('verify')}` lists all damage") from None
+        except MissingError as error:
+            raise _missing(self.reader, error) from None
         jpeg = data[location.start - self.origin :][: location.jpg_bytes]
         try:
             masks = data[location.masks_start - self.origin : location.stop - self.origin]
@@ -127,6 +129,16 @@ class PendingRead:
     def cancel(self) -> None:
         """Drop the read."""
         self.begun.cancel()
+
+
+def _missing(reader: Reader, error: MissingError) -> MissingError:
+    """The error for a shard that is missing in its dataset directory."""
+    way_out = "copy it again from the dataset directory, or check the URL"
+    if reader.is_local:
+        way_out = f"`{command('verify')} {reader.root}` says how to restore it"
+    return MissingError(
+        f"{error.url}: the shard is missing; {way_out}", url=error.url, start=error.start, length=error.length
+    )
 
 
 def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLocation:

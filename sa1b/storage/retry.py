@@ -166,9 +166,13 @@ class RetryState:
         """
         self._record(fault)
         if fault.error_class is ErrorClass.MISSING:
-            raise MissingError(
-                f"{self.url}: no such object ({fault.message}); check the path or URL", **self._range
+            is_remote = "://" in self.url
+            what = (
+                f"no such object ({fault.message}); check the URL"
+                if is_remote
+                else "no such file; check the path"
             )
+            raise MissingError(f"{self.url}: {what}", **self._range)
         if fault.error_class is ErrorClass.DENIED:
             advice = CREDENTIALS if "://" in self.url else "change its permissions, or run as another user"
             raise DeniedError(f"{self.url}: access denied ({fault.message}); {advice}", **self._range)

@@ -91,6 +91,8 @@ class SampleOptions:
         """All transforms, in the order in which they run."""
         if self.transform is None:
             return ()
+        if isinstance(self.transform, str):  # a sequence too; refused as not callable
+            return (self.transform,)
         return tuple(self.transform) if isinstance(self.transform, Sequence) else (self.transform,)
 
     def record(self) -> dict[str, str | int | float | None]:

@@ -13,12 +13,13 @@ from sa1b.verify.task_check import TaskCheck
 _SHOWN = 5  # names in a note
 
 
-def leftover_notes(root: Path, tasks: TaskCheck, shards: Collection[str]) -> list[str]:
+def leftover_notes(root: Path, tasks: TaskCheck, shards: Collection[str], *, damaged: bool) -> list[str]:
     """Notes on files that are not part of the dataset. They are not damage.
 
     Args:
         tasks: the check of the task files.
         shards: names of shards in the dataset.
+        damaged: whether damage was found. Otherwise an interrupted `sa1b index` has nothing left to do.
     """
     notes = [
         f"source {name} is being worked on by {holder}: its task file is not checked"
@@ -42,7 +43,7 @@ def leftover_notes(root: Path, tasks: TaskCheck, shards: Collection[str]) -> lis
             f"{len(found):,} files that no task file lists, of an interrupted run: {_some(found)}; "
             f"finish that run with `{command('reshard')}`, or remove them"
         )
-    if (root / INDEX_RECORD).exists():
+    if damaged and (root / INDEX_RECORD).exists():
         notes.append(f"`{command('index')}` was not finished; `{command('index')} {root}` resumes it")
     staging = sorted(path.name for path in (root / PARTIAL).glob("*"))
     if staging:

@@ -130,7 +130,7 @@ def rebuild_root(root: Path, *, workers: int = 1, quiet: bool = False) -> Rebuil
             lost = recover.lost_sources(root, recorded.tasks, recorded.dataset)
             named = {name: [one.name for one in task.shards] for name, task in recorded.tasks.items()} | lost
             if not named:
-                raise ManifestError(f"{root}: contains no shards; pass the --out folder of `sa1b reshard`")
+                raise manifest.no_dataset(root)
             shards = [root / shard for name in sorted(named) for shard in named[name]]
             with bar(_bytes(shards), "index", "B", quiet) as progress:
                 built = _rebuild_all(shards, recorded, record, workers, summary, progress.update)
@@ -157,10 +157,11 @@ def rebuild_tables(root: Path) -> RebuildSummary:
         recorded = Recorded.read(root)
         check_digests(root, recorded, {})
         lost = sorted(recover.lost_sources(root, recorded.tasks, recorded.dataset))
-        if lost or not recorded.tasks:
-            names = ", ".join(lost) or "any source"
+        if not lost and not recorded.tasks:
+            raise manifest.no_dataset(root)
+        if lost:
             raise ManifestError(
-                f"{root / TASKS}: no task file of {names}; omit --tables to rebuild it from the shards"
+                f"{root / TASKS}: no task file of {', '.join(lost)}; omit --tables to rebuild from the shards"
             )
         try:
             _write_tables(root, recorded, {}, {}, None, summary)

@@ -223,7 +223,9 @@ class RootCheck:
         quarantine = QuarantineCheck(self.remedy, listed, beside, self.table)
         self.report.found.merge(quarantine.findings)
         self.report.notes += quarantine.notes
-        self.report.notes += leftover_notes(self.root, self.tasks, self.shards.keys())
+        self.report.notes += leftover_notes(
+            self.root, self.tasks, self.shards.keys(), damaged=bool(len(self.report.found))
+        )
 
     def _replaced(self) -> set[str]:
         """Shards whose entry in dataset.json was changed or removed since the start."""

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sa1b.errors import ManifestError, UsageError
+from sa1b.errors import UsageError
 from sa1b.progress import bar
-from sa1b.shards.manifest import DATASET, TASKS
+from sa1b.shards.manifest import DATASET, TASKS, no_dataset
 from sa1b.shards.shard import index_path
 from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.leftovers import shards_on_disk
@@ -74,7 +74,7 @@ def check_is_dataset(root: Path) -> None:
         or next((root / TASKS).glob("*.claim"), None)
         or next(shards_on_disk(root), None)
     ):
-        raise ManifestError(f"{root}: no dataset there; is this the --out folder of `sa1b reshard`?")
+        raise no_dataset(root)
 
 
 def _check_shards(

@@ -20,6 +20,7 @@ from sa1b.errors import ShardError, UsageError
 from sa1b.hashing import Purpose, random_words
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
+from sa1b.shards.manifest import no_dataset
 from sa1b.shards.shard import index_path
 from sa1b.views.index_scan import scan
 from sa1b.views.predicate import image_predicate, mask_predicate
@@ -165,7 +166,7 @@ def select(
             "conditions need the index files on this machine"
         )
     if not is_url and not Path(root).is_dir():
-        raise UsageError(f"{root}: no such folder; pass the --out folder of `sa1b reshard`")
+        raise no_dataset(root)
     if out is not None and out.suffix != ".json" and out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder, or a path that ends with .json")
     folder = Path(root)

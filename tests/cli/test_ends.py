@@ -76,6 +76,32 @@ def test_a_wrong_command_line_is_refused_with_code_2_and_the_flag(
 
 
 @pytest.mark.parametrize(
+    "verb",
+    [
+        ("verify",),
+        ("verify", "--warnings"),
+        ("index",),
+        ("index", "--tables"),
+        ("export", "--to", "sa1b", "--out", "x"),
+        ("view", "--subset", "1%"),
+        ("bench",),
+    ],
+    ids=" ".join,
+)
+def test_one_message_for_a_path_without_a_dataset(verb: tuple[str, ...], tmp_path: Path) -> None:
+    no_dataset = "no dataset there; pass the --out folder of `sa1b reshard`"
+    (tmp_path / "dataset.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for path, message in (
+        (tmp_path / "nowhere", no_dataset),
+        (tmp_path / "empty", no_dataset),
+        (tmp_path / "dataset.json", f"a file; pass its folder, '{tmp_path}'"),
+    ):
+        done = sa1b(verb[0], path, *verb[1:])
+        assert (done.returncode, done.stderr) == (2, f"error: {path}: {message}\n")
+
+
+@pytest.mark.parametrize(
     ("command", "module"),
     [
         (["-m", "sa1b", "verify", "root"], "pyarrow"),

@@ -58,6 +58,12 @@ def test_json(root):
         (["--subset", "60%", "--held-out", "41%"], "--subset 60% and --held-out 41% overlap"),
         (["--missing", "skip"], "--missing skip: needs --ids"),
         (["--workers", "0"], "--workers 0: must be at least 1"),
+        (
+            [],
+            "the view would have all images; pass --masks-where, --images-where, --subset, --held-out or --ids",
+        ),
+        (["--ids", "nothere.txt"], "--ids nothere.txt: no such file; pass a file of image ids"),
+        (["--ids", "."], "--ids .: is a folder; pass a file of image ids"),
         (["--images-where", "masks > 1000"], "no image is left"),
     ],
 )
@@ -67,6 +73,11 @@ def test_refusals_are_one_line(root, arguments, message):
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_view_of_all_images_has_a_name(root, tmp_path):
+    root = shutil.copytree(root, tmp_path / "root", ignore=shutil.ignore_patterns("views"))
+    assert json.loads(run(root, "--name", "all", "--json").stdout)["images"] == 40
 
 
 def test_missing_ids_are_code_3_and_the_view_is_written_elsewhere(root, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +149,20 @@ def test_what_cannot_be_read_is_refused_by_name(flags: list[str], named: str) ->
     with pytest.raises(UsageError) as refused:
         parse([*ROOT, *flags], None)
     assert named in re.sub(r"[\s│]+", " ", str(refused.value))
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_a_run_is_not_written_into_a_dataset_directory(dry_run: list[str], tmp_path: Path) -> None:
+    shards, other = tmp_path / "shards", tmp_path / "other"
+    for folder in (shards, other):
+        folder.mkdir()
+        (folder / "dataset.json").write_text("{}")
+    (tmp_path / "link").symlink_to(shards)
+    for out in (shards, shards / "run", other, tmp_path / "link" / "run", tmp_path / "x" / ".." / "shards"):
+        with pytest.raises(UsageError, match=re.escape(f"--out {out}: is a dataset directory or inside one")):
+            parse(["--data.root", str(shards), "--out", str(out), *dry_run], None)
+    parse(["--data.root", str(shards), "--out", str(tmp_path / "run"), *dry_run], None)
+    parse(["--data.root", "s3://bucket/shards", "--out", str(tmp_path / "run"), *dry_run], None)
 
 
 def test_other_ranks_print_nothing_of_it(

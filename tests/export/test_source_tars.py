@@ -292,7 +292,7 @@ def test_images_of_a_view(root, tmp_path):
 
 
 def test_an_unfinished_root_is_refused(tmp_path):
-    with pytest.raises(ManifestError, match="not there"):
+    with pytest.raises(ManifestError, match="no dataset there"):
         export(tmp_path, tmp_path / "out")
 
 

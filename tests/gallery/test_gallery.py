@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sa1b.errors import ShardError, SourceError, UsageError
+from sa1b.errors import ManifestError, ShardError, SourceError, UsageError
 from sa1b.gallery import members
 from sa1b.gallery.chart import charts
 from sa1b.gallery.histograms import MAX_BARS, Distribution, Survey
@@ -30,6 +30,7 @@ from sa1b.shards import jpeg
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import read_tasks
+from sa1b.storage.errors import MissingError
 from sa1b.synthetic import source_tars as synthetic
 from tests import processes
 from tests.gallery.browser import BROWSER, dump_dom
@@ -420,6 +421,25 @@ def test_charts_count_everything(inputs, make) -> None:
         assert sum(int(count.replace(",", "")) for count in counts) == expected
         assert chart.count("<text") > 6  # numbers on both axes and their names
     assert "no values" in charts(Survey())
+
+
+def test_a_missing_shard_is_named_with_the_way_out(inputs, make, tmp_path: Path) -> None:
+    root = shutil.copytree(inputs["root"], tmp_path / "root")
+    shard = next(root.glob("*.tar"))
+    shard.unlink()
+    with pytest.raises(MissingError) as refused:
+        make(root)
+    assert str(refused.value).startswith(f"{shard}: the shard is missing; `")
+    assert str(refused.value).endswith(f" verify {root}` says how to restore it")
+
+
+def test_a_file_without_images_is_refused(make, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("notes")
+    with pytest.raises(SourceError, match=r"notes\.txt: contains no image that can be shown \(.+\); pass"):
+        make(tmp_path / "notes.txt")
+    (tmp_path / "dataset.json").write_text("{}")
+    with pytest.raises(ManifestError, match=r"dataset\.json: a file; pass its folder"):
+        make(tmp_path / "dataset.json")
 
 
 def test_only_a_page_of_the_same_input_is_replaced(inputs, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_opening_reads_only_the_manifest_and_the_table(root: Path, tmp_path: Pat
 
 
 def test_a_folder_that_is_no_root_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match=r"dataset\.json: not there; is this the --out folder"):
+    with pytest.raises(ManifestError, match=r"no dataset there; pass the --out folder of `sa1b reshard`$"):
         sa1b.open(tmp_path)
 
 

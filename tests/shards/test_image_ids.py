@@ -62,7 +62,7 @@ def test_a_column_by_its_name(tmp_path):
     path.write_text("one,two\n1,7\n")
     with pytest.raises(UsageError, match="no column image_id, id or file_name; its columns: one, two"):
         read_image_ids(path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UsageError, match=r"--ids .*: no such file; pass a file of image ids$"):
         read_image_ids(f"{tmp_path}/nothing:id")
 
 

@@ -134,7 +134,7 @@ def test_a_short_body_of_an_object_that_ends_there_is_damage() -> None:
 
 
 def test_missing_and_denied_end_at_once_and_denied_says_where_credentials_come_from() -> None:
-    with pytest.raises(MissingError, match="no such object"):
+    with pytest.raises(MissingError, match=r"no such object \(NoSuchKey\); check the URL"):
         state_of(Clock(), CounterSet()).fail(Fault(ErrorClass.MISSING, "NoSuchKey"))
     with pytest.raises(DeniedError, match="AWS_ACCESS_KEY_ID.*~/.aws/credentials"):
         state_of(Clock(), CounterSet()).fail(Fault(ErrorClass.DENIED, "AccessDenied"))

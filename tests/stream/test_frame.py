@@ -434,6 +434,7 @@ def test_options_that_make_no_sense_are_refused_by_name(root: Path) -> None:
     for options, message in (
         ({"resize": "squash"}, "resize is 'squash'; known are pad, crop, stretch"),
         ({"transform": 3}, "transform 3 is not callable"),
+        ({"transform": "crop"}, "transform 'crop' is not callable"),
         ({"transform": [broken, "x"]}, "transform 'x' is not callable"),
         ({"min_pixels": -1}, "min_pixels=-1 must be at least 0"),
         ({"min_pixels_size": 0}, "min_pixels_size=0 must be at least 1"),

@@ -208,11 +208,12 @@ def test_a_shard_that_is_missing_stops_the_stream(bucket: Path, tmp_path: Path) 
     shard = sorted((tmp_path / "data" / "root").glob("*.tar"))[1]
     shard.unlink()
     with Service("range_server", tmp_path) as service:
-        for stream in (
-            remote(service.port, damage_log=tmp_path / "l"),
-            local(tmp_path, damage_log=tmp_path / "l"),
+        for stream, way_out in (
+            (remote(service.port, damage_log=tmp_path / "l"), "copy it again from the dataset directory"),
+            (local(tmp_path, damage_log=tmp_path / "l"), r"`[^`]*verify .*root` says how to restore it"),
         ):
-            with pytest.raises(MissingError, match=f"root/{shard.name}: no such object") as error:
+            message = f"root/{shard.name}: the shard is missing; {way_out}"
+            with pytest.raises(MissingError, match=message) as error:
                 take(stream, STEPS)
             assert "at position" in error.value.__notes__[0]
     assert not (tmp_path / "l").exists()

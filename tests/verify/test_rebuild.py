@@ -217,7 +217,7 @@ def test_shards_of_different_runs_are_refused(plain, tmp_path, sources):
 
 
 def test_a_folder_without_shards_is_refused(tmp_path):
-    with pytest.raises(ManifestError, match="contains no shards"):
+    with pytest.raises(ManifestError, match="no dataset there"):
         rebuild_root(tmp_path, quiet=True)
 
 

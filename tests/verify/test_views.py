@@ -163,5 +163,5 @@ def test_a_view_of_a_dropped_source_is_a_note(root, view):
 def test_a_directory_whose_last_source_was_dropped_is_no_dataset(root):
     for name in ("sa_000001", "sa_000002"):
         drop_source(root, name)
-    with pytest.raises(ManifestError, match="no dataset there"):
+    with pytest.raises(ManifestError, match=r"no dataset there; pass the --out folder of `sa1b reshard`$"):
         check(root)

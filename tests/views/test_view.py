@@ -357,7 +357,7 @@ def test_an_index_of_another_shard_is_named(root):
 
 
 def test_a_missing_root_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no such folder"):
+    with pytest.raises(ManifestError, match="no dataset there"):
         select(tmp_path / "nowhere", Selection(subset="50%"), quiet=True)
     with pytest.raises(ManifestError):
         select(tmp_path, Selection(subset="50%"), quiet=True)
