@@ -55,11 +55,13 @@ clean:
 
 # torch first and pinned: a range would let another package pull a larger build.
 .venv/installed: pyproject.toml | .venv/bin/python
-	@echo "Installing into .venv (a few minutes the first time); docs/install.md shows the smaller CPU build of PyTorch"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "Installing PyTorch into .venv: minutes, and up to 6 GB of disk; docs/install.md shows the smaller CPU build"
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	@echo "Installing sa1b and the packages that it needs: about a minute"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
 .venv/installed-dev: .venv/installed
+	@echo "Installing the packages that the tests need: about a minute"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@

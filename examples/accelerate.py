@@ -16,12 +16,15 @@ from pathlib import Path
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 import torch
-from accelerate import Accelerator
 
 import sa1b
+from sa1b.console import reported
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS, Sam
 from sa1b.sam.recipe import Recipe
+
+with reported("examples"):
+    from accelerate import Accelerator
 
 
 def main() -> None:
@@ -68,4 +71,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with reported():
+        main()

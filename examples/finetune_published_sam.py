@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import sa1b
+from sa1b.console import reported
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
 from sa1b.sam.published import config_of, read_weights, write_weights
@@ -70,4 +71,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with reported():
+        main()

@@ -4,8 +4,7 @@
     sa1b view shards --held-out 20% --split held-out --name held-out
     python examples/lightning.py shards --epochs 3               # --devices 2: two processes
     python examples/lightning.py shards --epochs 5 --resume runs/lightning/last.ckpt
-
-Rules: return the Loader itself, call set_epoch on it, and pass use_distributed_sampler=False.
+The first two commands make the views.
 """
 
 import argparse
@@ -16,29 +15,30 @@ from pathlib import Path
 # This file has the name of the package that it imports; without this, Python would import this file.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
-import lightning
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, optim
 
 import sa1b
+from sa1b.console import reported
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS, Sam
 from sa1b.sam.recipe import Recipe
+
+with reported("examples"):
+    import lightning
 
 
 class Training(lightning.LightningModule):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.args = args
+        self.root, self.size = args.root, args.image_size
         self.sam = Interactive(Sam(replace(PRESETS["tiny"], image_size=args.image_size)), Recipe(clicks=1))
 
     def _loader(self, view: str, **options: object) -> sa1b.Loader:
-        sizes = {"global_batch": self.args.batch, "image_size": self.args.image_size, "masks": 8}
-        stream = sa1b.Stream(self.args.root, view=view, **sizes, **options)
-        return sa1b.Loader(stream, device=self.device, dense=self.args.image_size // 4, quiet=True)
+        stream = sa1b.Stream(self.root, view=view, global_batch=4, image_size=self.size, masks=8, **options)
+        return sa1b.Loader(stream, device=self.device, dense=self.size // 4, quiet=True)
 
     def train_dataloader(self) -> sa1b.Loader:
-        return self._loader("train", flip=0.5)
+        return self._loader("train", flip=0.5)  # the Loader itself, whose position is saved
 
     def on_train_epoch_start(self) -> None:  # not called where Lightning resumes within an epoch
         self.trainer.train_dataloader.set_epoch(self.current_epoch)
@@ -49,7 +49,7 @@ class Training(lightning.LightningModule):
     def training_step(self, batch: sa1b.Batch, index: int) -> Tensor:
         sums = self.sam(*self.sam.inputs(batch, seed=0))
         loss = sums["loss"] / sums["count"].clamp(min=1)  # a rank's last micro-batch may be empty
-        self.log("loss", loss.detach(), True, batch_size=self.args.batch)
+        self.log("loss", loss.detach(), True, batch_size=4)
         return loss
 
     def validation_step(self, batch: sa1b.Batch, index: int) -> None:
@@ -65,15 +65,15 @@ class Training(lightning.LightningModule):
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("root", help="folder that sa1b reshard made, with the views train and held-out")
 parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--batch", type=int, default=4, help="images of a step over all processes")
 parser.add_argument("--image-size", type=int, default=256, help="pixels of the padded square")
 parser.add_argument("--devices", type=int, default=1, help="processes, each with a GPU if there are any")
 parser.add_argument("--resume", help="checkpoint; the position of the stream is in it")
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    options = {"use_distributed_sampler": False, "logger": False}
-    keep = ModelCheckpoint("runs/lightning", save_last=True)
+    options = {"use_distributed_sampler": False, "logger": False}  # the stream divides the data over ranks
+    keep = lightning.pytorch.callbacks.ModelCheckpoint("runs/lightning", save_last=True)
     trainer = lightning.Trainer(max_epochs=args.epochs, devices=args.devices, callbacks=[keep], **options)
-    trainer.fit(Training(args), ckpt_path=args.resume)
+    with reported():
+        trainer.fit(Training(args), ckpt_path=args.resume)
     print({name: round(float(value), 4) for name, value in trainer.callback_metrics.items()})

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import sa1b
+from sa1b.console import reported
 
 
 def main() -> None:
@@ -59,4 +60,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with reported():
+        main()

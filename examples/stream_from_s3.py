@@ -10,7 +10,7 @@ Credentials come from the environment, ~/.aws or the machine's role; --anonymous
 import argparse
 
 import sa1b
-from sa1b.errors import Sa1bError
+from sa1b.console import reported
 
 
 def main() -> None:
@@ -28,24 +28,22 @@ def main() -> None:
     options = {"anon": True} if args.anonymous else {}
     if args.endpoint:
         options["endpoint_url"] = args.endpoint
-    try:
-        stream = sa1b.Stream(
-            args.url,
-            storage_options=options,
-            deadline=args.deadline,
-            global_batch=args.batch,
-            image_size=args.image_size,
-            block_size=1,  # 16: one request reads 16 neighbours, which stay together
-        )
-        loader = sa1b.Loader(stream, prefetch=args.prefetch, dense=args.image_size // 4)
-        for step, batch in enumerate(loader, 1):
-            print(f"step {step}: images {batch.ids.tolist()}, {len(batch.masks)} masks")
-            if step == args.steps:
-                break
-    except Sa1bError as error:  # the message names the URL, the reason and what to do
-        raise SystemExit(f"error: {error}") from None
+    stream = sa1b.Stream(
+        args.url,
+        storage_options=options,
+        deadline=args.deadline,
+        global_batch=args.batch,
+        image_size=args.image_size,
+        block_size=1,  # 16: one request reads 16 neighbours, which stay together
+    )
+    loader = sa1b.Loader(stream, prefetch=args.prefetch, dense=args.image_size // 4)
+    for step, batch in enumerate(loader, 1):
+        print(f"step {step}: images {batch.ids.tolist()}, {len(batch.masks)} masks")
+        if step == args.steps:
+            break
     print(loader.stats())
 
 
 if __name__ == "__main__":
-    main()
+    with reported():  # a message names the URL, the reason and what to do
+        main()

@@ -97,6 +97,30 @@ def _code(work: Callable[[], int]) -> int:
         raise
 
 
+@contextmanager
+def reported(extra: str | None = None) -> Iterator[None]:
+    """Context of a script: an expected error prints one line and exits with code 2, Ctrl-C exits with 130.
+
+    Args:
+        extra: extra of this package, whose packages are imported in this context: a missing one is expected.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if extra is None:
+            raise
+        text = f"the package {error.name} is missing; install it with: pip install 'sa1b[{extra}]'"
+        sys.exit(_failed(text, 2, f"error: {text}"))
+    except BrokenPipeError:
+        sys.exit(broken_pipe())
+    except (KeyboardInterrupt, Sa1bError, OSError) as error:
+        sys.exit(_code(partial(_raise, error)))
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
 def _of_system(error: OSError) -> str:
     """The message for an error of the operating system, in the form of expected errors."""
     if error.filename is None or error.strerror is None:

@@ -55,7 +55,8 @@ def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
         *("--data.view", "train", "--evaluation.view", "held-out", "--evaluation.every", 100),
     )
     _step("make a page of images with true and predicted masks", "gallery", shards, "--view", "held-out",
-          "--predictions", run / "predictions.jsonl", "--out", gallery, "--overwrite")  # fmt: skip
+          "--predictions", run / "predictions.jsonl", "--sort", "image_id", "--out", gallery,
+          "--overwrite")  # fmt: skip
     before, after = _scores(run)
     print(f"""
 Done in {time.monotonic() - began:.0f} s.

@@ -34,7 +34,7 @@ def main(
 
     The tars are gzip, with ./sa_<id>.jpg and ./sa_<id>.json in random order, like the download. The same
     options give the same bytes for any number of workers. An image of full size takes about 0.4 s and 1 MB,
-    an image of 640 pixels 0.03 s and 0.1 MB.
+    an image of 640 pixels 0.03 s and 0.1 MB. Without flags: 200 images, 80 s of processor time, 200 MB.
 
     Args:
         out: Folder for sa_000000.tar, sa_000001.tar, ...; created if it is missing.

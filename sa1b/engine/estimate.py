@@ -90,10 +90,14 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
             f"batch         {counted(batch, 'image')} = {counted(rank_info.world_size, 'rank')} x "
             f"{counted(micro_batches, 'micro-batch', 'es')} of up to {micro}",
             f"run           {counted(config.optim.steps, 'step')} = "
-            f"{config.optim.steps * batch / images:.1f} epochs of {counted(images, 'image')}",
+            f"{_rounded(config.optim.steps * batch / images)} epochs of {counted(images, 'image')}",
             f"model         {parameters / 1e6:.1f} M parameters at {config.image_size} x {config.image_size}",
             f"memory        {state:.2f} GB a rank for weights, gradients and optimizer; "
             f"{image_bytes + mask_bytes:.2f} GB for prefetched batches; activations come on top",
             f"step          {flops / 1e12:.2f} TFLOP for up to {data.masks} masks an image; {seconds}",
         ]
     )
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.1f}" if number < 100 else f"{number:,.0f}"

@@ -101,7 +101,7 @@ def _dataset(root: Path, choice: Choice, progress: Bar, survey_all: bool) -> Gat
     part = np.arange(len(table)) if choice.images is None else _rows(table.image_id, choice.images)
     if not len(part):
         raise UsageError(f"{root}: contains none of the chosen images; omit --view or --warnings")
-    gathered = Gathered("Dataset directory", root.resolve().name, known_images=len(part))
+    gathered = Gathered("Dataset directory", root.resolve().name, known_images=len(part), part_noun="shard")
     ids = table.image_id[part]
     rows = part[choice.best(ids)]
     gathered.found = set(table.image_id[rows].tolist())

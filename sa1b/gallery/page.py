@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sa1b.console import counted
 from sa1b.errors import BadSample, SourceError, UsageError
 from sa1b.gallery.chart import charts
 from sa1b.gallery.inputs import gather, is_dataset
@@ -80,7 +81,9 @@ def write_gallery(
     check_replaceable(path, out, overwrite=overwrite)
     mark = origin_mark(path, out)
     predicted = {} if predictions is None else read_predictions(predictions)
-    if predicted and not choice.ids:
+    rule = "chosen by id" if choice.ids else f"chosen at random with seed {choice.seed}"
+    if predictions is not None and not choice.ids:
+        rule = f"the first in {predictions.name}, whatever their scores"
         choice = replace(choice, ids=tuple(predicted)[: choice.count])
     kept = {}
     if warnings:
@@ -99,6 +102,7 @@ def write_gallery(
         gathered = gather(path, choice, progress, survey_all=survey_all)
         pictures = _prepare(gathered, choice, max_side, predicted)
     gathered.facts += facts
+    gathered.rule = rule
     pictures = [replace(picture, warnings=tuple(kept.get(picture.image_id, ()))) for picture in pictures]
     if choice.ids and not pictures:
         examples = "; ".join(message for some in gathered.skipped.examples.values() for message in some)
@@ -190,8 +194,10 @@ def _page(
     mark: str,
     left_out: int = 0,
 ) -> bytes:
-    shown = f"{len(pictures):,} of {gathered.images:,} images, "
-    shown += f"at most {side:,} px, JPEG quality {quality}"
+    shown = f"{len(pictures):,} of {gathered.images:,} images"
+    if len(pictures) < gathered.images:
+        shown += f", {gathered.rule}"
+    shown += f"; at most {side:,} px, JPEG quality {quality}"
     if left_out:
         shown += f"; {left_out:,} more do not fit into the page"
     options = "".join(
@@ -228,7 +234,7 @@ def _facts(gathered: Gathered, shown: str) -> str:
     sizes = sorted(survey.sizes.items(), key=lambda item: (-item[1], item[0]))[:_SIZES_LISTED]
     listed = ", ".join(f"{width:,} × {height:,} ({count:,})" for (width, height), count in sizes)
     if len(survey.sizes) > _SIZES_LISTED:
-        listed += f" and {len(survey.sizes) - _SIZES_LISTED:,} other sizes"
+        listed += f" and {counted(len(survey.sizes) - _SIZES_LISTED, 'other size')}"
     stored = sum(part[3] for part in gathered.parts)
     facts = [
         ("Images", f"{gathered.images:,}"),
@@ -237,7 +243,8 @@ def _facts(gathered: Gathered, shown: str) -> str:
         ("Image sizes", listed or "none"),
         (
             "Stored",
-            size_text(stored) + (f" in {len(gathered.parts):,} parts" if len(gathered.parts) > 1 else ""),
+            size_text(stored)
+            + (f" in {counted(len(gathered.parts), gathered.part_noun)}" if len(gathered.parts) > 1 else ""),
         ),
         *gathered.facts,
         ("Shown here", shown),
@@ -267,9 +274,9 @@ def _parts(gathered: Gathered) -> str:
     )
     more = len(gathered.parts) - _LISTED
     rest = f"<p>and {more:,} more</p>" if more > 0 else ""
-    head = "<tr><th>Part</th><th>Images</th><th>Masks</th><th>Size</th></tr>"
+    head = f"<tr><th>{gathered.part_noun.capitalize()}</th><th>Images</th><th>Masks</th><th>Size</th></tr>"
     return (
-        f"<details><summary>{len(gathered.parts):,} parts</summary>"
+        f"<details><summary>{counted(len(gathered.parts), gathered.part_noun)}</summary>"
         f'<div class="scroll"><table>{head}{rows}</table></div>{rest}</details>'
     )
 

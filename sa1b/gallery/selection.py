@@ -105,6 +105,8 @@ class Gathered:
         known_images, known_masks: totals of the input, if the survey covers a part of it; masks may be None.
         facts: labels and texts of additional facts.
         parts: name, images, masks and bytes of each file; None where unknown.
+        part_noun: what a file is.
+        rule: how the images were chosen.
         survey: counts and distributions.
         surveyed: names of the surveyed shards and the number of all shards; None: all were surveyed.
         skipped: members that cannot be used.
@@ -118,6 +120,8 @@ class Gathered:
     known_masks: int | None = None
     facts: list[tuple[str, str]] = field(default_factory=list)
     parts: list[tuple[str, int | None, int | None, int]] = field(default_factory=list)
+    part_noun: str = "file"
+    rule: str = ""
     survey: Survey = field(default_factory=Survey)
     surveyed: tuple[list[str], int] | None = None
     skipped: Skipped = field(default_factory=Skipped)

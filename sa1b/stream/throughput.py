@@ -120,16 +120,17 @@ def measure(
             "pass epochs=None"
         )
     threads = threads or available_cpus()
+    ends = iter((33, 67, 100))  # percent, after each of three measurements
     with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
 
         def timed(steps: Iterator[int]) -> float:
             """Rate of one measurement, units per second. It takes a third of `seconds`."""
-            began, units, known = time.perf_counter(), 0, 0.0
+            began, units, start, end = time.perf_counter(), 0, shown.n, next(ends)
             for number in steps:
                 units += number
                 passed = min(1.0, 3 * (time.perf_counter() - began) / seconds)
-                shown.update((passed - known) * 100 / 3)
-                known = passed
+                # Whole percents: a sum of fractions may exceed 100, about which tqdm warns.
+                shown.update(start + int((end - start) * passed) - shown.n)
                 if passed == 1.0:
                     break
             return units / (time.perf_counter() - began)

@@ -13,7 +13,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LANGUAGES = ("bash", "python", "sql")
 
 _BLOCK = re.compile(
-    r"(?:^ *<!-- (?P<comment>not run|exit code): (?P<value>.+?) -->\s*?\n\s*)?"
+    r"(?:^ *<!-- (?P<comment>not run|exit code|numbers vary|not compared): (?P<value>.+?) -->\s*?\n\s*)?"
     r"^(?P<indent> *)(?P<fence>```+) *(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^(?P=indent)(?P=fence) *$",
     re.MULTILINE | re.DOTALL,
 )
@@ -30,6 +30,9 @@ class Block:
         line: number of the first line of `code` in the page, from 1.
         not_run: why the block is not run; None for a block that is.
         exit_code: the code with which a `bash` block ends.
+        numbers_vary: why the numbers of a `text` block are not compared; None where they are.
+        not_compared: why a `text` block is not compared at all; None for a block that is.
+        follows: nothing but white space and comments of this test is between the previous block and this one.
     """
 
     language: str
@@ -37,11 +40,15 @@ class Block:
     line: int
     not_run: str | None = None
     exit_code: int = 0
+    numbers_vary: str | None = None
+    not_compared: str | None = None
+    follows: bool = False
 
 
 def blocks_of(text: str) -> list[Block]:
     """All fenced blocks of a page, in order."""
-    found = []
+    found: list[Block] = []
+    end = 0
     for match in _BLOCK.finditer(text):
         value = {match["comment"]: match["value"]}
         found.append(
@@ -51,8 +58,12 @@ def blocks_of(text: str) -> list[Block]:
                 text.count("\n", 0, match.start("code")) + 1,
                 value.get("not run"),
                 int(value.get("exit code", 0)),
+                value.get("numbers vary"),
+                value.get("not compared"),
+                bool(found) and not text[end : match.start()].strip(),
             )
         )
+        end = match.end()
     return found
 
 

@@ -1,16 +1,21 @@
 """Runs the blocks of one page, in order, in the current folder: `main(page)`, in a process of its own.
 
 One process for all `python` and `sql` blocks, so that torch is imported once. Each `bash` block is a shell of its
-own that stops at the first failing command.
+own that stops at the first failing command. A `text` block directly after a block that is run is its output.
 """
 
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.docs.blocks import LANGUAGES, Block, blocks_of
 from tests.docs.flags import check_flags
+from tests.docs.output import difference
 
 
 def run(page: str, block: Block) -> None:
@@ -39,12 +44,47 @@ def run(page: str, block: Block) -> None:
             raise subprocess.CalledProcessError(code, block.code)
 
 
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """A list that receives, at the end, what this process and its children printed; it is printed then too."""
+    outputs: list[str] = []
+    sys.stdout.flush()
+    kept = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            yield outputs
+        finally:
+            sys.stdout.flush()
+            for number, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            file.seek(0)
+            outputs.append(file.read().decode(errors="replace"))
+            print(outputs[0], end="", flush=True)
+
+
 def main(page: str) -> None:
-    """Run all blocks of the page at this path. The `python` blocks run in `__main__`, which holds nothing else."""
-    for block in blocks_of(Path(page).read_text(encoding="utf-8")):
-        if block.language in LANGUAGES:
-            began = time.monotonic()
-            not_run = " (not run)" if block.not_run else ""
-            print(f"-- {page}:{block.line} {block.language}{not_run}", flush=True)
+    """Run all blocks of the page at this path and compare the output that it shows.
+
+    The `python` blocks run in `__main__`, which holds nothing else.
+
+    Raises:
+        AssertionError: a `text` block is not the output of the block before it.
+    """
+    blocks = blocks_of(Path(page).read_text(encoding="utf-8"))
+    differences = []
+    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        if block.language not in LANGUAGES:
+            continue
+        began = time.monotonic()
+        not_run = " (not run)" if block.not_run else ""
+        print(f"-- {page}:{block.line} {block.language}{not_run}", flush=True)
+        with recorded() as outputs:
             run(page, block)
-            print(f"-- {time.monotonic() - began:.1f} s", flush=True)
+        print(f"-- {time.monotonic() - began:.1f} s", flush=True)
+        if after is not None and after.language == "text" and after.follows and not block.not_run:
+            found = difference(after, outputs[0])
+            differences += [f"{page}:{after.line}: {found}"] if found else []
+    assert not differences, "\n\n".join(differences)

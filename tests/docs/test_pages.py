@@ -4,6 +4,8 @@ The fenced blocks of a page whose language is `bash`, `python` or `sql` are run 
 for each page. The folder holds `downloads/` with two source tars, `sa_000020.tar` (images 223750 to 223757) and
 `sa_000021.tar` (images 234940 to 234947), longer side 256 pixels, and nothing else; a page makes the rest by its
 own commands. Other languages (`text` for output, `json`, `yaml`, ...) and blocks without one are not run.
+A `text` block directly after a block that is run must be what that block prints, on stdout and stderr together;
+`...` in it stands for text that is left out. `difference` in `tests/docs/output.py` has the exact rules.
 
 - `bash`: a shell that stops at the first command that fails. `sa1b` and `python` are those of this checkout.
   `cd` and variables end with the block. `sa1b train` has flags appended that make model and run tiny (64 pixels,
@@ -19,6 +21,8 @@ Comments, which readers do not see, change this:
   random weights in the published form, of the tiny model. Another one is a function in `materials.py`.
 - `<!-- not run: REASON -->` on the line before a block: it cannot run on a test machine. The flags of its
   `sa1b VERB` and `-m sa1b.train` are still parsed, its Python is still compiled.
+- `<!-- numbers vary: REASON -->` on the line before a `text` block: its words are compared, its numbers are not.
+- `<!-- not compared: REASON -->` on the line before a `text` block: it is not compared.
 - `<!-- exit code: 3 -->` on the line before a `bash` block: it ends with this code.
 """
 
@@ -58,7 +62,11 @@ def run_page(page: Path, folder: Path, made: Path, commands: Path) -> subprocess
     return processes.run(
         [sys.executable, "-c", f"from tests.docs import page; page.main({str(page)!r})"],
         cwd=folder,
-        env={**os.environ, "PATH": f"{commands}{os.pathsep}{os.environ.get('PATH', os.defpath)}"},
+        env={
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",  # stdout and stderr in the order of a terminal
+            "PATH": f"{commands}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -92,9 +100,16 @@ ls downloads > names.txt
 ```
 ```python
 names = open("names.txt").read().split()
+print(*names)
 ```
 ```text
-not run
+sa_000020.tar sa_000021.tar
+```
+
+Not the output of a block:
+
+```text
+not compared
 ```
     ```python
     import sa1b
@@ -122,6 +137,11 @@ exit 3
         ("```sql\nSELECT nonsense\n```", "nonsense"),
         ("<!-- not run: eight GPUs -->\n```bash\ntorchrun -m sa1b.train --data.rot shards\n```", "data.rot"),
         ("<!-- not run: eight GPUs -->\n```python\nx =\n```", "SyntaxError"),
+        (
+            "```bash\necho one\n```\n```text\ntwo\n```",
+            "page.md:5: the page shows\ntwo\nthe block printed\none",
+        ),
+        ("```python\nprint(1)\n```\n\n```text\n2\n```", "page.md:6: the page shows\n2\n"),
     ],
 )
 def test_a_block_that_fails_fails_its_page(

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -113,8 +114,48 @@ def test_stream_from_s3_names_a_url_without_a_dataset(folder: Path) -> None:
     with Service("range_server", folder) as service:
         arguments = ("s3://bucket/none", "--endpoint", service.url, "--anonymous")
         done = finished(folder, "stream_from_s3.py", *arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: s3://bucket/none: no dataset there")
+
+
+MISSING = {
+    "stream_from_disk.py": (),
+    "lightning.py": (),
+    "accelerate.py": (),
+    "finetune_published_sam.py": ("--weights", "sam.pth"),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_wrong_path_is_one_line(name: str, folder: Path) -> None:
+    for package in {"lightning.py": ["lightning"], "accelerate.py": ["accelerate"]}.get(name, []):
+        pytest.importorskip(package)
+    done = finished(folder, name, "nothere", *MISSING[name])
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == errors[0]
+    assert ("sam.pth" if "--weights" in MISSING[name] else "nothere") in errors[0]
+
+
+@pytest.mark.parametrize("package", ["lightning", "accelerate"])
+def test_a_missing_extra_is_named(package: str, folder: Path) -> None:
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
+    path = os.pathsep.join([str(folder), str(REPOSITORY)])
+    command = [sys.executable, str(EXAMPLES / f"{package}.py"), "shards"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**environment(), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: the package {package} is missing; install it with: pip install 'sa1b[examples]'\n"
+    )
 
 
 def lightning_state(folder: Path) -> tuple[int, int]:

@@ -323,6 +323,20 @@ def test_pictures_that_do_not_decode_make_room_for_the_next(make, tmp_path: Path
     assert set(order) - {wanted} < set(summary.shown)
 
 
+def test_the_page_says_how_its_images_were_chosen(inputs, make) -> None:
+    assert (
+        f"2 of {IMAGES} images, chosen at random with seed 5; at most"
+        in make(inputs["root"], Choice(count=2, seed=5))[0].text
+    )
+    assert (
+        f"1 of {IMAGES} images, chosen by id; at most"
+        in make(inputs["root"], Choice(ids=(FIRST_ID,)))[0].text
+    )
+    assert f"{IMAGES} of {IMAGES} images; at most" in make(inputs["root"], Choice(count=100))[0].text
+    assert "<th>Shard</th>" in make(inputs["root"])[0].text
+    assert "parts" not in make(inputs["root"])[0].text
+
+
 def test_a_folder_may_hold_sources_and_shards(inputs, make, tmp_path: Path) -> None:
     write_tar(tmp_path / "sources" / "zzz.tar", pairs([1, 2]))
     for shard in inputs["alone"].glob("*.tar"):
@@ -330,7 +344,7 @@ def test_a_folder_may_hold_sources_and_shards(inputs, make, tmp_path: Path) -> N
     page, summary = make(tmp_path / "sources")
     assert (summary.images, summary.skipped) == (IMAGES + 2, {})
     assert {1, 2} < set(summary.shown)
-    assert "4 parts" in page.text
+    assert "4 files" in page.text
 
 
 def test_damage_in_a_shard_is_skipped_and_the_next_image_taken(inputs, make, tmp_path: Path) -> None:
