@@ -72,7 +72,7 @@ def _reshard(what: str) -> Callable[[dict[str, float]], Iterator[Row]]:
         yield (
             what,
             f"{speed / 1e6:.0f} MB/s",
-            f"`gzip -dc` of the same tar: {gzip / 1e6:.0f} MB/s; {speed / gzip:.2f} of it by the clock, "
+            f"`gzip -dc` of the same tar: {gzip / 1e6:.0f} MB/s; ratio {speed / gzip:.2f} by elapsed time, "
             f"{processor:.2f} by processor time",
         )
 
@@ -94,7 +94,7 @@ def _times(what: str, name: str, beside: str) -> Callable[[dict[str, dict[str, f
         if one := found.get(name):
             times = one["times_faster"]
             longer = f"{times:,.0f}" if times >= 10 else f"{times:.1f}"
-            yield what, f"{1e3 * one['seconds']:.3g} ms", f"{beside}: {longer} times longer"
+            yield what, f"{1e3 * one['seconds']:.3g} ms", f"{beside}: {longer} times as long"
 
     return rows
 

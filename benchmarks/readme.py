@@ -63,7 +63,7 @@ def comparison(document: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [
         f"{machine['date']}, {machine['processor']}, {machine['cores']} cores, GPU: "
-        f"{machine['gpu'] or 'none, not run'}; Python {machine['python']}, {versions}. "
+        f"{machine['gpu'] or 'none'}; Python {machine['python']}, {versions}. "
         f"{material['origin'].capitalize()}: {material['masks_per_image']:.0f} masks of "
         f"{material['runs_per_mask']:.0f} runs an image. Ratios are medians of interleaved rounds "
         "(`pytest benchmarks/test_peers.py`).",
@@ -122,8 +122,8 @@ def _store(document: dict[str, Any]) -> list[str]:
     """What an object store with 20 ms of latency leaves of the local speed."""
     return [
         f"- From {row['server']} on the same cores, 20 ms away, {tables.SIZES[row['kind']]} JPEGs: "
-        f"{row['of_local']:.2f} of the local images/s, {row['busy_of_local']:.2f} by the loader's own "
-        "processor time."
+        f"{row['of_local']:.2f} of the local images/s, and {row['busy_of_local']:.2f} if only the processor time "
+        "of the loader is counted."
         for row in document.get("object_store", [])
         if row["latency_seconds"] == 0.02
     ]

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-# This file has the name of the package that it imports; without this, Python would import this file.
+# Python must not search this folder: this file has the name of the package that it imports.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 import torch

@@ -28,9 +28,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("finetuned.pth"), help=".pth or .safetensors")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=2, help="images of a step")
-    parser.add_argument("--masks", type=int, default=16, help="at most so many masks an image")
+    parser.add_argument("--masks", type=int, default=16, help="largest number of masks of an image")
     parser.add_argument(
-        "--image-size", type=int, help="pixels of the padded square; by default that of the file"
+        "--image-size", type=int, help="pixels of the padded square; by default the size in the weights file"
     )
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
     parser.add_argument("--device", default="cpu")

@@ -20,9 +20,9 @@ def main() -> None:
     parser.add_argument("--anonymous", action="store_true", help="send no credentials")
     parser.add_argument("--batch", type=int, default=4, help="images of a step over all ranks")
     parser.add_argument("--image-size", type=int, default=1024, help="pixels of the padded square")
-    parser.add_argument("--steps", type=int, default=5, help="stop after so many steps")
+    parser.add_argument("--steps", type=int, default=5, help="number of steps")
     parser.add_argument("--prefetch", type=int, default=8, help="batches in flight: more for a distant store")
-    parser.add_argument("--deadline", type=float, default=300, help="seconds for one read over all attempts")
+    parser.add_argument("--deadline", type=float, default=300, help="seconds for a read, repeated attempts included")
     args = parser.parse_args()
 
     options = {"anon": True} if args.anonymous else {}
