@@ -122,8 +122,8 @@ def _store(document: dict[str, Any]) -> list[str]:
     """What an object store with 20 ms of latency leaves of the local speed."""
     return [
         f"- From {row['server']} on the same cores, 20 ms away, {tables.SIZES[row['kind']]} JPEGs: "
-        f"{row['of_local']:.2f} of the local images/s, and {row['busy_of_local']:.2f} if only the processor time "
-        "of the loader is counted."
+        f"{row['of_local']:.2f} of the local images/s, and {row['busy_of_local']:.2f} if only the processor "
+        "time of the loader is counted."
         for row in document.get("object_store", [])
         if row["latency_seconds"] == 0.02
     ]

@@ -23,9 +23,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="images of a step over all ranks")
     parser.add_argument("--image-size", type=int, default=1024, help="pixels of the padded square")
     parser.add_argument("--masks", type=int, default=64, help="largest number of masks of an image")
-    parser.add_argument(
-        "--steps", type=int, help="number of steps; by default to the end of the epoch"
-    )
+    parser.add_argument("--steps", type=int, help="number of steps; by default to the end of the epoch")
     parser.add_argument("--device", default="cpu", help="cuda copies and rasterises on the GPU")
     parser.add_argument("--state", type=Path, default=Path("stream.json"), help="where to resume")
     args = parser.parse_args()

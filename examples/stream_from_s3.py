@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=1024, help="pixels of the padded square")
     parser.add_argument("--steps", type=int, default=5, help="number of steps")
     parser.add_argument("--prefetch", type=int, default=8, help="batches in flight: more for a distant store")
-    parser.add_argument("--deadline", type=float, default=300, help="seconds for a read, repeated attempts included")
+    parser.add_argument("--deadline", type=float, default=300, help="seconds for a read with all attempts")
     args = parser.parse_args()
 
     options = {"anon": True} if args.anonymous else {}
