@@ -47,8 +47,8 @@ def test_recorded_parts_become_rows(tmp_path: Path) -> None:
     head, _, *table = parts.lines(document)
     assert document["machine"]["processor"] in head
     assert table[2:] == [
-        "| source tar to verified shards, two cores | 200 MB/s | `gzip -dc` of the same tar: 400 MB/s; 0.50 of "
-        "it by the clock, 0.25 by processor time | `pytest benchmarks/test_reshard.py` |",
+        "| source tar to verified shards, two cores | 200 MB/s | `gzip -dc` of the same tar: 400 MB/s; ratio "
+        "0.50 by elapsed time, 0.25 by processor time | `pytest benchmarks/test_reshard.py` |",
         "| 64 masks to 1024 x 1024 pixels | 1.25 ms | pycocotools and OpenCV: 150 times as long | "
         "`pytest benchmarks/test_masks.py` |",
         "| a position of the order, 11.2 million samples | 25 to 54 ns |  | `pytest benchmarks/test_order.py` |",
