@@ -37,6 +37,7 @@ def run(
     *,
     arguments: Sequence[str] | None = None,
     prog: str | None = None,
+    forwards: bool = False,
 ) -> NoReturn:
     """Call `main` with the arguments of the command line, and exit with the code that it returns.
 
@@ -48,26 +49,51 @@ def run(
         description: first part of the help.
         arguments: the command line; by default that of this process.
         prog: name of the command in the help.
+        forwards: pass arguments that are no flags of `main` to it, as its argument `arguments`.
     """
 
     def parse_and_call() -> int:
-        import tyro
-
-        @wraps(main)
-        def parsed(*values: Any, **named: Any) -> Callable[[], int]:
-            return partial(main, *values, **named)
-
-        only = (tyro.conf.FlagCreatePairsOff,)
-        try:
-            with usage_errors(prog):
-                call = tyro.cli(parsed, prog=prog, description=description, args=arguments, config=only)
-        except UsageError:
-            # tyro reports a missing argument first, although the reason may be a misspelled flag.
-            _check_flags(main, sys.argv[1:] if arguments is None else arguments, prog)
-            raise
-        return call()
+        call, unknown = parse(main, arguments, prog, description, forwards=forwards)
+        return call(arguments=unknown) if forwards else call()
 
     run_directly(parse_and_call)
+
+
+def parse(
+    main: Callable[..., int],
+    arguments: Sequence[str] | None,
+    prog: str | None,
+    description: str | None = None,
+    *,
+    forwards: bool = False,
+) -> tuple["partial[int]", tuple[str, ...]]:
+    """The call of `main` that a command line asks for, and the unknown arguments if `forwards`.
+
+    Raises:
+        UsageError: a flag is wrong; the message names it.
+        SystemExit: after --help.
+    """
+    import tyro
+
+    @wraps(main)
+    def parsed(*values: Any, **named: Any) -> "partial[int]":
+        return partial(main, *values, **named)
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    only = (tyro.conf.FlagCreatePairsOff,)
+    try:
+        with usage_errors(prog):
+            if not forwards:
+                return tyro.cli(parsed, prog=prog, description=description, args=words, config=only), ()
+            call, unknown = tyro.cli(
+                parsed, prog=prog, description=description, args=words, config=only, return_unknown_args=True
+            )
+            return call, tuple(unknown)
+    except UsageError:
+        # tyro reports a missing argument first, although the reason may be a misspelled flag.
+        if not forwards:
+            _check_flags(main, words, prog)
+        raise
 
 
 def run_directly(work: Callable[[], int]) -> NoReturn:

@@ -24,6 +24,7 @@ VERBS = (
     "convert",
     "index",
     "export",
+    "slurm",
 )  # in the order of use
 
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
@@ -54,6 +55,10 @@ Train
                 sa1b train --preset tiny --data.root shards --data.view train --out run
   convert     convert a checkpoint to one file of weights
                 sa1b convert run --out sam.safetensors
+
+On a cluster
+  slurm       print a job script that converts sources or trains
+                sa1b slurm reshard --tasks 32 downloads --out shards > job.sh
 
 Repair and export
   index       rebuild lost or damaged indexes and tables from the shards
@@ -98,4 +103,5 @@ def _run(verb: str, arguments: list[str]) -> NoReturn:
         train.exit_at_once(train.main(arguments=arguments, prog=command("train")))
     with loading():
         module = import_module(f"sa1b.cli.{verb}")
-    run(module.main, module.__doc__, arguments=arguments, prog=command(verb))
+    forwards = verb == "slurm"
+    run(module.main, module.__doc__, arguments=arguments, prog=command(verb), forwards=forwards)

@@ -1,0 +1,179 @@
+"""Job scripts of SLURM: an array of tasks that convert sources, and training on one or many nodes.
+
+A script is plain text with comments, so that a user can read it and adapt it to a site. It contains nothing
+of this machine but the command of this installation.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sa1b.console import command
+
+MAX_ARRAY = 1000  # tasks of an array that most sites allow: MaxArraySize is 1001 by default
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The settings of a job that depend on the site.
+
+    Attributes:
+        partition, account: as the site names them; None: its default.
+        time: limit of a task, [days-]hours:minutes:seconds; None: the default of the partition.
+        cpus: processors of a task; None: chosen by the kind of job.
+        memory: memory of a node such as "16G"; None: chosen by the kind of job, or the default of the site.
+        name: name of the job.
+        logs: folder of the log files; it must exist when the job starts.
+        setup: shell commands that come first, such as the activation of an environment.
+        options: further options of sbatch, such as "--qos=high".
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    cpus: int | None = None
+    memory: str | None = None
+    name: str | None = None
+    logs: str = "."
+    setup: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+def reshard_script(arguments: Sequence[str], site: Site, *, tasks: int, workers: int) -> str:
+    """The script of an array job that converts sources.
+
+    Task I of N has the sources I, I + N, I + 2 N, ..., so that the array is much smaller than the number of
+    sources. Every task ends by `--finish` if no source is left; the last one writes the dataset.
+
+    Args:
+        arguments: of `sa1b reshard`, without --task and --finish.
+        site: settings of the site.
+        tasks: N.
+        workers: worker processes of a task, from `arguments`.
+    """
+    lines = _head(
+        site,
+        "sa1b-reshard",
+        [
+            (
+                "array",
+                f"0-{tasks - 1}",
+                f"task I converts the sources I, I + {tasks}, I + {2 * tasks} and so on",
+            ),
+            ("cpus-per-task", site.cpus or 2 * workers, f"{workers} worker processes use two cores each"),
+            ("mem", site.memory or f"{workers + 1}G", "a worker process uses up to 600 MB"),
+            ("requeue", None, "a task that is preempted, or whose node fails, starts again"),
+            ("open-mode", "append", "keeps the log of the first start"),
+        ],
+        "%x-%A_%a.log",
+    )
+    words = shlex.join(["reshard", *arguments])
+    lines += [
+        "",
+        "# Finished sources are skipped, so a task that starts again continues its work. The task that ends",
+        "# last writes dataset.json. To try failed sources again, submit this script again.",
+        f'exec {command(words)} --task "$SLURM_ARRAY_TASK_ID/{tasks}" --finish',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def train_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int, grace: int) -> str:
+    """The script of a training job on one or many nodes.
+
+    Before the time limit, and on preemption, SLURM signals the script. The script passes the signal to the
+    ranks. They save a checkpoint after the current step and end, and the job is queued again.
+
+    Args:
+        arguments: of `sa1b train`.
+        site: settings of the site.
+        nodes: number of nodes.
+        gpus: GPUs of a node, and ranks on it; 0: one rank on a node, without a GPU.
+        grace: seconds before the time limit at which the ranks are asked to stop.
+    """
+    ranks = max(gpus, 1)
+    settings = [
+        ("nodes", nodes, None),
+        ("ntasks-per-node", 1, "one torchrun on each node; it starts the ranks"),
+        *([("gpus-per-node", gpus, None)] if gpus else []),
+        (
+            "cpus-per-task",
+            site.cpus or 12 * max(gpus, 1),
+            "threads that read and decode, for all ranks of a node",
+        ),
+        *([("mem", site.memory, None)] if site.memory else []),
+        ("signal", f"B:USR1@{grace}", f"signal this script {grace} s before the time limit"),
+        ("requeue", None, "a job that is preempted, or whose node fails, starts again"),
+        ("open-mode", "append", "keeps the log of the first start"),
+    ]
+    lines = _head(site, "sa1b-train", settings, "%x-%j.log")
+    torchrun = [
+        "torchrun",
+        '--nnodes="$SLURM_NNODES"',
+        f"--nproc-per-node={ranks}",
+        "--rdzv-backend=c10d",
+        '--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
+        '--rdzv-endpoint="$head:$port"',
+        '--log-dir="$ranks"',
+        "--redirects=3",
+        "--tee=3",
+        '-m sa1b.train "$@"',
+    ]
+    lines += [
+        "",
+        "# The ranks meet on the first node. The port depends on the job, so that two jobs can share a node.",
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "port=$((20000 + SLURM_JOB_ID % 20000))",
+        f'ranks={shlex.quote(site.logs)}/ranks-"$SLURM_JOB_ID"  # a log of each rank',
+        "export head port ranks",
+        "export OMP_NUM_THREADS=1  # the decoding threads use the cores",
+        "",
+        "# The environment, once, for the record.",
+        'echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, nodes: $SLURM_JOB_NODELIST"',
+        "env | grep -E '^(SLURM_|NCCL_|TORCH_|CUDA_|OMP_|AWS_ENDPOINT|SA1B_)' | sort",
+        "",
+        "# torchrun ignores USR1 and its ranks handle it: they save a checkpoint after the current step and",
+        "# end with exit code 0. Then this job is queued again, and the next start resumes.",
+        f"set -- {shlex.join(arguments)}",
+        "stopping= signalled=",
+        "stop() {",
+        "    stopping=yes signalled=yes",
+        '    echo "stop requested: asking the ranks for a checkpoint"',
+        '    scancel --signal=USR1 "$SLURM_JOB_ID"  # the steps of the job, not this script',
+        "}",
+        "trap stop USR1",
+        "srun --kill-on-bad-exit=1 bash -c '",
+        '    trap "" USR1',
+        "    exec " + " \\\n        ".join(torchrun),
+        '\' sa1b "$@" &',
+        "",
+        "# The signal interrupts `wait`, so it is called again.",
+        "while true; do",
+        "    signalled= code=0",
+        "    wait $! || code=$?",
+        '    [ -n "$signalled" ] || break',
+        "done",
+        'if [ -n "$stopping" ] && [ "$code" -eq 0 ]; then',
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _head(site: Site, name: str, settings: Sequence[tuple[str, object, str | None]], log: str) -> list[str]:
+    """The first lines of a script: options of sbatch, then the commands of `setup`."""
+    given = [("partition", site.partition), ("account", site.account), ("time", site.time)]
+    own = [
+        ("job-name", site.name or name, None),
+        *[(flag, value, None) for flag, value in given if value is not None],
+        *settings,
+        ("output", f"{site.logs}/{log}", "this folder must exist when the job starts"),
+    ]
+    lines = ["#!/bin/bash", "# Submit with: sbatch FILE"]
+    for flag, value, why in own:
+        if why is not None:
+            lines.append(f"# {why[:1].upper()}{why[1:]}.")
+        lines.append(f"#SBATCH --{flag}" + ("" if value is None else f"={value}"))
+    lines += [f"#SBATCH {option}" for option in site.options]
+    lines += ["", "set -euo pipefail", *site.setup]
+    return lines

@@ -1,0 +1,171 @@
+"""Job scripts of SLURM as text, and run by bash with programs that take the place of SLURM's."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sa1b.cluster.slurm import Site, reshard_script, train_script
+from tests.cli.verb import runner
+
+slurm = runner("slurm")
+ARGUMENTS = ["--out", "it's a $HOME run", "--data.root", "s3://bucket/a b", "--data.view", '"x"']
+
+PROGRAMS = {
+    "scontrol": 'if [ "$1" = show ]; then echo node7; else echo "$*" >> requeued; fi',
+    "scancel": 'echo "$*" >> cancelled; kill -USR1 "$(cat pid)"',
+    # The options of srun come before the program.
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "torchrun": f'exec {sys.executable} "$(dirname "$0")/torchrun.py" "$@"',
+}
+TORCHRUN = """
+import json, os, signal, sys, time
+ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+stopped = []
+signal.signal(signal.SIGUSR1, lambda *_: stopped.append(True))
+with open("started.partial", "w") as file:
+    json.dump({"words": sys.argv[1:], "ignored": ignored, "threads": os.environ["OMP_NUM_THREADS"]}, file)
+with open("pid", "w") as file:
+    file.write(str(os.getpid()))
+os.rename("started.partial", "started")
+while os.path.exists("waits") and not stopped:
+    time.sleep(0.01)
+time.sleep(0.2)
+sys.exit(int(os.environ.get("ENDS_WITH", "0")))
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in PROGRAMS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    (folder / "torchrun.py").write_text(TORCHRUN)
+    return folder
+
+
+def start(script: str, folder: Path, programs: Path, **variables: str) -> subprocess.Popen[str]:
+    (folder / "job.sh").write_text(script)
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "12345",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        **variables,
+    }
+    return subprocess.Popen(
+        ["bash", "job.sh"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def options(script: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", script, re.MULTILINE))
+
+
+@pytest.mark.parametrize("arguments", [[], ARGUMENTS])
+def test_scripts_are_valid(arguments: Sequence[str], tmp_path: Path) -> None:
+    site = Site("p", "a", "1:00:00", 3, "7G", "n", "my logs", ("export X='y z'",), ("--qos=high",))
+    for script in (
+        reshard_script(arguments, site, tasks=4, workers=2),
+        train_script(arguments, site, nodes=2, gpus=8, grace=60),
+        train_script(arguments, Site(), nodes=1, gpus=0, grace=60),
+    ):
+        (tmp_path / "job.sh").write_text(script)
+        subprocess.run(["bash", "-n", "job.sh"], cwd=tmp_path, check=True)
+    found = options(train_script(arguments, site, nodes=2, gpus=8, grace=60))
+    assert found.items() >= {
+        "partition": "p", "account": "a", "time": "1:00:00", "cpus-per-task": "3", "mem": "7G",
+        "job-name": "n", "nodes": "2", "gpus-per-node": "8", "signal": "B:USR1@60", "requeue": "",
+        "qos": "high", "output": "my logs/%x-%j.log",
+    }.items()  # fmt: skip
+    assert options(reshard_script(arguments, site, tasks=4, workers=2))["array"] == "0-3"
+
+
+def test_the_ranks_get_the_arguments_unchanged_and_can_be_asked_to_stop(
+    tmp_path: Path, programs: Path
+) -> None:
+    script = train_script(ARGUMENTS, Site(logs="my logs"), nodes=2, gpus=4, grace=60)
+    job = start(script, tmp_path, programs)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, output
+    started = json.loads((tmp_path / "started").read_text())
+    words = started["words"]
+    assert words[words.index("-m") :] == ["-m", "sa1b.train", *ARGUMENTS]
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=node7:32345", "--rdzv-id=12345.0"} < set(
+        words
+    )
+    assert "--log-dir=my logs/ranks-12345" in words
+    assert started["ignored"] is True  # by torchrun, until a rank handles the signal
+    assert started["threads"] == "1"
+    assert "SLURM_JOB_ID=12345" in output
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_the_signal_before_the_time_limit_queues_the_job_again_after_a_checkpoint(
+    tmp_path: Path, programs: Path
+) -> None:
+    (tmp_path / "waits").touch()
+    job = start(train_script([], Site(), nodes=1, gpus=1, grace=60), tmp_path, programs)
+    while not (tmp_path / "started").exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.send_signal(signal.SIGUSR1)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, output
+    assert (tmp_path / "cancelled").read_text() == "--signal=USR1 12345\n"
+    assert (tmp_path / "requeued").read_text() == "requeue 12345\n"
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_failed_training_is_not_queued_again(tmp_path: Path, programs: Path, signalled: bool) -> None:
+    if signalled:
+        (tmp_path / "waits").touch()
+    job = start(train_script([], Site(), nodes=1, gpus=1, grace=60), tmp_path, programs, ENDS_WITH="7")
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    if signalled:
+        job.send_signal(signal.SIGUSR1)
+    job.communicate(timeout=60)
+    assert job.returncode == 7
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_command_of_setup_that_fails_ends_the_job(tmp_path: Path, programs: Path) -> None:
+    job = start(train_script([], Site(setup=("false",)), nodes=1, gpus=1, grace=60), tmp_path, programs)
+    job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert not (tmp_path / "started").exists()
+
+
+def test_flags_are_checked_when_the_script_is_printed() -> None:
+    done = slurm("reshard", "--tasks", "3", "downloads", "--out", "a b", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert options(done.stdout)["array"] == "0-2"
+    assert "downloads --out 'a b' --workers 2" in done.stdout
+    for words, message in (
+        (["reshard", "downloads", "--outt", "x"], "--outt"),
+        (["reshard", "downloads", "--out", "x", "--task", "0/2"], "--task: is not for an array job"),
+        (["reshard", "--tasks", "5000", "downloads", "--out", "x"], "--tasks 5000: must be at most 1000"),
+        (["reshard", "--tasks", "0", "downloads", "--out", "x"], "--tasks 0: must be at least 1"),
+        (["train", "--data.rot", "x"], "--data.rot"),
+        (["traim"], "traim"),
+    ):
+        done = slurm(*words)
+        assert done.returncode == 2, words
+        assert message in done.stderr
+        assert done.stdout == ""
