@@ -22,9 +22,9 @@ VERBS = (
     "bench",
     "train",
     "convert",
+    "slurm",
     "index",
     "export",
-    "slurm",
 )  # in the order of use
 
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
@@ -35,36 +35,26 @@ Train on SA-1B from indexed shards.
 usage: sa1b VERB [ARGUMENTS]         sa1b VERB --help explains the arguments of a verb
 
 Make shards
-  synthesize  make synthetic source tars, to try everything without a download
-                sa1b synthesize downloads --long-side 640
-  reshard     convert downloaded source tars to indexed shards
-                sa1b reshard downloads --out shards --workers 4
-  verify      check a dataset directory; every finding names its repair
-                sa1b verify shards --deep
+  synthesize  make synthetic source tars    sa1b synthesize downloads --long-side 640
+  reshard     convert source tars           sa1b reshard downloads --out shards --workers 4
+  verify      check a dataset directory     sa1b verify shards --deep
 
 See and select
-  gallery     show images with their masks, and distributions, on one HTML page
-                sa1b gallery shards
-  view        select images and masks by conditions, and hold some out
-                sa1b view shards --masks-where "area_fraction < 0.9" --held-out 1% --name train
-  bench       measure images per second on this machine, and the limiting stage
-                sa1b bench shards
+  gallery     show images with masks        sa1b gallery shards
+  view        select images and masks       sa1b view shards --held-out 1% --name train
+  bench       measure images per second     sa1b bench shards
 
 Train
-  train       train a model; with several GPUs: torchrun --nproc_per_node=8 -m sa1b.train ...
-                sa1b train --preset tiny --data.root shards --data.view train --out run
-  convert     convert a checkpoint to one file of weights
-                sa1b convert run --out sam.safetensors
+  train       train a model                 sa1b train --preset tiny --data.root shards --out run
+                several GPUs: torchrun --nproc_per_node=8 -m sa1b.train ...
+  convert     write weights as one file     sa1b convert run --out sam.safetensors
 
 On a cluster
-  slurm       print a job script that converts sources or trains
-                sa1b slurm reshard --tasks 32 downloads --out shards > job.sh
+  slurm       print a job script            sa1b slurm reshard downloads --out shards > job.sh
 
 Repair and export
-  index       rebuild lost or damaged indexes and tables from the shards
-                sa1b index shards
-  export      write the images of the shards as source tars
-                sa1b export shards --to sa1b --out tars
+  index       rebuild indexes and tables    sa1b index shards
+  export      write source tars             sa1b export shards --to sa1b --out tars
 
 sa1b --version prints the version. "python -m sa1b" is the same command.
 """

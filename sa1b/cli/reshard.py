@@ -4,6 +4,7 @@ Example: sa1b reshard sa_000020.tar sa_000021.tar --out shards --workers 4
          sa1b reshard downloads --out shards --task 3/8     on each of 8 machines, then
          sa1b reshard --out shards --finish
          sa1b reshard downloads --out s3://BUCKET/shards --scratch /nvme/scratch
+         sa1b reshard --links links.txt --out shards --workers 8
 
 After an interruption, run the same command again: finished sources are skipped. Exit code 0: every source is
 in the dataset; 1: a source is missing, or the store of --out failed; 2: nothing was done; 3: every source is
@@ -12,23 +13,25 @@ interrupted.
 """
 
 import json
+import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from sa1b.console import loading
+from sa1b.console import counted, loading
 from sa1b.errors import UsageError
 from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
+from sa1b.sources.link_list import CONNECTIONS, Link, is_url, read_links
 from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store, open_store
 
 
 def main(
-    source: Annotated[
-        Positional[tuple[Path, ...]], tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")
-    ],
+    source: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")],
     /,
     out: Annotated[str, tyro.conf.arg(metavar="PATH")],
     images_per_shard: int = 1024,
@@ -42,6 +45,9 @@ def main(
     spill: Path | None = None,
     scratch: Path | None = None,
     endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
+    links: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    connections: int = CONNECTIONS,
+    max_rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
     md5: Path | None = None,
     on_error: Literal["quarantine", "stop"] = "quarantine",
     accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
@@ -62,7 +68,8 @@ def main(
 
     Args:
         source: Tars (gzip or plain, detected by content), folders of extracted pairs (flat, or with the
-            subfolders images/ and annotations/), or folders that contain any of these at any depth.
+            subfolders images/ and annotations/), folders that contain any of these at any depth, or URLs of
+            tars and of folders of tars (https://, s3://, ...), which are read without storing them.
         out: Folder for the shards, created if it is missing, or a URL such as s3://BUCKET/FOLDER. To add
             sources later, run the command again with them.
         images_per_shard: Images in a shard; 1024 images take about 1 GB.
@@ -83,8 +90,11 @@ def main(
         scratch: With a URL as --out: local folder for the shards of a source until they are uploaded at its
             end, about 12 GB per worker for the tars of SA-1B. By default sa1b-USERID in the system's folder
             for temporary files.
-        endpoint: With a URL as --out: URL of an object store other than Amazon's; by default
-            $AWS_ENDPOINT_URL.
+        endpoint: With s3:// URLs: URL of an object store other than Amazon's; by default $AWS_ENDPOINT_URL.
+        links: Meta's list of links to the tars of SA-1B (file_name, tab, cdn_link). The tars are read from
+            these links without storing them. Links expire: a later run may use a newer list.
+        connections: Requests at the same time for each tar that is read from a URL.
+        max_rate: Limit of the bytes read from URLs, in MB per second, over all workers.
         md5: File with expected digests, one `<md5>  <file name>` per line. Sources with other digests fail.
         on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
         accept: A reason that may be frequent. By default, a reason for more than 1 % of a source's pairs (and
@@ -100,8 +110,9 @@ def main(
         drop: Remove a finished source and its shards. May be repeated; without SOURCE.
         task: Process only the sources I, I + N, I + 2 N, ... in the order of their names, with I from 0 to
             N - 1, for N processes on any number of machines that share --out. The dataset is not finished:
-            run --finish after all N processes.
-        finish: Make a dataset of all finished sources. With SOURCE, also report the missing sources.
+            run --finish after all N processes, or add --finish to each of them.
+        finish: Make a dataset of all finished sources. With SOURCE, also report the missing sources. With
+            --task, convert the sources of the task first; the process that ends last makes the dataset.
         claim_timeout: Seconds without a heartbeat after which other machines may take over a source of this
             run. The claims of other runs have their own timeouts. On one machine, the claim of a live process
             never times out, and the claim of a dead process ends at once.
@@ -111,11 +122,19 @@ def main(
         no_space_check: Start even if the disk seems too small.
         json_output: Print the summary as JSON, without progress.
     """
-    if drop or finish:
-        return _without_ingest(source, _store(out, scratch, endpoint), drop, finish, task, json_output)
-    if not source:
-        raise UsageError(f"--out {out}: no SOURCE to convert; add tars or folders, see --help")
-    for flag, number in (("--images-per-shard", images_per_shard), ("--workers", workers)):
+    options = {"endpoint_url": endpoint} if endpoint else {}
+    if drop or (finish and task is None):
+        store = _store(out, scratch, endpoint, source)
+        with loading():
+            found = _linked(source, links, Link("", "", "", options=options))
+        return _without_ingest(_paths(source), found, store, drop, finish, task, json_output)
+    if not source and links is None and not rename:
+        raise UsageError(f"--out {out}: no SOURCE to convert; add tars, folders or --links, see --help")
+    for flag, number in (
+        ("--images-per-shard", images_per_shard),
+        ("--workers", workers),
+        ("--connections", connections),
+    ):
         if number < 1:
             raise UsageError(f"{flag} {number}: must be at least 1")
     for flag, seconds in (("--claim-timeout", claim_timeout), ("--stall-timeout", stall_timeout)):
@@ -129,14 +148,17 @@ def main(
         if not 16 <= image_size <= 65500:
             raise UsageError(f"--image-size {image_size}: must be from 16 to 65500 pixels")
         quality = quality or 95
-    store = _store(out, scratch, endpoint)
+    if max_rate is not None and not 0 < max_rate < math.inf:
+        raise UsageError(f"--max-rate {max_rate:g}: must be above 0")
+    store = _store(out, scratch, endpoint, source)
+    rate = None if max_rate is None else max_rate * 1e6 / workers
     with loading():
         from sa1b.ingest.ingest import Policy
         from sa1b.ingest.reshard import reshard
         from sa1b.ingest.worker import Run
         from sa1b.shards.manifest import Options
     summary = reshard(
-        source,
+        _paths(source),
         store,
         Options(images_per_shard, image_size, quality, keep_json, not no_index_runs, decode_images),
         Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
@@ -148,7 +170,9 @@ def main(
             redo=redo,
             rename=_renamed(rename),
             ignore=ignore,
+            links=_linked(source, links, Link("", "", "", None, connections, rate, options)),
             task=_part(task),
+            finish=finish,
             claim_timeout=claim_timeout,
             stall_timeout=stall_timeout,
             space_check=not no_space_check,
@@ -161,6 +185,7 @@ def main(
 
 def _without_ingest(
     source: tuple[Path, ...],
+    links: tuple[Link, ...],
     store: Store,
     drop: tuple[str, ...],
     finish: bool,
@@ -168,10 +193,8 @@ def _without_ingest(
     as_json: bool,
 ) -> int:
     """The command with --drop or --finish."""
-    if (drop and (source or finish)) or task is not None:
-        raise UsageError(
-            "--drop, --finish and --task: cannot be combined, and only --finish takes SOURCE; use one of them"
-        )
+    if drop and (source or links or finish or task is not None):
+        raise UsageError("--drop: cannot be combined with --finish, --task, SOURCE or --links; use it alone")
     if store.is_local and not store.scratch.is_dir():
         raise UsageError(f"--out {store}: no such folder; check the path")
     if not store.is_local and not store.names("tasks") and not store.names(""):
@@ -180,10 +203,12 @@ def _without_ingest(
         from sa1b.ingest.admission import admitted
         from sa1b.ingest.finish import drop_source
         from sa1b.ingest.finish import finish as finish_dataset
+        from sa1b.sources.remote_sources import named_links
     for name in drop:
         finished = drop_source(store, name)
     if finish:
-        finished = finish_dataset(store, [one.name for one in admitted(source, {}).sources])
+        names = [one.name for one in admitted(source, {}).sources]
+        finished = finish_dataset(store, [*names, *named_links(links)])
     document = {"sources": len(finished.tasks), "failed": finished.failed, "pending": finished.pending}
     code = 1 if finished.is_partial or (finish and not finished.tasks) else 0
     if as_json:
@@ -193,14 +218,36 @@ def _without_ingest(
     return code
 
 
-def _store(out: str, scratch: Path | None, endpoint: str | None) -> Store:
+def _paths(source: tuple[str, ...]) -> tuple[Path, ...]:
+    return tuple(Path(text) for text in source if not is_url(text))
+
+
+def _linked(source: tuple[str, ...], path: Path | None, like: Link) -> tuple[Link, ...]:
+    """The links of the URLs in SOURCE and of --links; each is read in the same way as `like`."""
+    from sa1b.sources.remote_sources import links_at
+
+    found = [link for text in source if is_url(text) for link in links_at(text, like.options)]
+    if path is not None:
+        listed, others = read_links(path)
+        found += listed
+        if others:
+            names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+            sys.stderr.write(f"note: {path}: {counted(len(others), 'other file')} left out ({names})\n")
+    return tuple(
+        replace(one, connections=like.connections, max_rate=like.max_rate, options=like.options)
+        for one in found
+    )
+
+
+def _store(out: str, scratch: Path | None, endpoint: str | None, source: tuple[str, ...]) -> Store:
     """The store of --out."""
-    if "://" not in out:
-        for flag, value in (("--scratch", scratch), ("--endpoint", endpoint)):
-            if value is not None:
-                raise UsageError(
-                    f"{flag} {value}: only if --out is a URL; the temporary files of a folder are in it"
-                )
+    if not is_url(out):
+        if scratch is not None:
+            raise UsageError(
+                f"--scratch {scratch}: only if --out is a URL; the temporary files of a folder are in it"
+            )
+        if endpoint is not None and not any(map(is_url, source)):
+            raise UsageError(f"--endpoint {endpoint}: only if --out or SOURCE is a URL; omit it")
     return open_store(out, scratch=scratch, options={"endpoint_url": endpoint} if endpoint else None)
 
 

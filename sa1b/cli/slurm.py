@@ -7,7 +7,7 @@ Example: sa1b slurm reshard --partition cpu --time 1-00:00:00 --tasks 32
          sbatch job.sh
 
 Flags that are not listed here are those of `sa1b reshard` and `sa1b train`. They are checked now, not when
-the job starts. Exit code 0: printed; 2: a flag is wrong.
+the job starts. Exit code 0: printed; 2: a flag is wrong; 130: interrupted.
 """
 
 from typing import Annotated, Literal

@@ -8,7 +8,7 @@ dataset.
 import errno
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -22,13 +22,14 @@ from sa1b.ingest.admission import (
     fix_options,
     release_options,
 )
-from sa1b.ingest.finish import finish, record_expected, record_failure
+from sa1b.ingest.finish import finish, read_failed, record_expected, record_failure
 from sa1b.ingest.ingest import Counts, Policy
 from sa1b.ingest.staging import remove_leftovers, remove_local_leftovers
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Outcome, Run, is_unchanged, work_on
 from sa1b.progress import bar
 from sa1b.shards.manifest import PARTIAL, Options, Task, read_tasks, task_name
+from sa1b.sources.remote_sources import named_links, remote_sources
 from sa1b.sources.source import Source, digest_of_source, read_checklist
 from sa1b.storage.claim import observe
 from sa1b.storage.errors import StorageError
@@ -65,14 +66,19 @@ def reshard(
     if store.is_local:
         check_out([*paths, *(run.rename or {})], store.scratch)
     discovered = admitted(paths, run.rename or {}, own, run.ignore)
-    sources = discovered.sources
-    named = [source.name for source in sources]
+    local = {source.name: source for source in discovered.sources}
+    remote = named_links(run.links)
+    if both := local.keys() & remote.keys():
+        raise UsageError(
+            f"{local[min(both)].label}: has the name of {remote[min(both)].label}; leave one of them out, or "
+            "give the file another name with --rename"
+        )
+    named = sorted(local.keys() | remote.keys())
     if strangers := set(run.redo) - set(named):
         listed = ", ".join(named[:10])
         raise UsageError(f"--redo {min(strangers)}: no SOURCE has this name; choose one of {listed}")
-    if run.task is not None:
-        sources = sources[run.task[0] :: run.task[1]]
-    md5 = _expected_md5(sources, run)
+    digests = {} if run.checklist is None else read_checklist(run.checklist)
+    own_names = named if run.task is None else named[run.task[0] :: run.task[1]]
     if store.is_local:
         if store.scratch.exists() and not store.scratch.is_dir():
             raise UsageError(f"--out {root}: is a file; pass a folder")
@@ -80,9 +86,17 @@ def reshard(
     remove_leftovers(store, policy.spill)
     tasks = read_tasks(store, without=run.redo)
     check_options(store, tasks, options)
+    finished = {} if run.recheck else {name: _size_and_time(task) for name, task in tasks.items()}
+    links = {name: remote[name] for name in own_names if name in remote}
+    linked, broken = remote_sources(links, finished)
+    of_links = {source.name: source for source in linked}
+    sources = [local.get(name) or of_links[name] for name in own_names if name not in broken]
+    md5 = _expected_md5(sources, digests, run)
     check_names(store, tasks, sources)
-    names = [source.name for source in sources]
-    summary = ReshardSummary(names, run.task, discovered.not_taken)
+    summary = ReshardSummary(own_names, run.task, discovered.not_taken, finishes=run.finish)
+    for name, why in broken.items():
+        summary.failed[name] = why
+        record_failure(store, name, "SourceError", why)
     if run.task is not None:
         record_expected(store, named)
     sizes = None if store.is_local or not tasks else store.sizes().get  # one listing, not a request for each
@@ -105,8 +119,8 @@ def reshard(
     summary.tasks = tasks
     try:
         _work_on(waiting, store, options, policy, md5, run, summary)
-        if run.task is None and not summary.disk_full and not summary.store_error:
-            summary.end(finish(store, summary.sources))
+        if not summary.disk_full and not summary.store_error and _finishes(run, store, named):
+            summary.end(finish(store, named))
     except KeyboardInterrupt:
         summary.interrupted = True
     except StorageError as error:
@@ -187,6 +201,17 @@ def _work_on(
     summary.skipped.sort()
 
 
+def _size_and_time(task: Task) -> tuple[int, int]:
+    return int(task.source["size"]), int(task.source["mtime_ns"])
+
+
+def _finishes(run: Run, store: Store, named: Sequence[str]) -> bool:
+    """Whether this run finishes the dataset: the only run does, and of several the one that ends last."""
+    if run.task is None:
+        return True
+    return run.finish and not set(named) - read_tasks(store).keys() - read_failed(store).keys()
+
+
 def _changed(total: int, now: int, before: int) -> int:
     return total + now - before
 
@@ -212,11 +237,10 @@ def _wait_for_change(store: Store, sources: list[Source]) -> None:
                 return
 
 
-def _expected_md5(sources: list[Source], run: Run) -> dict[str, str]:
-    """Source name -> md5 of its file in the checklist."""
+def _expected_md5(sources: list[Source], listed: Mapping[str, str], run: Run) -> dict[str, str]:
+    """Source name -> md5 of its file in the checklist, which has the md5 by file name."""
     if run.checklist is None:
         return {}
-    listed = read_checklist(run.checklist)
     for source in sources:
         if source.path.name not in listed:
             _say(f"note: {source.path.name} is not in {run.checklist}; its md5 is not checked", run.quiet)

@@ -33,6 +33,7 @@ class ReshardSummary:
         disk_full: the run stopped because the disk was full or cannot be written to.
         store_error: the run stopped with this error, because the store of the dataset directory was
             unreachable or denied access; "" if it did not.
+        finishes: with `task`: the run finishes the dataset if it is the last one.
     """
 
     sources: list[str] = field(default_factory=list)
@@ -49,6 +50,7 @@ class ReshardSummary:
     interrupted: bool = False
     disk_full: bool = False
     store_error: str = ""
+    finishes: bool = False
 
     @property
     def complete(self) -> bool:
@@ -191,9 +193,12 @@ class ReshardSummary:
             )
         if self.store_error:
             return f"Stopped: {self.store_error}. Nothing is damaged; run the same command again to resume."
-        if self.task is not None:
+        if self.task is not None and self.finished is None:
+            done = f"Task {self.task[0]} of {self.task[1]} is done."
+            if self.finishes:
+                return f"{done} Other tasks have sources left; the last one writes {dataset}."
             return (
-                f"Task {self.task[0]} of {self.task[1]} is done. When all tasks have ended, write "
+                f"{done} When all tasks have ended, write "
                 f"{dataset} with: `{command('reshard')} --out {root} --finish`"
             )
         if self.finished is None:

@@ -14,6 +14,7 @@ from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
 from sa1b.ingest.staging import remove_staging_of
 from sa1b.shards.commit import shard_files
 from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
+from sa1b.sources.link_list import Link
 from sa1b.sources.source import Source, digest_of_source
 from sa1b.storage.claim import TIMEOUT, Claim, holder
 from sa1b.storage.errors import StorageError
@@ -34,8 +35,10 @@ class Run:
         redo: names of finished sources to convert again; their task files are not read.
         rename: path -> name of the source.
         ignore: patterns of files and folders that are left out and not listed.
+        links: links to further sources.
         task: (I, N): process only the sources I, I + N, I + 2 N, ... in the order of their names, and do not
-            finish the dataset.
+            finish the dataset unless `finish` is set.
+        finish: with `task`: finish the dataset if no other task has sources left.
         claim_timeout: seconds without a heartbeat after which other runs may take over a claim of this run.
         stall_timeout: seconds without progress after which a worker is killed; its source is retried once.
         space_check: refuse to start if the disk is too small.
@@ -49,7 +52,9 @@ class Run:
     redo: tuple[str, ...] = ()
     rename: Mapping[Path, str] | None = None
     ignore: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
     task: tuple[int, int] | None = None
+    finish: bool = False
     claim_timeout: float = TIMEOUT
     stall_timeout: float = 600.0
     space_check: bool = True

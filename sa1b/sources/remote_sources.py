@@ -1,6 +1,6 @@
 """The sources at URLs: single tars, folders of tars, and the tars of a list of links."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,19 +35,11 @@ def links_at(url: str, options: Mapping[str, Any] | None = None) -> list[Link]:
     return [replace(link_of(f"{url.rstrip('/')}/{name}"), options=options) for name in names]
 
 
-def remote_sources(
-    links: Iterable[Link],
-    known: Callable[[str], tuple[int, int] | None] = lambda name: None,
-) -> tuple[list[Source], dict[str, str]]:
-    """The sources of links, sorted by name, and the links that do not work: source -> error message.
-
-    Args:
-        links: links to tars; a file name occurs once.
-        known: size and mtime_ns of a finished source by name, so that its link is not used; None: the size is
-            requested.
+def named_links(links: Iterable[Link]) -> dict[str, Link]:
+    """The links by the names of their sources, sorted.
 
     Raises:
-        SourceError: a file name cannot be the name of a source, or occurs twice.
+        SourceError: a file name cannot be the name of a source, or two links have the same name.
     """
     named: dict[str, Link] = {}
     for link in links:
@@ -62,11 +54,24 @@ def remote_sources(
                 f"{link.label}: has the name {name!r}, as {named[name].label} has, and shards are named "
                 "after their source; leave one of them out"
             )
+    return dict(sorted(named.items()))
+
+
+def remote_sources(
+    named: Mapping[str, Link], known: Mapping[str, tuple[int, int]] | None = None
+) -> tuple[list[Source], dict[str, str]]:
+    """The sources of links, and the links that do not work: source -> error message.
+
+    Args:
+        named: links by the names of their sources, see `named_links`.
+        known: size and mtime_ns of finished sources by name. Their links are not used.
+    """
+    finished = known or {}
 
     def measured(name: str) -> Source | str:
         link = named[name]
         try:
-            size, mtime_ns = known(name) or (_size(link), 0)
+            size, mtime_ns = finished.get(name) or (_size(link), 0)
         except Sa1bError as error:
             return str(error)
         return Source(name, Path(link.file_name), "tar", size, mtime_ns, link=link)
@@ -74,7 +79,7 @@ def remote_sources(
     found: list[Source] = []
     failed: dict[str, str] = {}
     with ThreadPoolExecutor(_REQUESTS) as threads:
-        for name, source in zip(sorted(named), threads.map(measured, sorted(named)), strict=True):
+        for name, source in zip(named, threads.map(measured, named), strict=True):
             if isinstance(source, Source):
                 found.append(source)
             else:

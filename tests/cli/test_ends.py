@@ -24,13 +24,13 @@ def sa1b(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_unknown_flag_is_a_usage_error_of_one_line_that_names_it(verb: str) -> None:
-    arguments = () if verb == "train" else ("source", *ROOT_FLAGS.get(verb, ()))
+    arguments = {"train": (), "slurm": ("train",)}.get(verb, ("source", *ROOT_FLAGS.get(verb, ())))
     done = sa1b(verb, *arguments, "--nonsense")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert "--nonsense" in line
-    assert line.endswith(f"sa1b {verb} --help`")
+    assert line.endswith(f"sa1b {'train' if verb == 'slurm' else verb} --help`")
 
 
 @pytest.mark.parametrize(

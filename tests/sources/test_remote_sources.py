@@ -11,7 +11,7 @@ import pytest
 from sa1b.errors import SourceError
 from sa1b.sources import stored_file
 from sa1b.sources.link_list import Link, link_of, read_links
-from sa1b.sources.remote_sources import links_at, remote_sources
+from sa1b.sources.remote_sources import links_at, named_links, remote_sources
 from sa1b.sources.source import SourceReader, digest_of_source
 from sa1b.sources.stored_file import RemoteFile
 from sa1b.storage.reader import PIECE
@@ -85,7 +85,7 @@ def test_a_remote_tar_has_the_members_and_digests_of_the_file(host: Host, compre
     tiny.make_tar(path, range(3))
     if compressed:
         path.write_bytes(gzip.compress(path.read_bytes()))
-    (source,), failed = remote_sources([host.link(path.name)])
+    (source,), failed = remote_sources(named_links([host.link(path.name)]))
     assert not failed
     assert (source.name, source.size) == ("sa_000020", path.stat().st_size)
     local = SourceReader(replace(source, path=path, link=None, mtime_ns=path.stat().st_mtime_ns), md5=True)
@@ -128,7 +128,7 @@ def test_broken_connections_do_not_change_the_bytes(host: Host) -> None:
 def test_an_expired_link_names_its_line_and_the_way_to_new_ones(host: Host) -> None:
     link = replace(host.link("sa_000020.tar"), url=f"{host.url}/denied/sa_000020.tar?{LINKED}")
     gone = host.link("sa_000021.tar")
-    sources, failed = remote_sources([link, gone])
+    sources, failed = remote_sources(named_links([link, gone]))
     assert not sources
     for name, line in (("sa_000020", "links.txt, line 7: sa_000020.tar: "), ("sa_000021", "sa_000021.tar: ")):
         assert line in failed[name]
@@ -139,7 +139,7 @@ def test_an_expired_link_names_its_line_and_the_way_to_new_ones(host: Host) -> N
 
 def test_the_link_of_a_finished_source_is_not_used() -> None:
     link = Link("http://127.0.0.1:9/sa_000020.tar", "sa_000020.tar", "links.txt, line 2: sa_000020.tar")
-    (source,), failed = remote_sources([link], {"sa_000020": (10, 3)}.get)
+    (source,), failed = remote_sources(named_links([link]), {"sa_000020": (10, 3)})
     assert (source.size, source.mtime_ns, failed) == (10, 3, {})
 
 
