@@ -1,6 +1,7 @@
 """Check a dataset directory: shards, indexes, sample table, dataset.json, task files, views, quarantine.
 
 Example: sa1b verify shards --deep --workers 4 --state verify.state
+         sa1b verify s3://BUCKET/shards --deep --scratch /nvme/scratch
          sa1b verify shards --warnings
 
 Prints shard, offset and image id of all damage, and how to repair it. Exit code 0: no damage; 1: damage;
@@ -19,11 +20,12 @@ from sa1b.errors import UsageError
 
 
 def main(
-    root: Annotated[Positional[Path], tyro.conf.arg(metavar="ROOT")],
+    root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     /,
     deep: bool = False,
     workers: int = 1,
     state: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     warnings: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
@@ -34,11 +36,13 @@ def main(
     If reshard runs at the same time, the report lists the sources that it is writing.
 
     Args:
-        root: Dataset directory that `sa1b reshard` made.
+        root: Dataset directory that `sa1b reshard` made: a folder or a URL (s3://...).
         deep: Also decode every JPEG and every mask, and compare the masks in records and index.
         workers: Worker processes, each with one shard at a time and up to 500 MB of memory.
         state: File outside ROOT that records the progress. After an interruption, the same command resumes
             from it and prints the same report; the file is removed at the end.
+        scratch: For a URL: local folder for the shards that are being checked, one per worker; by default in
+            the system's folder for temporary files.
         warnings: Check nothing; list the images and masks that reshard stored with a warning, by reason.
         json_output: Print the report as JSON, without progress; with --warnings, all warnings.
     """
@@ -54,6 +58,6 @@ def main(
         found = WarningList.read(root, limit=None if json_output else SHOWN)
         print(json.dumps(found.document(), indent=1) if json_output else found.table())
         return 0
-    report = verify(root, deep=deep, workers=workers, state=state, quiet=json_output)
+    report = verify(root, deep=deep, workers=workers, state=state, scratch=scratch, quiet=json_output)
     print(json.dumps(report.document(), indent=1) if json_output else report.table())
     return report.exit_code()

@@ -167,14 +167,23 @@ def read_task(root: Root, source_name: str) -> Task:
         ManifestError: the file has another format, or is damaged.
     """
     store = open_store(root)
-    path = store.url(task_name(source_name))
-    document = parse_document(store.read(task_name(source_name)), path)
+    name = task_name(source_name)
+    return parse_task(store.read(name), source_name, store.url(name))
+
+
+def parse_task(data: bytes, source_name: str, path: object) -> Task:
+    """A task file from its bytes; `path` is where they are from, for messages.
+
+    Raises:
+        ManifestError: the file has another format, or is damaged.
+    """
+    document = parse_document(data, path)
     try:
         check_task(document)
         for part, keys in _TASK_KEYS.items():
             if set(document[part]) != keys:
                 raise KeyError(f"{part} has {', '.join(document[part])}; expected {', '.join(sorted(keys))}")
-        task = Task(
+        return Task(
             source=document["source"],
             options=Options(**document["options"]),
             versions=document["versions"],
@@ -189,7 +198,6 @@ def read_task(root: Root, source_name: str) -> Task:
             f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or run `{command('reshard')}` "
             f"again with that source and --redo {source_name}"
         ) from None
-    return task
 
 
 def is_current(root: Root, tasks: dict[str, Task], failed: Mapping[str, str], pending: Sequence[str]) -> bool:

@@ -15,15 +15,16 @@ from typing import Any
 from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.shards.manifest import QUARANTINE
+from sa1b.storage.store import Root, Store, open_store
 
 REFUSED = "refused.jsonl"
 WARNINGS = ("warnings.jsonl", "doubtful.jsonl")
 
 
-def warnings_path(root: Path, source: str) -> Path:
-    """The path of the file with the warnings of a source, which may be missing."""
-    paths = [root / QUARANTINE / source / name for name in WARNINGS]
-    return next((path for path in paths if path.is_file()), paths[0])
+def warnings_file(store: Store, source: str) -> str:
+    """The name in quarantine/<source> of the file with the warnings of a source, which may be missing."""
+    present = store.names(f"{QUARANTINE}/{source}")
+    return next((name for name in WARNINGS if name in present), WARNINGS[0])
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
@@ -43,7 +44,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
             yield number, entry if whole else None
 
 
-def read_warnings(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_warnings(root: Root) -> Iterator[tuple[str, dict[str, Any]]]:
     """Source and line of each image that was kept with a warning, by source.
 
     A line has `reason`, `image_id` and `message`.
@@ -51,13 +52,14 @@ def read_warnings(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         ManifestError: a line is damaged; the message names it.
     """
-    folder = root / QUARANTINE
-    for source in sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ():
-        path = warnings_path(root, source)
-        for number, entry in read_lines(path):
-            if entry is None or type(entry.get("image_id")) is not int:
-                raise ManifestError(
-                    f"{path}, line {number}: damaged; restore it from a copy, "
-                    f"or run `{command('reshard')}` again with that source"
-                )
-            yield source, entry
+    store = open_store(root)
+    for source in store.folders(QUARANTINE):
+        name = f"{QUARANTINE}/{source}/{warnings_file(store, source)}"
+        with store.files(name) as (path,):
+            for number, entry in read_lines(path):
+                if entry is None or type(entry.get("image_id")) is not int:
+                    raise ManifestError(
+                        f"{store.url(name)}, line {number}: damaged; restore it from a copy, "
+                        f"or run `{command('reshard')}` again with that source"
+                    )
+                yield source, entry

@@ -93,6 +93,14 @@ class BucketStore(Store):
         found = self._list(folder)
         return sorted(name for name in found if name.endswith(ending) and not name.startswith("."))
 
+    def folders(self, folder: str) -> list[str]:
+        inner = {name.partition("/")[0] for name in self._list(folder, deep=True) if "/" in name}
+        return sorted(name for name in inner if not name.startswith("."))
+
+    def version(self, name: str) -> str | None:
+        stat = self._stat(name)
+        return None if stat is None else f"{stat.size}-{stat.etag or stat.written}"
+
     def is_folder(self, name: str) -> bool:
         url = self.url(name)
         try:
@@ -174,10 +182,12 @@ class BucketStore(Store):
         self, staged: Iterable[Path], folder: str = "", progress: Callable[[int], None] | None = None
     ) -> None:
         for path in staged:
-            name = f"{folder}/{path.name}" if folder else path.name
-            with self._writing(name):
-                upload(self._reader, self._objects, name, path, progress)
-            path.unlink()
+            self.commit_file(path, f"{folder}/{path.name}" if folder else path.name, progress)
+
+    def commit_file(self, staged: Path, name: str, progress: Callable[[int], None] | None = None) -> None:
+        with self._writing(name):
+            upload(self._reader, self._objects, name, staged, progress)
+        staged.unlink()
 
     def commit_folder(self, staged: Path, name: str) -> None:
         self.remove_folder(name)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sa1b.storage.atomic import flush, naming_final, write_whole
+from sa1b.storage.atomic import commit, flush, naming_final, write_whole
 from sa1b.storage.objects import Upload
 from sa1b.storage.processes import this_process
 
@@ -68,6 +68,14 @@ class Store(ABC):
         return {name: size for name, size in found.items() if size is not None}
 
     @abstractmethod
+    def folders(self, folder: str) -> list[str]:
+        """Sorted names of the folders directly in a folder, without the folder and without hidden ones."""
+
+    @abstractmethod
+    def version(self, name: str) -> str | None:
+        """A text that changes when an object is replaced; None if the object does not exist."""
+
+    @abstractmethod
     def is_folder(self, name: str) -> bool:
         """Whether there is a folder of this name; in a bucket, a folder has at least one object."""
 
@@ -106,6 +114,10 @@ class Store(ABC):
         Each file replaces an object of the same name. All objects are durable when the call returns. During
         an upload to a bucket, `progress` is called with the number of bytes whenever some are stored.
         """
+
+    @abstractmethod
+    def commit_file(self, staged: Path, name: str, progress: Callable[[int], None] | None = None) -> None:
+        """Move a complete, flushed file to a name; otherwise like `commit`."""
 
     @abstractmethod
     def commit_folder(self, staged: Path, name: str) -> None:
@@ -173,6 +185,16 @@ class FolderStore(Store):
             return self.path(name).stat().st_size
         except FileNotFoundError:
             return None
+
+    def folders(self, folder: str) -> list[str]:
+        return [name for name in self.names(folder) if (self.path(folder) / name).is_dir()]
+
+    def version(self, name: str) -> str | None:
+        try:
+            stat = self.path(name).stat()
+        except FileNotFoundError:
+            return None
+        return f"{stat.st_size}-{stat.st_mtime_ns}"
 
     def is_folder(self, name: str) -> bool:
         return self.path(name).is_dir()
@@ -259,6 +281,11 @@ class FolderStore(Store):
             with naming_final(final / path.name):
                 path.replace(final / path.name)
         flush(final)
+
+    def commit_file(self, staged: Path, name: str, progress: Callable[[int], None] | None = None) -> None:
+        final = self.path(name)
+        with naming_final(final):
+            commit(staged, final)
 
     def commit_folder(self, staged: Path, name: str) -> None:
         final = self.path(name)

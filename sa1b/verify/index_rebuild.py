@@ -51,9 +51,18 @@ class RebuiltIndex:
 
 
 def rebuild_index(
-    shard: Path, temporary: Path, *, with_runs: bool, progress: Callable[[int], object] | None = None
+    shard: Path,
+    name: str,
+    temporary: Path,
+    *,
+    with_runs: bool,
+    progress: Callable[[int], object] | None = None,
 ) -> RebuiltIndex:
     """Write the index of a shard to `temporary`, flushed. Memory: a row group.
+
+    Args:
+        shard: local file of the shard.
+        name: the shard's name in the dataset directory.
 
     Raises:
         ShardError: the tar is damaged, so an index would record wrong bytes. `temporary` is removed.
@@ -82,7 +91,7 @@ def rebuild_index(
         with temporary.open("rb") as file:
             index_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         info = ShardInfo(
-            name=shard.name,
+            name=name,
             images=images,
             masks=masks,
             bytes=shard.stat().st_size,

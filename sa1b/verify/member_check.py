@@ -17,12 +17,12 @@ from sa1b.masks.runs import MaskError, SizeError
 from sa1b.names import member_name
 from sa1b.shards import jpeg, record
 from sa1b.shards.annotation import Annotations
+from sa1b.shards.commit import shard_files
 from sa1b.shards.index_reader import UNREADABLE, IndexReader, MemberLocation
 from sa1b.shards.largest import Largest
 from sa1b.shards.manifest import ShardInfo
 from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import open_table
-from sa1b.shards.shard import index_path
 from sa1b.verify.report import Find, Finding, Findings, short
 
 _ODD_KEPT = 20  # images of each reason in ShardResult.odd_images
@@ -103,14 +103,15 @@ class Locations:
         table: image id -> ending -> location, by the sample table; None if it cannot be read.
     """
 
-    def __init__(self, root: Path, expected: ExpectedShard, result: ShardResult, find_index: Find) -> None:
-        path = index_path(root / expected.info.name)
-        self.index_file = path.name
+    def __init__(
+        self, index: Path, table: Path | None, expected: ExpectedShard, result: ShardResult, find_index: Find
+    ) -> None:
+        self.index_file = shard_files(expected.info.name)[1]
         self.index: IndexReader | None = None
         self.rows: dict[int, int] = {}
-        self._open_index(path, expected, result, find_index)
+        self._open_index(index, expected, result, find_index)
         self.table_file = expected.table
-        self.table = self._table_rows(root, expected)
+        self.table = None if expected.table is None else self._table_rows(table, expected)
 
     def _open_index(self, path: Path, expected: ExpectedShard, result: ShardResult, find: Find) -> None:
         info = expected.info
@@ -150,11 +151,13 @@ class Locations:
             message = "with" if self.index.with_runs else "without"
             find("index_columns", f"{message} the decoded masks, against the options")
 
-    def _table_rows(self, root: Path, expected: ExpectedShard) -> dict[int, dict[str, MemberLocation]] | None:
-        if expected.table is None:
+    def _table_rows(
+        self, path: Path | None, expected: ExpectedShard
+    ) -> dict[int, dict[str, MemberLocation]] | None:
+        if path is None:
             return None
         try:
-            table = open_table(root / expected.table)
+            table = open_table(path)
         except (TableError, OSError):
             return None  # RootCheck reports it once for all shards
         rows = {}

@@ -4,7 +4,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ import numpy as np
 from sa1b.console import counted
 from sa1b.shards.manifest import QUARANTINE, Task
 from sa1b.shards.sample_table import SampleTable
-from sa1b.shards.warning_list import REFUSED, WARNINGS, read_lines, read_warnings, warnings_path
+from sa1b.shards.warning_list import REFUSED, WARNINGS, read_lines, read_warnings, warnings_file
+from sa1b.storage.store import Root, Store, open_store
 from sa1b.verify.remedy import Remedy
 from sa1b.verify.report import Finding, Findings
 
@@ -27,13 +27,17 @@ class QuarantineCheck:
     """
 
     def __init__(
-        self, remedy: Remedy, tasks: Mapping[str, Task], active: set[str], table: SampleTable | None
+        self,
+        store: Store,
+        remedy: Remedy,
+        tasks: Mapping[str, Task],
+        active: set[str],
+        table: SampleTable | None,
     ) -> None:
-        self.root, self.remedy, self.tasks, self.table = remedy.root, remedy, tasks, table
+        self.store, self.remedy, self.tasks, self.table = store, remedy, tasks, table
         self.findings = Findings()
         self.notes: list[str] = []
-        folder = self.root / QUARANTINE
-        present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        present = {*store.folders(QUARANTINE), *store.names(QUARANTINE)}
         for name, task in tasks.items():
             if name not in active and (name in present or _has_quarantine(task)):
                 self._source(name, task)
@@ -45,7 +49,6 @@ class QuarantineCheck:
             )
 
     def _source(self, name: str, task: Task) -> None:
-        folder = self.root / QUARANTINE / name
         # A task file that was rebuilt from shards has neither a sha256 nor counts of the source.
         known = task.source.get("sha256") is not None
         listed = {REFUSED, *WARNINGS}
@@ -66,20 +69,16 @@ class QuarantineCheck:
                 if not count <= lines[reason] <= 2 * count:
                     self._compare(name, REFUSED, f"pairs with {reason!r}", lines[reason], count)
             odd: Counter[str] = Counter()
-            file = warnings_path(self.root, name)
-            for entry in self._lines(name, file.name):
+            file = warnings_file(self.store, name)
+            for entry in self._lines(name, file):
                 odd[entry["reason"]] += 1
                 if not self._holds(entry.get("image_id")):
                     message = f"image {entry.get('image_id')} is not in the dataset"
-                    self._find("warning_image", name, file.name, message)
+                    self._find("warning_image", name, file, message)
             for reason in sorted({*odd, *task.warnings}):
                 recorded = task.warnings.get(reason, 0)
-                self._compare(name, file.name, f"images with {reason!r}", odd[reason], recorded)
-        other = (
-            sorted(path.name for path in folder.iterdir() if path.name not in listed)
-            if folder.is_dir()
-            else []
-        )
+                self._compare(name, file, f"images with {reason!r}", odd[reason], recorded)
+        other = [file for file in self.store.names(f"{QUARANTINE}/{name}") if file not in listed]
         if other:
             shown = ", ".join(other[:5]) + (" …" if len(other) > 5 else "")
             self.notes.append(
@@ -95,14 +94,14 @@ class QuarantineCheck:
         """The bytes that a line of refused.jsonl points to."""
         file = str(entry["file"])
         stated = entry.get("kept_bytes", entry.get("bytes"))
-        path = self.root / QUARANTINE / source / file
-        size = path.stat().st_size if "/" not in file and path.is_file() else None
+        name = f"{QUARANTINE}/{source}/{file}"
+        size = None if "/" in file or self.store.is_folder(name) else self.store.size(name)
         if size is None:
             self._find("quarantine_file_missing", source, file, "not there")
         elif size != stated:
             self._find("quarantine_file_bytes", source, file, f"{size:,} bytes, {stated} stated in {REFUSED}")
         elif "sha256" in entry:  # lines of earlier versions have none
-            with path.open("rb") as kept:
+            with self.store.files(name) as (path,), path.open("rb") as kept:
                 sha256 = hashlib.file_digest(kept, "sha256").hexdigest()
             if sha256 != entry["sha256"]:
                 message = f"sha256 {sha256}, {entry['sha256']} stated in {REFUSED}"
@@ -110,11 +109,12 @@ class QuarantineCheck:
 
     def _lines(self, source: str, file: str) -> Iterator[dict[str, Any]]:
         """The readable lines of a report; every other line is a finding."""
-        for number, entry in read_lines(self.root / QUARANTINE / source / file):
-            if entry is None:
-                self._find("quarantine_line", source, file, f"line {number:,} is not an entry")
-            else:
-                yield entry
+        with self.store.files(f"{QUARANTINE}/{source}/{file}") as (path,):
+            for number, entry in read_lines(path):
+                if entry is None:
+                    self._find("quarantine_line", source, file, f"line {number:,} is not an entry")
+                else:
+                    yield entry
 
     def _holds(self, image_id: Any) -> bool:
         """Whether the dataset has an image, as far as is known."""
@@ -127,7 +127,8 @@ class QuarantineCheck:
 
     def _find(self, kind: str, source: str, file: str, message: str) -> None:
         name = f"{QUARANTINE}/{source}/{file}"
-        self.findings.add(Finding(kind, name, message, f"{self.root / name}: {self.remedy.source(source)}"))
+        remedy = f"{self.store.url(name)}: {self.remedy.source(source)}"
+        self.findings.add(Finding(kind, name, message, remedy))
 
 
 def _has_quarantine(task: Task) -> bool:
@@ -139,19 +140,21 @@ class WarningList:
     """Images that ingest kept with a warning.
 
     Attributes:
+        root: path or URL of the dataset directory.
         counts: reason -> images.
         images: reason -> source, image_id, message and the other stored fields of each image.
     """
 
-    root: Path
+    root: str
     counts: dict[str, int] = field(default_factory=dict)
     images: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, root: Path, *, limit: int | None = None) -> "WarningList":
+    def read(cls, root: Root, *, limit: int | None = None) -> "WarningList":
         """All warnings of a dataset directory; `limit`: images to keep per reason."""
-        found = cls(root)
-        for source, entry in read_warnings(root):
+        store = open_store(root)
+        found = cls(store.root)
+        for source, entry in read_warnings(store):
             reason = str(entry.pop("reason"))
             found.counts[reason] = found.counts.get(reason, 0) + 1
             if limit is None or found.counts[reason] <= limit:
@@ -161,7 +164,7 @@ class WarningList:
     def document(self) -> dict[str, Any]:
         """JSON document for --json."""
         return {
-            "root": str(self.root),
+            "root": self.root,
             "counts": dict(sorted(self.counts.items())),
             "warnings": dict(sorted(self.images.items())),
         }

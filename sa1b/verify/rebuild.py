@@ -10,7 +10,7 @@ where it stopped.
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,18 @@ from sa1b.console import command
 from sa1b.errors import LockedError, ManifestError, OutOfMemoryError, ShardError
 from sa1b.progress import bar
 from sa1b.shards import manifest
-from sa1b.shards.commit import dataset_claim, write_dataset
+from sa1b.shards.commit import dataset_claim, shard_files, write_dataset
 from sa1b.shards.index_reader import UNREADABLE
 from sa1b.shards.manifest import DATASET, TASKS, ShardInfo
-from sa1b.shards.shard import index_path
-from sa1b.storage.atomic import commit, naming_path
+from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import Claim, live_holders
-from sa1b.storage.store import FolderStore
+from sa1b.storage.store import Root, Store, open_store, temporary_path
 from sa1b.verify import recover
 from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index
 from sa1b.verify.recorded import Recorded, check_digests, differs, why_differs
-from sa1b.verify.resume import INDEX_RECORD, ResumeRecord, file_key
+from sa1b.verify.resume import INDEX_RECORD, ResumeRecord
+from sa1b.verify.scratch import check_scratch
 
 _CLAIM = ".index.claim"
 
@@ -66,8 +66,9 @@ class RebuildSummary:
         """JSON document for --json."""
         return {"exit_code": self.exit_code(), **asdict(self)}
 
-    def table(self, root: Path | None) -> str:
+    def table(self, root: Root | None) -> str:
         """Text for the terminal; `root` if a complete dataset directory was rebuilt."""
+        dataset = "" if root is None else open_store(root).url(DATASET)
         lines = [f"note: {note}" for note in self.notes]
         rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
         before = f" ({self.resumed:,} before the interruption)" if self.resumed else ""
@@ -79,13 +80,15 @@ class RebuildSummary:
         ]
         lines += [f"FAILED {why}" for why in self.failed.values()]
         if root is not None and self.complete:
-            lines.append(f"Complete: {root / DATASET}")
+            lines.append(f"Complete: {dataset}")
         elif root is not None:
-            lines.append(f"Not complete: {root / DATASET} is written only if every index can be rebuilt.")
+            lines.append(f"Not complete: {dataset} is written only if every index can be rebuilt.")
         return "\n".join(lines)
 
 
-def rebuild_shards(shards: list[Path], *, workers: int = 1, quiet: bool = False) -> RebuildSummary:
+def rebuild_shards(
+    shards: Sequence[Path | str], *, workers: int = 1, scratch: Path | None = None, quiet: bool = False
+) -> RebuildSummary:
     """Rebuild only the indexes of these shards, each next to its tar.
 
     The indexes contain decoded masks if the task files, dataset.json or an existing index of the folder
@@ -97,21 +100,31 @@ def rebuild_shards(shards: list[Path], *, workers: int = 1, quiet: bool = False)
     """
     began = time.monotonic()
     summary = RebuildSummary()
-    with bar(_bytes(shards), "index", "B", quiet) as progress:
-        for folder in dict.fromkeys(shard.parent for shard in shards):
-            with _exclusive(folder):
-                recorded = Recorded.read(folder)
-                here = [shard for shard in shards if shard.parent == folder]
-                built = _rebuild_all(here, recorded, None, workers, summary, progress.update)
+    folders: dict[str, list[str]] = {}
+    total = 0
+    for shard in shards:
+        folder, _, name = str(shard).rpartition("/")
+        folders.setdefault(folder or ("/" if str(shard).startswith("/") else "."), []).append(name)
+    with bar(0, "index", "B", quiet) as progress:
+        for folder, names in folders.items():
+            store = open_store(folder, scratch=scratch)
+            with _exclusive(store):
+                recorded = Recorded.read(store)
+                sizes = _sizes(store, names, recorded)
+                check_scratch(store, sizes, workers)
+                progress.total = total = total + sum(sizes)
+                built = _rebuild_all(store, names, recorded, None, workers, summary, progress.update)
                 known = {name: one for name, one in built.items() if name in recorded.infos}
                 if recorded.dataset is not None and any(differs(one, recorded) for one in known.values()):
-                    _write_tables(folder, recorded, built, {}, None, summary)
+                    _write_tables(store, recorded, built, {}, None, summary)
                     summary.complete = False  # it was before
     summary.seconds = time.monotonic() - began
     return summary
 
 
-def rebuild_root(root: Path, *, workers: int = 1, quiet: bool = False) -> RebuildSummary:
+def rebuild_root(
+    root: Root, *, workers: int = 1, scratch: Path | None = None, quiet: bool = False
+) -> RebuildSummary:
     """Rebuild every index, the sample table and dataset.json of a dataset directory.
 
     Raises:
@@ -121,28 +134,31 @@ def rebuild_root(root: Path, *, workers: int = 1, quiet: bool = False) -> Rebuil
     """
     began = time.monotonic()
     summary = RebuildSummary()
-    with _exclusive(root):
-        recorded = Recorded.read(root)
+    store = open_store(root, scratch=scratch)
+    with _exclusive(store):
+        recorded = Recorded.read(store)
         # Other versions of the libraries write other bytes: only indexes of the installed ones are kept.
         of = {"rebuild": "index", "with_runs": recorded.index_runs, "versions": manifest.versions()}
-        with ResumeRecord(root / INDEX_RECORD, of) as record:
-            check_digests(root, recorded, record.get(TASKS, None) or {})
-            lost = recover.lost_sources(root, recorded.tasks, recorded.dataset)
+        with ResumeRecord(_record_path(store), of) as record:
+            check_digests(store, recorded, record.get(TASKS, None) or {})
+            lost = recover.lost_sources(store, recorded.tasks, recorded.dataset)
             named = {name: [one.name for one in task.shards] for name, task in recorded.tasks.items()} | lost
             if not named:
-                raise manifest.no_dataset(root)
-            shards = [root / shard for name in sorted(named) for shard in named[name]]
-            with bar(_bytes(shards), "index", "B", quiet) as progress:
-                built = _rebuild_all(shards, recorded, record, workers, summary, progress.update)
+                raise manifest.no_dataset(store.root)
+            shards = [shard for name in sorted(named) for shard in named[name]]
+            sizes = _sizes(store, shards, recorded)
+            check_scratch(store, sizes, workers)
+            with bar(sum(sizes), "index", "B", quiet) as progress:
+                built = _rebuild_all(store, shards, recorded, record, workers, summary, progress.update)
             if not summary.failed:
                 of_lost = {name: [built[shard] for shard in lost[name]] for name in lost}
-                _write_tables(root, recorded, built, of_lost, record, summary)
+                _write_tables(store, recorded, built, of_lost, record, summary)
                 record.remove()
     summary.seconds = time.monotonic() - began
     return summary
 
 
-def rebuild_tables(root: Path) -> RebuildSummary:
+def rebuild_tables(root: Root, *, scratch: Path | None = None) -> RebuildSummary:
     """Rebuild the sample table and dataset.json from the task files and the indexes; no shard is read.
 
     Missing or damaged rows of a source (tasks/<source>.samples) are rebuilt from its indexes.
@@ -153,21 +169,23 @@ def rebuild_tables(root: Path) -> RebuildSummary:
     """
     began = time.monotonic()
     summary = RebuildSummary()
-    with _exclusive(root):
-        recorded = Recorded.read(root)
-        check_digests(root, recorded, {})
-        lost = sorted(recover.lost_sources(root, recorded.tasks, recorded.dataset))
+    store = open_store(root, scratch=scratch)
+    with _exclusive(store):
+        recorded = Recorded.read(store)
+        check_digests(store, recorded, {})
+        lost = sorted(recover.lost_sources(store, recorded.tasks, recorded.dataset))
         if not lost and not recorded.tasks:
-            raise manifest.no_dataset(root)
+            raise manifest.no_dataset(store.root)
         if lost:
             raise ManifestError(
-                f"{root / TASKS}: no task file of {', '.join(lost)}; omit --tables to rebuild from the shards"
+                f"{store.url(TASKS)}: no task file of {', '.join(lost)}; omit --tables to rebuild from the "
+                "shards"
             )
         try:
-            _write_tables(root, recorded, {}, {}, None, summary)
+            _write_tables(store, recorded, {}, {}, None, summary)
         except UNREADABLE as error:
             raise ManifestError(
-                f"{root}: an index cannot be read ({error}); `{command('verify')}` names it, and "
+                f"{store.root}: an index cannot be read ({error}); `{command('verify')}` names it, and "
                 f"run `{command('index')}` without --tables to rebuild it"
             ) from None
     summary.seconds = time.monotonic() - began
@@ -175,7 +193,7 @@ def rebuild_tables(root: Path) -> RebuildSummary:
 
 
 def _write_tables(
-    root: Path,
+    store: Store,
     recorded: Recorded,
     built: Mapping[str, RebuiltIndex],
     lost: dict[str, list[RebuiltIndex]],
@@ -183,11 +201,11 @@ def _write_tables(
     summary: RebuildSummary,
 ) -> None:
     """Update the task files, rebuild the lost ones, and write the sample table and dataset.json."""
-    with dataset_claim(root):
-        _refuse_activity(root)
-        if manifest.read_tasks(root) != recorded.tasks:
+    with dataset_claim(store):
+        _refuse_activity(store)
+        if manifest.read_tasks(store) != recorded.tasks:
             raise LockedError(
-                f"{root / TASKS}: changed meanwhile by another process; run the same command again"
+                f"{store.url(TASKS)}: changed meanwhile by another process; run the same command again"
             )
         tasks = {}
         for name, task in recorded.tasks.items():
@@ -201,38 +219,39 @@ def _write_tables(
             record.add(TASKS, None, {name: manifest.task_digest(task) for name, task in tasks.items()})
         for name, task in tasks.items():
             if recorded.tasks.get(name) != task:
-                manifest.write_task(root, task)
+                manifest.write_task(store, task)
         dataset = recorded.dataset or {}
         # A source with images of another source has a task file, but is not in the dataset.
         failed = {name: str(why) for name, why in dataset.get("failed", {}).items()}
         tasks = {name: task for name, task in sorted(tasks.items()) if name not in failed}
         pending = [str(name) for name in dataset.get("pending", []) if name not in tasks]
-        write_dataset(root, tasks, failed, pending)
+        write_dataset(store, tasks, failed, pending)
     summary.complete = True
 
 
 @contextlib.contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    """Claim a folder for one rebuild; refuse if reshard is running in it."""
-    _refuse_activity(folder)
-    claim = Claim.take(FolderStore(folder), _CLAIM)
+def _exclusive(store: Store) -> Iterator[None]:
+    """Claim a dataset directory for one rebuild; refuse if reshard is running in it."""
+    _refuse_activity(store)
+    claim = Claim.take(store, _CLAIM)
     if claim is None:
-        raise LockedError(f"{folder}: being indexed by another process; wait for it or stop it")
+        raise LockedError(f"{store.root}: being indexed by another process; wait for it or stop it")
     with claim:
         yield
 
 
-def _refuse_activity(folder: Path) -> None:
-    holders = live_holders(FolderStore(folder), TASKS)
+def _refuse_activity(store: Store) -> None:
+    holders = live_holders(store, TASKS)
     if holders:
         listed = ", ".join(f"{name} by {holder}" for name, holder in sorted(holders.items())[:3])
         raise LockedError(
-            f"{folder}: reshard is at work on {listed}; wait for it or stop it, then run this again"
+            f"{store.root}: reshard is at work on {listed}; wait for it or stop it, then run this again"
         )
 
 
 def _rebuild_all(
-    shards: list[Path],
+    store: Store,
+    shards: Sequence[str],
     recorded: Recorded,
     record: ResumeRecord | None,
     workers: int,
@@ -241,12 +260,11 @@ def _rebuild_all(
 ) -> dict[str, RebuiltIndex]:
     """Build and commit the indexes of shards; failures go to `summary`."""
     tasks, keys = {}, {}
-    for shard in shards:
-        name = shard.name
+    for name in shards:
         info = recorded.infos.get(name)
-        keys[name] = [file_key(shard), None if info is None else info.sha256]
+        keys[name] = None if record is None else [store.version(name), None if info is None else info.sha256]
         done = None if record is None else record.get(name, keys[name])
-        tasks[name] = (shard, info, recorded.index_runs, done)
+        tasks[name] = (store, name, info, recorded.index_runs, done)
 
     def read(count: int) -> None:
         summary.bytes += count
@@ -270,7 +288,8 @@ def _rebuild_all(
 
 
 def _rebuild(
-    shard: Path,
+    store: Store,
+    name: str,
     info: ShardInfo | None,
     with_runs: bool,
     done: dict[str, Any] | None,
@@ -280,17 +299,19 @@ def _rebuild(
 
     `done`: result of an interrupted rebuild, used if the index still has the recorded digest.
     """
+    shard, index = store.url(name), shard_files(name)[1]
     if done is not None:
         built = replace(RebuiltIndex.from_document(done), resumed=True)
-        with contextlib.suppress(FileNotFoundError), index_path(shard).open("rb") as index:
-            if hashlib.file_digest(index, "sha256").hexdigest() == built.info.index_sha256:
+        with contextlib.suppress(FileNotFoundError), store.files(index) as (path,), path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == built.info.index_sha256:
                 return built
-    temporary = shard.with_name(f".{shard.stem}.parquet.partial")
+    temporary = temporary_path(store.scratch / index)
     try:
-        with naming_path(temporary):
-            built = rebuild_index(shard, temporary, with_runs=with_runs, progress=progress)
-    except ShardError as error:
-        return str(error)
+        with store.files(name) as (tar,), naming_path(temporary):
+            try:
+                built = rebuild_index(tar, name, temporary, with_runs=with_runs, progress=progress)
+            except ShardError as error:
+                return str(error).replace(str(tar), shard)
     except MemoryError:
         raise OutOfMemoryError(
             f"{shard}: the process reached its memory limit; run with fewer --workers, or raise the limit"
@@ -306,9 +327,19 @@ def _rebuild(
             f"was written; `{command('verify')}` reports the damage. Restore the shard from a copy, or run "
             f"`{command('reshard')}` again with its source and --redo and the source's name"
         )
-    commit(temporary, index_path(shard))
+    store.commit_file(temporary, index)
     return built
 
 
-def _bytes(shards: list[Path]) -> int:
-    return sum(shard.stat().st_size for shard in shards if shard.exists())
+def _sizes(store: Store, shards: Sequence[str], recorded: Recorded) -> list[int]:
+    """Bytes of shards, as recorded or as stored."""
+    infos = recorded.infos
+    return [infos[name].bytes if name in infos else store.size(name) or 0 for name in shards]
+
+
+def _record_path(store: Store) -> Path:
+    """The file that records the progress: in a folder, or in the scratch folder of a bucket."""
+    if store.is_local:
+        return store.scratch / INDEX_RECORD
+    store.scratch.mkdir(parents=True, exist_ok=True)
+    return store.scratch / f"{INDEX_RECORD}-{hashlib.sha256(store.root.encode()).hexdigest()[:16]}"

@@ -1,17 +1,18 @@
 """Records about the shards in the files of a dataset directory, as input of a rebuild."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.names import SHARD_PREFIX
 from sa1b.shards import manifest
+from sa1b.shards.commit import shard_files
 from sa1b.shards.index_reader import UNREADABLE, IndexReader
 from sa1b.shards.manifest import DATASET, Options, ShardInfo, Task
-from sa1b.shards.shard import index_path
+from sa1b.storage.store import Root, Store, open_store
 from sa1b.verify.index_rebuild import RebuiltIndex
 
 
@@ -32,16 +33,17 @@ class Recorded:
     index_runs: bool
 
     @classmethod
-    def read(cls, folder: Path) -> "Recorded":
+    def read(cls, root: Root) -> "Recorded":
         """Read the records; raises ManifestError for a damaged task file."""
-        tasks = manifest.read_tasks(folder)
+        store = open_store(root)
+        tasks = manifest.read_tasks(store)
         try:
-            dataset = manifest.read_dataset(folder)
+            dataset = manifest.read_dataset(store)
             infos = {shard["name"]: ShardInfo(**shard) for shard in dataset["shards"]}
             versions = {name: dict(dataset["versions"]) for name in infos}
             index_runs = Options(**dataset["options"]).index_runs
         except (ManifestError, OSError, TypeError):
-            dataset, infos, versions, index_runs = None, {}, {}, _indexes_hold_runs(folder)
+            dataset, infos, versions, index_runs = None, {}, {}, _indexes_hold_runs(store)
         for task in tasks.values():
             infos |= {shard.name: shard for shard in task.shards}
             versions |= {shard.name: task.versions for shard in task.shards}
@@ -49,7 +51,7 @@ class Recorded:
         return cls(tasks, dataset, infos, versions, index_runs)
 
 
-def check_digests(root: Path, recorded: Recorded, rewritten: Mapping[str, str]) -> None:
+def check_digests(root: Root, recorded: Recorded, rewritten: Mapping[str, str]) -> None:
     """Refuse to write dataset.json over task files that the present one lists with other digests.
 
     Args:
@@ -62,7 +64,7 @@ def check_digests(root: Path, recorded: Recorded, rewritten: Mapping[str, str]) 
     for name, task in recorded.tasks.items():
         digest = manifest.task_digest(task)
         if name in sources and digest not in (sources[name], rewritten.get(name)):
-            path = root / manifest.task_name(name)
+            path = open_store(root).url(manifest.task_name(name))
             raise ManifestError(
                 f"{path}: not the one that {DATASET} lists; restore it from a copy, or run "
                 f"`{command('reshard')}` again with that source and --redo {name}; if {DATASET} is damaged "
@@ -70,14 +72,13 @@ def check_digests(root: Path, recorded: Recorded, rewritten: Mapping[str, str]) 
             )
 
 
-def _indexes_hold_runs(folder: Path) -> bool:
-    for path in folder.glob(f"{SHARD_PREFIX}*.parquet"):
-        try:
-            reader = IndexReader(path)
-        except UNREADABLE:
-            continue
-        reader.close()
-        return reader.with_runs
+def _indexes_hold_runs(store: Store) -> bool:
+    for name in store.names("", ".parquet"):
+        if name.startswith(SHARD_PREFIX):
+            with contextlib.suppress(*UNREADABLE), store.files(name) as (path,):
+                reader = IndexReader(path)
+                reader.close()
+                return reader.with_runs
     return True
 
 
@@ -93,4 +94,4 @@ def why_differs(shard: str, recorded: Recorded) -> str:
     then = now | recorded.versions[shard]
     changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]
     why = f"it was written with {', '.join(changed)}" if changed else "the task file may have been changed"
-    return f"{index_path(Path(shard)).name}: its bytes differ from the recorded ones: {why}"
+    return f"{shard_files(shard)[1]}: its bytes differ from the recorded ones: {why}"

@@ -4,29 +4,30 @@ Some values cannot be recovered: size, time and digest of the source, refused me
 treats such a source as changed and converts it again.
 """
 
-from pathlib import Path
 from typing import Any
 
 from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.names import parse_shard_name, shard_name, shard_order, source_name, source_stem
 from sa1b.shards import manifest
-from sa1b.shards.manifest import LARGEST, TASKS, Options, Task
+from sa1b.shards.manifest import LARGEST, Options, Task, task_name
+from sa1b.storage.store import Root, open_store
 from sa1b.verify.index_rebuild import RebuiltIndex
 
 
-def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | None) -> dict[str, list[str]]:
+def lost_sources(root: Root, tasks: dict[str, Task], dataset: dict[str, Any] | None) -> dict[str, list[str]]:
     """Sources whose task file is lost, and the names of their shards. Without dataset.json and any task file,
     the sources are read from the names of the shards.
 
     Raises:
         ManifestError: a shard that is not the last one of its source is missing.
     """
+    store = open_store(root)
     if dataset is not None:
         stems = {source_stem(name): name for name in dataset["sources"]}
         names = [shard["name"] for shard in dataset["shards"]]
     elif not tasks:
-        names = sorted(filter(parse_shard_name, (path.name for path in root.iterdir())), key=shard_order)
+        names = sorted(filter(parse_shard_name, store.names("", ".tar")), key=shard_order)
         stems = {stem: source_name(stem) for stem in (shard_order(name).stem for name in names)}
     else:
         return {}
@@ -40,7 +41,7 @@ def lost_sources(root: Path, tasks: dict[str, Task], dataset: dict[str, Any] | N
         if shards != expected:
             missing = sorted(set(expected) - set(shards))
             raise ManifestError(
-                f"{root / TASKS}/{source}.json: missing, and so is {', '.join(missing)}; run "
+                f"{store.url(task_name(source))}: missing, and so is {', '.join(missing)}; run "
                 f"`{command('reshard')}` again with {source}, or restore either from a copy"
             )
     return lost

@@ -2,7 +2,6 @@
 
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 from sa1b.console import command
 from sa1b.shards.manifest import Options
@@ -13,12 +12,12 @@ class Remedy:
     """Commands for one dataset directory.
 
     Attributes:
-        root: the dataset directory.
+        root: path or URL of the dataset directory.
         options: options of the dataset; None: unknown.
         folders: names of sources that are folders of pairs; others are treated as tars.
     """
 
-    root: Path
+    root: str
     options: Options | None = None
     folders: frozenset[str] = frozenset()
 
@@ -52,4 +51,4 @@ class Remedy:
         return [flags[name] for name in flags if flags[name] != defaults[name]]
 
     def _quoted(self, name: str = "") -> str:
-        return shlex.quote(str(self.root / name if name else self.root))
+        return shlex.quote(f"{self.root}/{name}" if name else self.root)

@@ -1,7 +1,6 @@
 """The report of a check: findings, notes, totals, and their text."""
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 KEPT = 1000  # findings of one kind in one file; the others are counted
@@ -109,6 +108,7 @@ class Report:
     """The outcome of a check.
 
     Attributes:
+        root: path or URL of the dataset directory.
         deep: every JPEG and mask was decoded.
         seconds: duration of this check, without that of an interrupted check before it.
         shards, images, masks: numbers checked. bytes: read from shards and indexes.
@@ -117,7 +117,7 @@ class Report:
         notes: useful facts that are not damage.
     """
 
-    root: Path
+    root: str
     deep: bool
     seconds: float = 0.0
     shards: int = 0
@@ -143,7 +143,6 @@ class Report:
         found = document.pop("found")
         return {
             **document,
-            "root": str(self.root),
             "findings": found["kept"],
             "counts": found["counts"],
             "exit_code": self.exit_code(),

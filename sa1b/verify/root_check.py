@@ -21,7 +21,7 @@ from sa1b.shards.manifest import DATASET, TASKS, Options, ShardInfo, all_shards
 from sa1b.shards.sample_table import SampleTable, TableFacts, open_table
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, live_holders
-from sa1b.storage.store import open_store
+from sa1b.storage.store import Root, open_store
 from sa1b.verify.leftovers import leftover_notes
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.quarantine_check import QuarantineCheck
@@ -37,18 +37,30 @@ _TABLE_HEADER, _TABLE_HEADER_USED = 128, 88  # bytes, see sa1b.shards.sample_tab
 class RootCheck:
     """Checks a dataset directory; its findings and notes go into `report`.
 
-    Call `expected`, check the shards, then call `conclude`.
+    Call `expected`, check the shards, then call `conclude`, all in the context of the object: the copy of
+    the sample table of a bucket exists until the context ends.
+
+    Attributes:
+        table_path: local file of the sample table; None if it cannot be compared with the shards.
     """
 
-    def __init__(self, root: Path, report: Report) -> None:
-        self.root, self.report = root, report
-        self.remedy = Remedy(root, folders=_folders(root))
+    def __init__(self, root: Root, report: Report) -> None:
+        self.store, self.report = open_store(root), report
+        self.remedy = Remedy(self.store.root)
+        self.table_path: Path | None = None
+        self._files = contextlib.ExitStack()
         self.raw = b""
         self.dataset: dict[str, Any] | None = None
         self.listed: dict[str, ShardInfo] = {}  # shards of dataset.json
         self.shards: dict[str, ShardInfo] = {}  # all that are checked
         self.table: SampleTable | None = None
         self.active: dict[str, str] = {}  # source -> the process that works on it
+
+    def __enter__(self) -> "RootCheck":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
 
     def _find(self, kind: str, file: str, message: str, image_id: int | None = None) -> None:
         self.report.found.add(Finding(kind, file, message, self.remedy.tables(), image_id=image_id))
@@ -58,7 +70,8 @@ class RootCheck:
         self._read_dataset()
         self.active = self._active()
         sources = None if self.dataset is None else self.dataset["sources"]
-        self.tasks = TaskCheck(self.remedy, sources, self.active)
+        self.tasks = TaskCheck(self.store, self.remedy, sources, self.active)
+        self.remedy = self.tasks.remedy
         self.report.found.merge(self.tasks.findings)
         self.tasks.findings = Findings()
         owners = {shard.name: task for task in self.tasks.tasks.values() for shard in task.shards}
@@ -98,18 +111,17 @@ class RootCheck:
 
     def _active(self) -> dict[str, str]:
         """Source -> the process that works on it."""
-        store = open_store(self.root)
         try:
-            return {name: str(one) for name, one in live_holders(store, TASKS).items()}
+            return {name: str(one) for name, one in live_holders(self.store, TASKS).items()}
         except OSError:
             # The age of a claim is measured with a new file. If none can be created, every claim counts.
-            claims = store.names(TASKS, ENDING)
+            claims = self.store.names(TASKS, ENDING)
             return {name.removesuffix(ENDING): "another process" for name in claims}
 
     def _read_dataset(self) -> None:
         try:
-            self.raw = (self.root / DATASET).read_bytes()
-            dataset = manifest.parse_dataset(self.raw, self.root / DATASET)
+            self.raw = self.store.read(DATASET)
+            dataset = manifest.parse_dataset(self.raw, self.store.url(DATASET))
             self.listed = {shard["name"]: ShardInfo(**shard) for shard in dataset["shards"]}
             self.remedy = replace(self.remedy, options=Options(**dataset["options"]))
         except (ManifestError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -154,11 +166,11 @@ class RootCheck:
 
     def _check_table(self, shards: int) -> str | None:
         """The file name of the sample table if its rows can be compared with the shards."""
-        name = manifest.table_name(self.root)
+        name = manifest.table_name(self.store)
         if not _TABLE_NAME.fullmatch(name):
             self._find("table_name", DATASET, f"{name!r} is not the name of a sample table")
             return None
-        path = self.root / name
+        (path,) = self._files.enter_context(self.store.files(name))
         try:
             table = open_table(path)
             with path.open("rb") as file:
@@ -188,7 +200,10 @@ class RootCheck:
             found["sha256"] = sha256
         if listed and any(listed.get(what) != value for what, value in found.items()):
             self._find("table_of_another", name, f"not the one {DATASET} was written with")
-        return name if self.dataset is not None or self.tasks.whole else None
+        if self.dataset is None and not self.tasks.whole:
+            return None
+        self.table_path = path
+        return name
 
     def _check_rows(self, name: str, table: SampleTable, shards: int) -> None:
         ids = table.image_id
@@ -215,16 +230,16 @@ class RootCheck:
             self.report.found.merge(result.findings)
         self.tasks.counts(results, deep=self.report.deep)
         self.report.found.merge(self.tasks.findings)
-        findings, notes = check_views(self.root, self.table)
+        findings, notes = check_views(self.store, self.table)
         self.report.found.merge(findings)
         self.report.notes += notes
         beside = self.active.keys() | set(self.tasks.unlisted)
         listed = {name: task for name, task in self.tasks.tasks.items() if name not in beside}
-        quarantine = QuarantineCheck(self.remedy, listed, beside, self.table)
+        quarantine = QuarantineCheck(self.store, self.remedy, listed, beside, self.table)
         self.report.found.merge(quarantine.findings)
         self.report.notes += quarantine.notes
         self.report.notes += leftover_notes(
-            self.root, self.tasks, self.shards.keys(), damaged=bool(len(self.report.found))
+            self.store, self.tasks, self.shards.keys(), damaged=bool(len(self.report.found))
         )
 
     def _replaced(self) -> set[str]:
@@ -232,21 +247,11 @@ class RootCheck:
         if self.dataset is None:
             return set()
         try:
-            now = manifest.read_dataset(self.root)
+            now = manifest.read_dataset(self.store)
             listed = {shard["name"]: ShardInfo(**shard) for shard in now["shards"]}
         except (ManifestError, OSError, KeyError, TypeError, ValueError):
             return set()
         return {name for name, info in self.listed.items() if listed.get(name) != info}
-
-
-def _folders(root: Path) -> frozenset[str]:
-    """Names of sources that are folders of pairs, by the task files that can be read."""
-    found = set()
-    for path in (root / TASKS).glob("*.json"):
-        with contextlib.suppress(ManifestError, OSError):
-            if manifest.read_task(root, path.stem).source["kind"] == "folder":
-                found.add(path.stem)
-    return frozenset(found)
 
 
 def _by_name(dataset: dict[str, Any]) -> dict[str, Any]:

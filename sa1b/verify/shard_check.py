@@ -6,12 +6,13 @@ A check does not stop at the first damage: it reads the tar to its end and repor
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import google_crc32c
 
 from sa1b.names import member_name, parse_member_name
+from sa1b.shards.commit import shard_files
 from sa1b.shards.index_reader import MemberLocation
-from sa1b.shards.shard import index_path
 from sa1b.shards.shard_walk import member_header, tar_size
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import BLOCK, Damage, Member, StoredStream
@@ -28,6 +29,9 @@ _HEADER_FIELDS = {  # POSIX.1-1988 ustar: where each field begins
 def check_shard(
     expected: ExpectedShard,
     remedy: Remedy,
+    tar: Path,
+    index: Path,
+    table: Path | None,
     *,
     deep: bool = False,
     progress: Callable[[int], object] | None = None,
@@ -35,10 +39,12 @@ def check_shard(
     """Check one shard and its index. Memory: a row group, a member and its decoded content.
 
     Args:
+        tar, index: local files of the shard and its index, which need not exist.
+        table: local file of the sample table; None if it cannot be compared with the shard.
         deep: also decode every JPEG and every mask.
         progress: called with bytes of the tar as they are read.
     """
-    return _ShardCheck(expected, remedy, deep, progress).run()
+    return _ShardCheck(expected, remedy, tar, index, table, deep, progress).run()
 
 
 class _ShardCheck:
@@ -46,14 +52,17 @@ class _ShardCheck:
         self,
         expected: ExpectedShard,
         remedy: Remedy,
+        tar: Path,
+        index: Path,
+        table: Path | None,
         deep: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
         self.expected, self.remedy, self.progress = expected, remedy, progress
         self.info, self.name = expected.info, expected.info.name
-        self.tar = remedy.root / self.name
+        self.tar = tar
         self.result = ShardResult(self.name)
-        locations = self.locations = Locations(remedy.root, expected, self.result, self._find_index)
+        locations = self.locations = Locations(index, table, expected, self.result, self._find_index)
         self.content = ContentCheck(
             locations.index,
             locations.rows,
@@ -100,14 +109,14 @@ class _ShardCheck:
                 "exclude the image"
             )
         else:
-            remedy = f"{self.tar}: {self.remedy.source(self.expected.source)}"
+            remedy = f"{self.remedy.root}/{self.name}: {self.remedy.source(self.expected.source)}"
         finding = Finding(kind, file or self.name, message, remedy, self.name, offset, image_id)
         self.result.findings.add(finding)
 
     def _find_index(
         self, kind: str, message: str, offset: int | None = None, image_id: int | None = None
     ) -> None:
-        self._find(kind, message, offset, image_id, index_path(self.tar).name)
+        self._find(kind, message, offset, image_id, shard_files(self.name)[1])
 
     def _walk(self) -> None:
         info = self.info

@@ -4,8 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sa1b.errors import ManifestError
@@ -13,6 +12,7 @@ from sa1b.names import is_shard_of
 from sa1b.shards import manifest
 from sa1b.shards.manifest import DATASET, TASKS, Task, task_name
 from sa1b.storage.atomic import json_bytes
+from sa1b.storage.store import Store
 from sa1b.verify.member_check import ShardResult
 from sa1b.verify.remedy import Remedy
 from sa1b.verify.report import Finding, Findings
@@ -25,6 +25,8 @@ class TaskCheck:
     """Check of the task files of a dataset directory; the constructor runs it.
 
     Attributes:
+        store: the dataset directory.
+        remedy: for the findings; the check adds the sources that are folders.
         sources: source -> digest of its task file by dataset.json; None: there is no dataset.json to compare.
         active: source -> the process that works on it; its files may change and are not checked.
         tasks: readable task files, also those that differ from dataset.json.
@@ -33,6 +35,7 @@ class TaskCheck:
         findings: what was found.
     """
 
+    store: Store
     remedy: Remedy
     sources: Mapping[str, Any] | None
     active: Mapping[str, str]
@@ -42,19 +45,26 @@ class TaskCheck:
     findings: Findings = field(default_factory=Findings)
 
     def __post_init__(self) -> None:
-        root = self.remedy.root
-        present = {path.stem for path in (root / TASKS).glob("*.json")}
+        present = {name.removesuffix(".json") for name in self.store.names(TASKS, ".json")}
         sources = self.sources or {}
         if not present and not self.active:
             message = "no task file exists, so the source of each shard is unknown"
-            remedy = f"restore {root / TASKS} from a copy; or {self.remedy.everything()}"
+            remedy = f"restore {self.store.url(TASKS)} from a copy; or {self.remedy.everything()}"
             self.findings.add(Finding("tasks_missing", TASKS, message, remedy))
             return
-        for name in sorted((present | sources.keys()) - self.active.keys()):
-            if name not in present:
+        names = sorted((present | sources.keys()) - self.active.keys())
+        read = {name: self._read(name) for name in names if name in present}
+        self.tasks = {name: found[1] for name, found in read.items() if not isinstance(found, str)}
+        folders = frozenset(name for name, task in self.tasks.items() if task.source["kind"] == "folder")
+        self.remedy = replace(self.remedy, folders=folders)
+        for name in names:
+            found = read.get(name)
+            if found is None:
                 self._find("task_missing", name, f"not there, but {DATASET} lists the source")
-                continue
-            self._file(root / task_name(name), name)
+            elif isinstance(found, str):
+                self._find("task_unreadable", name, found)
+            else:
+                self._file(name, *found)
         self.unlisted = [name for name in self.intact if self.sources is not None and name not in sources]
 
     @property
@@ -70,14 +80,16 @@ class TaskCheck:
             if len(parts) == len(task.shards) and not unusable:
                 self._counts(name, task, parts, deep)
 
-    def _file(self, path: Path, name: str) -> None:
+    def _read(self, name: str) -> tuple[bytes, Task] | str:
+        """A task file, or why it cannot be read."""
+        path = self.store.url(task_name(name))
         try:
-            raw = path.read_bytes()
-            task = manifest.read_task(self.remedy.root, name)
+            raw = self.store.read(task_name(name))
+            return raw, manifest.parse_task(raw, name, path)
         except (ManifestError, OSError, ValueError) as error:
-            self._find("task_unreadable", name, str(error).removeprefix(f"{path}: "))
-            return
-        self.tasks[name] = task
+            return str(error).removeprefix(f"{path}: ")
+
+    def _file(self, name: str, raw: bytes, task: Task) -> None:
         problem = _problem(raw, name, task)
         if problem is not None:
             self._find("task_damaged", name, problem)
@@ -96,7 +108,7 @@ class TaskCheck:
             return
         file = task_name(name, "samples")
         try:
-            with (self.remedy.root / file).open("rb") as rows:
+            with self.store.files(file) as (path,), path.open("rb") as rows:
                 sha256 = hashlib.file_digest(rows, "sha256").hexdigest()
                 found = {"bytes": rows.tell(), "sha256": sha256}
         except OSError as error:
@@ -109,7 +121,7 @@ class TaskCheck:
 
     def _find(self, kind: str, name: str, message: str) -> None:
         file = task_name(name)
-        remedy = f"{self.remedy.root / file}: {self.remedy.source(name)}"
+        remedy = f"{self.store.url(file)}: {self.remedy.source(name)}"
         self.findings.add(Finding(kind, file, message, remedy))
 
     def _counts(self, name: str, task: Task, parts: list[ShardResult], deep: bool) -> None:
@@ -137,7 +149,7 @@ class TaskCheck:
             for part in parts:
                 for offset, image_id in part.odd_images.get(reason, []):
                     message = f"{reason} is not that of the mask; {known} images recorded, {count} found"
-                    remedy = f"{self.remedy.root / task_name(name)}: {self.remedy.source(name)}"
+                    remedy = f"{self.store.url(task_name(name))}: {self.remedy.source(name)}"
                     self.findings.add(
                         Finding(f"odd_{reason}", part.name, message, remedy, part.name, offset, image_id)
                     )

@@ -7,79 +7,97 @@ from typing import Any
 
 from sa1b.errors import UsageError
 from sa1b.progress import bar
+from sa1b.shards.commit import shard_files
 from sa1b.shards.manifest import DATASET, TASKS, no_dataset
-from sa1b.shards.shard import index_path
+from sa1b.storage.errors import StorageError
+from sa1b.storage.store import Root, Store, open_store
 from sa1b.verify.batches import Died, in_batches
-from sa1b.verify.leftovers import shards_on_disk
+from sa1b.verify.leftovers import stored_files
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.remedy import Remedy
 from sa1b.verify.report import Finding, Report, short
-from sa1b.verify.resume import ResumeRecord, file_key
+from sa1b.verify.resume import ResumeRecord
 from sa1b.verify.root_check import RootCheck
+from sa1b.verify.scratch import check_scratch
 from sa1b.verify.shard_check import check_shard
 
 
 def verify(
-    root: Path, *, deep: bool = False, workers: int = 1, state: Path | None = None, quiet: bool = False
+    root: Root,
+    *,
+    deep: bool = False,
+    workers: int = 1,
+    state: Path | None = None,
+    scratch: Path | None = None,
+    quiet: bool = False,
 ) -> Report:
     """Check everything in a dataset directory; damage is collected in the report, not raised.
 
-    No file is changed or locked. Memory does not grow with the images of the dataset.
+    No file is changed or locked. Memory does not grow with the images of the dataset. Of a URL, each process
+    holds one shard with its index on the local disk at a time.
 
     Args:
+        root: folder or URL of the dataset directory.
         deep: also decode every JPEG and every mask, and compare both copies of each.
         workers: processes at a time; 0 checks in the calling process, for debugging.
         state: file outside `root` that records finished shards. After an interruption, the same call resumes
             from it and returns the same report. It is removed at the end. Changed shards are checked again.
+        scratch: of a URL: local folder for the shards that are being checked; by default in the system's
+            folder for temporary files.
         quiet: no progress bar.
 
     Raises:
         ManifestError: `root` contains no dataset.
-        UsageError: `state` cannot be used.
+        UsageError: `state` cannot be used, or `scratch` has not enough space.
+        sa1b.storage.errors.StorageError: the URL cannot be read.
     """
     began = time.monotonic()
-    check_is_dataset(root)
-    if state is not None and state.resolve().is_relative_to(root.resolve()):
+    store = open_store(root, scratch=scratch)
+    check_is_dataset(store)
+    where = str(Path(store.root).resolve()) if store.is_local else store.root
+    if state is not None and store.is_local and state.resolve().is_relative_to(where):
         raise UsageError(
-            f"--state {state}: is inside {root}, which a check does not change; name another folder"
+            f"--state {state}: is inside {store.root}, which a check does not change; name another folder"
         )
-    report = Report(root, deep)
-    check = RootCheck(root, report)
-    expected = check.expected()
-    if state is None:
-        results = _check_shards(expected, check.remedy, deep, workers, None, quiet)
-    else:
-        with ResumeRecord(state, {"check": str(root.resolve()), "deep": deep}) as record:
-            results = _check_shards(expected, check.remedy, deep, workers, record, quiet)
-    for result in results.values():
-        if result.unchecked is not None:
-            report.unchecked[result.name] = result.unchecked
-            continue
-        report.shards += 1
-        report.images += result.images
-        report.masks += result.masks
-        report.bytes += result.bytes
-    check.conclude(results)
+    report = Report(store.root, deep)
+    with RootCheck(store, report) as check:
+        expected = check.expected()
+        check_scratch(store, [one.info.bytes + one.info.index_bytes for one in expected], workers)
+        if state is None:
+            results = _check_shards(expected, check, deep, workers, None, quiet)
+        else:
+            with ResumeRecord(state, {"check": where, "deep": deep}) as record:
+                results = _check_shards(expected, check, deep, workers, record, quiet)
+        for result in results.values():
+            if result.unchecked is not None:
+                report.unchecked[result.name] = result.unchecked
+                continue
+            report.shards += 1
+            report.images += result.images
+            report.masks += result.masks
+            report.bytes += result.bytes
+        check.conclude(results)
     if state is not None:
         state.unlink(missing_ok=True)
     report.seconds = time.monotonic() - began
     return report
 
 
-def check_is_dataset(root: Path) -> None:
-    """Raise ManifestError if a folder has none of the files of a dataset."""
-    if not root.is_dir() or not (
-        (root / DATASET).exists()
-        or next((root / TASKS).glob("*.json"), None)
-        or next((root / TASKS).glob("*.claim"), None)
-        or next(shards_on_disk(root), None)
+def check_is_dataset(root: Root) -> None:
+    """Raise ManifestError if a directory has none of the files of a dataset."""
+    store = open_store(root)
+    if not (
+        store.exists(DATASET)
+        or store.names(TASKS, ".json")
+        or store.names(TASKS, ".claim")
+        or next(stored_files(store), None)
     ):
-        raise no_dataset(root)
+        raise no_dataset(store.root)
 
 
 def _check_shards(
     expected: list[ExpectedShard],
-    remedy: Remedy,
+    check: RootCheck,
     deep: bool,
     workers: int,
     record: ResumeRecord | None,
@@ -92,15 +110,14 @@ def _check_shards(
     for one in expected:
         name = one.info.name
         if record is not None:
-            tar = remedy.root / name
-            keys[name] = [asdict(one), file_key(tar), file_key(index_path(tar))]
+            keys[name] = [asdict(one), *(check.store.version(file) for file in shard_files(name))]
             done = record.get(name, keys[name])
             if done is not None:
                 results[name] = ShardResult.from_document(done)
                 continue
-        tasks[name] = (one, remedy, deep)
+        tasks[name] = (check.store, one, check.remedy, check.table_path, deep)
     total = sum(one.info.bytes for one in expected)
-    done_bytes = total - sum(one.info.bytes for one, _, _ in tasks.values())
+    done_bytes = total - sum(one.info.bytes for one in expected if one.info.name in tasks)
     findings = sum(len(result.findings) for result in results.values() if result is not None)
     with bar(total, "verify", "B", quiet) as progress:
         progress.update(done_bytes)
@@ -123,10 +140,20 @@ def _check_shards(
     return {name: result for name, result in results.items() if result is not None}
 
 
-def _check(expected: ExpectedShard, remedy: Remedy, deep: bool, progress: Any) -> ShardResult:
+def _check(
+    store: Store, expected: ExpectedShard, remedy: Remedy, table: Path | None, deep: bool, progress: Any
+) -> ShardResult:
     """Run check_shard; an unexpected error is also a finding."""
     try:
-        return check_shard(expected, remedy, deep=deep, progress=progress)
+        with store.files(*shard_files(expected.info.name)) as (tar, index):
+            result = check_shard(expected, remedy, tar, index, table, deep=deep, progress=progress)
+        if store.is_local or not len(result.findings):
+            return result
+        # The bytes may have been damaged in transit: only what a second copy shows too is reported.
+        with store.files(*shard_files(expected.info.name)) as (tar, index):
+            return check_shard(expected, remedy, tar, index, table, deep=deep)
+    except StorageError as error:
+        return ShardResult(expected.info.name, unchecked=short(error))
     except MemoryError:
         return ShardResult(expected.info.name, unchecked="not enough memory to check it")
     except Exception as error:

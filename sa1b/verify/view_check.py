@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from sa1b.console import command
 from sa1b.shards.document_fields import FieldError, check_view
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import json_bytes
+from sa1b.storage.store import Store
 from sa1b.verify.report import Finding, Findings, short
 
 VIEWS = "views"
@@ -27,35 +27,34 @@ _GONE = "images_gone"
 _Problem = tuple[str, str]  # kind and message of a finding
 
 
-def check_views(root: Path, table: SampleTable | None) -> tuple[Findings, list[str]]:
+def check_views(store: Store, table: SampleTable | None) -> tuple[Findings, list[str]]:
     """Findings in views/, and notes. Without a readable sample table, images are not looked up."""
     findings = Findings()
     notes: list[str] = []
-    folder = root / VIEWS
-    present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    present = store.names(VIEWS)
     names = [name for name in present if _NAME.fullmatch(name)]
     for name in names:
-        path = folder / name
+        path = store.url(f"{VIEWS}/{name}")
         try:
-            raw = path.read_bytes()
+            raw = store.read(f"{VIEWS}/{name}")
             document = json.loads(raw)
-            problem = _form(document, path.stem)
+            problem = _form(document, name.removesuffix(".json"))
             if problem is None and raw != json_bytes(document):
                 problem = "not the bytes that are written for its content"
         except (OSError, ValueError, RecursionError) as error:
             document, problem = {}, short(error)
         if problem is not None:
-            remedy = f"remove {shlex.quote(str(path))} and rebuild the view with `{command('view')}`"
+            remedy = f"remove {shlex.quote(path)} and rebuild the view with `{command('view')}`"
             findings.add(Finding("view_unreadable", f"{VIEWS}/{name}", problem, remedy))
             continue
-        for file, (kind, message) in _data(document, path, table).items():
+        for file, (kind, message) in _data(store, document, name, table).items():
             if kind == _GONE:  # the view is intact, and so is the dataset: sources were dropped
                 notes.append(
                     f"{VIEWS}/{file}: {message}, as after --drop; remove the view, or rebuild it with "
-                    f"{_again(root, document)}"
+                    f"{_again(store.root, document)}"
                 )
                 continue
-            findings.add(Finding(kind, f"{VIEWS}/{file}", message, _again(root, document)))
+            findings.add(Finding(kind, f"{VIEWS}/{file}", message, _again(store.root, document)))
     known = {
         f"{name.removesuffix('.json')}{ending}" for name in names for ending in (".json", ".ids", ".rows")
     }
@@ -81,35 +80,39 @@ def _form(document: Any, digest: str) -> str | None:
     return None
 
 
-def _data(document: dict[str, Any], path: Path, table: SampleTable | None) -> dict[str, _Problem]:
+def _data(
+    store: Store, document: dict[str, Any], name: str, table: SampleTable | None
+) -> dict[str, _Problem]:
     """File -> the problem with the image ids or the row numbers of a view."""
     found: dict[str, _Problem] = {}
     widths = {"rows": 4} if document["format"] == "sa1b-view-1" else {"ids": 8, "rows": 4}
     data = {}
     for ending, width in widths.items():
-        one = path.with_suffix(f".{ending}")
+        one = f"{name.removesuffix('json')}{ending}"
         try:
-            data[ending] = one.read_bytes()
+            data[ending] = store.read(f"{VIEWS}/{one}")
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
-            found[one.name] = ("view_data_missing", "not there" if missing else short(error))
+            found[one] = ("view_data_missing", "not there" if missing else short(error))
             continue
         sha256 = hashlib.sha256(data[ending]).hexdigest()
         if len(data[ending]) != width * document["images"] or sha256 != document[f"{ending}_sha256"]:
             message = f"{len(data[ending]):,} bytes, sha256 {sha256}: not those of the view"
-            found[one.name] = ("view_data_damaged", message)
+            found[one] = ("view_data_damaged", message)
     if found or table is None:
         return found
     same = document["dataset"].get("ids_sha256") == table.ids_digest
     if same and not _fit(np.frombuffer(data["rows"], "<u4"), table, document["ids_sha256"]):
-        rows = path.with_suffix(".rows").name
-        return {rows: ("view_data_damaged", "its row numbers are not those of its images")}
-    if not same and "ids" not in data:
         return {
-            path.name: ("view_stale", "it has only row numbers, and the images of the dataset have changed")
+            f"{name.removesuffix('json')}rows": (
+                "view_data_damaged",
+                "its row numbers are not those of its images",
+            )
         }
+    if not same and "ids" not in data:
+        return {name: ("view_stale", "it has only row numbers, and the images of the dataset have changed")}
     lost = _lost(np.frombuffer(data["ids"], "<u8"), table) if "ids" in data else 0
-    return {path.name: (_GONE, f"{lost:,} of its images are not in the dataset")} if lost else {}
+    return {name: (_GONE, f"{lost:,} of its images are not in the dataset")} if lost else {}
 
 
 def _fit(rows: Any, table: SampleTable, ids_sha256: str) -> bool:
@@ -127,9 +130,9 @@ def _lost(ids: Any, table: SampleTable) -> int:
     return int((table.image_id[at] != ids).sum())
 
 
-def _again(root: Path, document: dict[str, Any]) -> str:
+def _again(root: str, document: dict[str, Any]) -> str:
     """The command that rebuilds a view."""
     chosen = document.get("chosen_by")
     flags = [f"--{flag} {shlex.quote(str(value))}" for flag, value in (chosen or {}).items()]
     flags += [f"--name {shlex.quote(str(name))}" for name in document["names"][:1]]
-    return f"`{' '.join([command('view'), shlex.quote(str(root)), *flags])}`"
+    return f"`{' '.join([command('view'), shlex.quote(root), *flags])}`"

@@ -156,7 +156,7 @@ def test_shards_are_taken_by_the_number_of_their_part(root, parts):
     many = replace(task, shards=[replace(info, name=name) for name in names])
     manifest.write_task(root, many)
     (root / "dataset.json").unlink()
-    expected = [one.info.name for one in RootCheck(root, Report(root, False)).expected()]
+    expected = [one.info.name for one in RootCheck(root, Report(str(root), False)).expected()]
     assert expected[-parts:] == names
     for name in names[1:]:
         (root / name).touch()

@@ -14,7 +14,7 @@ from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.index_reader import IndexReader
 from sa1b.shards.manifest import Options
-from sa1b.shards.warning_list import warnings_path
+from sa1b.shards.warning_list import WARNINGS
 from sa1b.verify.verify import verify
 from tests.shards.tiny_source import make_root, pairs, write_source
 from tests.verify.checking import check
@@ -26,7 +26,7 @@ def test_numbers_that_were_changed_in_both_places_are_compared_with_the_mask(roo
     task.counts["doubtful"]["area"] = 0
     manifest.write_task(root, task)
     write_dataset(root, manifest.read_tasks(root))
-    warnings = warnings_path(root, "sa_000001")
+    warnings = root / "quarantine" / "sa_000001" / WARNINGS[0]
     lines = warnings.read_text().splitlines(keepends=True)
     warnings.write_text("".join(line for line in lines if json.loads(line)["reason"] != "area"))
     assert check(root).findings == []

@@ -7,7 +7,6 @@ import pytest
 
 from sa1b.console import command
 from sa1b.shards import manifest
-from sa1b.shards.warning_list import warnings_path
 from sa1b.verify.quarantine_check import WarningList
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 from tests.verify.checking import check, flip
@@ -28,9 +27,7 @@ def refusing(tmp_path_factory):
         text["annotations"][0]["area"] += 1
         content[image_id] = (content[image_id][0], json.dumps(text).encode())
     source = write_source(folder / "sa_000001.tar", content)
-    root = make_root(folder / "root", [source], ROOTS["plain"])
-    warnings_path(root, "sa_000001").rename(root / FOLDER / WARNINGS)
-    return root
+    return make_root(folder / "root", [source], ROOTS["plain"])
 
 
 @pytest.fixture

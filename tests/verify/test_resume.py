@@ -160,7 +160,7 @@ def test_findings_of_a_kind_are_kept_up_to_a_limit_and_counted():
 
 
 def test_the_report_says_how_many_there_are():
-    report = Report(Path("shards"), deep=False)
+    report = Report("shards", deep=False)
     for number in range(KEPT + 500):
         report.found.add(finding(number))
     text = report.table()
@@ -190,7 +190,7 @@ def test_nothing_but_a_deep_check_of_shards_reads_an_index(root, monkeypatch):
         raise Stopped
 
     monkeypatch.setattr(verify_module, "_check_shards", stop)
-    report = Report(root, deep=False)
+    report = Report(str(root), deep=False)
     with pytest.raises(Stopped):
         check(root)
     found = verify_module.RootCheck(root, report).expected()
