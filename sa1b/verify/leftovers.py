@@ -53,6 +53,12 @@ def leftover_notes(store: Store, tasks: TaskCheck, shards: Collection[str], *, d
             "the next reshard removes those of interrupted processes (on another machine: an hour after the "
             "last write)"
         )
+    uploads = [one.name for one in store.uploads()]
+    if uploads:
+        notes.append(
+            f"unfinished uploads of running or interrupted processes: {_some(uploads)}; the next reshard or "
+            "copy of these shards removes them"
+        )
     table = table_name(store)
     unfinished = [name for name in store.names("", ".bin") if name.startswith("samples") and name != table]
     if store.is_local:
