@@ -13,6 +13,7 @@ One core draws 3 images a second at full size, 30 at 640 pixels.
 import gzip
 import io
 import json
+import os
 import tarfile
 import tempfile
 from collections.abc import Callable
@@ -25,6 +26,7 @@ import cv2
 import numpy as np
 import simplejpeg
 
+from sa1b.storage.store import temporary_path
 from sa1b.synthetic.annotation import AnnotationFile, annotate
 from sa1b.synthetic.scene import draw, plan
 from sa1b.workers import Failure, supervise
@@ -110,6 +112,7 @@ def write_tar(
     simple: bool = False,
     compress: bool = True,
     directory: bool = True,
+    temporary: Path | None = None,
     progress: Callable[[int], Any] | None = None,
 ) -> SyntheticSummary:
     """Write one source tar in the format of the download, and commit it when it is complete.
@@ -125,13 +128,14 @@ def write_tar(
         simple: see `scene`.
         compress: write gzip, as in the download; False for a plain tar.
         directory: write an entry for `./` first.
+        temporary: path of the incomplete tar, in the same folder; by default one that no other process uses.
         progress: called with 1 for every image drawn.
 
     Returns:
         Counts and bytes.
     """
     path = Path(path)
-    temporary = _temporary_path(path)
+    temporary = temporary or temporary_path(path)
     summary = SyntheticSummary(tars=1, images=images)
     members: list[tuple[str, int, int]] = []  # name, offset and length in the spill file
     try:
@@ -174,10 +178,6 @@ def _entry(name: str, size: int) -> tarfile.TarInfo:
     return entry
 
 
-def _temporary_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
-
-
 def write_tars(
     out: str | Path,
     *,
@@ -206,7 +206,8 @@ def write_tars(
 
     Raises:
         FileExistsError: one of the tars exists; nothing was written.
-        ChildProcessError: a worker failed; the message names its tar.
+        OSError: the disk is full or fails; with the path of the tar.
+        ChildProcessError: a worker failed for another reason; the message names its tar.
         ValueError: `images_per_tar` is out of range.
     """
     if not 0 < images_per_tar <= IDS_PER_TAR:
@@ -219,7 +220,8 @@ def write_tars(
         raise FileExistsError(
             f"{present[0]}: already exists ({len(present)} of {tars} tars do); replace them with --overwrite"
         )
-    tasks = [(path, images_per_tar, first_id, seed, long_side, simple, compress) for path, first_id in jobs]
+    options = images_per_tar, seed, long_side, simple, compress
+    tasks = [(path, temporary_path(path), first_id, *options) for path, first_id in jobs]
     total = SyntheticSummary()
     events = supervise(_work, tasks, workers=workers)
     try:
@@ -229,19 +231,23 @@ def write_tars(
             elif event.kind == "done":
                 total.add(event.value)
             elif event.kind in ("failed", "lost"):
+                path = jobs[event.task][0]
+                if isinstance(event.value, Failure) and event.value.errno is not None:
+                    raise OSError(event.value.errno, os.strerror(event.value.errno), str(path))
                 why = event.value.message if isinstance(event.value, Failure) else event.value
-                raise ChildProcessError(f"{jobs[event.task][0]}: {why}")
+                raise ChildProcessError(f"{path}: {why}")
     finally:
         events.close()
-        for path, _ in jobs:
-            _temporary_path(path).unlink(missing_ok=True)
+        for _, temporary, *_ in tasks:
+            temporary.unlink(missing_ok=True)
     return total
 
 
 def _work(
     path: Path,
-    images: int,
+    temporary: Path,
     first_id: int,
+    images: int,
     seed: int,
     long_side: int | None,
     simple: bool,
@@ -258,5 +264,6 @@ def _work(
         long_side=long_side,
         simple=simple,
         compress=compress,
+        temporary=temporary,
         progress=report,
     )

@@ -125,9 +125,22 @@ def test_existing_tars_are_refused_before_anything_is_drawn(tmp_path):
 
 def test_failed_worker_is_named_and_leaves_nothing(tmp_path):
     (tmp_path / "sa_000001.tar").mkdir()  # a file cannot replace a folder
-    with pytest.raises(ChildProcessError, match=r"sa_000001\.tar"):
+    with pytest.raises(IsADirectoryError, match=r"sa_000001\.tar"):
         write_tars(tmp_path, tars=2, images_per_tar=1, long_side=160, workers=2, overwrite=True)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_two_writers_of_one_tar_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "sa_000000.tar"
+
+    def write_too(_):
+        if not path.exists():
+            write_tar(path, images=1, first_id=1, long_side=160)
+
+    write_tar(path, images=2, first_id=1, long_side=160, progress=write_too)
+    with tarfile.open(path) as tar:
+        assert sum(name.endswith(".jpg") for name in tar.getnames()) == 2
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_json_has_the_form_of_the_real_files(tar):
