@@ -7,7 +7,7 @@ of the files.
 
 import os
 
-# Before torch is imported. Two processes run the tests: more threads than cores only make them slower.
+# Set before torch is imported. Two processes run the tests; more threads than cores would slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ if os.environ.get("CI"):
 
 @pytest.fixture(scope="session", autouse=True)
 def _workers_of_tests() -> Iterator[None]:
-    """Workers of a test's own process start fast: see forked_workers.py."""
+    """Worker processes of the test process start as forks: see forked_workers.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "_CONTEXT", workers._CONTEXT)
         forked_workers.use_server()
@@ -35,7 +35,7 @@ def _workers_of_tests() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed_of_torch() -> None:
-    """Random tensors of a test do not depend on the tests before it."""
+    """Random tensors of a test do not depend on earlier tests."""
     torch.manual_seed(0)
 
 

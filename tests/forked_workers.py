@@ -1,4 +1,4 @@
-"""Worker processes that start as forks of a process that has imported and compiled what ingest needs.
+"""Worker processes that start as forks of a process with ingest's modules and compiled kernels.
 
 The package starts a new interpreter for each worker, which takes 0.8 s of processor time: tests/test_workers.py
 and the commands that tests start with `subprocess` do so. `use_server` is for a process that runs tests and
@@ -15,21 +15,22 @@ from sa1b import workers
 
 
 def use_server() -> None:
-    """From now on, workers of this process are children of a server, which starts with the first of them."""
+    """From now on, workers of this process are children of a server, which starts with the first worker."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm_up"])
     workers._CONTEXT = context  # type: ignore[assignment]
 
 
 def use_fork() -> None:
-    """From now on, workers of this process are its own forks."""
+    """From now on, workers of this process are forks of it."""
     workers._CONTEXT = _Fork()  # type: ignore[assignment]
 
 
 class _Fork:
-    """A context of multiprocessing whose processes keep none of the parent's ends of pipes open.
+    """A context of multiprocessing whose processes close all of the parent's ends of pipes.
 
-    A worker ends when it sees that its parent's end is closed; a copy of that end in a worker would hide it.
+    A worker ends when its parent's end of the pipe is closed; a copy of that end in a worker would prevent
+    this.
     """
 
     def __init__(self) -> None:

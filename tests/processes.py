@@ -55,7 +55,7 @@ PRELOADED = (
     "tests.warm_up",  # with the compiled kernels of ingest
     "torch.distributed.checkpoint.format_utils",
     "torch.distributed.run",
-    "torch._dynamo",  # torch's optimizers import it at their first step
+    "torch._dynamo",  # torch's optimizers import this module at their first step
     "pytest",
     "hypothesis.strategies",
 )
@@ -68,7 +68,7 @@ NUMBER = struct.Struct("<q")
 
 
 class Process:
-    """A running command, with the interface of `subprocess.Popen` as far as tests use it."""
+    """A running command, with the interface of `subprocess.Popen` as far as the tests need it."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
-        """What the command prints to pipes until it ends; may be called again after a timeout."""
+        """The output of the command to pipes, at its end; may be called again after a timeout."""
         end = None if timeout is None else time.monotonic() + timeout
         files = [file for file in (self.stdout, self.stderr) if file is not None]
         for file in files:
@@ -211,10 +211,10 @@ def run(
 
 @contextmanager
 def rank_environments(world_size: int) -> Iterator[list[dict[str, str]]]:
-    """The environment of each rank, as torchrun sets it. This process has their store."""
+    """The environment of each rank with torchrun's variables. This process has the store of the ranks."""
     from torch.distributed import TCPStore
 
-    # As with torchrun, the parent has the store, of all groups: no port is chosen before somebody listens.
+    # As with torchrun, the parent has the store of all groups, so that no free port is chosen in advance.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world_size)}
     common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -223,7 +223,7 @@ def rank_environments(world_size: int) -> Iterator[list[dict[str, str]]]:
 
 
 def _stream(given: Any, number: int, text: bool, closed: list[int]) -> tuple[Any, int]:
-    """This process's file for a standard stream, if it is a pipe, and the descriptor of the child."""
+    """This process's file for a standard stream that is a pipe, and the descriptor for the child."""
     if given is None:
         return None, number
     if given == subprocess.DEVNULL:
@@ -238,7 +238,7 @@ def _stream(given: Any, number: int, text: bool, closed: list[int]) -> tuple[Any
 
 
 def _is_forkable(command: list[str], environment: dict[str, str]) -> bool:
-    """Whether the server's child is the same as a new interpreter, but for its imports."""
+    """Whether a child of the server can replace a new interpreter."""
     if command[0] != sys.executable or len(command) < 2 or not hasattr(os, "pidfd_open"):
         return False
     is_program = command[1] in ("-c", "-m") if command[1].startswith("-") else True
@@ -263,7 +263,7 @@ class Server:
         self._connection, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "tests.processes", str(theirs.fileno())]
-            self._process = subprocess.Popen(  # ends when the connection closes
+            self._process = subprocess.Popen(  # the server ends when the connection closes
                 command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, stdin=subprocess.DEVNULL
             )
 
@@ -342,9 +342,9 @@ def _become(settings: dict[str, Any], streams: list[int]) -> None:
 
 
 def _end(settings: dict[str, Any], streams: list[int]) -> NoReturn:
-    """Run the command and end this process as the interpreter does, without taking down its modules.
+    """Run the command and end this process like the interpreter, but without destroying its modules.
 
-    That alone would take 1.4 s of processor time, most of it for copies of memory shared with the server.
+    Destroying them would take 1.4 s of processor time, mostly for copies of memory shared with the server.
     """
     code = 0
     try:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.storage import ceph
 
-# By a part of the reason for the skip.
+# Part of the reason for the skip -> how to enable the test.
 WAYS = {
     "Chromium": "install chromium, chromium-browser or google-chrome",
     "radosgw": ceph.INSTALL,
@@ -22,7 +22,7 @@ WAYS = {
 
 
 def lines(reasons: Iterable[str]) -> list[str]:
-    """One line for each way to enable skipped tests: how many there are, and what to do."""
+    """A line for each way to enable skipped tests, with their number."""
     counts: dict[str, tuple[int, str]] = {}
     for reason in reasons:
         name = next((part for part in WAYS if part.lower() in reason.lower()), None)
@@ -33,5 +33,5 @@ def lines(reasons: Iterable[str]) -> list[str]:
 
 
 def reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Why a test was skipped."""
+    """The reason why a test was skipped."""
     return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

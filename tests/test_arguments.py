@@ -1,4 +1,4 @@
-"""Checks of arguments: whole numbers of any library are taken, everything else is refused by name."""
+"""Checks of arguments: integers of any library are accepted, other values are refused by name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What all command lines share: how they end."""
+"""The end of commands: exit codes and output, which all commands share."""
 
 import json
 import sys

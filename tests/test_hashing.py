@@ -1,4 +1,4 @@
-"""Counter-based draws: known answers, one form equal to the other, even enough."""
+"""Counter-based random values: known results, equal results of both forms, uniformity."""
 
 import numpy as np
 import pytest
@@ -105,7 +105,7 @@ def test_draws_are_even_along_every_number_of_a_key():
         assert found.max() < 1
         counts = np.histogram(found, 20, (0, 1))[0]
         expected = len(found) / 20
-        assert ((counts - expected) ** 2 / expected).sum() < 50  # 19 degrees: chance 1e-4
+        assert ((counts - expected) ** 2 / expected).sum() < 50  # 19 degrees of freedom: probability 1e-4
         assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 5 / len(found) ** 0.5
 
 

@@ -1,4 +1,4 @@
-"""Compiled kernels: what is cached, where, and that a damaged or missing cache changes nothing."""
+"""Compiled kernels: the contents and location of the cache; a damaged or missing cache has no effect."""
 
 import ast
 import os

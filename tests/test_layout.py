@@ -1,4 +1,4 @@
-"""Rules that hold for every file: names, lightness of imports, tools that teach."""
+"""Rules for every file: names, light imports, and help texts of tools."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The supervisor: a dead worker is retried, then named; nothing hangs, nothing is lost."""
+"""The supervisor: a dead worker is retried, then reported; no task hangs or is lost."""
 
 import errno
 import multiprocessing
@@ -43,7 +43,7 @@ def _new_interpreters(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 
 def test_workers_are_new_interpreters() -> None:
-    """No threads, locks or handles of the parent come along."""
+    """Workers inherit no threads, locks or handles of the parent."""
     program = "from sa1b import workers; print(workers._CONTEXT.get_start_method())"
     line = [sys.executable, "-c", program]
     run = subprocess.run(line, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)

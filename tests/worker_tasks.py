@@ -1,4 +1,4 @@
-"""What the workers of test_workers.py do. No import of pytest: a new process imports this module alone."""
+"""The tasks of the workers in test_workers.py. New processes import this module, so it does not import pytest."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ def mixed(kind: str, marker: str, report: Report) -> str:
 
 
 def stall(marker: str, times: int, report: Report) -> str:
-    """Silent for ever in its first `times` processes; then slower than the limit, but reporting."""
+    """Silent forever in its first `times` processes; then slower than the limit, but with reports."""
     path = Path(marker)
     seen = len(path.read_text()) if path.exists() else 0
     path.write_text("x" * (seen + 1))
@@ -86,7 +86,7 @@ def sleep_or_double(kind: str, marker: str, report: Report) -> None:
 
 
 def interrupts_blocked(report: Report) -> bool:
-    """Whether Ctrl-C was held back from the start of this process on."""
+    """Whether Ctrl-C was blocked since the start of this process."""
     status = Path("/proc/self/status").read_text()
     (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:")]
     return bool(int(mask, 16) & 1 << signal.SIGINT - 1)

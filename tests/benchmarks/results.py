@@ -1,4 +1,4 @@
-"""A results document as a run leaves it, with round numbers."""
+"""A results document in the form that the benchmarks write, with round numbers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The proxy makes a server far away and changes nothing else."""
+"""The proxy adds latency and changes nothing else."""
 
 import contextlib
 import socket
@@ -26,7 +26,7 @@ def test_an_answer_comes_the_given_time_later_and_whole() -> None:
             began = time.monotonic()
             assert client.recv(1) == b"a"
             assert time.monotonic() - began >= 0.19
-            # Many bytes travel together: they arrive late, not slowly one after the other.
+            # Latency does not reduce the bandwidth: all bytes arrive late, but together.
             sent = bytes(range(256)) * 4000
             client.sendall(sent)
             client.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""Everybody gets the same images, the same bytes and the same masks."""
+"""All contenders get the same images, bytes and masks."""
 
 from pathlib import Path
 

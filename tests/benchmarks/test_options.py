@@ -1,4 +1,4 @@
-"""Options of the comparison that cannot work are refused before anything is made."""
+"""Invalid options of the comparison are refused before the images are made."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def refused(*arguments: str) -> str:
-    """What pytest says of an error of usage."""
+    """The usage error that pytest prints."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "benchmarks/test_peers.py"]
     done = processes.run([*command, *arguments], capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

@@ -1,4 +1,4 @@
-"""What a tree of processes takes is counted, the children included."""
+"""Memory and processor time of a tree of processes, including its children."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from benchmarks import process_tree
 
-# A child that takes 64 MB and half a second of processor, says so, and waits for its input to end.
+# A child that allocates 64 MB, computes for half a second, prints a line and waits for the end of its input.
 CHILD = """
 import sys, time
 held = b"x" * 64_000_000
@@ -22,7 +22,7 @@ sys.stdin.read()
 
 @contextmanager
 def tree() -> Iterator[subprocess.Popen[str]]:
-    """A shell whose child that is. The memory of this process is none to measure: it has other children."""
+    """A shell with this child. The test process itself is not measured, because it has other children."""
     line = ["sh", "-c", '"$0" -c "$1"; exit', sys.executable, CHILD]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -41,7 +41,7 @@ def test_memory_and_processor_and_bytes_of_a_child_count() -> None:
         read = process_tree.bytes_read(process.pid)
         assert set(read) == set(below)
         assert max(read.values()) > 1_000_000
-    # It has ended: its processor time stays, its memory does not.
+    # Processor time of an ended process is still counted, its memory is not.
     assert process_tree.processor_seconds(own) - seconds >= 0.5
     assert not set(below) & set(process_tree.below(own))
 
@@ -54,7 +54,7 @@ def test_shared_pages_count_once() -> None:
     forked = os.fork()
     if forked == 0:
         os.close(done)
-        os.read(ready, 1)  # until the parent has counted
+        os.read(ready, 1)  # until the parent has measured it
         os._exit(0)
     try:
         assert process_tree.memory(own) - before < len(held) // 2

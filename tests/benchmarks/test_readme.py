@@ -1,4 +1,4 @@
-"""The figures of README.md and docs/benchmarks.md are those of the results files they name."""
+"""The figures of README.md and docs/benchmarks.md equal those of the named results files."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from benchmarks import parts, readme, report, tables
 from benchmarks.readme import PAGES, REPOSITORY, headline, rewritten
 
-# As the benchmarks record them, with round numbers.
+# Results in the form of the benchmarks, with round numbers.
 PARTS: dict[str, dict[str, Any]] = {
     "reshard": {
         "bytes_per_second, wall": 2e8,
@@ -73,7 +73,7 @@ def test_blocks_are_filled_from_the_files_they_name_or_from_those_of_another_mac
         f"before\n<!-- figures: {name} -->\nold\n{end}"
         for name in ("old.json headline", "old.json", "old-parts.json")
     )
-    assert rewritten(text) == text  # there is no such file yet
+    assert rewritten(text) == text  # a file that does not exist yet
     filled = rewritten(text, "new")
     assert "old" not in filled
     assert filled.count("before\n<!-- figures: new") == 3

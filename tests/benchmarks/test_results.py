@@ -1,4 +1,4 @@
-"""What is made of a run's results: verdict, tables, page, README block."""
+"""Output from the results of a run: verdict, tables, page, README block."""
 
 import re
 from xml.etree import ElementTree

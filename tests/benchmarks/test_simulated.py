@@ -1,4 +1,4 @@
-"""The simulated dataset directory is one: it is finished, opens, streams and takes a view."""
+"""The simulated dataset directory is valid: it can be finished, opened and streamed, also with a view."""
 
 from pathlib import Path
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
 
 
 def snippets(printed):
-    """The indented lines of each part of what is printed."""
+    """The indented lines of each part of the output."""
     parts = printed.split("Load it with ")[1:]
     return ["\n".join(line[4:] for line in part.splitlines() if line.startswith("    ")) for part in parts]
 
@@ -138,6 +138,6 @@ def test_the_snippet_for_the_original_package_loads_the_file_too(tmp_path, name)
     own, original = snippets(done.table())
     for snippet in (own, original):
         found = {}
-        with stand_ins():  # the package imports torchvision for parts that are not used here
+        with stand_ins():  # the original package imports torchvision for parts that are not used here
             exec(snippet, found)
         assert_equal(dict(found["model"].state_dict()), model.state_dict())

@@ -1,4 +1,4 @@
-"""`sa1b` itself: the tour, verbs, what is imported when."""
+"""The command `sa1b`: its tour, its verbs, and the modules that each of them imports."""
 
 import inspect
 import re
@@ -14,7 +14,9 @@ from sa1b.cli import VERBS
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = {"numpy", "numba", "pyarrow", "torch", "cv2", "fsspec", "tqdm", "PIL"}
-LIGHT_VERBS = sorted(set(VERBS) - {"train"})  # train's flags are its settings, which import torch
+LIGHT_VERBS = sorted(
+    set(VERBS) - {"train"}
+)  # the flags of train are its settings, whose modules import torch
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -23,7 +25,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def imported(done: "subprocess.CompletedProcess[str]") -> set[str]:
-    """Top-level modules, of what -X importtime prints."""
+    """Top-level modules in the output of -X importtime."""
     return {
         name.split(".")[0] for name in re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE)
     }

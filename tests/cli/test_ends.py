@@ -1,4 +1,4 @@
-"""How every command ends when it is called wrongly, interrupted, or not read to the end: real processes."""
+"""The end of every command after wrong arguments, an interrupt or a closed output, in real processes."""
 
 import os
 import signal
@@ -116,7 +116,7 @@ def test_one_message_for_a_path_without_a_dataset(verb: tuple[str, ...], tmp_pat
 def test_ctrl_c_while_modules_load_ends_with_130_and_without_a_traceback(
     command: list[str], module: str, tmp_path: Path
 ) -> None:
-    # A module that takes its time, and turns the exception of an interrupted import into another one.
+    # A slow module that turns the exception of an interrupted import into another one.
     code, output, errors = interrupted_while_loading(
         [sys.executable, *command],
         module,

@@ -28,7 +28,7 @@ def test_tables(root):
     written = (root / "dataset.json").read_bytes()
     (root / "dataset.json").unlink()
     for shard in root.glob("*.tar"):
-        shard.write_bytes(b"")  # they are not read
+        shard.write_bytes(b"")  # the shards are not read
     done = run(root, "--tables")
     assert done.returncode == 0, done.stderr
     assert (root / "dataset.json").read_bytes() == written

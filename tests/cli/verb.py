@@ -1,4 +1,4 @@
-"""One verb of `sa1b`, in a process of its own."""
+"""One verb of `sa1b`, run in a separate process."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from tests import processes
 
 
 def runner(verb: str) -> Callable[..., "CompletedProcess[str]"]:
-    """A function that runs the verb with its arguments, as text, and returns what it printed."""
+    """A function that runs the verb with arguments as text and returns its output."""
 
     def run(*arguments: object) -> "CompletedProcess[str]":
         command = [sys.executable, "-m", "sa1b", verb, *map(str, arguments)]

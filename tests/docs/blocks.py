@@ -1,4 +1,4 @@
-"""The fenced blocks of a page of documentation, and the comments that say how the test treats them.
+"""The fenced blocks of a page of documentation, and the comments that control their tests.
 
 See `tests/docs/test_pages.py` for the rules.
 """
@@ -22,13 +22,13 @@ _MATERIALS = re.compile(r"<!-- with: (.+?) -->")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.
+    """A fenced block of a page.
 
     Attributes:
         language: the first word after the fence; empty if there is none.
-        code: what lies between the fences, without their indentation.
+        code: the text between the fences, without their indentation.
         line: number of the first line of `code` in the page, from 1.
-        not_run: why the block is not run; None for a block that is.
+        not_run: reason why the block is not run; None if it is run.
         exit_code: the code with which a `bash` block ends.
         numbers_vary: why the numbers of a `text` block are not compared; None where they are.
         not_compared: why a `text` block is not compared at all; None for a block that is.
@@ -73,5 +73,5 @@ def materials_of(text: str) -> list[str]:
 
 
 def without_blocks(text: str) -> str:
-    """The page's prose: as many lines, those of fenced blocks empty."""
+    """The page's prose, with the same number of lines; the lines of fenced blocks are empty."""
     return _BLOCK.sub(lambda match: "\n" * match[0].count("\n"), text)

@@ -1,8 +1,8 @@
 """The command `sa1b` of a page's shell: forked from a process that has imported torch, see tests/processes.py.
 
-`bin/sa1b` is a script that sends its words, folder, environment and standard streams to a thread of the process
-that runs the tests, and ends with the exit code that it gets back. Importing torch for each command of a page
-would take most of the time of the test.
+`bin/sa1b` is a script that sends its arguments, folder, environment and standard streams to a thread of the
+test process, and exits with the code that it receives. Importing torch for each command of a page would take
+most of the time of the test.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests import processes
 from tests.docs.blocks import REPOSITORY
 
-# Training in a page is this small, whatever its flags say: later flags replace earlier ones.
+# Training in a page has these small sizes: appended flags replace the flags of the page.
 TRAINING = (
     *(
         "--model.image-size",
@@ -49,7 +49,7 @@ def write_commands(folder: Path) -> None:
     """Write `sa1b` and `python` of this interpreter and this checkout, and serve `sa1b`.
 
     Args:
-        folder: made here; its path is so short that a socket can lie in it.
+        folder: created here; its path must be short enough for a socket.
     """
     folder.mkdir()
     address = folder / "socket"
@@ -83,7 +83,7 @@ def _run(connection: socket.socket) -> None:
         words, folder, environment = json.loads(data)
         if words[:1] == ["train"] and "--help" not in words:
             words += TRAINING
-        # Variables that are read at the start of an interpreter are those of the server.
+        # Variables that are read at the start of an interpreter have the server's values.
         env = {name: value for name, value in environment.items() if not name.startswith(processes.AT_START)}
         env |= {name: value for name, value in os.environ.items() if name.startswith(processes.AT_START)}
         command = [sys.executable, "-m", "sa1b", *words]

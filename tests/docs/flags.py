@@ -1,4 +1,4 @@
-"""The commands of a `bash` block that is not run: their verbs and flags exist and take such values."""
+"""The commands of a `bash` block that is not run: their verbs, flags and values are valid."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ def commands_of(code: str) -> list[list[str]]:
     code = re.sub(r"\\\n", " ", code)
     code = re.sub(r"\$\{?\w+\}?|\$\([^)]*\)", "1", code)
     lexer = shlex.shlex(code, posix=True, punctuation_chars="\n;&|()<>")
-    lexer.commenters = ""  # shlex would take the end of the line with the comment
+    lexer.commenters = ""  # shlex would remove the end of the line together with the comment
     lexer.whitespace = " \t"
     lexer.whitespace_split = True
     commands: list[list[str]] = [[]]
@@ -37,7 +37,7 @@ def check_flags(code: str) -> None:
     """Parse each `sa1b VERB ...` and `-m sa1b.train ...` of a block, without running it.
 
     Raises:
-        SystemExit: the verb or a flag does not exist, or takes no such value.
+        SystemExit: the verb or a flag does not exist, or the value is invalid.
         Sa1bError: the flags do not fit together.
     """
     for words in commands_of(code):

@@ -1,6 +1,6 @@
-"""Tables of the pages that are made from the code or from results: `python -m tests.docs.generated` writes them.
+"""Tables of the pages that are generated from code or results: `python -m tests.docs.generated` writes them.
 
-They lie between `<!-- generated: NAME -->` and `<!-- end of generated -->`. A test compares them with their
+They are between `<!-- generated: NAME -->` and `<!-- end of generated -->`. A test compares them with their
 source.
 """
 
@@ -24,7 +24,7 @@ _SIZES = (
     *("image_size", "patch_size", "width", "depth", "heads", "global_blocks", "window", "channels"),
     "pixel_features",
 )
-# Settings that say how a run is done, not what it is.
+# Settings that do not belong to the recipe of a run.
 _LEFT_OUT = {"data.root", "data.view", "checkpoint.every"}
 
 
@@ -98,7 +98,7 @@ def _results() -> dict[str, Any]:
 
 
 def threads() -> str:
-    """Images a second and memory of the same stream, read by threads and by worker processes."""
+    """Images per second and memory of a stream that is read by threads or by worker processes."""
     rows = []
     for question in _results()["comparison"]:
         found = {row["name"]: row for row in question["rows"] if row["workers"] == 2}
@@ -127,7 +127,7 @@ def orders() -> str:
 
 
 def buffers() -> str:
-    """Milliseconds of one core for the masks of an image at 1024 pixels, by what happens to their memory."""
+    """Milliseconds of one core for the masks of an image at 1024 pixels, for each way to use memory."""
     times = _results()["stages"]["original"]
     kinds = {
         "raster": "reused, cleared only where the previous masks were (`read_only=True`)",
@@ -149,7 +149,7 @@ MADE: dict[str, Callable[[], str]] = {
 
 
 def rewritten(text: str) -> str:
-    """A page's text with its tables made anew.
+    """A page's text with its tables generated again.
 
     Raises:
         KeyError: there is no table of this name.

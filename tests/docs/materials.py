@@ -1,4 +1,4 @@
-"""What a page of documentation may start with: made once for all pages, copied into the folder of each."""
+"""Materials of the pages of documentation: made once, and copied into the folder of each page."""
 
 import shutil
 import sys
@@ -19,12 +19,12 @@ from tests import processes
 from tests.docs.command import TRAINING
 from tests.shards.tiny import ingest_tar
 
-IMAGES = 8  # in each tar
+IMAGES = 8  # images in each tar
 FIRST_IDS = {"sa_000020": 223750, "sa_000021": 234940}
 
 
 def downloads(folder: Path) -> None:
-    """Two source tars in the download's form, longer side 256 pixels."""
+    """Two source tars in the form of the download, with images of 256 pixels."""
     folder.mkdir()
     for name, first_id in FIRST_IDS.items():
         write_tar(folder / f"{name}.tar", images=IMAGES, first_id=first_id, long_side=256)
@@ -38,13 +38,13 @@ def shards(path: Path) -> None:
 
 
 def run(path: Path) -> None:
-    """A finished training run on `shards`, of two steps."""
+    """A finished training run of two steps on `shards`."""
     command = [sys.executable, "-m", "sa1b.train", "--preset", "tiny", "--data.root", "shards"]
     processes.run([*command, "--out", path.name, *TRAINING], cwd=path.parent, check=True, capture_output=True)
 
 
 def weights(path: Path) -> None:
-    """Weights in the form of the published files, of the model that `TRAINING` asks for."""
+    """Weights in the form of the published files, for the model of `TRAINING`."""
     small = replace(
         PRESETS["vit_b"], image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32
     )
@@ -62,7 +62,7 @@ def captions(path: Path) -> None:
     pq.write_table(pa.table({"image_id": ids, "caption": [f"image {i}" for i in ids]}), path)
 
 
-# By the name that `<!-- with: NAME -->` gives and the path has; what each needs is made before it.
+# Name in `<!-- with: NAME -->` and of the path -> function; the materials that it needs are made first.
 MAKERS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "downloads": (downloads, ()),
     "shards": (shards, ("downloads",)),
@@ -74,7 +74,7 @@ MAKERS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 
 
 def copy_to(folder: Path, name: str, made: Path) -> None:
-    """Copy a material into the folder of a page; it is made in `made` on first use.
+    """Copy a material into the folder of a page; on first use it is made in `made`.
 
     Raises:
         KeyError: no material has this name.

@@ -1,4 +1,4 @@
-"""Runs the blocks of one page, in order, in the current folder: `main(page)`, in a process of its own.
+"""Runs the blocks of one page, in order, in the current folder: `main(page)`, in a separate process.
 
 One process for all `python` and `sql` blocks, so that torch is imported once. Each `bash` block is a shell of its
 own that stops at the first failing command. A `text` block directly after a block that is run is its output.
@@ -22,7 +22,7 @@ def run(page: str, block: Block) -> None:
     """Run or check one block.
 
     Raises:
-        Exception: whatever the block raises; subprocess.CalledProcessError for a `bash` block.
+        Exception: the error of the block; subprocess.CalledProcessError for a `bash` block.
     """
     if block.not_run is not None:
         if block.language == "python":
@@ -30,7 +30,7 @@ def run(page: str, block: Block) -> None:
         elif block.language == "bash":
             check_flags(block.code)
     elif block.language == "python":
-        # In __main__, as in a script: worker processes find the functions that the page defines.
+        # The code runs in __main__, so that worker processes find the functions of the page.
         code = compile("\n" * (block.line - 1) + block.code, page, "exec")
         exec(code, sys.modules["__main__"].__dict__)
     elif block.language == "sql":
@@ -68,7 +68,7 @@ def recorded() -> Iterator[list[str]]:
 def main(page: str) -> None:
     """Run all blocks of the page at this path and compare the output that it shows.
 
-    The `python` blocks run in `__main__`, which holds nothing else.
+    The `python` blocks run in `__main__`, which has no other contents.
 
     Raises:
         AssertionError: a `text` block is not the output of the block before it.

@@ -42,7 +42,7 @@ class Image:
     image_id: int
     jpeg: bytes
     columns: dict[str, np.ndarray]
-    masks: list[np.ndarray]  # bool [height, width] each
+    masks: list[np.ndarray]  # each bool [height, width]
     document: Any  # the annotation file
 
 
@@ -141,7 +141,7 @@ def read_directory(root: Path) -> Iterator[Image]:
 
 
 def read_shard(root: Path, name: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """Names of a shard's members, and the rows of its index, checked with the members' bytes."""
+    """Names of a shard's members, and the rows of its index, compared with the members' bytes."""
     rows = pq.read_table(root / name.replace(".tar", ".parquet")).to_pylist()
     by_name = {f"sa_{row['image_id']}": row for row in rows}
     names = []

@@ -1,4 +1,4 @@
-"""docs/dataset-format.md is complete: a reader written from it alone reads what `sa1b` wrote."""
+"""docs/dataset-format.md is complete: a reader written from it alone reads the files of `sa1b`."""
 
 import json
 import re
@@ -45,7 +45,9 @@ def test_every_image_is_the_same_as_with_the_package(root: Path) -> None:
         assert [int(mask.sum()) for mask in pixels] == [int(runs[1::2].sum()) for runs in sample.runs]
         runs = [np.asarray(second_reader.runs_of(string)) for string in _strings(annotations)]
         assert all(np.array_equal(one, other) for one, other in zip(runs, sample.runs, strict=True))
-        assert json.dumps(image.document) == json.dumps(annotations.to_json())  # types and key order too
+        assert json.dumps(image.document) == json.dumps(
+            annotations.to_json()
+        )  # compares types and key order too
 
 
 def _strings(annotations: Annotations) -> list[bytes]:

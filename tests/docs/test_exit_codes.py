@@ -1,4 +1,4 @@
-"""The exit codes on the page about installation are those of each command's help."""
+"""The exit codes on the page about installation equal those in each command's help."""
 
 import re
 from importlib import import_module
@@ -10,7 +10,7 @@ from tests.docs.blocks import REPOSITORY
 
 
 def of_help(verb: str) -> dict[str, str]:
-    """Code -> meaning, as the first part of a command's help says."""
+    """Code -> meaning, from the first part of a command's help."""
     module = import_module("sa1b.train" if verb == "train" else f"sa1b.cli.{verb}")
     (said,) = re.findall(r"Exit code (.*?)\.(?: |$)", " ".join((module.__doc__ or "").split()))
     return dict(part.split(": ", 1) for part in said.split("; "))

@@ -33,8 +33,7 @@ def _messages() -> list[str]:
 
 
 def _is_known(message: str, texts: str) -> bool:
-    """Whether three words in a row of a message stand in the package: the longest part without names and
-    numbers counts, which may be shorter."""
+    """Whether the package contains three consecutive words of a message, or its longest constant part."""
     parts = [part.strip(" .:;,/").split() for part in _PLACEHOLDER.split(message)]
     size = min(3, max(map(len, parts)))
     windows = {" ".join(words[i : i + size]) for words in parts for i in range(len(words) - size + 1)}
@@ -45,7 +44,7 @@ def test_every_message_of_the_failure_guide_is_one_of_the_package() -> None:
     texts, messages = _texts(), _messages()
     assert len(messages) > 30
     unknown = {message for message in messages if not _is_known(message, texts)}
-    # Of the operating system.
+    # Messages of the operating system.
     assert {message for message in unknown if "No space left on device" not in message} == set()
 
 

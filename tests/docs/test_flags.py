@@ -1,4 +1,4 @@
-"""How the flags of blocks that are not run are found."""
+"""The search for flags in blocks that are not run."""
 
 import pytest
 

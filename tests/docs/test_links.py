@@ -1,4 +1,4 @@
-"""Links within README.md and docs/*.md lead somewhere: files exist, anchors are headings."""
+"""The targets of links within README.md and docs/*.md exist: files, and headings for anchors."""
 
 import re
 import unicodedata
@@ -17,7 +17,7 @@ _HEADING = re.compile(r"^#{1,6} +(.+?)(?: *\{ *#(?P<id>[\w-]+) *\})? *#*$", re.M
 
 
 def anchors_of(text: str) -> set[str]:
-    """The anchors that GitHub and mkdocs both give the headings of a page."""
+    """The anchors of the headings of a page, which GitHub and mkdocs form in the same way."""
     found = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
     for match in _HEADING.finditer(without_blocks(text)):
         title = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", lambda link: link[1] or "", match[1]).strip().lower()
@@ -29,7 +29,7 @@ def anchors_of(text: str) -> set[str]:
 
 
 def broken(page: Path, text: str) -> list[str]:
-    """The links of a page that lead nowhere, each with the reason."""
+    """The broken links of a page, each with the reason."""
     found = []
     for match in _LINK.finditer(re.sub(r"`[^`\n]*`", "", without_blocks(text))):
         target = match["target"] or match["html"]

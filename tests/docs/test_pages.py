@@ -8,12 +8,14 @@ A `text` block directly after a block that is run must be what that block prints
 `...` in it stands for text that is left out. `difference` in `tests/docs/output.py` has the exact rules.
 
 - `bash`: a shell that stops at the first command that fails. `sa1b` and `python` are those of this checkout.
-  `cd` and variables end with the block. `sa1b train` has flags appended that make model and run tiny (64 pixels,
-  2 steps of 2 images: `TRAINING` in `tests/docs/command.py`), so a page can show the flags of a real run.
-- `python`: the blocks of a page share one namespace and one process. No `if __name__ == "__main__"` is needed.
+  `cd` and variables have no effect on later blocks. `sa1b train` has flags appended that make model and run
+  tiny (64 pixels, 2 steps of 2 images: `TRAINING` in `tests/docs/command.py`), so a page can show the flags
+  of a real run.
+- `python`: the blocks of a page share one namespace and one process. They need no `if __name__ ==
+    "__main__"`.
 - `sql`: DuckDB, in the page's folder.
 
-Comments, which readers do not see, change this:
+HTML comments, which are invisible on the page, change these rules:
 
 - `<!-- with: shards, run -->` anywhere in the page: these materials are copied into the folder before the first
   block. `shards`: the dataset directory of `downloads`. `run`: a finished training run on it. `photo.jpg`.
@@ -56,7 +58,7 @@ def commands() -> Iterator[Path]:
 
 
 def run_page(page: Path, folder: Path, made: Path, commands: Path) -> subprocess.CompletedProcess[str]:
-    """Run the blocks of a page in a folder, with the materials that it asks for."""
+    """Run the blocks of a page in a folder, with the materials that it names."""
     for name in ["downloads", *materials_of(page.read_text(encoding="utf-8"))]:
         materials.copy_to(folder, name, made)
     return processes.run(

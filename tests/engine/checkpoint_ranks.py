@@ -1,4 +1,4 @@
-"""What the ranks of a launch do with checkpoints; the tests look at what they return."""
+"""The checkpoint functions that the ranks of a launch run; the tests check their results."""
 
 import resource
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class StandIn(nn.Module):
-    """The outline of `Interactive` with a dozen parameters; no number of ranks divides their lengths."""
+    """A model with the interface of `Interactive`; no number of ranks divides the lengths of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class StandIn(nn.Module):
         self.model = nn.Module()
         self.model.image_encoder = nn.Module()
         self.model.image_encoder.blocks = nn.Sequential(Block(), Block())
-        self.model.mask_decoder = nn.Linear(3, 1)  # its bias is one number: most ranks have none of it
+        self.model.mask_decoder = nn.Linear(3, 1)  # one bias: most ranks have none
         self.model.register_buffer("matrix", torch.randn(3, 3))
 
     def forward(self, numbers: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def everything(run: Tiny | Run) -> dict[str, Tensor]:
 
 
 def save(folder: Path, configs: dict[str, ParallelConfig]) -> dict[str, dict[str, Tensor]]:
-    """Train, save, go on training while it is written; what was there at the save, by name of the run."""
+    """Train, save, and continue training during the write; returns the saved values by name of the run."""
     saved = {}
     for name, config in configs.items():
         with group(config) as rank_info:
@@ -78,7 +78,7 @@ def save(folder: Path, configs: dict[str, ParallelConfig]) -> dict[str, dict[str
             for number in range(SAVED_AT):
                 run.step(number)
             with torch.no_grad():
-                run.module(torch.ones(1, 3))  # leaves FSDP's root gathered
+                run.module(torch.ones(1, 3))  # leaves the parameters of FSDP's root gathered
             checkpoints = Checkpoints(folder / name, CheckpointConfig())
             saved[name] = everything(run)
             checkpoints.save(SAVED_AT, run.module, run.optimizer, {"position": 10, "rate": 0.1})
@@ -92,7 +92,7 @@ def save(folder: Path, configs: dict[str, ParallelConfig]) -> dict[str, dict[str
 def load(
     folder: Path, names: list[str], configs: dict[str, ParallelConfig]
 ) -> dict[tuple[str, str], tuple[Any, dict[str, Tensor]]]:
-    """State and tensors that each run's checkpoint gives to a fresh run in each mode."""
+    """State and tensors of a new run, in each mode, after it has loaded each run's checkpoint."""
     loaded = {}
     for mode, config in configs.items():
         with group(config) as rank_info:
@@ -102,12 +102,12 @@ def load(
                 state = checkpoints.resume(run.module, run.optimizer)
                 loaded[name, mode] = (state, everything(run))
                 checkpoints.close()
-                run.step(SAVED_AT)  # the optimizer takes what it was given
+                run.step(SAVED_AT)  # the optimizer can continue from the loaded state
     return loaded
 
 
 def fail_on_the_last_rank(folder: Path, config: ParallelConfig) -> list[str]:
-    """One rank's disk takes no more than some bytes; what each of three saves raised, and the close."""
+    """The disk of one rank is nearly full; returns the errors of three saves and of `close`."""
     raised = []
     with group(config) as rank_info:
         run = begin_tiny(rank_info, config)
@@ -120,14 +120,14 @@ def fail_on_the_last_rank(folder: Path, config: ParallelConfig) -> list[str]:
         checkpoints = Checkpoints(folder, CheckpointConfig(tolerate=1))
         for step in (2, 3, 4):
             raised.append(_error(lambda step=step: checkpoints.save(step, run.module, run.optimizer, {})))
-            dist.barrier()  # training goes on together
+            dist.barrier()  # all ranks continue training
         raised.append(_error(checkpoints.close))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return raised
 
 
 def save_twice(folder: Path, config: ParallelConfig) -> list[dict[str, Tensor]]:
-    """Of the real model."""
+    """The same for the real model."""
     saved = []
     with group(config) as rank_info:
         run = begin(rank_info, config, primed=False)
@@ -143,7 +143,7 @@ def save_twice(folder: Path, config: ParallelConfig) -> list[dict[str, Tensor]]:
 
 
 def resume(folder: Path, config: ParallelConfig) -> tuple[Any, dict[str, Tensor]]:
-    """Of the real model."""
+    """The same for the real model."""
     with group(config) as rank_info:
         run = begin(rank_info, config, primed=False)
         checkpoints = Checkpoints(folder, CheckpointConfig())

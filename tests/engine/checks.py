@@ -1,4 +1,4 @@
-"""What the ranks of a launch do; the tests look at what they return."""
+"""The functions that the ranks of a launch run; the tests check their results."""
 
 import faulthandler
 from dataclasses import replace
@@ -25,7 +25,7 @@ STEPS = 2
 
 
 def trace(config: ParallelConfig, accumulation: int) -> dict[str, Any]:
-    """A short run: losses, norms, first gradient and last weights; an evaluation lies between the steps."""
+    """A short run with an evaluation between its steps: losses, norms, first gradient and last weights."""
     with group(config) as rank_info:
         run = begin(rank_info, config, accumulation)
         for number in range(STEPS):
@@ -45,7 +45,7 @@ def trace(config: ParallelConfig, accumulation: int) -> dict[str, Any]:
 
 
 def evaluated_with_means(config: ParallelConfig) -> dict[str, Tensor]:
-    """Predicted IoUs with a run's weights, with their running mean, and with its weights again."""
+    """Predicted IoUs with the weights of a run, with their running mean, and with the weights again."""
     optim = replace(training.OPTIM, ema=0.9)
     with group(config) as rank_info:
         run = begin(rank_info, config, optim=optim)
@@ -70,7 +70,7 @@ def evaluated_with_means(config: ParallelConfig) -> dict[str, Tensor]:
 
 
 def many_short_runs(config: ParallelConfig) -> int:
-    """Ends the process if one of them hangs."""
+    """Ends the process if a check hangs."""
     runs = 40
     for _ in range(runs):
         faulthandler.dump_traceback_later(60, exit=True)
@@ -84,7 +84,7 @@ def traces(cases: dict[str, tuple[ParallelConfig, int]]) -> dict[str, dict[str, 
 
 
 def straight_and_resumed(config: ParallelConfig) -> tuple[Any, Any]:
-    """Weights after four steps, and after two, a new process group, and two more."""
+    """Weights after four steps, and after two steps, a new process group and two more steps."""
     with group(config) as rank_info:
         run = begin(rank_info, config)
         for number in range(2):
@@ -101,7 +101,7 @@ def straight_and_resumed(config: ParallelConfig) -> tuple[Any, Any]:
 
 
 def overflow(config: ParallelConfig) -> dict[str, Any]:
-    """fp16: three steps; in the second a gradient has an infinity, on one rank before DDP sums, in one shard."""
+    """Three steps in fp16; in the second, a gradient is infinite on one rank (DDP) or in one shard (FSDP)."""
     name = "model.image_encoder.blocks.0.attn.qkv.weight"
     with group(config) as rank_info:
         run = begin(rank_info, config, accumulation=2)
@@ -130,7 +130,7 @@ def overflow(config: ParallelConfig) -> dict[str, Any]:
 
 
 def overflow_shard(parameter: nn.Parameter, rank_info: RankInfo) -> None:
-    """In the last shard, which every replica has: gradients are summed by now."""
+    """The last shard, which every replica has, because gradients are already summed."""
     if rank_info.rank % rank_info.shards == rank_info.shards - 1:
         gradient = parameter.grad
         assert isinstance(gradient, DTensor)
@@ -138,7 +138,7 @@ def overflow_shard(parameter: nn.Parameter, rank_info: RankInfo) -> None:
 
 
 def seen_in_forward(config: ParallelConfig) -> dict[str, Any]:
-    """Number formats inside the forward pass, and the points that reach the prompt encoder."""
+    """Number formats inside the forward pass, and the points that are passed to the prompt encoder."""
     seen: dict[str, Any] = {"points alone": points_alone()}
     with group(config) as rank_info:
         run = begin(rank_info, config)
@@ -160,7 +160,7 @@ def seen_in_forward(config: ParallelConfig) -> dict[str, Any]:
 
 
 def points_alone() -> Tensor:
-    """What reaches the prompt encoder of the bare module, in float32."""
+    """The points that are passed to the prompt encoder of the unwrapped module, in float32."""
     seen: list[Tensor] = []
     interactive = build()
     interactive.model.prompt_encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -169,7 +169,7 @@ def points_alone() -> Tensor:
 
 
 class Embedding(Interactive):
-    """Trains the encoder alone: no choice between masks, which rounding could tip."""
+    """Train the encoder alone, without the choice between masks, which rounding errors could change."""
 
     def __init__(self) -> None:
         super().__init__(build().model, Recipe())
@@ -182,7 +182,7 @@ class Embedding(Interactive):
 
 
 def encoder_gradient(config: ParallelConfig) -> Tensor:
-    """Of the weights, without biases, as one vector."""
+    """The weights without biases, as one vector."""
     with group(config) as rank_info:
         module = wrap(Embedding(), config, rank_info)
         with autocast(config.precision, rank_info.device):
@@ -205,7 +205,7 @@ def frozen(config: ParallelConfig) -> dict[str, Any]:
 
 
 def disagreement(config: ParallelConfig, what: str) -> str:
-    """The message with which ranks stop when the last one differs in this; empty if they go on."""
+    """The error message if the last rank differs in one value; empty if the ranks accept the difference."""
     with group(config) as rank_info:
         odd = rank_info.rank == rank_info.world_size - 1
         try:
@@ -230,7 +230,7 @@ def disagreement(config: ParallelConfig, what: str) -> str:
 
 
 def errors_of_a_wait_for_silent_ranks(config: ParallelConfig, seconds: float) -> list[str]:
-    """On rank 0, what a collective on each group of the mesh raises while the other ranks do nothing."""
+    """The errors on rank 0 of a collective on each group of the mesh, if the other ranks do not call it."""
     with group(config) as rank_info:
         store = dist.distributed_c10d._get_default_store()
         groups = [None, *(rank_info.mesh.get_all_groups() if rank_info.mesh else [])]

@@ -1,4 +1,4 @@
-"""Counts what torch.compile makes of a run: graphs and breaks, by mode."""
+"""Counts the graphs and graph breaks of torch.compile in a run, by mode."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ def counted(config: ParallelConfig, recompute: bool) -> dict[str, Any]:
         interactive.register_forward_pre_hook(lambda _, inputs: sizes.add(len(inputs[0])))
         return interactive
 
-    # The graphs are the same whatever makes code of them.
+    # The graphs do not depend on the back end that compiles them.
     torch.compile, training.build = partial(compile_before, backend="aot_eager"), watched
     training.MODEL = replace(model_before, compile_blocks=True, checkpoint_blocks=recompute)
     torch._dynamo.reset()

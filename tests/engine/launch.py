@@ -1,4 +1,4 @@
-"""Real processes for distributed tests: gloo on 127.0.0.1, one thread each, forked from one that has torch."""
+"""Real processes for distributed tests: gloo on 127.0.0.1, one thread each, forked after importing torch."""
 
 import os
 import pickle
@@ -18,7 +18,7 @@ from tests.processes import REPOSITORY, Process, rank_environments
 
 
 def launch(work: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """What `work(*arguments)` returns on each rank; an exception on any rank is raised here."""
+    """The result of `work(*arguments)` on each rank; an exception on any rank is raised here."""
     with tempfile.TemporaryDirectory() as folder, rank_environments(world_size) as environments:
         Path(folder, "work").write_bytes(pickle.dumps((work, arguments)))
         ranks = []
@@ -33,7 +33,7 @@ def launch(work: Callable[..., Any], world_size: int, *arguments: Any) -> list[A
                     )
                 )
         while any(rank.poll() is None for rank in ranks):
-            if any(rank.poll() for rank in ranks):  # the others would wait for it
+            if any(rank.poll() for rank in ranks):  # the other ranks would wait for this rank
                 for rank in ranks:
                     rank.kill()
                     rank.wait()
@@ -45,7 +45,7 @@ def launch(work: Callable[..., Any], world_size: int, *arguments: Any) -> list[A
 
 @contextmanager
 def group(config: ParallelConfig) -> Iterator[RankInfo]:
-    """A process group of its own for one check; none for a single process in mode none."""
+    """A separate process group for one check; in mode none, a single process has no group."""
     try:
         yield start(config)
     finally:

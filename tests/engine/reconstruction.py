@@ -1,6 +1,6 @@
-"""A second model: a plain ViT that draws an image from two thirds of its patches. It reads no mask.
+"""A second model: a plain ViT that reconstructs an image from two thirds of its patches, without masks.
 
-It shares nothing with SAM and has no evaluation; the engine trains it by its declarations alone.
+It shares no code with SAM and has no evaluation; the engine uses only the model contract.
 """
 
 from collections.abc import Mapping
@@ -98,10 +98,10 @@ class ReconstructionConfig(Config):
     """A run that trains the second model.
 
     Attributes:
-        preset: The only one.
+        preset: The only preset.
         size: Pixels of an image.
         patch: Pixels of a patch.
-        width: Numbers of a token.
+        width: Numbers per token.
         depth: Blocks.
     """
 

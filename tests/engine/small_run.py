@@ -1,4 +1,4 @@
-"""A run so small that hundreds of its checkpoints are written in a second, and what can happen to them."""
+"""A run so small that it writes hundreds of checkpoints per second, and kinds of damage to checkpoints."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from sa1b.engine.checkpoint.files import MANIFEST, folder_name, measure, seal
 
 
 class SmallRun:
-    """Every number of model and optimizer is the step."""
+    """Set every number of model and optimizer to the step."""
 
     def __init__(self) -> None:
         self.model = nn.Linear(3, 2)
@@ -32,7 +32,7 @@ class SmallRun:
                 tensor.fill_(step)
 
     def steps(self) -> set[float]:
-        """What the numbers are; one number where all is well."""
+        """The set of all numbers; it has one element if the state is consistent."""
         tensors = [*self.model.parameters()]
         for values in self.optimizer.state.values():
             tensors += values.values()
@@ -40,7 +40,7 @@ class SmallRun:
 
 
 def write_run(run: Path, steps: tuple[int, ...], **options: Any) -> SmallRun:
-    """A run that saves at these steps."""
+    """Create a run that saves at these steps."""
     small = SmallRun()
     checkpoints = Checkpoints(run, CheckpointConfig(**options))
     for step in steps:
@@ -74,14 +74,14 @@ def save_until_killed(run: Path, first: int) -> None:
 
 
 def reseal(folder: Path) -> None:
-    """Let the digests agree with what is there now."""
+    """Update the digests to the current files."""
     step = int(folder.name.removeprefix("step-"))
     (folder / MANIFEST).unlink()
     seal(folder, step, {path.name: measure(path) for path in folder.iterdir()})
 
 
 class Hostile:
-    """Unpickled by a trusting reader, it makes a file."""
+    """An object that creates a file when it is unpickled without checks."""
 
     def __init__(self, canary: Path, function: str) -> None:
         self.canary, self.function = canary, function
@@ -99,7 +99,7 @@ NAMES = (".metadata", "__0_0.distcp", "state.json", MANIFEST)
 
 
 def spoil(newest: Path, older: Path, canary: Path, random: Random) -> str:
-    """Do one thing to a checkpoint and say what."""
+    """Damage a checkpoint in one way; returns a description."""
     return random.choice(WAYS)(newest, older, canary, random)
 
 
@@ -189,7 +189,7 @@ def _edit_and_seal(newest: Path, older: Path, canary: Path, random: Random) -> s
 
 
 def _hostile_table(newest: Path, older: Path, canary: Path, random: Random) -> str:
-    """A pickle that runs code, alone or hidden in a good table, sealed."""
+    """A pickle that runs code, alone or inside a valid table, with matching digests."""
     path = newest / ".metadata"
     hostile = Hostile(canary, random.choice(FUNCTIONS))
     kind = random.choice(["alone", "planner_data", "storage_meta", "storage_data", "tensors", "version"])
@@ -208,7 +208,7 @@ def _hostile_table(newest: Path, older: Path, canary: Path, random: Random) -> s
 
 
 def _wrong_table(newest: Path, older: Path, canary: Path, random: Random) -> str:
-    """A table without code that leads astray, sealed."""
+    """A table with wrong contents but without code, with matching digests."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     path = newest / ".metadata"
@@ -238,7 +238,7 @@ def _wrong_table(newest: Path, older: Path, canary: Path, random: Random) -> str
 
 
 def _hostile_payload(newest: Path, older: Path, canary: Path, random: Random) -> str:
-    """What lies where a tensor should is a pickle that runs code, sealed."""
+    """A pickle that runs code instead of a tensor, with matching digests."""
     hostile = Hostile(canary, random.choice(FUNCTIONS))
     payload = io.BytesIO()
     kind = random.choice(["archive", "legacy", "pickle"])

@@ -1,4 +1,4 @@
-"""A root of small synthetic images, its feed, and places of ranks that need no process group."""
+"""A dataset directory of small synthetic images, its feed, and `RankInfo` without a process group."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ __all__ = ["IMAGE_SIZE", "Micro", "feed_of", "make_root", "place_of", "prepared"
 
 @dataclass(frozen=True)
 class Micro:
-    """A batch and what SAM makes of it."""
+    """A batch, and SAM's results for it."""
 
     batch: Batch
     images: Tensor

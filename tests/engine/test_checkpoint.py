@@ -1,4 +1,4 @@
-"""Checkpoints of a single process: when they are written, what they hold, which are kept."""
+"""Checkpoints of a single process: their schedule, contents and removal."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from tests.engine.small_run import SmallRun, place, resume, write_run
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a full disk, writes fail; without a file system of one's own."""
+    """Let writes fail as on a full disk, without a separate file system."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
     try:

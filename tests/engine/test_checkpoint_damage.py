@@ -1,4 +1,4 @@
-"""Whatever happens to a checkpoint, it is not taken for good, runs no code, and the older one is used."""
+"""A damaged checkpoint is detected and runs no code, and the older checkpoint is used."""
 
 import hashlib
 import logging
@@ -113,12 +113,14 @@ def test_a_damaged_checkpoint_does_not_push_out_the_good_one_before_it(
     run = tmp_path / "run"
     shutil.copytree(pristine, run)
     for step in (2, 3):
-        shutil.copytree(place(run, 1), place(run, step), dirs_exist_ok=True)  # belong to step 1: damaged
+        shutil.copytree(
+            place(run, 1), place(run, step), dirs_exist_ok=True
+        )  # contents of step 1 under another name: damaged
     small = SmallRun()
     checkpoints = Checkpoints(run, CheckpointConfig(keep_last=1))
     assert checkpoints.resume(small.model, small.optimizer) == {"steps": 1}
     small.become(2)
-    checkpoints.save(2, small.model, small.optimizer, {"steps": 2})  # in the place of a damaged one
+    checkpoints.save(2, small.model, small.optimizer, {"steps": 2})  # replaces the damaged checkpoint
     checkpoints.close()
     assert steps(run / "checkpoints") == [2, 3]
     assert read(place(run, 2)).state == {"steps": 2}
@@ -150,7 +152,7 @@ def test_after_a_kill_at_any_time_the_newest_checkpoint_is_right_and_nothing_hal
         assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
             place(tmp_path, step).name for step in committed
         ]
-    assert left > 0  # some kills did hit a write or a removal
+    assert left > 0  # some kills happened during a write or a removal
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: what one number of ranks in one mode writes, any other reads, bit for bit."""
+"""Checkpoints of several ranks can be read bit for bit by any number of ranks in any mode."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(folder: Path) -> Saved:
-    """By name of the run, as rank 0 had it when it saved; every rank had the same."""
+    """Saved values by name of the run, from rank 0; they are equal on every rank."""
     found: Saved = {}
     for world_size, configs in WRITERS.items():
         ranks = launch(checkpoint_ranks.save, world_size, folder, configs)
@@ -61,7 +61,10 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(
 ) -> None:
     for raised in launch(checkpoint_ranks.fail_on_the_last_rank, 2, tmp_path, config):
         first, second, third, last = raised
-        assert (first, second) == ("", "")  # the failure of step 2 is known when step 3 is saved: tolerated
+        assert (first, second) == (
+            "",
+            "",
+        )  # the failure at step 2 is detected at the save of step 3, and tolerated
         for message in (third, last):
             assert "step-00000003.partial: File too large (rank 1)" in message
             assert "2 failed in a row" in message
@@ -72,7 +75,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(
 def test_ranks_agree_on_the_older_checkpoint_when_the_newest_is_damaged(tmp_path: Path) -> None:
     older: Any = launch(checkpoint_ranks.save_twice, 2, tmp_path, FSDP)[0][0]
     weights = {name.removeprefix("model.") for name in older if name.startswith("model.")}
-    assert "image_encoder.blocks.0.attn.qkv.weight" in weights  # as published
+    assert "image_encoder.blocks.0.attn.qkv.weight" in weights  # published names
     assert "optimizer.image_encoder.blocks.0.attn.qkv.weight.exp_avg_sq" in older
     path = tmp_path / "checkpoints" / "step-00000002" / "__1_0.distcp"
     data = bytearray(path.read_bytes())

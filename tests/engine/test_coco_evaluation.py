@@ -1,4 +1,4 @@
-"""--evaluate-only on a COCO annotation file, against predict, numpy and pycocotools."""
+"""--evaluate-only on a COCO annotation file, compared with predict, numpy and pycocotools."""
 
 import contextlib
 import io
@@ -159,7 +159,8 @@ def test_detections_give_the_average_precision_of_pycocotools(
     from pycocotools.cocoeval import COCOeval
 
     folder, document = files["folder"], json.loads(json.dumps(files["document"]))
-    # Random weights hit no true mask: what they predict for the annotations' boxes counts as true.
+    # A model with random weights predicts no true mask, so its predictions for the annotations' boxes are
+    # used as truth.
     document["annotations"] = [one for one in document["annotations"] if one["area"]]
     for one in document["annotations"]:
         (mask,) = predicted(files, one["image_id"], [one["bbox"]])

@@ -1,4 +1,4 @@
-"""What torch.compile makes of the encoder's blocks: whole graphs in every mode, one for each batch size."""
+"""The graphs of torch.compile for the encoder's blocks: no breaks in any mode, one graph per batch size."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.engine import checks
 from tests.engine.compiling import counted
 from tests.engine.launch import launch
 
-KINDS = 2  # of blocks in the model: with windows and without
+KINDS = 2  # kinds of blocks in the model: windowed and global
 
 
 def run(mode: Any, recompute: bool) -> list[dict[str, Any]]:

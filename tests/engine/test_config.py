@@ -1,4 +1,4 @@
-"""The command line as settings: presets, help, and what is refused."""
+"""Settings from the command line: presets, help, and refused values."""
 
 import dataclasses
 import re
@@ -64,7 +64,7 @@ def _parts() -> list[tuple[str, type[Any]]]:
 def test_help_shows_every_field_with_its_text(
     prefix: str, part: type[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")  # wider ones have several columns of flags
+    monkeypatch.setenv("COLUMNS", "80")  # wider terminals have several columns of flags
     with pytest.raises(SystemExit) as ended:
         parse(["--help"], "Trains.")
     assert ended.value.code == 0
@@ -81,7 +81,7 @@ def test_help_shows_every_field_with_its_text(
     for name in names:
         if f"{name}." not in nested:
             flag = f"{prefix}{'json' if name == 'json_output' else name}".replace("_", "-")
-            off = re.sub(r"^(.*\.)?", r"\1no-", flag)  # how a switch that is on is shown
+            off = re.sub(r"^(.*\.)?", r"\1no-", flag)  # the help of a flag that is on by default
             text = re.escape(" ".join(texts[name].split())[:24])
             assert re.search(rf"--({flag}|{off}) .{{0,80}}?{text}", shown), f"--{flag} has no help"
 

@@ -1,4 +1,4 @@
-"""What ranks exchange once a step: figures, timings, stop requests and failed writes."""
+"""The exchange of ranks in each step: figures, timings, stop requests and failed writes."""
 
 import errno
 import math
@@ -16,7 +16,7 @@ from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 
 NAMES = ("loss", "focal", "iou_last")
-PARTS = [  # of six parts of a step: the sums over their masks, the masks, the images
+PARTS = [  # six parts of a step: the sums over their masks, the masks, the images
     ([2.0, 1.0, 0.5], 4, 2),
     ([0.0] * 3, 0, 0),
     ([9.0, 8.0, 7.0], 7, 3),
@@ -79,7 +79,7 @@ def test_one_collective_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("torch.distributed.all_reduce", reduce)
     control = Control(place_of(1, 2))
-    assert exchanged(control, 1, 2).count == 18  # twice its own nine
+    assert exchanged(control, 1, 2).count == 18  # twice the 9 of this rank
     control.poll()
     assert len(calls) == 2
 
@@ -106,7 +106,7 @@ def test_a_signal_asks_and_nothing_stops_before_the_ranks_have_met(number: signa
         assert control.stop_asked
         assert not control.stopping
         assert control.poll()
-        control.check()  # being asked to stop is no failure
+        control.check()  # a stop request is not a failure
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)

@@ -1,4 +1,4 @@
-"""What a step costs, by the sizes alone, beside what torch counts."""
+"""The operations of a step computed from sizes, compared with torch's counter."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ SMALL = ModelConfig(image_size=128, width=64, depth=3, heads=2, global_blocks=(1
 
 
 def counted(work: Callable[[], object]) -> int:
-    # It does not know the fused attention of CPUs.
+    # torch's counter does not support the fused attention of CPUs.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work()
     return counter.get_total_flops()
@@ -34,7 +34,7 @@ def test_operations_of_the_encoder_are_what_torch_counts_but_for_relative_positi
     model = Sam(config).eval()
     images = torch.zeros(1, 3, config.image_size, config.image_size, dtype=torch.uint8)
     found = counted(lambda: model.embed(images))
-    # Beside them torch counts the relative positions, which are folded into queries and keys.
+    # torch also counts the relative positions, which are folded into queries and keys.
     assert 0.8 * found < flops.encoder_flops(config) <= found
 
 
@@ -66,7 +66,7 @@ def test_a_step_is_three_forwards_of_images_and_of_iterations_of_masks() -> None
 
 
 def test_the_published_vit_h_has_the_published_order_of_operations() -> None:
-    # Segment Anything's ViT-H encoder is known with about 2.7 T multiplications and additions.
+    # Published figures for the ViT-H encoder of Segment Anything are about 2.7 T multiply-adds.
     assert flops.encoder_flops(MODELS["vit_h"]) / 2 == pytest.approx(2.7e12, rel=0.15)
 
 
@@ -107,5 +107,5 @@ def test_the_plan_says_ranks_batch_run_memory_and_step(tmp_path: Path) -> None:
     assert "8 images = 2 ranks x 2 micro-batches of up to 2" in shown
     assert "200 steps = 2.0 epochs of 800 images" in shown
     assert " = 1,600 epochs of 1 image" in estimate.describe(config, place_of(0, 2), module, 2, 1)
-    assert "4.00 GB a rank for weights, gradients and optimizer" in shown  # 16 bytes a parameter
+    assert "4.00 GB a rank for weights, gradients and optimizer" in shown  # 16 bytes per parameter
     assert "the peak of this device is not known" in shown

@@ -1,4 +1,4 @@
-"""The mean IoU against plain numpy on the model's own masks, and the feed that it comes from."""
+"""The mean IoU compared with plain numpy on the model's masks, and the feed of an evaluation."""
 
 import dataclasses
 from pathlib import Path
@@ -32,12 +32,12 @@ from tests.engine.stream_root import IMAGE_SIZE, Micro, make_root, place_of, pre
 MODEL = ModelConfig(
     image_size=IMAGE_SIZE, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32
 )
-HELD_OUT = 7  # images; in steps of 2, 3 or 4 there is always one left over
+HELD_OUT = 7  # images; steps of 2, 3 or 4 always leave one image over
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the views "train" and "held-out", which share no image, and "both"."""
+    """A dataset with the disjoint views "train" and "held-out", and the view "both"."""
     root = make_root(tmp_path_factory.mktemp("evaluation"))
     table = sa1b.open(root).table
     for name, rows in {
@@ -93,7 +93,7 @@ def scores_of(
 
 @torch.no_grad()
 def drawn(sam: Sam, micro: Micro) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The true masks of a micro-batch, bool [M, R, R], and what the model draws for each of four prompts."""
+    """The true masks of a micro-batch, bool [M, R, R], and the model's masks for each of four prompts."""
     targets, raster = micro.targets, micro.targets.masks.shape[-1]
     embeddings = sam.embed(micro.images, None, targets.sizes)
     centres = (np.arange(raster) + 0.5) * IMAGE_SIZE / raster
@@ -103,7 +103,7 @@ def drawn(sam: Sam, micro: Micro) -> tuple[np.ndarray, list[np.ndarray]]:
 
     def answer(points: Tensor, labels: Tensor, before: Tensor | None) -> tuple[np.ndarray, Tensor]:
         logits, predicted = sam.decode(embeddings, targets.image, points, labels, before)
-        # After the first prompt the best by the model's own word of masks 1 to 3, then mask 0.
+        # After the first prompt, the mask of 1 to 3 with the highest predicted IoU; later mask 0.
         best = predicted[:, 1:].argmax(dim=1) + 1 if before is None else torch.zeros_like(targets.image)
         chosen = logits[torch.arange(len(best)), best]
         return (chosen.numpy() > 0) & inside, chosen[:, None]
@@ -122,7 +122,7 @@ def drawn(sam: Sam, micro: Micro) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def numpy_scores(root: Path, out: Path) -> dict[str, float]:
-    """Mask by mask, IoU as a fraction of two counts, means by numpy."""
+    """IoU of each mask as a fraction of two counts, and the means by numpy."""
     sam = model().model.eval()
     ious: list[list[float]] = []
     empty = 0
@@ -148,7 +148,7 @@ def numpy_scores(root: Path, out: Path) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """By one process."""
+    """The scores of one process."""
     return scored(root, tmp_path_factory.mktemp("whole"), place_of(), ParallelConfig())
 
 
@@ -179,7 +179,7 @@ def on_rank(root: Path, run: Path, mode: Any, protocol: str) -> dict[str, float]
 
 @pytest.fixture(scope="module")
 def published(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], Path]:
-    """By one process and the protocol sam, and its folder."""
+    """The scores of one process with the protocol sam, and its folder."""
     out = tmp_path_factory.mktemp("published")
     return scored(root, out, place_of(), ParallelConfig(), protocol="sam", show=3), out
 
@@ -207,7 +207,7 @@ def test_by_the_protocol_sam_a_click_is_at_the_centre_and_iou_at_source_resoluti
             ious[name] += ((masks & truth).sum((1, 2)) / (masks | truth).sum((1, 2))).tolist()
         if (shown := predictions.get(int(dataset.table.image_id[row]))) is not None:
             assert np.allclose(shown.points, np.array(points) + 0.5, atol=0.01)
-            # The stream decodes JPEGs in another way, and random weights have logits near 0 everywhere.
+            # The stream decodes JPEGs differently, and a model with random weights has logits near 0.
             assert np.mean(rasterize(shown.runs, dtype=np.bool_) != answers["1_click"]) < 0.05
             assert np.allclose(shown.iou, ious["1_click"][-len(points) :], atol=2e-3)
     for name, found in ious.items():
@@ -219,14 +219,14 @@ def test_by_the_protocol_sam_a_click_is_at_the_centre_and_iou_at_source_resoluti
 
 
 def chosen_masks(root: Path, row: int) -> np.ndarray:
-    """Of an image of the view, the masks that an evaluation of three masks takes."""
+    """The masks of an image that an evaluation of three masks per image uses."""
     annotations = sa1b.open(root)[row].annotations
     return choose(annotations, annotations.runs_count > 1, 3, "uniform", 0, 0)
 
 
 @pytest.mark.parametrize(
     "mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"]
-)  # of four positions a step one is a fill-up
+)  # one of four positions in a step is padding
 def test_ranks_do_not_change_a_digit_by_the_protocol_sam(
     root: Path, tmp_path: Path, published: tuple[dict[str, float], Path], mode: str
 ) -> None:

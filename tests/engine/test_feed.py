@@ -1,4 +1,4 @@
-"""What a step is fed with: pixels, keys and weights that no world size or micro-batch changes."""
+"""The input of a step: its pixels, keys and weights do not depend on world size or micro-batch."""
 
 import itertools
 from pathlib import Path
@@ -39,7 +39,7 @@ def steps_of(
 
 
 def masks_of(micros: list[Micro]) -> dict[tuple[int, int], tuple[int, bytes, list[float], int]]:
-    """By image and mask: key, pixels, box and point, and the image's key."""
+    """By image and mask: key, pixels, box and point of the mask, and key of the image."""
     found = {}
     for micro in micros:
         targets = micro.targets
@@ -151,7 +151,7 @@ def test_a_feed_goes_on_behind_the_last_whole_step(root: Path, tmp_path: Path) -
     feed = feed_of(root, tmp_path, micro_batch=2)
     first, second = (list(map(prepared, feed.step())) for _ in range(2))
     state = feed.state_dict()
-    next(feed.step())  # of a step that a crash interrupts
+    next(feed.step())  # micro-batches of a step that a crash interrupts
     assert feed.state_dict()["position"] == state["position"]
     feed.load_state_dict({**state, "position": 5})
     assert masks_of(list(map(prepared, feed.step()))) == masks_of(second) != masks_of(first)
@@ -176,7 +176,7 @@ def test_the_batch_that_is_peeked_at_is_the_first_of_its_step_and_counts_once(
     assert feed.state_dict()["position"] == 15
     feed.load_state_dict(state)
     feed.peek()
-    feed.load_state_dict(state)  # what was peeked at is of the state before
+    feed.load_state_dict(state)  # peeking at a batch does not change the state
     assert [batch.ids.tolist() for batch in feed.step()] == [batch.ids.tolist() for batch in second]
     feed.close()
 
@@ -197,7 +197,9 @@ def test_a_sequential_feed_has_every_image_once_and_ends(root: Path, tmp_path: P
 
 def test_runs_of_the_training_order_do_not_shorten_a_sequential_feed(root: Path, tmp_path: Path) -> None:
     feed = feed_of(root, tmp_path, order="sequential", block_size=8, global_batch=4, micro_batch=4)
-    assert sum(len(batch.ids) for batches in feed.steps() for batch in batches) == 24  # of 23, the last twice
+    assert (
+        sum(len(batch.ids) for batches in feed.steps() for batch in batches) == 24
+    )  # 23 images, the last one twice
     feed.close()
 
 

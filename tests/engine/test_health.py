@@ -1,4 +1,4 @@
-"""Steps that are not finite: skipped, logged, and tolerated so many times in a row."""
+"""Steps that are not finite are skipped, logged, and tolerated up to a number of consecutive steps."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_one_step_more_in_a_row_than_patience_allows_ends_the_run(tmp_path: Path
     health = Health(HealthConfig(patience), tmp_path, place_of(), Control(place_of()))
     for step in range(patience):
         assert not health.is_good(step, math.nan, 1.0, math.nan, IDS)
-    assert health.is_good(patience, 1.0, 1.0, 1.0, IDS)  # begins the count again
+    assert health.is_good(patience, 1.0, 1.0, 1.0, IDS)  # resets the counter
     for step in range(patience):
         assert not health.is_good(step, math.nan, 1.0, math.nan, IDS)
     with pytest.raises(HealthError, match=str(tmp_path / "not-finite.jsonl")) as raised:
@@ -57,7 +57,7 @@ def test_what_was_trained_is_in_doubt_until_a_loss_is_finite_again(tmp_path: Pat
         assert health.lost == step
         with pytest.raises(HealthError, match=rf"step {step}: the last {step} steps had .* --optim.lr"):
             health.end(step)
-    health.is_good(3, 1.0, math.inf, 1.0, IDS)  # an overflow of a gradient says nothing of the weights
+    health.is_good(3, 1.0, math.inf, 1.0, IDS)  # a gradient overflow does not mean that the weights are bad
     assert (health.lost, health.skipped) == (0, 3)
     health.end(3)
 

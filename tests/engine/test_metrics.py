@@ -1,4 +1,4 @@
-"""What a run writes down: figures of all ranks, lines that each parse, no step twice."""
+"""Records of a run: figures of all ranks, valid lines, no step twice."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def test_the_clock_of_a_step_stops_when_its_figures_are_made(monkeypatch: pytest
     seconds.data = 1.0
     now[0] += 1.0
     spend("compute", 2.0)
-    spend("update", 0.5)  # the exchange is in it, the optimizer comes after it
+    spend("update", 0.5)  # it includes the exchange, but not the optimizer
     totals = {"loss": torch.tensor(8.0), "iou_last": torch.tensor(1.0), "count": torch.tensor(4.0)}
     figures = Control(place_of()).exchange(totals, torch.tensor(2.5), 9, seconds)
     spend("update", 0.25)

@@ -1,4 +1,4 @@
-"""Groups, rates and schedules: what each parameter is trained with, and when."""
+"""Parameter groups, learning rates and schedules."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""One process, DDP and FSDP train the same model; ranks agree; what does not fit is refused."""
+"""One process, DDP and FSDP train the same model; differing ranks and invalid settings are refused."""
 
 import socket
 from collections.abc import Callable
@@ -24,8 +24,8 @@ FSDP = ParallelConfig(mode="fsdp")
 HYBRID = ParallelConfig(mode="fsdp", replicas=2)
 STATIC = ParallelConfig(mode="ddp", static_graph=True)
 
-# Configuration and micro-batches a step, by number of ranks. Five images on two or three ranks are uneven; in
-# three micro-batches some are empty.
+# Configuration and micro-batches per step, by number of ranks. Two or three ranks have unequal parts of five
+# images; of three micro-batches some are empty.
 Cases = dict[str, tuple[ParallelConfig, int]]
 CASES: dict[int, Cases] = {
     2: {
@@ -48,7 +48,7 @@ SLOW: dict[int, Cases] = {
     },
     4: {"hybrid": (HYBRID, 1)},
 }
-Work = tuple[int, bool]  # number of ranks, whether its tests are slow
+Work = tuple[int, bool]  # number of ranks, and whether its tests are slow
 NAMES = [
     *(pytest.param((size, False), name) for size, cases in CASES.items() for name in cases),
     *(
@@ -110,13 +110,13 @@ Ranks = Callable[[Work], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def ranks() -> Ranks:
-    """What each rank of a work returned; each work is done once."""
+    """The results of a function on each rank; each function runs once."""
     return cache(lambda work: launch(WORKS[work], work[0]))
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """The same steps by one process, in one micro-batch each."""
+    """The same steps in one process, with one micro-batch per step."""
     torch.set_num_threads(1)
     return checks.trace(NONE, 1)
 

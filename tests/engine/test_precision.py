@@ -1,4 +1,4 @@
-"""Number formats: what is computed in which, and overflows of fp16 that all ranks skip together."""
+"""Number formats of all operations, and overflows of fp16, which all ranks skip together."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_blocks_compute_in_bf16_and_norms_and_prompts_in_float32(
     ranks: list[dict[str, Any]], mode: str
 ) -> None:
-    low = torch.bfloat16 if mode == "fsdp" else torch.float32  # autocast casts what FSDP has not cast yet
+    low = torch.bfloat16 if mode == "fsdp" else torch.float32  # autocast casts tensors that FSDP has not cast
     for rank in ranks:
         seen = rank["seen"][mode]
         assert (seen["attention"], seen["mlp"]) == (low, low)

@@ -1,4 +1,4 @@
-"""Which settings that differ from a checkpoint's are named where a run goes on."""
+"""Settings that differ from those of the checkpoint are named when a run resumes."""
 
 from typing import Any
 

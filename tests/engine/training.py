@@ -1,4 +1,4 @@
-"""A training run of a few steps on a SAM of a few thousand numbers, as the loop does it."""
+"""A training run of a few steps on a SAM with a few thousand parameters, in the form of the training loop."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -26,9 +26,9 @@ SIZE, RASTER = 32, 8
 MODEL = ModelConfig(
     image_size=SIZE, patch_size=16, width=16, depth=2, heads=2, global_blocks=(1,), window=2, channels=32
 )
-BATCH = 5  # images of a step: no world size divides it
-# Some gradients are zero but for rounding (a key's bias changes no attention): a large epsilon keeps Adam
-# from making full steps of them.
+BATCH = 5  # images of a step: not a multiple of any tested world size
+# Some gradients are zero except for rounding errors, because a key's bias does not change attention. A large
+# epsilon prevents full steps of Adam on these errors.
 OPTIM = OptimConfig(
     lr=1e-2, batch_scaling="none", warmup=2, steps=10, milestones=(8,), epsilon=1e-3, grad_clip=0.2
 )
@@ -37,13 +37,14 @@ MicroBatch = tuple[Tensor, Targets, Tensor]
 
 
 def build(seed: int = 0) -> Interactive:
-    # From other weights, rounding can change the sign of a ReLU's input on the way to the tests' 1e-5.
+    # With other initial weights, rounding errors can change the sign of a ReLU's input and exceed the
+    # tolerance of 1e-5.
     torch.manual_seed(200 + seed)
     return Interactive(Sam(MODEL), Recipe(clicks=1, unprompted=0))
 
 
 def samples(positions: range) -> MicroBatch:
-    """Images and masks of these positions; none at all for an empty range."""
+    """Images and masks of these positions; an empty range has none."""
     images = torch.empty(len(positions), 3, SIZE, SIZE, dtype=torch.uint8)
     masks, image, keys, weights, boxes = [], [], [], [], []
     for index, position in enumerate(positions):
@@ -56,7 +57,7 @@ def samples(positions: range) -> MicroBatch:
             masks.append(mask)
             image.append(index)
             keys.append(1000 * position + number)
-            weights.append(float(number != 1 or position % 2))  # one of them does not count
+            weights.append(float(number != 1 or position % 2))  # one mask has the weight 0
             boxes.append([4 * x + 0.5, 4 * y + 0.5, 4 * (x + 2 + number) - 0.5, 4 * (y + 3) - 0.5])
     corners = torch.tensor(boxes).reshape(-1, 4)
     targets = Targets(
@@ -72,7 +73,7 @@ def samples(positions: range) -> MicroBatch:
 
 
 def micro_batches(rank_info: RankInfo, step: int, accumulation: int) -> Iterator[MicroBatch]:
-    """This rank's part of a step in equally many micro-batches, of which some are empty."""
+    """This rank's part of a step, in the same number of micro-batches on every rank; some are empty."""
     begin, end = (
         step * BATCH + rank * BATCH // rank_info.world_size for rank in (rank_info.rank, rank_info.rank + 1)
     )
@@ -83,7 +84,7 @@ def micro_batches(rank_info: RankInfo, step: int, accumulation: int) -> Iterator
 
 @dataclass
 class Run:
-    """A run between steps, and what it has left."""
+    """A run between two steps, and its recorded values."""
 
     rank_info: RankInfo
     config: ParallelConfig
@@ -92,9 +93,9 @@ class Run:
     module: nn.Module
     optimizer: AdamW
     scaler: GradScaler
-    losses: list[float] = field(default_factory=list)  # this rank's sums
+    losses: list[float] = field(default_factory=list)  # sums of this rank
     norms: list[float] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step, clipped
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # clipped gradient of the first step
 
     def accumulate(self, micro: MicroBatch, *, last: bool) -> tuple[Tensor, Tensor]:
         with micro_batch(self.module, last=last):
@@ -145,7 +146,7 @@ def begin(
     state: Any = None,
     primed: bool = True,
 ) -> Run:
-    """A run before its first step, fresh or from a state."""
+    """A run before its first step, new or from a state."""
     interactive = build(seed=0 if state is None else 1)
     freeze(interactive, optim)
     module = wrap(interactive, config, rank_info)

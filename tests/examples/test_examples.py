@@ -30,7 +30,7 @@ from tests.storage.service import Service
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-IMAGES = 11  # a prime: ranks and steps do not divide it
+IMAGES = 11  # a prime, so that the numbers of ranks and steps do not divide it
 HELD_OUT = 3
 
 
@@ -51,18 +51,18 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(material: Path, tmp_path: Path) -> Path:
-    """An empty folder beside which nothing lies but `shards`."""
+    """An empty folder beside `shards`, in a folder with no other files."""
     shutil.copytree(material / "shards", tmp_path / "shards")
     return tmp_path
 
 
 def environment() -> dict[str, str]:
-    """Of a process that starts others: they find this package, and do not compete for the CPUs."""
+    """Environment of a process that starts others: they find this package and have one thread each."""
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(folder: Path, name: str, *arguments: object, **options: Any) -> str:
-    """What an example prints."""
+    """Run an example and return its output."""
     done = finished(folder, name, *arguments, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return str(done.stdout)

@@ -32,7 +32,7 @@ def root(tmp_path_factory):
 
 
 def read(path, mode="r:gz"):
-    """image id -> (JPEG, annotation file); names and order as in the download."""
+    """image id -> (JPEG, annotation file); names and order must be those of the download."""
     found = {}
     with tarfile.open(path, mode) as tar:
         members = [(member.name, tar.extractfile(member).read()) for member in tar]
@@ -71,7 +71,7 @@ def test_a_round_trip_gives_the_same_shards(root, tmp_path):
     for name in [*written, table_name(root)]:
         assert (again / name).read_bytes() == (root / name).read_bytes()
     one, two = manifest.read_dataset(root), manifest.read_dataset(again)
-    # The tars themselves differ: their members are in another order.
+    # The bytes of the tars differ, because their members are in another order.
     assert one.pop("sources").keys() == two.pop("sources").keys()
     assert one == two
 
@@ -215,7 +215,7 @@ def test_an_interrupted_export_continues_with_the_same_command(root, tmp_path, m
     assert summary.skipped == (["holiday.tar"] if point == "in a tar" else [])
     assert (summary.images, len(summary.tars)) == (21, 3)
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
-    again = export(root, out)  # nothing is left to do
+    again = export(root, out)  # the export was complete
     assert (again.skipped, again.tars, again.bytes_written) == (summary.tars, summary.tars, 0)
     if point == "in a tar":
         assert (out / "holiday.tar").stat().st_mtime_ns == times["holiday.tar"]

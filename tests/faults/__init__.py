@@ -1,4 +1,4 @@
-"""Faults of the operating system, injected below everything: see faults.c.
+"""Faults injected into calls of the operating system: see faults.c.
 
 `python -m tests.faults all SOURCE.tar` runs the full counts; the suite runs a seeded part of them.
 """
@@ -12,7 +12,7 @@ SOURCE = Path(__file__).with_name("faults.c")
 
 
 def build(folder: Path) -> Path | None:
-    """The compiled library, or None where there is no C compiler."""
+    """The compiled library; None if there is no C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
@@ -23,5 +23,5 @@ def build(folder: Path) -> Path | None:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """The environment of a process with the faults loaded."""
+    """The environment of a process that loads the library."""
     return {**os.environ, "LD_PRELOAD": str(library), "SA1B_TEST_FAULTS": str(library)}

@@ -1,4 +1,4 @@
-"""The full counts: python -m tests.faults crash|full|eio|power [options of the driver]; the source is made here."""
+"""The full counts: python -m tests.faults crash|full|eio|power [options of the driver]; this module makes the source."""
 
 import subprocess
 import sys
@@ -15,8 +15,8 @@ with tempfile.TemporaryDirectory() as folder:
         sys.exit("needs a C compiler")
     source = work / "sa_000000.tar"
     what, *options = sys.argv[1:]
-    # A disk that fills up in steps of 64 KB needs a source of some megabytes; where a source is replaced by one
-    # with more images, those that both have are the same.
+    # A disk that fills up in steps of 64 KB needs a source of some megabytes. A source and its replacement
+    # with more images have the same first images.
     long_side = {"full": 640, "power": 96}.get(what, 128)
     synthetic.write_tar(source, images=20 if what == "power" else 60, first_id=1, long_side=long_side)
     for name, images, first_id in (("other/sa_000001.tar", 8, 100), ("larger/sa_000000.tar", 27, 1)):

@@ -1,6 +1,6 @@
-"""Runs inside a process with faults.so preloaded: ingest again and again in forked children, with faults.
+"""Runs inside a process with faults.so preloaded: repeats ingest in forked children with faults.
 
-One line of JSON on stdout says what happened. Started by the tests; see `__init__.py`.
+Prints the result as one line of JSON. The tests start it; see `__init__.py`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _LONGEST = 60  # seconds; a run takes one
 
 
 def make(source: Path, root: Path) -> None:
-    """What a run does to a root, in this process."""
+    """One run of ingest on a dataset directory, in this process."""
     root.mkdir(parents=True, exist_ok=True)
     tasks = manifest.read_tasks(root)
     for one in discover([source]).sources:
@@ -43,7 +43,7 @@ def make(source: Path, root: Path) -> None:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every file below a root."""
+    """Every file below a dataset directory."""
     return {
         str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
     }
@@ -85,9 +85,9 @@ def forked(
     flushed: bool = True,
     **fault: int,
 ) -> tuple[int, str]:
-    """Run `make` in a child with a fault, or recording: its wait status and the error it printed.
+    """Run `make` in a child with a fault or a recording; returns its wait status and its error output.
 
-    Not `flushed`: what the child flushes is not, as if the code had forgotten it.
+    If not `flushed`, the child's flushes have no effect, as if the code contained none.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -97,7 +97,7 @@ def forked(
         if not flushed:
             os.fsync = lambda descriptor: None
         if log is not None:
-            # The power fails, so the machine is started again before the next run.
+            # After a power failure, the machine restarts before the next run.
             processes.this_machine = lambda: "before"
             faults.record(root, log)
         else:
@@ -119,7 +119,7 @@ def forked(
 
 
 def crash(source: Path, work: Path, points: list[int] | None, faults: Faults) -> dict[str, object]:
-    """Kill the process at its k-th step, run again, compare; all k until a run survives, or those given."""
+    """Kill the process at its k-th step, run again, and compare; for the given k, or until a run completes."""
     clean = work / "clean"
     make(source, clean)
     expected = contents(clean)
@@ -146,7 +146,7 @@ def crash(source: Path, work: Path, points: list[int] | None, faults: Faults) ->
 
 
 def disk(source: Path, work: Path, cases: list[dict[str, int]], faults: Faults) -> dict[str, object]:
-    """A disk that is full after so many bytes, or fails at random: the run must say so, or be right."""
+    """A disk that becomes full or fails at random: the run must report an error or have the right result."""
     clean = work / "clean"
     make(source, clean)
     expected = contents(clean)
@@ -159,7 +159,7 @@ def disk(source: Path, work: Path, cases: list[dict[str, int]], faults: Faults) 
             failed += 1
             if str(root) not in message:
                 unnamed.append([case, message])
-            # What a task file or the manifest claims must be right even now.
+            # Task files and manifest must be correct even at this moment.
             claimed = {name: data for name, data in contents(root).items() if name in expected}
             if (root / manifest.DATASET).exists() and claimed != expected:
                 corrupt.append([case, "claims what is not there"])
@@ -174,7 +174,7 @@ def disk(source: Path, work: Path, cases: list[dict[str, int]], faults: Faults) 
 def power(
     source: Path, work: Path, count: int, seed: int, faults: Faults, *, flushed: bool
 ) -> dict[str, object]:
-    """The power fails while a first source is made, a second one is added, and one is replaced by a smaller one.
+    """The power fails while a source is converted, while a second one is added, and while one is replaced.
 
     `source` has other/sa_000001.tar and larger/<its name> beside it.
     """
@@ -207,7 +207,7 @@ def power(
 
 
 def _with_damage(source: Path, path: Path) -> Path:
-    """A copy with a damaged header and a damaged annotation file: something for quarantine."""
+    """A copy with a damaged header and a damaged annotation file, which go to quarantine."""
     archive = bytearray(gzip.decompress(source.read_bytes()))
     places = [match.start() for match in re.finditer(rb"ustar", archive)]
     archive[places[3]] ^= 1

@@ -1,7 +1,7 @@
-"""Loss of power while ingest is at work, replayed from a recorded log; a part of driver.py.
+"""Loss of power during ingest, replayed from a recorded log; a part of driver.py.
 
-For each cut point the dataset directory is built as a crash may leave it. Required: what opens reads back
-as the original samples, and the next run ends with the bytes of a run that was never cut off.
+For each cut point the dataset directory is built as a crash may leave it. A dataset that opens must return
+the original samples, and the next run must produce the bytes of an uninterrupted run.
 """
 
 import random
@@ -25,7 +25,7 @@ def samples(root: Path) -> Samples:
 
 
 def opened(root: Path, expected: Samples) -> str | None:
-    """What is wrong with a dataset that opens; None: nothing, or it is refused."""
+    """The error in a dataset that opens; None if it has no error or does not open."""
     try:
         dataset = sa1b.open(root)
     except Sa1bError:
@@ -42,7 +42,7 @@ def opened(root: Path, expected: Samples) -> str | None:
 
 
 def cut_points(count: int, operations: list[replay.Operation], seed: int) -> list[tuple[int, str]]:
-    """(operations done, seed of what is lost), three of four not inside a file: there things go wrong."""
+    """(completed operations, seed of the losses); three of four points are outside of writes to files."""
     writes = [at for at, operation in enumerate(operations, 1) if operation.kind == replay.WRITE]
     others = [at for at in range(1, len(operations) + 1) if at not in set(writes)]
     rng = random.Random(seed)
@@ -62,12 +62,12 @@ def power(
     count: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Record one run, cut it off at `count` points, check each.
+    """Record one run, interrupt it at `count` points, and check each result.
 
     Args:
-        before: makes the dataset directory as it is before the run.
-        recorded: does the run on it, recording into a log.
-        again: does the run again in another process; the error it printed.
+        before: makes the dataset directory in its state before the run.
+        recorded: executes the run on it and records a log.
+        again: repeats the run in another process; returns its error output.
         contents: the files of a dataset directory.
     """
     root, log = work / "recorded", work / "log"

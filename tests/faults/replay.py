@@ -1,9 +1,9 @@
-"""What a loss of power leaves of a folder, built from the log that faults.c records.
+"""The possible states of a folder after a loss of power, from the log that faults.c records.
 
-A crash at operation k keeps everything that was flushed before k. Of the rest it may keep anything that no file
-system promises: unflushed bytes of a file are there, missing, there up to a point, or zeros; an unflushed change
-of a folder (a file made, renamed, removed) is there or not, each for itself. No order between them is assumed.
-Only two things are: a rename never loses both names, and flushing either of its folders keeps it.
+A crash at operation k keeps everything that was flushed before k. All other changes may or may not be kept.
+Unflushed bytes of a file are present, missing, truncated or zero. Each unflushed change of a folder (a
+created, renamed or removed file) is present or missing, in any order. There are only two guarantees: a rename
+never loses both names, and flushing either of its folders keeps it.
 
     log = read_log(path)
     State(before, log[:k]).crash(random.Random(seed)).write(folder)
@@ -32,13 +32,13 @@ NAMES = {
     SYNC_ALL: "sync_all",
 }
 _ENTRY = struct.Struct("<IIIQQQ")
-HOURS_LATER = 6 * 3600  # seconds: no heartbeat is young when the machine is back
+HOURS_LATER = 6 * 3600  # seconds, so that every heartbeat has expired when the machine restarts
 DATA_MODES = ("all", "none", "prefix", "zeros")
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One line of the log; paths relative to the recorded folder."""
+    """One line of the log; paths are relative to the recorded folder."""
 
     kind: int
     inode: int
@@ -80,13 +80,13 @@ def read_log(log: Path, folder: Path) -> list[Operation]:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A file or a folder as the operations left it, with their numbers.
+    """A file or a folder after the operations, with their numbers.
 
     Attributes:
-        synced: number of the last flush, -1: none; what was there before counts as flushed.
-        live: of a folder: name -> node, all operations done.
-        changes: of a folder: (operation, name, node or None) in order.
-        writes: of a file: (operation, offset, bytes), offset -1: cut to len(bytes).
+        synced: number of the last flush; -1: none. Earlier contents count as flushed.
+        live: for a folder: name -> node, after all operations.
+        changes: for a folder: (operation, name, node or None) in order.
+        writes: for a file: (operation, offset, bytes); offset -1: truncated to len(bytes).
     """
 
     is_folder: bool
@@ -104,7 +104,7 @@ class Node:
 
 
 def scan(folder: Path) -> tuple[Node, dict[int, Node]]:
-    """What is in a folder now, all of it flushed, and its nodes by inode."""
+    """The current contents of a folder, all flushed, and its nodes by inode."""
     by_inode: dict[int, Node] = {}
 
     def visit(path: Path) -> Node:
@@ -124,7 +124,7 @@ Kept = dict[str, bytes | None]  # path -> content, None: a folder
 
 
 class State:
-    """All operations of a log done on what was there before; `crash` says what a loss of power keeps."""
+    """A folder after all operations of a log; `crash` returns a state that a loss of power may leave."""
 
     def __init__(self, before: tuple[Node, dict[int, Node]], operations: Sequence[Operation]) -> None:
         self._root, self._by_inode = copy.deepcopy(before)
@@ -170,11 +170,11 @@ class State:
             target.change(number, second.name, node)
 
     def everything(self) -> Kept:
-        """The folder with all operations kept."""
+        """The folder if all operations are kept."""
         return self._collect(lambda _folder, _number: True, lambda _node: "all", random.Random(0))
 
     def crash(self, rng: random.Random) -> Kept:
-        """One of the folders that a loss of power after the last operation may leave."""
+        """A possible state of the folder after a loss of power that follows the last operation."""
         mode = rng.choice(["lose", "lose", "some", "some", "keep", "until"])
         until = rng.randrange(self._count + 1)
         coins: dict[int, bool] = {}
@@ -190,7 +190,7 @@ class State:
             if number not in self._renames:
                 return False
             source, target = self._renames[number]
-            if source.synced > number:  # else the file would have neither name
+            if source.synced > number:  # otherwise the file would have neither name
                 return True
             return target.synced > number and folder is source and coin(-1 - number)
 
@@ -226,7 +226,7 @@ class State:
 
 
 def content(node: Node, mode: str, rng: random.Random) -> bytes:
-    """A file's bytes after a crash: what was flushed, and of the rest what the mode says."""
+    """A file's bytes after a crash: the flushed bytes, and the others according to the mode."""
     data = bytearray()
     loose = sum(number > node.synced for number, _, _ in node.writes)
     keep = {"all": loose, "none": 0, "zeros": loose}.get(mode, rng.randrange(loose + 1))
@@ -243,7 +243,7 @@ def content(node: Node, mode: str, rng: random.Random) -> bytes:
 
 
 def write(kept: Kept, folder: Path) -> None:
-    """Make the folder on this disk, as it is found hours later."""
+    """Write the folder to this disk, with times that are hours old."""
     folder.mkdir(parents=True)
     for name, data in kept.items():
         path = folder / name

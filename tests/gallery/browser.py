@@ -1,4 +1,4 @@
-"""A browser without a window, for what the gallery's page does in one."""
+"""A headless browser, for tests of the gallery's page."""
 
 import shutil
 import subprocess

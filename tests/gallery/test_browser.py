@@ -1,4 +1,4 @@
-"""How the page looks in a browser, at the width of a desktop and of a telephone."""
+"""The layout of the page in a browser, at the widths of a desktop and of a telephone."""
 
 import html
 import json
@@ -23,7 +23,7 @@ from sa1b.synthetic import source_tars as synthetic
 from tests.gallery.browser import BROWSER, dump_dom
 from tests.shards.tiny import ingest_tar
 
-# Runs before the first frame, at the end of the page: what is drawn then, and what does not fit.
+# Runs at the end of the page, before the first frame: reports the drawn elements and those that do not fit.
 PROBE = """<pre id="probe"></pre><script>addEventListener("load", () => {
 const overlap = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
 const boxes = (chart) => [...chart.querySelectorAll("text")].map((each) => [each.textContent, each.getBoundingClientRect()]);
@@ -38,7 +38,7 @@ document.querySelector("#probe").textContent = JSON.stringify({
     boxes(chart).slice(0, at).filter(([, other]) => overlap(box, other)).map(([other]) => [other, text]))),
 });
 });</script>"""
-# A frame: windows are never narrower than 500 pixels.
+# An iframe, because windows are never narrower than 500 pixels.
 FRAME = """<!doctype html><pre id="found"></pre>
 <iframe style="border: 0; width: {width}px; height: 844px" srcdoc="{page}"></iframe>
 <script>const frame = document.querySelector("iframe");
@@ -48,7 +48,7 @@ frame.addEventListener("load", () => setTimeout(() => {{
 
 
 def probe(page: Path, width: int, folder: Path) -> dict[str, Any]:
-    """What the page looks like in a frame of this width."""
+    """The report of the page in an iframe of this width."""
     text = page.read_text(encoding="utf-8").replace("</body>", f"{PROBE}</body>")
     file = folder / "frame.html"
     file.write_text(FRAME.format(width=width, page=html.escape(text)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The gallery: one page, the same for every kind of input, whose masks are exact."""
+"""The gallery: one page with exact masks, which is the same for every kind of input."""
 
 import base64
 import html
@@ -51,7 +51,7 @@ IMAGES, FIRST_ID, LONG_SIDE = 14, 100, 160
 
 @dataclass
 class Page(HTMLParser):
-    """What stands on a page: every tag with its attributes, texts by tag, the data of every picture."""
+    """The contents of a page: every tag with its attributes, texts by tag, the data of every image."""
 
     text: str
     tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same images as a source tar, a folder of pairs, a root, and shards without their index."""
+    """The same images as a source tar, a folder of pairs, a dataset directory, and shards without indexes."""
     folder = tmp_path_factory.mktemp("gallery")
     tar = folder / "sa_000003.tar"
     synthetic.write_tar(tar, images=IMAGES, first_id=FIRST_ID, long_side=LONG_SIDE)
@@ -98,7 +98,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., tuple[Page, GallerySummary]]:
-    """Writes a gallery, and reads it."""
+    """Write a gallery and read it back."""
 
     def write(path: Path, choice: Choice | None = None, **options: Any) -> tuple[Page, GallerySummary]:
         summary = write_gallery(
@@ -169,7 +169,7 @@ def test_embedded_masks_are_the_raster_at_display_size(inputs, make, max_side: i
             assert np.array_equal(data[name], getattr(annotations, name)[order])
         assert np.array_equal(data["crop_box"], annotations.crop_box[order])
         assert np.array_equal(data["runs_count"], annotations.runs_count[order])
-        assert data["area"] == sorted(data["area"], reverse=True)  # small masks lie on top
+        assert data["area"] == sorted(data["area"], reverse=True)  # small masks are drawn last
     assert summary.longer_side == max_side
 
 
@@ -389,9 +389,9 @@ def test_odd_annotations_are_shown(make, tmp_path: Path) -> None:
         tmp_path / "sa_000001.tar", [*files, ("sa_1.json", encode(odd)), ("sa_2.json", encode(empty))]
     )
     page, summary = make(path)
-    assert summary.shown == [1, 2]  # the image without masks has no score: last
+    assert summary.shown == [1, 2]  # the image without masks has no score and is last
     data = page.pictures[1]
-    at = data["mask_id"].index(str(2**60 + 1))  # JavaScript would lose its last digits
+    at = data["mask_id"].index(str(2**60 + 1))  # JavaScript would round its last digits
     assert (data["predicted_iou"][at], data["area"][at]) == (None, -5)
     assert [None] * 4 in data["bbox"]
     assert None in data["stability_score"]
@@ -518,7 +518,7 @@ def test_drawn_outlines_are_the_edges_of_the_raster(inputs, make, tmp_path: Path
 
 
 def edges_of(path: str, height: int, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """How often a path goes along each pixel edge: vertical [height, width + 1], horizontal [height + 1, width]."""
+    """How often a path follows each pixel edge: vertical [height, width + 1], horizontal [height + 1, width]."""
     vertical = np.zeros((height, width + 1), np.int64)
     horizontal = np.zeros((height + 1, width), np.int64)
     x = y = 0

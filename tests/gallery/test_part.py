@@ -1,4 +1,4 @@
-"""Galleries of a part of a dataset directory: a view, images with warnings; and what is read for them."""
+"""Galleries of a view or of the images with warnings, and the files that they read."""
 
 import json
 import subprocess

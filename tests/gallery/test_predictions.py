@@ -1,4 +1,4 @@
-"""A model's masks beside the true ones on the gallery's page."""
+"""Predicted masks beside the true masks on the gallery's page."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn(root: Path, image_id: int, mask_ids: list[int] | None = None) -> Predicted:
-    """The true masks mirrored, as if a model had drawn them."""
+    """The mirrored true masks as predictions."""
     annotations = Dataset(root).by_id(image_id).annotations
     chosen = np.flatnonzero(np.isin(annotations.mask_id, mask_ids or annotations.mask_id))[::-1]
     return Predicted(
@@ -67,7 +67,7 @@ def test_the_page_shows_the_images_of_the_file_with_both_masks_in_one_order(
         data = page.pictures[image_id]
         own = drawn(root, image_id, few if image_id == 101 else None)
         at = [own.mask_id.tolist().index(mask_id) for mask_id in data["mask_id"]]
-        assert sorted(at) == list(range(len(own.mask_id)))  # only masks that the model was asked for
+        assert sorted(at) == list(range(len(own.mask_id)))  # only masks that the model has predicted
         assert data["area"] == sorted(data["area"], reverse=True)
         size = data["height"], data["width"]
         true = Dataset(root).by_id(image_id).annotations

@@ -1,7 +1,7 @@
-"""The package in fresh environments, installed in every order, and found from everywhere.
+"""The package in fresh environments, installed in every order and imported from every folder.
 
-No environment downloads anything: it sees the dependencies of this one through links, in a folder that a
-.pth file names. The package itself is built and installed by pip as a user would, without its dependencies.
+Environments download nothing: their dependencies are links to those of this environment, in a folder named by
+a .pth file. The package itself is built and installed by pip as a user would, without its dependencies.
 """
 
 import os
@@ -17,14 +17,14 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PARTS = ("sa1b", "tools", "benchmarks", "pyproject.toml", "README.md", "LICENSE")
 CACHES = ("__pycache__", "*.egg-info", "results")
-WORK = "import numpy, sa1b.hashing; sa1b.hashing.random_words(1, 2, numpy.arange(3))"  # compiles a kernel
+WORK = "import numpy, sa1b.hashing; sa1b.hashing.random_words(1, 2, numpy.arange(3))"  # this command compiles a kernel
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What this environment has, without this package and without .pth files."""
+    """Links to the packages of this environment, without this package and without .pth files."""
     folder = tmp_path_factory.mktemp("dependencies")
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         if not path.name.startswith(("sa1b", "__editable__")) and path.suffix != ".pth":
@@ -75,7 +75,7 @@ class Environment:
         self.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "sa1b", cwd=self.folder)
 
     def module(self, cwd: Path) -> Path:
-        """Where `import sa1b` finds it, as a notebook in this folder does."""
+        """The path from which a notebook in this folder imports sa1b."""
         code = "import sa1b; sa1b.open; print(sa1b.__file__)"
         return Path(self.run("python", "-c", code, cwd=cwd).strip()).parent
 
@@ -96,10 +96,10 @@ def test_the_last_installation_is_found_from_everywhere_and_leaves_nothing(
 ) -> None:
     for way in order:
         environment.install(*(["--editable"] if way == "editable" else []), clone)
-        environment.run("python", "-c", WORK, cwd=tmp_path)  # its kernels are cached now
+        environment.run("python", "-c", WORK, cwd=tmp_path)  # the kernels are cached now
     installed = clone / "sa1b" if order[-1] == "editable" else environment.packages / "sa1b"
     assert environment.module(tmp_path) == installed
-    assert environment.module(clone.parent) == installed  # which has a folder sa1b too
+    assert environment.module(clone.parent) == installed  # a folder that also contains a folder sa1b
     assert environment.module(clone) == clone / "sa1b"
     for cwd in (tmp_path, clone.parent, clone):
         assert environment.run("sa1b", "--version", cwd=cwd).startswith("sa1b ")
@@ -114,7 +114,7 @@ def test_the_last_installation_is_found_from_everywhere_and_leaves_nothing(
 def test_what_an_older_version_left_behind_does_not_hide_an_editable_install(
     environment: Environment, clone: Path, tmp_path: Path
 ) -> None:
-    # Before kernels were cached elsewhere, numba's files outlived `pip uninstall`.
+    # numba's files beside the source would remain after `pip uninstall`.
     left = environment.packages / "sa1b" / "__pycache__"
     left.mkdir(parents=True)
     (left / "hashing._mix_loop-56.py311.nbi").write_bytes(b"x")
@@ -138,7 +138,7 @@ def test_a_wheel_has_the_whole_package_and_nothing_else(
     }
     assert {name for name in names if ".dist-info/" not in name} == kept
     assert "sa1b/py.typed" in kept
-    # The way from source tars to a page works from it, in a folder that knows nothing of the clone.
+    # The commands from source tars to a page work with it, in a folder outside of the clone.
     environment.install(wheel)
     folder = tmp_path / "work"
     folder.mkdir()

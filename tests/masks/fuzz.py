@@ -2,7 +2,7 @@
 
     python -m tests.masks.fuzz --count 1000000 --seed 0 [--processes 2]
 
-Each case takes a valid string, damages it (and sometimes the size) in one to three ways and asks both.
+Each case damages a valid string (and sometimes the size) in one to three ways and decodes it with both.
 """
 
 import argparse
@@ -25,7 +25,7 @@ WRONG = (None, 7, 1.5, ["0"], bytearray(b"1"), memoryview(b"1"), {"counts": "1"}
 class Tally:
     cases: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
-    slowest: float = 0.0  # seconds of one call
+    slowest: float = 0.0  # longest call in seconds
 
 
 def valid_mask(rng: random.Random) -> tuple[list[int], int, int]:
@@ -64,9 +64,9 @@ def mutate(string: bytes, other: bytes, rng: random.Random) -> bytes:
         case 7:  # a huge number
             value = rng.choice((-1, 1)) * rng.choice((2**31, 2**32, 2**33, 2**59, 2**62, 2**63, 2**64))
             return string[:place] + oracle.number(value + rng.randint(-2, 2)) + string[place:]
-        case 8:  # a small number, written longer than it needs
+        case 8:  # a small number with needless characters
             return string[:place] + oracle.number(rng.randint(-40, 40), rng.randint(0, 13)) + string[place:]
-        case _:  # a part twice
+        case _:  # a repeated part
             return string[:place] + string[rng.randrange(len(string) + 1) :]
 
 
@@ -109,7 +109,7 @@ def oracle_decode(string: object, height: object, width: object) -> tuple[str, l
 
 def fuzz(count: int, seed: int) -> Tally:
     """`count` cases of this seed; AssertionError names the first one on which the two differ."""
-    package_decode(b"9", 3, 3)  # compiles, before anything is timed
+    package_decode(b"9", 3, 3)  # compiles before calls are timed
     package_decode(b"", 3, 3)
     rng = random.Random(seed)
     tally = Tally()
@@ -159,7 +159,7 @@ def check_valid(case: tuple[object, int, int], runs: list[int]) -> None:
 
 
 def check_batch(batch: list[tuple[object, str]], height: int, width: int) -> None:
-    """The same verdicts when the strings come together; the first that fails is named."""
+    """Joined strings have the same verdicts, and the error names the first one that fails."""
     strings = [string for string, _ in batch]
     verdicts = [verdict for _, verdict in batch]
     assert coco.reasons(strings, height, width) == verdicts, f"{strings!r} of {height} x {width}"
@@ -183,7 +183,7 @@ def main() -> None:
     counts = [min(per_batch, arguments.count - done) for done in range(0, arguments.count, per_batch)]
     seeds = range(arguments.seed, arguments.seed + len(counts))
     total = Tally()
-    # An executor, not a Pool: when a worker crashes this ends with an error instead of waiting for ever.
+    # An executor instead of a Pool: if a worker crashes, it raises an error instead of waiting forever.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=spawn) as pool:
         for tally in pool.map(fuzz, counts, seeds):

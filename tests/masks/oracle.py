@@ -1,10 +1,10 @@
-"""COCO's mask strings, slow and obviously right: what the compiled parser is held against. No numpy."""
+"""A slow, simple parser of COCO's mask strings without numpy, with which the compiled parser is compared."""
 
 MAX_PIXELS = 2**32 - 1
 
 
 class Refused(Exception):
-    """The string is no mask of this size; the argument is the reason."""
+    """The string is not a mask of this size; the argument is the reason."""
 
 
 def decode(string: object, height: object, width: object) -> list[int]:
@@ -22,7 +22,7 @@ def decode(string: object, height: object, width: object) -> list[int]:
         raise Refused("wrong_type")
 
     runs: list[int] = []
-    number: list[int] = []  # its codes so far
+    number: list[int] = []  # character codes of the number so far
     for code in codes:
         if not 0 <= code <= 63:
             raise Refused("bad_character")
@@ -50,7 +50,7 @@ def decode(string: object, height: object, width: object) -> list[int]:
 
 
 def number(value: int, padding: int = 0) -> bytes:
-    """One number; `padding` characters more than it needs."""
+    """The characters of one number, with `padding` needless ones."""
     characters = []
     while not -16 <= value < 16 or padding > 0:
         if -16 <= value < 16:
@@ -66,6 +66,6 @@ def encode(runs: list[int]) -> bytes:
 
 
 def pixels(runs: list[int], height: int, width: int) -> list[list[int]]:
-    """Rows of 0 and 1."""
+    """The mask as rows of 0 and 1."""
     line = [index % 2 for index, run in enumerate(runs) for _ in range(run)]
     return [[line[x * height + y] for x in range(width)] for y in range(height)]

@@ -1,4 +1,4 @@
-"""Masks to test with: pixels made by hypothesis, their runs, and other runs of the same pixels."""
+"""Masks for tests: pixels from hypothesis, their runs, and other runs of the same pixels."""
 
 import os
 
@@ -44,7 +44,7 @@ def pixel_masks(draw, height=sides, width=sides, count=counts):
 
 
 def to_runs(masks: np.ndarray, extra_zeros: int | None = None) -> Runs:
-    """Canonical runs of bool [N, H, W]; with extra_zeros (a seed) runs of length zero are strewn in."""
+    """Canonical runs of bool [N, H, W]; extra_zeros: seed of random runs of length zero to insert."""
     _, height, width = masks.shape
     random = np.random.default_rng(extra_zeros)
     lists = []
@@ -65,7 +65,7 @@ def to_runs(masks: np.ndarray, extra_zeros: int | None = None) -> Runs:
 
 
 def to_pixels(runs: Runs) -> np.ndarray:
-    """bool [N, H, W] of runs, by repeating."""
+    """Pixels, bool [N, H, W], of runs."""
     masks = np.empty((len(runs), runs.height, runs.width), np.bool_)
     for mask, lengths in zip(masks, runs, strict=True):
         line = np.repeat(np.arange(len(lengths)) % 2, lengths)
@@ -74,7 +74,7 @@ def to_pixels(runs: Runs) -> np.ndarray:
 
 
 def assert_canonical(runs: Runs) -> None:
-    """The runs are those of their pixels and no others."""
+    """Assert that the runs are the canonical runs of their pixels."""
     runs.check()
     expected = to_runs(to_pixels(runs))
     np.testing.assert_array_equal(runs.offsets, expected.offsets)

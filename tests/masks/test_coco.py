@@ -165,15 +165,15 @@ def test_a_buffer_of_another_type_is_refused():
 
 
 def runs_of(*values):
-    """One mask of a column of as many pixels."""
+    """Decode one mask of an image of one column."""
     return Runs(np.array(values, np.uint32), np.array([0, len(values)]), sum(values), 1)
 
 
 @pytest.mark.parametrize(
     "runs",
     [
-        # The third run and later ones are stored as differences to the last but one. One character holds -16 to
-        # 15, two hold -512 to 511, and so on.
+        # From the third run on, differences to the run two before are stored. One character holds -16 to 15,
+        # two hold -512 to 511, and so on.
         *(runs_of(0, 60_000, 60_000, 60_000 + difference) for limit in (16, 512, 16_384)
           for difference in (-limit - 1, -limit, limit - 1, limit)),
         runs_of(70_000, 1, 2_000_000, 3, 4_000_000),
@@ -190,7 +190,7 @@ def test_numbers_at_the_limits_of_a_character_are_written_and_parsed(runs):
 
 
 def test_arrays_refuse_characters_that_are_none():
-    """`p` looks like a digit of zeros that goes on."""
+    """`p` would be a character with the bits 0 and the continuation bit."""
     text = np.frombuffer(b"p09", np.uint8)
     assert strings_numpy.parse(text, np.array([3]), 9) is None
     with pytest.raises(MaskError):

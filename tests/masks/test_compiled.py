@@ -1,4 +1,4 @@
-"""Compiled kernels and their plain form, what is imported when, and threads."""
+"""Compiled kernels and their plain form, imports, and threads."""
 
 import os
 import subprocess

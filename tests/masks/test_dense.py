@@ -16,7 +16,7 @@ def test_runs_of_pixels_draw_the_pixels(data):
     pixels = data.draw(arrays(np.bool_, shape))
     runs = runs_of(pixels).check()
     assert (raster.rasterize(runs).astype(bool) == pixels).all()
-    # Canonical: no run of length 0 but the first.
+    # Canonical: only the first run may have the length 0.
     assert all((mask[1:] > 0).all() for mask in runs)
 
 

@@ -1,4 +1,4 @@
-"""Mutated strings beside the oracle; the full count: `python -m tests.masks.fuzz --count 1000000`."""
+"""Mutated strings compared with the oracle; the full count: `python -m tests.masks.fuzz --count 1000000`."""
 
 from tests.masks.fuzz import fuzz
 from tests.masks.samples import PLAIN

@@ -1,4 +1,4 @@
-"""Geometry on runs against the same on pixels."""
+"""Geometry on runs compared with the same operations on pixels."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which source pixel a target pixel reads."""
+"""The source pixel that a target pixel reads."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ lengths = st.one_of(st.integers(1, 8), st.integers(1, 400))
 
 
 def frame_sources(length, longer, image_size, size):
-    """The frame's formula, word by word: source pixels, -1 for background."""
+    """The documented formula of the frame: source pixels, -1 for background."""
     taken = max(1, (2 * length * image_size + longer) // (2 * longer))
     return [
         ((2 * dst + 1) * image_size * length) // (2 * size * taken)

@@ -1,4 +1,4 @@
-"""Runs to pixels on the CPU and in torch: decode, then integer indexing."""
+"""Runs to pixels on the CPU and in torch, compared with decoding and integer indexing."""
 
 import numpy as np
 import pytest

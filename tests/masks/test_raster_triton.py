@@ -1,4 +1,4 @@
-"""The Triton raster: the bits of the CPU raster, in Triton's interpreter and, where there is one, on a GPU."""
+"""The Triton back end equals the CPU back end, in Triton's interpreter and, if there is one, on a GPU."""
 
 import importlib.util
 import inspect
@@ -136,7 +136,7 @@ def test_a_wrong_flip_is_named():
             raster_torch.rasterize(torch.tensor([3, 9]), torch.tensor([0, 2]), 3, 4, 3, 4, flip=flip)
 
 
-# From here on a GPU is needed; kernels run compiled.
+# The tests below need a GPU and run compiled kernels.
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def raster_triton(monkeypatch):
     for name in ("DESIGN", "TILE_ROWS", "TILE_COLUMNS", "STEP_PIXELS", "WORKERS", "RUNS_BLOCK"):
         monkeypatch.setattr(
             raster_triton, name, getattr(raster_triton, name)
-        )  # what cases change is put back
+        )  # restores the constants that cases change
     return raster_triton
 
 

@@ -1,4 +1,4 @@
-"""The ragged pair itself."""
+"""The class Runs."""
 
 import json
 from importlib import import_module
@@ -60,7 +60,7 @@ def test_check_refuses_what_the_class_does_not_promise():
         Runs(np.array([6], np.int64), np.array([0, 1]), 2, 3).check()
     with pytest.raises(SizeError):
         pair([0], [0, 1], 0, 3).check()
-    with pytest.raises(MaskError):  # would be 6 if sums wrapped at 32 bits
+    with pytest.raises(MaskError):  # the sum would be 6 in 32-bit arithmetic
         pair([2**32 - 1, 7], [0, 2]).check()
 
 

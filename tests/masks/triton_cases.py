@@ -1,7 +1,8 @@
-"""Seeded cases for the Triton raster, each held to the bits of the CPU raster.
+"""Seeded cases for the Triton back end, each compared bit for bit with the CPU back end.
 
-`TRITON_INTERPRET=1 python -m tests.masks.triton_cases FIRST STOP` runs the cases of these seeds and the odd ones
-in Triton's interpreter, which has to be chosen before a kernel's module is imported: in a process of its own.
+`TRITON_INTERPRET=1 python -m tests.masks.triton_cases FIRST STOP` runs the cases of these seeds and the
+special cases in Triton's interpreter. The interpreter must be selected before the import of the kernels, so
+it needs a separate process.
 """
 
 import re
@@ -18,7 +19,7 @@ from tests.masks.samples import to_runs
 
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32)
 RUN_TYPES = (np.uint32, np.int32, np.int64)
-# Rows and columns of a tile, pixels of a step. Small ones make many tiles of few pixels.
+# Rows and columns of a tile, pixels of a step. Small values make many small tiles.
 TILES = ((128, 256, 4096), (16, 32, 256), (32, 32, 64), (8, 16, 64))
 
 
@@ -51,7 +52,7 @@ def draw_masks(random: np.random.Generator, height: int, width: int, count: int)
 
 @dataclass(frozen=True)
 class Batch:
-    """Masks of several images as the device rasters take them, and as the CPU takes them."""
+    """Masks of several images as arguments of the back ends for devices and for the CPU."""
 
     images: list[Runs]
     runs: np.ndarray
@@ -69,9 +70,9 @@ class Batch:
         flip: bool | np.ndarray,
         taken: list[tuple[int, int]] | None = None,
     ) -> np.ndarray:
-        """uint8 [N, H, W] from sa1b.masks.raster, of mirrored runs where a mask is to be flipped.
+        """uint8 [N, H, W] from sa1b.masks.raster; flipped masks are rasterised from mirrored runs.
 
-        taken: what each image takes of the square.
+        taken: rows and columns of the square that each image covers.
         """
         function = getattr(raster, name)
         each = [{}] * len(self.images) if taken is None else [{"taken": one} for one in taken]
@@ -102,7 +103,7 @@ def draw_side(random: np.random.Generator) -> int:
 
 
 def check_case(seed: int, device: str, tiles: tuple[tuple[int, int, int], ...] = TILES) -> int:
-    """One random call of each function; returns how many masks were compared."""
+    """One random call of each function; returns the number of compared masks."""
     from sa1b.masks import raster_triton
 
     random = np.random.default_rng(seed)
@@ -132,7 +133,7 @@ def check_case(seed: int, device: str, tiles: tuple[tuple[int, int, int], ...] =
 
     for name in ("rasterize", "rasterize_frame"):
         sizes = draw_side(random), draw_side(random)
-        sizes = tuple(min(size, 4 * tile[1]) for size in sizes)  # the interpreter takes 5 ms a tile
+        sizes = tuple(min(size, 4 * tile[1]) for size in sizes)  # the interpreter takes 5 ms per tile
         dtype = DTYPES[random.integers(4)]
         taken, options = None, {"flip": mirror}
         if name == "rasterize_frame" and random.random() < 0.5:
@@ -157,7 +158,7 @@ def check_case(seed: int, device: str, tiles: tuple[tuple[int, int, int], ...] =
 
 
 def check_a_buffer_anywhere(device: str) -> None:
-    """A buffer that begins at an odd address is written exactly, and nothing beside it."""
+    """A buffer at an odd address is written exactly, and nothing outside it."""
     from sa1b.masks import raster_triton
 
     masks = draw_masks(np.random.default_rng(1), 20, 32, 3)
@@ -181,7 +182,7 @@ def check_a_buffer_anywhere(device: str) -> None:
 
 
 def check_runs_that_break_their_promise(device: str) -> None:
-    """Runs of other sums than the source has pixels: the call ends, and writes 0 and 1 into its buffer only."""
+    """Runs with a wrong sum: the call ends, and writes only 0 and 1, and only into its buffer."""
     from sa1b.masks import raster_triton
 
     broken = ([1, 5, 2**32 - 1, 2**32 - 1, 3], [], [7], [0, 2**32 - 1], [0, 0, 0, 0], [3, 2])
@@ -208,7 +209,7 @@ def check_no_masks(device: str) -> None:
 
 
 def check_many_masks(device: str, count: int) -> None:
-    """More masks than a grid's second axis takes programs, on a GPU."""
+    """More masks than the limit of a grid's second axis, on a GPU."""
     from sa1b.masks import raster_triton
 
     batch = join([to_runs(draw_masks(np.random.default_rng(2), 9, 7, 24))])
@@ -224,7 +225,7 @@ def check_many_masks(device: str, count: int) -> None:
 
 
 def check_arguments(device: str) -> None:
-    """What cannot be right is refused by name."""
+    """Invalid arguments are refused, and the message names them."""
     from sa1b.masks import raster_triton
 
     runs = torch.tensor([3, 9, 12], dtype=torch.int32, device=device)

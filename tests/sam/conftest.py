@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Tensors this small take longer in several threads."""
+    """Use one thread: several threads are slower for such small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,6 +1,6 @@
-"""The implementation of Hugging Face, `transformers.SamModel`, at any size, by our names of the weights.
+"""Hugging Face's implementation, `transformers.SamModel`, at any size, with our names of the weights.
 
-An independent reference of the tests beside it; they are skipped where the package `transformers` is missing.
+An independent reference for tests, which are skipped if the package `transformers` is missing.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sa1b.sam.model import ModelConfig
 
-NAMES = (  # a pattern of our names, and what it becomes
+NAMES = (  # a pattern of our names, and its replacement
     (r"^image_encoder\.blocks\.(\d+)\.norm(\d)", r"vision_encoder.layers.\1.layer_norm\2"),
     (r"^image_encoder\.blocks\.", "vision_encoder.layers."),
     (r"^image_encoder\.patch_embed\.proj\.", "vision_encoder.patch_embed.projection."),
@@ -50,7 +50,7 @@ def their_name(name: str) -> str:
 
 
 def build(config: ModelConfig, weights: dict[str, Tensor]) -> nn.Module:
-    """Their model with our weights; skips the test where the package is missing."""
+    """Their model with our weights; skips the test if the package is missing."""
     package: Any = pytest.importorskip(
         "transformers", reason="the package transformers, a reference of this test, is not installed"
     )
@@ -74,7 +74,7 @@ def build(config: ModelConfig, weights: dict[str, Tensor]) -> nn.Module:
         mlp_dim=8 * config.channels,
         num_attention_heads=config.channels // 32,
         iou_head_hidden_dim=config.channels,
-        layer_norm_eps=1e-5,  # that of the published code; theirs is 1e-6
+        layer_norm_eps=1e-5,  # the epsilon of the published code; theirs is 1e-6
     )
     whole = package.SamConfig(
         vision_config=vision.to_dict(),
@@ -94,7 +94,7 @@ def build(config: ModelConfig, weights: dict[str, Tensor]) -> nn.Module:
 
 
 def gradients(model: nn.Module, names: list[str]) -> dict[str, Tensor]:
-    """The gradients of their parameters, by our names; zeros where there is none."""
+    """The gradients of their parameters, by our names; zeros for parameters without a gradient."""
     found = {}
     for name in names:
         parameter = model.get_parameter(their_name(name))

@@ -1,7 +1,7 @@
 """The published implementation, the package segment_anything, at any size and with random weights.
 
-The reference of the tests beside it. Its package imports torchvision for parts that no test here touches, and
-torchvision does not import beside a CPU build of torch: an empty module replaces it during the import.
+A reference for the tests. The package imports torchvision for parts that no test uses. Importing torchvision
+fails with a CPU build of torch, so an empty module replaces it during the import.
 """
 
 import importlib
@@ -36,13 +36,13 @@ def module(name: str) -> ModuleType:
 
 
 def stand_ins() -> AbstractContextManager[object]:
-    """Meanwhile torchvision is an empty module."""
+    """A context in which torchvision is an empty module."""
     functional = "torchvision.transforms.functional"
     return patch.dict(sys.modules, {name: MagicMock() for name in (*STAND_INS, functional)})
 
 
 def build(config: ModelConfig, seed: int = 0) -> nn.Module:
-    """The published model with the sizes of `config`, in eval mode, no weight left at zero or one."""
+    """The published model with the sizes of `config`, in eval mode, with no weight equal to zero or one."""
     published = modeling()
     torch.manual_seed(seed)
     model = published.Sam(
@@ -78,7 +78,7 @@ def build(config: ModelConfig, seed: int = 0) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "rel_pos" in name or "pos_embed" in name:
-                parameter.normal_(std=0.5)  # they start at zero
+                parameter.normal_(std=0.5)  # their initial value is zero
             elif parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))  # biases and norms
     return model.eval()

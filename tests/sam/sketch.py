@@ -1,7 +1,7 @@
-"""A sketch of a model, and the micro-batches that the tests of interactive training give it.
+"""A simple substitute for a model, and micro-batches for the tests of interactive training.
 
-The sketch is arithmetic on single numbers, so that a mask's answers are the same bits in any batch. It records
-every call.
+The substitute computes with single numbers, so that the results of a mask are the same bits in any batch. It
+records every call.
 """
 
 from dataclasses import fields
@@ -25,7 +25,7 @@ PLAIN = Recipe()
 
 
 class Sketch(nn.Module):
-    """Predicts a diamond around every prompt; brighter pixels and the fed mask count too."""
+    """Predicts a diamond around every prompt; bright pixels and the mask prompt increase the logits."""
 
     def __init__(self, drop_path: float = 0.0) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def case(masks: int = 12, images: int = 3, size: int = 16) -> tuple[Tensor, Targ
 
 
 def part(targets: Targets, masks: Tensor, **changed: Tensor) -> Targets:
-    """Some of the masks, in any order of images: without `counts`."""
+    """Some of the masks, in any order of images, therefore without `counts`."""
     of_masks = [field.name for field in fields(targets) if field.name not in ("sizes", "counts")]
     chosen = {name: getattr(targets, name)[masks] for name in of_masks}
     return Targets(**chosen | {"sizes": targets.sizes} | changed)

@@ -67,12 +67,12 @@ def test_gradients_are_those_of_the_definition() -> None:
 
 
 def test_distances_are_looked_up_from_query_to_key() -> None:
-    table = torch.arange(5.0)[:, None]  # of -2, -1, 0, 1, 2
+    table = torch.arange(5.0)[:, None]  # for the distances -2, -1, 0, 1, 2
     assert distances(table)[:, 0].tolist() == [[2, 1, 0], [3, 2, 1], [4, 3, 2]]
 
 
 class Shapes(TorchDispatchMode):
-    """The operators that ran, and the shapes of all tensors that they gave."""
+    """The executed operators, and the shapes of all tensors that they returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_windows_cut_the_grid_row_by_row_and_join_again(
     down, across = math.ceil(height / window), math.ceil(width / window)
     assert windows.shape == (batch * down * across, window, window, 1)
     assert torch.equal(join_windows(windows, height, width), x)
-    last = windows[-1]  # bottom right: zeros where the grid has ended
+    last = windows[-1]  # bottom right: zeros outside the grid
     rows, columns = height - (down - 1) * window, width - (across - 1) * window
     assert torch.equal(last[:rows, :columns], x[-1, (down - 1) * window :, (across - 1) * window :])
     assert not last[rows:].any()

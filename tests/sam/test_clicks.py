@@ -1,4 +1,4 @@
-"""Prompts: where they may lie, how often each kind comes, and that a mask's are its own."""
+"""Prompts: their positions and frequencies, and that those of a mask do not depend on other masks."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_box_noise_has_its_deviation_and_its_limit():
     deviations = torch.tensor([10.0, 50.0, 10.0, 50.0])
     torch.testing.assert_close(moved.std(dim=0), deviations, rtol=0.03, atol=0)
     assert (moved.mean(dim=0).abs() < deviations / 25).all()
-    assert (torch.corrcoef(moved.T) - torch.eye(4)).abs().max() < 0.04  # each side moves by itself
+    assert (torch.corrcoef(moved.T) - torch.eye(4)).abs().max() < 0.04  # each side moves independently
     limited = clicks.noised_boxes(boxes, some_keys(count), sizes, 0.1, 20.0) - boxes
     torch.testing.assert_close(limited, moved.clamp(-20, 20), rtol=0, atol=1e-3)
 
@@ -81,7 +81,7 @@ def test_one_round_without_a_prompt_lies_anywhere_among_the_clicks_and_one_is_th
     assert (rests.sum(dim=1) == 2).all()
     assert rests[:, -1].all()
     counts = rests[:, :-1].sum(dim=0).double()
-    assert ((counts - 1000) ** 2 / 1000).sum() < 32  # 8 degrees: chance 1e-4
+    assert ((counts - 1000) ** 2 / 1000).sum() < 32  # 8 degrees of freedom: probability 1e-4
 
 
 @pytest.mark.parametrize(("count", "unprompted"), [(0, 0), (0, 1), (3, 0), (3, 1), (3, 3), (0, 2)])
@@ -115,7 +115,9 @@ def test_every_pixel_of_a_region_is_as_likely_as_another():
     hits = torch.bincount(rows * 8 + columns, minlength=40).reshape(5, 8)
     assert (hits[~region] == 0).all()
     expected = len(words) / region.sum()
-    assert ((hits[region] - expected) ** 2 / expected).sum() < 45  # at most 20 degrees: chance 1e-3
+    assert (
+        (hits[region] - expected) ** 2 / expected
+    ).sum() < 45  # at most 20 degrees of freedom: probability 1e-3
 
 
 def clicked(masks, targets, number=1, image_size=16, keys=None):
@@ -131,14 +133,14 @@ def test_clicks_are_foreground_where_pixels_were_missed_and_background_where_the
     masks[:, 1, 2:6] = False  # missed
     masks[:, 6, 1:5] = True  # taken
     points, labels = clicked(masks, targets)
-    pixels = (points + 0.5) / 2 - 0.5  # of the dense mask
+    pixels = (points + 0.5) / 2 - 0.5  # pixels of the dense mask
     columns, rows = pixels.long().T
     assert torch.equal(pixels, pixels.floor())
     missed = labels == clicks.FOREGROUND
     assert ((rows[missed] == 1) & (columns[missed] >= 2) & (columns[missed] < 6)).all()
     assert (labels[~missed] == clicks.BACKGROUND).all()
     assert ((rows[~missed] == 6) & (columns[~missed] >= 1) & (columns[~missed] < 5)).all()
-    assert abs(missed.double().mean() - 0.5) < 0.04  # as many pixels of either kind
+    assert abs(missed.double().mean() - 0.5) < 0.04  # equally many pixels of both kinds
 
 
 def test_a_right_answer_gets_a_click_on_its_target_and_an_empty_one_none():

@@ -1,4 +1,4 @@
-"""Weights to start from: a plain ViT for the encoder, a SAM of another image size."""
+"""Initial weights: a plain ViT for the encoder, and a SAM of another image size."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_positions_of_a_vit_are_resized_without_the_class_token() -> None:
     assert found.shape == (1, 6, 6, 48)
     expected = F.interpolate(ramp.permute(2, 0, 1)[None], (6, 6), mode="bicubic", align_corners=False)
     torch.testing.assert_close(found, expected.permute(0, 2, 3, 1))
-    # Of the size of the model they stay as they are, row by row.
+    # Tables of the model's size are unchanged, row by row.
     same = fit_weights(weights, replace(SMALL, image_size=64))
     assert torch.equal(same.tensors["image_encoder.pos_embed"][0], ramp)
     assert same.resized is None

@@ -1,4 +1,4 @@
-"""Nothing depends on others: not on the rest of the batch, not on the device, not on other ranks."""
+"""Results of a mask do not depend on the rest of the batch, the device or other ranks."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.sam.sketch import PLAIN, SMALL, case, part, trained
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- Nothing depends on the rest of the batch
+# --- Independence of the rest of the batch
 
 
 def test_a_split_or_permuted_micro_batch_has_the_same_prompts_answers_and_sums():
@@ -94,7 +94,7 @@ def test_a_micro_batch_without_masks_has_scores_of_none(images):
 
 
 class Waits(TorchDispatchMode):
-    """Records operations whose result decides a shape or comes to the host: a GPU would be waited for."""
+    """Records operations for which the host would wait for a GPU: their result determines a shape or is copied."""
 
     NAMES = (
         "_local_scalar_dense",

@@ -1,4 +1,4 @@
-"""What is trained: the losses of a micro-batch, on a sketch of a model and on a small Sam."""
+"""The losses of a micro-batch, for a substitute model and for a small Sam."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def reference_parts(logits, truth, predicted, inside, recipe):
 
 
 def reference_sums(sketch, targets, recipe):
-    """What a training step sums, from the recorded answers, one mask after the other."""
+    """The sums of a training step, from the recorded predictions, mask by mask."""
     totals = np.zeros(5)  # focal, dice, IoU loss, first and last IoU
     inside = inside_image(targets.sizes[targets.image], SIZE, targets.masks.shape[1]).numpy()
     for mask, weight in enumerate(targets.weights.tolist()):
@@ -96,7 +96,7 @@ def test_of_the_first_three_masks_the_best_is_trained_and_later_mask_0_alone():
     predictions = [call.iou.grad != 0 for call in sketch.decodes]
     assert (moved[0].sum(dim=1) == 1).all()
     assert not moved[0][:, 0].any()
-    assert moved[0].any(dim=0).sum() > 1  # not the same one for all
+    assert moved[0].any(dim=0).sum() > 1  # not the same mask for all
     assert torch.equal(predictions[0], moved[0])
     for later in (*moved[1:], *predictions[1:]):
         assert later[:, 0].all()
@@ -152,8 +152,8 @@ def test_an_early_backward_pass_leaves_the_gradients_of_a_late_one(autocast):
     early, late = (step(model, Recipe(), independent, autocast) for independent in (True, False))
     largest = max(gradient.abs().max() for gradient in late[1:])
     for one, other in zip(early, late, strict=True):
-        # Some gradients are zero but for rounding: those of the biases of keys. Under autocast a late backward
-        # pass adds up gradients of the iterations in bfloat16.
+        # The gradients of the biases of keys are zero except for rounding errors. Under autocast, a late
+        # backward pass adds the gradients of the iterations in bfloat16.
         scale = float(other.abs().max() + 0.02 * largest)
         torch.testing.assert_close(one, other, rtol=0, atol=(0.05 if autocast else 2e-6) * scale)
 
@@ -199,7 +199,7 @@ def test_gradients_go_through_the_feedback_where_the_recipe_says_so():
     apart, through = (step(model, Recipe(feedback_gradient=switch)) for switch in (False, True))
     torch.testing.assert_close(apart[0], through[0])
     assert not all(torch.allclose(*pair) for pair in zip(apart, through, strict=True))
-    # The mean over iterations, of which the last alone is trained by its own loss:
+    # The mean over iterations; only the last iteration is trained by its own loss:
     sketch, found = trained(replace(PLAIN, feedback_gradient=True))
     assert all(call.low_res.requires_grad for call in sketch.decodes[1:])
     found["loss"].backward()
@@ -234,11 +234,11 @@ def test_all_parameters_are_trained_where_masks_count():
     model = Sam(replace(SMALL, drop_path=0.0))
     Interactive(model, Recipe())(*case())["loss"].backward()
     untrained = {name for name, parameter in model.named_parameters() if not parameter.grad.any()}
-    # Of the first iteration's three masks, one that is the best for no mask is not trained.
+    # A candidate of the first iteration that is never the best one is not trained.
     ambiguous = [f"mask_decoder.output_hypernetworks_mlps.{kind}." for kind in (1, 2, 3)]
     idle = [prefix for prefix in ambiguous if any(name.startswith(prefix) for name in untrained)]
     assert len(idle) < 3
-    # And the bias of the keys adds the same to all logits of a softmax: its gradient is zero.
+    # The bias of the keys adds a constant to all logits of a softmax, so its gradient is zero.
     image_keys = {f"mask_decoder.transformer.{name}token_to_image.k_proj.bias" for name in TOKEN_TO_IMAGE}
     rest = [name for name in untrained - image_keys if not name.startswith(tuple(idle) or ("none",))]
     assert rest == []

@@ -1,4 +1,4 @@
-"""Who is prompted with what, in training and in evaluation, on a sketch of a model."""
+"""The prompts of training and evaluation, for a substitute model."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The losses against numpy that spells the formulas out."""
+"""The losses compared with the formulas in numpy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Our model against the published one, and what a training loop needs of it beyond that."""
+"""Our model compared with the published one, and the properties that training needs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def in_our_form(
 
 
 def assert_decodes_alike(reference: nn.Module, model: Sam, prompts: str) -> None:
-    """Prompt encoder and decoder of both, on one embedding, prompted with the kinds named in `prompts`."""
+    """Results of both prompt encoders and decoders, for one embedding and the kinds of prompts in `prompts`."""
     masks, config = 3, model.config
     points, boxes, low_res = random_prompts(masks, config.image_size)
     given_points = points if "point" in prompts else None
@@ -172,7 +172,7 @@ def test_a_seed_decides_the_weights_and_the_switches_change_neither_them_nor_the
 
 
 def kept(blocks: list[list[bool]]) -> Tensor:
-    """[B, depth, 2] of [B, depth]: attention and MLP alike."""
+    """[B, depth, 2] from [B, depth]: the same values for attention and MLP."""
     return torch.tensor(blocks)[..., None].expand(-1, -1, 2)
 
 
@@ -344,7 +344,7 @@ def test_drop_path_scales_what_goes_through_by_the_inverse_of_its_probability() 
     torch.testing.assert_close(scaled[0], expected[0])
     assert torch.equal(scaled[1], x[1])
     torch.testing.assert_close(scaled[2], x[2] + block.mlp(block.norm2(x[2])) / 0.6)
-    # And the encoder scales by just that:
+    # The encoder scales by the same factor:
     model, images = build(0), random_images(2)
     seen = []
     for one in model.image_encoder.blocks:

@@ -1,4 +1,4 @@
-"""`sa1b.predict`: the published predictor's masks, in the pixels of the image that is passed."""
+"""`sa1b.predict` returns the masks of the published predictor, at the size of the passed image."""
 
 from pathlib import Path
 from typing import Any

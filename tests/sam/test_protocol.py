@@ -1,4 +1,4 @@
-"""The protocol sam, against brute force and against the published model click by click."""
+"""The protocol sam, compared with brute force and, click by click, with the published model."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SMALL = ModelConfig(image_size=64, width=32, depth=2, heads=2, global_blocks=(1,
 
 
 def distances(region: np.ndarray) -> np.ndarray:
-    """Of each pixel of the region to the nearest pixel outside, the ring around the array included."""
+    """Distance of each pixel of the region from the nearest pixel outside, including the ring around the array."""
     padded = np.pad(region, 1)
     outside = np.argwhere(~padded)
     found = np.zeros(region.shape)
@@ -43,9 +43,9 @@ def test_the_centre_is_farthest_from_what_is_outside(seed: int) -> None:
 def test_the_next_click_is_in_the_middle_of_the_largest_error() -> None:
     truth, predicted = np.zeros((2, 40, 50), bool)
     truth[10:20, 10:30] = True
-    predicted[10:20, 10:23] = True  # misses 10 x 7
+    predicted[10:20, 10:23] = True  # 10 x 7 missing pixels
     assert next_click(predicted, truth)[1:] == (13, FOREGROUND)
-    predicted[30:39, 1:10] = True  # 9 x 9 too much
+    predicted[30:39, 1:10] = True  # 9 x 9 surplus pixels
     assert next_click(predicted, truth) == (5, 34, BACKGROUND)
     predicted[:] = truth
     assert next_click(predicted, truth).label == NOTHING

@@ -1,4 +1,4 @@
-"""Files of weights: what is written comes back, what is damaged or foreign is refused, nothing runs."""
+"""Files of weights: written weights are read back, damaged and other files are refused, no code runs."""
 
 import dataclasses
 import pickle
@@ -121,7 +121,7 @@ def test_a_file_that_would_run_code_does_not(
         read_weights(tmp_path / "hostile.pth")
     assert not canary.exists()
     pickle.loads(pickle.dumps(Hostile(canary)))
-    assert canary.exists()  # it would have
+    assert canary.exists()  # unpickling would have created it
 
 
 @pytest.mark.parametrize(

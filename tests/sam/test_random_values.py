@@ -1,4 +1,4 @@
-"""Counter-based random values on tensors: those of the stream bit for bit, uniform, each mask's own."""
+"""Counter-based random values on tensors: equal to sa1b.hashing bit for bit, uniform, different for each mask."""
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ def test_uniforms_lie_strictly_between_0_and_1():
 def test_uniforms_are_even():
     found = uniforms(some_keys(100_000)).numpy()
     counts = np.histogram(found, 20, (0, 1))[0]
-    assert ((counts - 5000) ** 2 / 5000).sum() < 50  # 19 degrees: chance 1e-4
+    assert ((counts - 5000) ** 2 / 5000).sum() < 50  # 19 degrees of freedom: probability 1e-4
     assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 5 / len(found) ** 0.5
 
 
@@ -60,7 +60,9 @@ def test_normal_values_have_the_moments_of_the_normal_distribution():
     assert abs(found.mean()) < 0.01
     assert abs(found.var() - 1) < 0.015
     assert abs((found**3).mean()) < 0.03
-    assert abs((found**4).mean() - 2.9) < 0.06  # of twelve uniform numbers; 3 for the normal distribution
+    assert (
+        abs((found**4).mean() - 2.9) < 0.06
+    )  # the sum of twelve uniform numbers; 3 for the normal distribution
     assert abs((found.abs() < 1).double().mean() - 0.6827) < 0.01
 
 

@@ -27,7 +27,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, Tensor]:
-    """Random, none at zero or one."""
+    """Random weights, none equal to zero or one."""
     torch.manual_seed(0)
     model = Sam(SMALL)
     with torch.no_grad():
@@ -77,7 +77,7 @@ class Found(NamedTuple):
     embeddings: Tensor
     logits: Tensor
     iou: Tensor
-    gradients: dict[str, Tensor]  # zeros where there is none
+    gradients: dict[str, Tensor]  # zeros for parameters without a gradient
 
 
 def ours(weights: dict[str, Tensor], inputs: Inputs, candidates: slice) -> Found:

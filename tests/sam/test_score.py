@@ -1,4 +1,4 @@
-"""The score against numpy, and that no order of summing changes a bit of it."""
+"""The score compared with numpy; it does not depend on the order of the sum."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The term that pixels get for their similarity to clicks."""
+"""The term of the logits for the similarity of pixels to clicks."""
 
 import dataclasses
 from pathlib import Path
@@ -24,7 +24,7 @@ def build(config: ModelConfig = CONFIG) -> Sam:
 
 
 def trained() -> ClickSimilarity:
-    """One whose terms differ from token to token, and whose features depend on the embedding."""
+    """A module whose terms differ between tokens, and whose features depend on the embedding."""
     torch.manual_seed(1)
     similarity = ClickSimilarity(patch_size=16, channels=32, features=8)
     for layer in (similarity.terms, similarity.pixels.last):
@@ -55,7 +55,7 @@ def test_before_training_a_click_selects_the_pixels_of_its_colour_near_it() -> N
     found = term(similarity, packed, torch.tensor([[[12.0, 28.0]]]), torch.tensor([[1]]))[0]
     same, other, ground, far = found[7, 2], found[7, 8], found[1, 8], found[7, 13]
     assert same > max(other, ground, far)
-    assert far > other  # the second red square: its colour is right, its position is not
+    assert far > other  # the second red square has the clicked colour, but is far away
 
 
 @torch.no_grad()

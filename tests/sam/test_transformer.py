@@ -34,7 +34,7 @@ def shared(counts: tuple[int, ...], rank: int = RANK) -> SharedImage:
 
 
 def own(image: SharedImage) -> OwnImage:
-    """The same tokens, written out for each mask."""
+    """The same tokens, copied for each mask."""
     index = torch.arange(len(image.counts)).repeat_interleave(torch.tensor(image.counts))
     term = 0 if image.features is None else image.features.transpose(1, 2) @ image.basis
     return OwnImage(image.tokens[index] + term, image.placed[index] + term)
@@ -65,7 +65,7 @@ def random_attention(kind: type[ProjectedAttention]) -> ProjectedAttention:
 
 
 def written_out(attention: ProjectedAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Multi-head attention as it is defined."""
+    """Multi-head attention by its definition."""
     q, k, v = attention.q_proj(q), attention.k_proj(k), attention.v_proj(v)
     q, k, v = (x.unflatten(-1, (HEADS, -1)) for x in (q, k, v))
     weights = (torch.einsum("mthd,mnhd->mhtn", q, k) / math.sqrt(q.shape[-1])).softmax(-1)

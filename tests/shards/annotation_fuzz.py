@@ -1,4 +1,4 @@
-"""Mutated annotation files: refused with a reason, or given back exactly as `json.loads` reads them.
+"""Mutated annotation files: refused with a reason, or restored exactly as `json.loads` reads them.
 
 The oracle is the standard library's parser and a slow reading of every mask: `python -m
 tests.shards.annotation_fuzz --count 1000000` runs the full count.
@@ -54,7 +54,7 @@ IMAGE_ID = 5
 
 
 def mutate(text: bytes, draw: random.Random) -> bytes:
-    """One to three changes: bytes flipped, cut, doubled, exchanged; values replaced by odd ones."""
+    """Apply one to three changes: flip, remove, repeat or exchange bytes, or replace values by odd ones."""
     data = bytearray(text)
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         at = draw.randrange(len(data) + 1)
@@ -71,7 +71,7 @@ def mutate(text: bytes, draw: random.Random) -> bytes:
         elif kind == 4 and draw.random() < 0.1:
             del data[at:]
         else:
-            # A whole value: from a colon to the next comma or bracket.
+            # A complete value, from a colon to the next comma or bracket.
             colon = data.find(b": ", at)
             if colon >= 0:
                 end = min(
@@ -82,7 +82,7 @@ def mutate(text: bytes, draw: random.Random) -> bytes:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal value by value, type by type, in order; NaN equals itself."""
+    """Whether values, types and order are equal; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -93,7 +93,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def expected(text: bytes) -> bool:
-    """Whether every mask of the file can be decoded, read slowly."""
+    """Whether every mask of the file can be decoded, by a slow parser."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
@@ -130,7 +130,7 @@ def oracle_accepts(counts: str, height: int, width: int) -> bool:
 
 
 def check(text: bytes) -> str:
-    """The verdict on one file; raises AssertionError where it is not the oracle's."""
+    """The verdict on one file; raises AssertionError if it differs from the oracle's."""
     good = expected(text)
     try:
         parsed = annotation.parse_annotation(text, IMAGE_ID)
@@ -147,7 +147,7 @@ def check(text: bytes) -> str:
 
 
 def fuzz(count: int, seed: int) -> Counter[str]:
-    """Check `count` mutations; the verdicts, counted."""
+    """Check `count` mutations; returns the number of each verdict."""
     draw = random.Random(seed)
     originals = [
         tiny.encode(tiny.document(IMAGE_ID, seed, masks=masks)) for seed in range(8) for masks in (0, 1, 2)

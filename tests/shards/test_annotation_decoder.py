@@ -1,4 +1,4 @@
-"""The typed decoder gives what `json` and the slow checks give, or leaves the file to them."""
+"""The typed decoder returns the same result as `json` and the slow checks, or None."""
 
 import json
 import math
@@ -20,7 +20,7 @@ PIXELS = limits.MAX_IMAGE_PIXELS
 
 
 def slow(text):
-    """What the path through `json.loads` makes of a file: columns, or None for what they cannot express."""
+    """The result of the path with `json.loads`: columns, or None if they cannot express the file."""
     found = json.loads(text)
     size = found["image"]["height"], found["image"]["width"]
     columns = usual_columns(found["annotations"], *size)

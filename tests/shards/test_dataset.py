@@ -1,4 +1,4 @@
-"""Reading back: `sa1b.open`, and the same shards through other people's tools."""
+"""Reading shards with `sa1b.open` and with other programs."""
 
 import io
 import json
@@ -29,7 +29,7 @@ IMAGES = 14
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
-    """Image id -> ending -> bytes, as they stand in the source."""
+    """Image id -> ending -> bytes in the source."""
     path = tmp_path_factory.mktemp("source") / "sa_000003.tar"
     synthetic.write_tar(path, images=IMAGES, first_id=100, long_side=160)
     found: dict[int, dict[str, bytes]] = {}
@@ -62,7 +62,7 @@ def test_every_sample_reads_back_exactly(root: Path, originals: dict[int, dict[s
         assert sample.jpeg == original["jpg"]
         assert (sample.image == simplejpeg.decode_jpeg(original["jpg"])).all()
         found = ds.annotations(i)
-        # As text: equal values, types and key order.
+        # The text is compared, so that values, types and key order are equal.
         assert json.dumps(found) == json.dumps(json.loads(original["json"]))
         strings = [mask["segmentation"]["counts"].encode() for mask in found["annotations"]]
         assert coco.encode(sample.runs) == strings
@@ -129,7 +129,7 @@ def test_a_flipped_byte_is_named_with_shard_offset_and_image(root: Path, tmp_pat
         ShardError, match=f"sa_{ds.table.image_id[4]}.{what} is damaged: .*{shard.name}, bytes {offset:,} to"
     ):
         ds[4]
-    assert ds[5].image_id  # the others are not touched
+    assert ds[5].image_id  # the other files are not read
 
 
 def test_a_cut_shard_is_named(root: Path, tmp_path: Path) -> None:

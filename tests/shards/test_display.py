@@ -1,4 +1,4 @@
-"""Samples and datasets in a notebook and on screen: what is drawn, and that nothing of it raises."""
+"""Samples and datasets in a notebook and on screen, also if they are damaged."""
 
 import base64
 import pickle
@@ -43,7 +43,7 @@ def finished(folder: Path, source: Path, **options: Any) -> Path:
 
 
 def sample_of(size: tuple[int, int], masks: int, stored: tuple[int, int] | None = None) -> Sample:
-    """A sample with masks of a frame of `size` and a JPEG of `stored` pixels, (height, width)."""
+    """A sample with masks of `size` and a JPEG of `stored` pixels, each (height, width)."""
     annotations = parse_annotation(tiny.encode(tiny.document(7, size=size, masks=masks)), 7).annotations
     pixels = np.full((*(stored or size), 3), 128, np.uint8)
     return Sample(
@@ -102,7 +102,7 @@ def test_pil_has_the_pixels_of_the_image(root: Path) -> None:
 def test_an_overlay_is_the_smallest_mask_of_each_pixel_with_its_contour(
     stored: tuple[int, int] | None,
 ) -> None:
-    """Against a loop over masks and pixels, at the size of the displayed image."""
+    """Compare with a loop over masks and pixels, at the size of the displayed image."""
     sample = sample_of((60, 90), 5, stored)
     pixels = decode_for_display(sample.jpeg, 64)
     height, width = pixels.shape[:2]
@@ -188,7 +188,7 @@ def test_a_contact_sheet_names_its_images_and_counts_the_others(
 
 
 def test_a_contact_sheet_reads_its_own_images_only(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one display reads them once, though IPython asks for HTML and PNG."""
+    """A display reads the images once, although IPython requests HTML and PNG."""
     began = []
     from sa1b.storage.reader import Reader
 
@@ -235,7 +235,7 @@ def test_a_missing_shard_is_named_in_every_cell(
 
 def test_a_damaged_table_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = sa1b.open(shutil.copytree(root, tmp_path / "copy"))
-    dataset.shards = []  # what a table with other shard numbers meets
+    dataset.shards = []  # the error for a table with other shard numbers
     monkeypatch.setattr("sa1b.shards.dataset.is_intact", lambda table: False)
     texts = drawn_text(monkeypatch)
     assert opened(dataset._repr_png_())
@@ -260,7 +260,7 @@ def test_a_dataset_of_a_url_is_displayed_and_an_unreachable_one_says_so(
         options = {"anon": True, "endpoint_url": service.url}
         dataset = sa1b.open("s3://data/shards", storage_options=options)
         assert dataset._repr_png_() == sa1b.open(root)._repr_png_()
-    # The deadline of a display, not that of the dataset, which is 5 minutes.
+    # The deadline of a display, not the dataset's deadline of 5 minutes.
     monkeypatch.setattr("sa1b.shards.dataset.SHEET_DEADLINE", 0.5)
     texts = drawn_text(monkeypatch)
     assert opened(dataset._repr_png_())
@@ -302,7 +302,7 @@ def test_html_escapes_the_path(root: Path) -> None:
 
 
 class Viewer(ImageShow.Viewer):
-    """Keeps what it is asked to show."""
+    """Records the displayed objects."""
 
     def __init__(self) -> None:
         self.shown: list[tuple[Image.Image, dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""Files of image ids: the same ids from every form, and the line that is none."""
+"""Files of image ids: the same ids from every form, and errors that name the line."""
 
 import re
 

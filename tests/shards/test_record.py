@@ -91,7 +91,7 @@ def test_the_content_is_a_safetensors_file_as_documented() -> None:
         "height": str(annotations.height),
     }
     spans = sorted(entry["data_offsets"] for entry in header.values())
-    # No holes and nothing left over, as safetensors demands.
+    # No gaps and no trailing bytes, as safetensors requires.
     assert [start for start, _ in spans] == [0] + [stop for _, stop in spans[:-1]]
     assert spans[-1][1] == len(content) - 8 - length
     start, stop = header["area"]["data_offsets"]
@@ -141,7 +141,7 @@ def header_of(content: bytes) -> tuple[int, dict[str, dict[str, object]]]:
 
 @pytest.mark.parametrize("text", [None, b"{}", b"[1]"])
 def test_every_tensor_lies_at_a_multiple_of_its_width(text: bytes | None) -> None:
-    """A reader may map the decompressed content: safetensors promises alignment to its writers' readers."""
+    """A reader may map the decompressed content, so tensors are aligned, as safetensors specifies."""
     for image_id in (5, 12_345, 11_185_363):
         annotations = replace(synthetic(image_id), text=text)
         length, header = header_of(zstandard.decompress(record.encode(annotations)))

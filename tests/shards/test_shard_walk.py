@@ -65,7 +65,7 @@ def test_largest_is_that_of_the_task_file(written):
 
 
 def test_every_byte_that_is_no_content_is_checked(shard):
-    """Headers, padding and the end of the tar: a change of any one of them stops the walk."""
+    """Any change of headers, padding or the end of the tar stops the walk."""
     data = shard.read_bytes()
     content = [False] * len(data)
     for image in walk(shard):

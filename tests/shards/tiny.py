@@ -27,7 +27,7 @@ SIZE = (48, 64)  # height, width
 
 
 def runs_of(mask: npt.NDArray[np.bool_]) -> list[int]:
-    """The runs of one mask [height, width], down the columns, background first."""
+    """The runs of a mask [height, width], down the columns, background first."""
     pixels = mask.T.reshape(-1)
     changes = np.flatnonzero(np.diff(pixels)) + 1
     lengths = np.diff([0, *changes, len(pixels)]).tolist()
@@ -121,7 +121,7 @@ def header(name: str, size: int = 0, *, kind: bytes = b"0", link: str = "", **fi
 
 
 def checksummed(block: bytes) -> bytes:
-    """A header block with its checksum made right again."""
+    """A header block with a corrected checksum."""
     total = sum(block) - sum(block[148:156]) + 8 * 0x20
     return block[:148] + b"%06o\0 " % total + block[156:]
 
@@ -137,7 +137,7 @@ def tar_bytes(members: Members, *, end: bytes = bytes(1024)) -> bytes:
 
 
 def gzip_bytes(data: bytes) -> bytes:
-    """A gzip member, the same bytes for the same data."""
+    """A gzip member; equal data give equal bytes."""
     return gzip_file.compress(data, 6, mtime=0)
 
 
@@ -174,7 +174,7 @@ def read_back(root: Path) -> dict[int, tuple[bytes, Any]]:
 
 
 def lines(root: Path, source: str, file: str = "refused.jsonl") -> list[dict[str, Any]]:
-    """What quarantine says about a source."""
+    """The lines of quarantine about a source."""
     path = root / "quarantine" / source / file
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

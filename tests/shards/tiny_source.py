@@ -62,19 +62,19 @@ def annotation(image_id, rng):
 
 
 def pairs(ids, seed=0):
-    """image id -> (JPEG, annotation file), usual ones."""
+    """image id -> (JPEG, annotation file) in the usual form."""
     rng = np.random.default_rng(seed)
     return {i: (picture(rng), json.dumps(annotation(i, rng)).encode()) for i in ids}
 
 
 def odd_pairs(first_id, seed=1):
-    """Annotation files that are readable and not in the usual form; one of them doubtful in its area."""
+    """Annotation files that are readable but not in the usual form; one has a warning about its area."""
     usual = pairs(range(first_id, first_id + 7), seed)
     texts = [json.loads(text) for _, text in usual.values()]
     texts[0]["annotations"][0]["colour"] = "blue"  # an unknown key
     texts[1] = {"annotations": texts[1]["annotations"], "image": texts[1]["image"]}  # another order
     segmentation = texts[2]["annotations"][0]["segmentation"]
-    *_, last = segmentation["counts"]  # the last number, with a character more than it needs
+    *_, last = segmentation["counts"]  # the last number, with one needless character
     more = chr(ord(last) + 32) + ("O" if (ord(last) - 48) & 16 else "0")
     segmentation["counts"] = segmentation["counts"][:-1] + more
     texts[3]["annotations"][0]["area"] += 1
@@ -103,7 +103,7 @@ def write_source(path, content, seed=0):
 
 
 def make_root(root, sources, options):
-    """A finished root, in this process."""
+    """Make a finished dataset directory in this process."""
     root.mkdir(parents=True, exist_ok=True)
     for source in discover(sources).sources:
         ingest(source, root, options, Policy())
@@ -111,7 +111,7 @@ def make_root(root, sources, options):
     return root
 
 
-ROOTS = {  # what reshard can be asked for
+ROOTS = {  # the options of reshard
     "plain": Options(images_per_shard=5),
     "no_index_runs": Options(images_per_shard=5, index_runs=False),
     "keep_json": Options(images_per_shard=5, keep_json=True),

@@ -1,4 +1,4 @@
-"""A small archive of random files, and what the archive reader makes of bytes."""
+"""A small archive of random files, and the results of the archive reader."""
 
 import json
 import random

@@ -8,7 +8,7 @@ from sa1b.sources.tar_stream import StoredStream
 
 @pytest.fixture
 def read(tmp_path):
-    """Bytes of an archive file -> all that the reader yields."""
+    """Bytes of an archive file -> all items of the reader."""
 
     def read(data):
         path = tmp_path / "source.tar"

@@ -1,4 +1,4 @@
-"""What may be named on the command line, what is found below it, and what is listed as not taken."""
+"""Paths of the command line, the sources found below them, and the list of files not taken."""
 
 import os
 
@@ -150,7 +150,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
 
 
 def found(path, **options):
-    """Names of sources, and what is listed as not taken: path below `path` -> reason."""
+    """Names of sources, and the files not taken: path below `path` -> reason."""
     result = discover([path], **options)
     listed = {one.path.relative_to(path).as_posix(): one.reason for one in result.not_taken}
     return [source.name for source in result.sources], listed

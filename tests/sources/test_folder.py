@@ -1,4 +1,4 @@
-"""Folders of pairs as sources: their layouts, and files that are no members."""
+"""Folders of pairs as sources: their layouts, and files that are not members."""
 
 import errno
 import os

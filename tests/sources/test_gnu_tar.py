@@ -1,4 +1,4 @@
-"""Archives as GNU tar writes them: every option that still gives plain data inside the archive is accepted."""
+"""Archives of GNU tar: every option is accepted that stores plain data in the archive."""
 
 import os
 import shutil

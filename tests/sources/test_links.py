@@ -1,4 +1,4 @@
-"""Hard links inside an archive: which become files, and which stay links."""
+"""Hard links inside an archive: links that become files, and links that remain links."""
 
 import gzip as gzip_file
 import tracemalloc

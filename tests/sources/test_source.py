@@ -28,7 +28,7 @@ def test_the_digest_of_a_tar_is_that_of_the_file_as_stored(tmp_path):
     stored = (tmp_path / "sa_000020.tar").read_bytes()
     reader = SourceReader(source, md5=True)
     expected = {"sha256": hashlib.sha256(stored).hexdigest(), "md5": hashlib.md5(stored).hexdigest()}
-    assert reader.digests() == expected  # even if nothing of it was unpacked
+    assert reader.digests() == expected  # even if no member was unpacked
     reader.close()
     assert digest_of_source(source) == expected["sha256"]
 

@@ -1,4 +1,4 @@
-"""Every byte of an archive is accounted for, whatever was done to it."""
+"""Every byte of an archive, damaged or not, belongs to an item or a permitted gap."""
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st

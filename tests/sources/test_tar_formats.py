@@ -1,4 +1,4 @@
-"""The formats of tar, and members that are no plain files."""
+"""The formats of tar, and members that are not plain files."""
 
 import io
 import tarfile

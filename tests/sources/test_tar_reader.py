@@ -1,4 +1,4 @@
-"""What the archive reader makes of damage: members, or the damage with offset, length and content."""
+"""The archive reader and damage: it yields members, and damage with offset, length and content."""
 
 import random
 
@@ -49,7 +49,7 @@ def test_an_archive_padded_to_a_record_of_any_usual_size_is_whole(read):
 
 
 def test_an_archive_that_ends_in_too_many_zeros_is_reported_as_incomplete(read):
-    # What is left of a download into a file made at full size.
+    # A partial download into a preallocated file.
     start = offset_of(3)
     items = read(GOOD[:start] + bytes(1 << 20))
     assert files(items) == FILES[:3]
@@ -201,7 +201,7 @@ def test_an_added_byte_costs_the_member_it_was_added_to(read, place):
 
 
 def test_lost_bytes_that_draw_the_last_members_into_another_cost_that_one_alone(read):
-    # The member with bytes lost reaches over all that follows, into the zeros at the end.
+    # The size of the shortened member includes all later members, up to the zeros at the end.
     big = ("./sa_9.jpg", random.Random(9).randbytes(9000))
     data = tar_bytes([*FILES[:2], big, *FILES[2:4]])
     at = data.index(big[1])

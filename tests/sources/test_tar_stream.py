@@ -1,4 +1,4 @@
-"""The bytes of a source as stored: gzip streams, whole and damaged, and changes while they are read."""
+"""The stored bytes of a source: complete and damaged gzip streams, and changes during the read."""
 
 import gzip as gzip_file
 import random
@@ -23,7 +23,8 @@ def test_gzip_of_several_members_is_one_stream(read, cut):
 
 
 def test_gzip_members_may_meet_anywhere_in_what_is_read_at_a_time(read):
-    # The file is read 64 KB at a time, its last 8 bytes alone: the next member's magic can be torn apart.
+    # The file is read 64 KB at a time, and its last 8 bytes separately, so the next member's magic can be
+    # split.
     for size in range(65536 - 24, 65536):
         first = gzip_file.compress(GOOD[:1000], mtime=0)
         padding = bytes(size - len(first))

@@ -1,4 +1,4 @@
-"""Annotations of given masks, as a record of the dataset has them."""
+"""Annotations for given masks, in the form of a mask record."""
 
 import numpy as np
 import numpy.typing as npt

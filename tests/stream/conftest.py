@@ -1,4 +1,4 @@
-"""What tests of several files of this folder use."""
+"""Fixtures of the tests in this folder."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a process holds, and what processes leave when they are gone."""
+"""The resources of a process, and the resources that ended processes leave."""
 
 import gc
 import multiprocessing
@@ -17,8 +17,8 @@ def held() -> dict[str, list[str]]:
         try:
             descriptors.append(f"{link.name} {link.readlink()}")
         except FileNotFoundError:
-            continue  # the one that lists them
-    multiprocessing.active_children()  # collects those that have ended
+            continue  # the descriptor of the listing
+    multiprocessing.active_children()  # collects ended children
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -28,7 +28,7 @@ def held() -> dict[str, list[str]]:
 
 
 def session(leader: int) -> list[int]:
-    """Processes that run in the session that `leader` began, without those that ended."""
+    """The running processes of the session of `leader`."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -42,7 +42,7 @@ def session(leader: int) -> list[int]:
 
 
 def wait_for_end(leader: int, seconds: float) -> None:
-    """Wait until the session is empty; AssertionError after so many seconds."""
+    """Wait until the session is empty; raises AssertionError after some seconds."""
     end = time.monotonic() + seconds
     while left := session(leader):
         assert time.monotonic() < end, f"processes {left} still run after {seconds} s"

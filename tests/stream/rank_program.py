@@ -1,4 +1,4 @@
-"""What torchrun starts in test_torchrun.py: reads a rank's part in several ways and writes down what it saw.
+"""The program of the ranks in test_torchrun.py: reads a rank's part in several ways and records the batches.
 
 python -m torch.distributed.run --nproc_per_node=2 -m tests.stream.rank_program ROOT OUT
 """
@@ -22,7 +22,7 @@ COUNT = 17  # batches; in the middle of a step and in the second or third epoch
 
 
 def read(root: str, workers: int | None) -> list[dict[str, Any]]:
-    """The rank's first batches; workers None: by sa1b.Loader."""
+    """The rank's first batches; if `workers` is None, from sa1b.Loader."""
     stream = sa1b.Stream(root, epochs=None, damage_log=Path(root) / "damage_log.jsonl", **STEP, **RECIPE)
     loader: Any = (
         sa1b.Loader(stream, threads=2, quiet=True)

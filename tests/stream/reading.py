@@ -1,4 +1,4 @@
-"""A process that reads a stream, to be interrupted, killed and looked at: `python -m tests.stream.reading`.
+"""A process that reads a stream, for tests that interrupt or kill it: `python -m tests.stream.reading`.
 
     KIND ROOT endings       leaves its loop in three ways; prints what each left in the process
     KIND ROOT endless       prints a line for each batch until it is interrupted, then what is left
@@ -38,7 +38,7 @@ KINDS = ("loader", "workers")
 
 
 class CallerError(Exception):
-    """What a training loop may raise in the middle of an epoch."""
+    """An error of a training loop in the middle of an epoch."""
 
 
 def start(kind: str, root: Path, what: str, temporary: Path, *, forked: bool = False) -> Process:
@@ -48,7 +48,9 @@ def start(kind: str, root: Path, what: str, temporary: Path, *, forked: bool = F
     are made below it.
     """
     temporary.mkdir()
-    options = [] if forked else ["-X", "faulthandler"]  # with options it is a new interpreter
+    options = (
+        [] if forked else ["-X", "faulthandler"]
+    )  # commands with interpreter options start a new interpreter
     return Process(
         [sys.executable, *options, "-m", "tests.stream.reading", kind, str(root), what],
         stdout=subprocess.PIPE,
@@ -68,7 +70,7 @@ def first_lines(process: Process, count: int) -> list[bytes]:
 
 
 def stream_of(root: Path, **options: Any) -> sa1b.Stream:
-    """Endless, unless it is sequential."""
+    """A stream of the dataset; endless unless it is sequential."""
     epochs: Any = 1 if options.get("order") == "sequential" else None
     damage_log = root / "damage_log.jsonl"
     return sa1b.Stream(root, epochs=epochs, damage_log=damage_log, **STEP, **RECIPE, **options)
@@ -85,7 +87,7 @@ def say(**line: Any) -> None:
 
 
 def settled(expected: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What is held, after up to five minutes: threads of torch's queues end a moment after their owner."""
+    """The resources of this process, after up to five minutes, because threads of torch's queues end late."""
     end = time.monotonic() + 300
     while (found := held()) != expected and time.monotonic() < end:
         time.sleep(0.02)
@@ -93,7 +95,7 @@ def settled(expected: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def endings(kind: str, root: Path) -> None:
-    """Leave the loop at its end, in the middle, and by an error in its body, with work under way."""
+    """Leave the loop at its end, in the middle, and by an error in its body, with batches in flight."""
 
     def whole(loader: Any) -> None:
         assert sum(int(batch.valid.sum()) for batch in loader) == len(sa1b.open(root))
@@ -143,7 +145,7 @@ def endless(kind: str, root: Path) -> None:
 
 
 def signalled(method: str, root: Path) -> None:
-    """Read until SIGTERM, then one batch of each prefetched and new ones, save and exit."""
+    """Read until SIGTERM, then a prefetched batch and a new batch, save and exit."""
     came = []
     signal.signal(signal.SIGTERM, lambda *_: came.append(1))
     signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -176,7 +178,7 @@ def murders(root: Path) -> None:
 
 
 def one_life(stream: sa1b.Stream, life: int) -> tuple[list[tuple[str, dict[str, Any]]], str, int]:
-    """Read, kill a worker, read on until that is noticed.
+    """Read, kill a worker, and continue until the error.
 
     Returns each batch's digest with the state after it, the error, and how often the DataLoader waited for a
     batch in vain, 5 seconds each, until the error came.

@@ -1,4 +1,4 @@
-"""A small root, digests of batches, and the sequence that a rank must see, worked out without a stream."""
+"""A small dataset, digests of batches, and the expected sequence of a rank, computed without a stream."""
 
 import hashlib
 import math
@@ -42,7 +42,7 @@ def make_root(folder: Path, images: int, per_shard: int = 5, **options: Any) -> 
 
 
 def digest(batch: Batch) -> str:
-    """Names a batch: its position, and type, shape, strides and bytes of every tensor in it."""
+    """A digest of a batch: its position, and type, shape, strides and bytes of each tensor."""
     total = hashlib.sha256(str(batch.position).encode())
     for record in (batch, batch.masks):
         for name in record.__slots__ if isinstance(record, RaggedMasks) else Batch.__slots__:
@@ -54,7 +54,7 @@ def digest(batch: Batch) -> str:
 
 
 def batch_of(dataset: sa1b.Dataset, positions: Sequence[int], position: int, seed: int = 0) -> Batch:
-    """The samples at these positions, one after the other, as a batch after which the stream stands at `position`."""
+    """The samples at these positions as a batch, after which the stream is at `position`."""
     order = Order(len(dataset), dataset.table.ids_digest, seed)
     recipe = SampleOptions(**RECIPE)
     images = torch.zeros((len(positions), recipe.image_size, recipe.image_size, 3), dtype=torch.uint8)
@@ -70,7 +70,7 @@ def batch_of(dataset: sa1b.Dataset, positions: Sequence[int], position: int, see
 def sequence(
     root: Path, steps: int, *, global_batch: int, micro_batch: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Batch]:
-    """A rank's batches by the formula alone: rank r of W takes [p + r*G//W, p + (r+1)*G//W)."""
+    """A rank's batches by the formula: rank r of W takes [p + r*G//W, p + (r+1)*G//W)."""
     dataset = sa1b.open(root)
     pieces = math.ceil(math.ceil(global_batch / world_size) / micro_batch)
     for p in range(0, steps * global_batch, global_batch):

@@ -1,4 +1,4 @@
-"""Memory that is used again: never while anybody can see it."""
+"""Memory is reused only if it is unreferenced."""
 
 import torch
 

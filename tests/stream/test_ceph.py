@@ -1,6 +1,6 @@
 """The stream from a production object store whose gateway is killed while a loader reads.
 
-`pytest -m ceph`; skipped where the programs are not installed.
+`pytest -m ceph`; skipped if the programs are not installed.
 """
 
 import threading

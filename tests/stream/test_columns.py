@@ -1,4 +1,4 @@
-"""Columns joined by id: aligned with images or masks, however they are stored and read."""
+"""Columns joined by id are aligned with images or masks, in every format and way of reading."""
 
 import gzip
 import json
@@ -212,7 +212,7 @@ def test_a_source_is_converted_once_and_again_when_it_changes(
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
     assert open_columns({"caption": path})["caption"].lookup(np.array([1, 2])) == ["a", "c"]
     assert len(converted) == 2
-    assert old.lookup(np.array([1, 2])) == ["a", "b"]  # who has the old one open keeps it
+    assert old.lookup(np.array([1, 2])) == ["a", "b"]  # an open stream keeps the old column
 
 
 def test_processes_at_the_same_time_convert_it_once(tmp_path: Path) -> None:

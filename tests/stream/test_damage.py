@@ -1,4 +1,4 @@
-"""Damage under a stream: a batch is the healthy one, or the damage_log names the sample, or an error is raised."""
+"""A stream of a damaged dataset returns the right batch, logs the damaged sample, or raises an error."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def rows_at(table: SampleTable, shard: int, offset: int) -> list[int]:
 
 
 def a_byte(file: Path, seed: int, first: int = 0) -> tuple[int, int]:
-    """Offset, from `first` on, and bits of a change drawn from a seed."""
+    """Offset (from `first` on) and bits of a change, from a seed."""
     draw = random.Random(seed)
     return draw.randrange(first, file.stat().st_size), draw.randrange(1, 256)
 
@@ -146,7 +146,7 @@ def test_a_damaged_column_of_the_table_is_refused_as_such_and_not_taken_for_dama
     assert epoch(copy, tmp_path / "damage_log") == (healthy, [])
 
 
-# One part after the other
+# Each part of a dataset
 
 
 @pytest.mark.parametrize("part", ["jpg", "masks"])
@@ -190,7 +190,7 @@ def test_a_changed_byte_of_a_shard_index_touches_no_sample_and_verify_names_it(
 def test_a_cut_shard_costs_the_samples_behind_the_cut_and_no_other(
     copy: Path, healthy: list[str], tmp_path: Path
 ) -> None:
-    """Also where a plain reader of tars finds nothing wrong: at the header of a mask record."""
+    """This includes damage that other readers of tars do not detect: in the header of a mask record."""
     table = open_table(copy / table_name(copy))
     inside = np.flatnonzero(table.shard == 1)
     middle = int(inside[np.argsort(table.offset[inside])[2]])
@@ -218,7 +218,7 @@ def test_a_missing_shard_stops_the_stream_with_its_name_and_replaces_nothing(
 
 
 def test_a_shard_in_place_of_another_gives_none_of_its_samples(copy: Path, tmp_path: Path) -> None:
-    """Whole and readable, but not the bytes that were promised."""
+    """A complete and readable file with other bytes than recorded."""
     dataset = sa1b.open(copy)
     shutil.copyfile(copy / SHARD.replace("0001.tar", "0000.tar"), copy / SHARD)
     for row in np.flatnonzero(dataset.table.shard == 1).tolist():
@@ -283,11 +283,11 @@ def test_every_changed_byte_of_a_views_rows_is_refused(copy: Path, tmp_path: Pat
         epoch(copy, tmp_path / "damage_log", view="nine")
 
 
-# Pictures that are whole as files and no pictures
+# Complete files that are not images
 
 
 def test_half_a_picture_is_never_trained_on(tmp_path: Path) -> None:
-    """A JPEG cut in the source fits its checksum in the shard; a lenient decoder would fill it up with grey."""
+    """A JPEG that was truncated in the source matches its checksum; a lenient decoder would fill the rest with grey."""
     members = tiny.pairs(range(FIRST_ID, FIRST_ID + 4), None)
     name, jpeg = members[2]
     members[2] = name, jpeg[: len(jpeg) // 2] + b"\xff\xd9"

@@ -1,4 +1,4 @@
-"""Decoders: one interface for those that take an image in each thread and those that take a micro-batch."""
+"""The interface of decoders, for one image per thread and for a micro-batch."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ class WholeBatch:
 
 
 class Failing(CpuDecoder):
-    """Fails for some images, by the length of their files, with what it is given."""
+    """A decoder that fails for some images, selected by the length of their files, with a given error."""
 
     def __init__(self, failing: set[int], error: Callable[[], BadSample | Exception]) -> None:
         self.failing, self.error = failing, error
@@ -62,7 +62,7 @@ class Failing(CpuDecoder):
             if failed is not None and not isinstance(failed, BadSample):
                 raise failed
             if failed is not None:
-                out[number] = 77  # a damaged image may leave anything
+                out[number] = 77  # the pixels of a damaged image are undefined
             found.append(failed)
         return found
 

@@ -1,4 +1,4 @@
-"""What a root and a view say of themselves, with a byte changed: refused by name, or nothing is different."""
+"""Documents of a dataset and a view with a changed byte: refused by name, or without any effect."""
 
 from pathlib import Path
 

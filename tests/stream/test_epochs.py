@@ -1,4 +1,4 @@
-"""One iteration is one epoch and the next one the next epoch, however a stream is read and interrupted."""
+"""Each iteration is the next epoch, for every way to read and interrupt a stream."""
 
 import multiprocessing
 import pickle
@@ -79,7 +79,7 @@ def test_every_iteration_is_the_next_epoch_and_a_state_is_resumed_within_one(roo
         assert [digest(batch) for batch in batches] == list(expected(root, epoch * IMAGES))
     assert len(batches) == len(loader) == PER_EPOCH
 
-    # One that the caller leaves is followed by the next epoch.
+    # An iteration that the caller leaves is followed by the next epoch.
     found = []
     for batch in loader:
         found.append(digest(batch))
@@ -231,7 +231,7 @@ def test_what_epochs_cannot_be_is_refused(root: Path) -> None:
 
 
 def taken(plans: list[Plan], position: int) -> list[list[MicroBatch]]:
-    """[rank]: its micro-batches to the end of the epoch."""
+    """The micro-batches of each rank to the end of the epoch."""
     return [list(plan.micro_batches(position)) for plan in plans]
 
 
@@ -304,7 +304,7 @@ def test_the_length_of_an_evaluation_is_that_of_its_filled_steps(
     assert len(plan) == len(list(plan.micro_batches(position // count * count)))
 
 
-# Which iteration a worker process takes part in
+# The iteration that a worker process joins
 
 
 class Worker:
@@ -327,7 +327,7 @@ def test_workers_of_one_iterator_begin_at_one_position_in_any_order() -> None:
     pairs = ((0, 500), (0, 900), (1, 900), (1, 500), (2, 500), (2, 900))
     assert [begun(iterations, w, seed) for w, seed in pairs] == [10, 20, 20, 10, 10, 20]
     assert begun(iterations, None) == 30
-    # Persistent workers, and new ones of a generator that was reset: the same seed again.
+    # Persistent workers, and new workers after the generator was reset, have the same seed again.
     assert [begun(iterations, w, seed=77) for w in (0, 2, 1)] == [40, 40, 40]
     assert [begun(iterations, w, seed=77) for w in (2, 1, 0)] == [50, 50, 50]
     assert iterations.position == 60

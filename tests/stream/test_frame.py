@@ -1,4 +1,4 @@
-"""Where images and masks lie in the square: each mask equals decode, numpy crop and index, for every frame."""
+"""Positions of images and masks in the square: each mask equals decoding, numpy's crop and indexing, for every frame."""
 
 import json
 import textwrap
@@ -77,7 +77,7 @@ def frames(draw: st.DrawFn, height: int, width: int) -> Frame:
 
 
 class Fixed:
-    """A transform that gives one frame."""
+    """A transform that returns a given frame."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
@@ -174,7 +174,7 @@ def test_crop_takes_the_middle_square() -> None:
 
 
 def smooth(height: int, width: int) -> npt.NDArray[np.uint8]:
-    """An image that is nearly linear between pixels, so that resampling shows where it reads."""
+    """An image that is nearly linear between pixels, so that resampled values reveal their positions."""
     rows, columns = np.mgrid[:height, :width]
     channels = (rows / height, columns / width, 0.5 + 0.4 * np.sin(rows / 31) * np.cos(columns / 23))
     return (np.stack(channels, axis=2) * 235 + 10).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""A directory that grows under its readers: each keeps the version it opened."""
+"""A directory that grows while readers have it open: each reader keeps the opened version."""
 
 import multiprocessing
 import pickle

@@ -1,4 +1,4 @@
-"""Killed readers: the caller gets the error at once, nothing is left, and the sequence resumes exactly."""
+"""Killed readers: the caller gets an error at once, no resources remain, and the sequence resumes exactly."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def recorded(root: Path, count: int) -> list[str]:
 
 
 def piece(position: int) -> int:
-    """Which batch of the sequence begins at a position that begins a step."""
+    """The number of the batch that begins at the position of a step."""
     assert position % STEP["global_batch"] == 0
     return position // STEP["global_batch"] * PIECES
 
@@ -44,7 +44,7 @@ def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Pa
         assert life["digests"] == whole[first : first + len(life["digests"])]
         assert life["waits"] <= 1  # by the signal, or when the DataLoader next looks at its workers
         assert life["before"] == life["after"]
-    # Each life went on after the last whole step of the one before.
+    # Each process resumed after the last complete step of the previous process.
     ends = [piece(life["begun"]) + len(life["digests"]) for life in lives[:-1]]
     assert [piece(life["begun"]) for life in lives[1:]] == [end // PIECES * PIECES for end in ends]
     assert session(process.pid) == []

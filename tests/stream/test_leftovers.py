@@ -1,4 +1,4 @@
-"""However reading ends, no thread, process, descriptor, shared memory or temporary file is left."""
+"""After every end of reading, no thread, process, descriptor, shared memory or temporary file remains."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_nothing_is_left_after_the_end_an_early_close_or_an_error_of_the_caller(
     ("kind", "whom"), [("loader", "process"), ("workers", "process"), ("workers", "group")]
 )
 def test_nothing_is_left_after_an_interrupt(root: Path, kind: str, whom: str, short_path: Path) -> None:
-    """A terminal's Ctrl-C goes to the process and its workers alike, a scheduler's signal to the process."""
+    """Ctrl-C in a terminal goes to the process and its workers, a scheduler's signal only to the process."""
     before, segments = files(root), names()
     process = start(kind, root, "endless", short_path / "tmp", forked=True)
     assert all(b"digest" in line for line in first_lines(process, 7))

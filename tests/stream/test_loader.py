@@ -1,4 +1,4 @@
-"""`sa1b.Loader`: the stream's own sequence by threads; nothing is lost, nothing is left over."""
+"""`sa1b.Loader`: the sequence of the stream, read by threads, without losses or leftovers."""
 
 import gc
 import threading
@@ -189,7 +189,7 @@ def test_memory_is_said_at_the_start(root: Path, capsys: pytest.CaptureFixture[s
     images = 4 * 3 * 64 * 64 * 3 / 1e6
     assert f"3 threads, 4 batches of up to 3 images, {images:,.0f} MB for images" in line
     assert f"{4 * 3 * 4 * 32 * 32 / 1e6:,.0f} MB for masks of memory" in line
-    # And it is so: a caller that looks at one batch at a time needs no more buffers.
+    # A caller that uses one batch at a time needs no more buffers than this.
     batches = iter(loader)
     for _ in range(12):
         next(batches)
@@ -200,7 +200,7 @@ def test_memory_is_said_at_the_start(root: Path, capsys: pytest.CaptureFixture[s
 
 
 def settle(loader: sa1b.Loader, seconds: float = 30) -> None:
-    """Wait until the loader's threads have nothing more to do: until nothing was counted for a moment."""
+    """Wait until the loader's threads are idle: until no item was counted for a moment."""
     end, before = time.monotonic() + seconds, None
     while (now := [loader.stats()[name] for name in STAGES]) != before and time.monotonic() < end:
         before = now
@@ -229,7 +229,7 @@ def test_threads_of_the_loader_complete_batches_before_they_are_asked_for(
         settle(loader)
         before = len([what for what, _ in names if what == "collate"])
         next(batches)
-        assert before >= 4  # the batch was collated before it was asked for, and those after it
+        assert before >= 4  # this batch and later ones were collated before the request
     batches.close()
     assert {what for what, _ in names} == ({"collate"} if dense is None else {"collate", "raster"})
     assert all(name.startswith("sa1b-loader") for _, name in names)

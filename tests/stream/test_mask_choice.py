@@ -1,4 +1,4 @@
-"""Which masks a visit takes: never more than K, none twice, each strategy as it says, the same anywhere."""
+"""The masks of a visit: at most K, none twice, by the strategy's definition, the same in every process."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The order: a bijection for any size, dealt out to any ranks without loss or repetition, random enough."""
+"""The order: a random bijection for any size, divided among any number of ranks without loss or repetition."""
 
 import hashlib
 import math
@@ -385,7 +385,7 @@ def test_sequential_by_example():
     assert valid.tolist() == [True, False]
 
 
-# Randomness: each statistic of 20 seeds lies where chance puts it
+# Randomness: each statistic of 20 seeds has a probable value
 
 
 def normal(statistic, degrees):

@@ -130,7 +130,7 @@ def test_a_tensor_that_was_replaced_after_packing_is_kept() -> None:
 def test_a_batch_reaches_another_device_in_one_copy_beside_the_pixels(
     dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the meta device, which takes copies and has no memory: any machine can count them."""
+    """Copies to the meta device, which has no memory, can be counted on any machine."""
     batch = batch_of([np.ones((2, 5, 7), np.bool_), np.ones((1, 8, 4), np.bool_)])
     batch = replace(batch, dense=torch.ones((3, 4, 4), dtype=torch.uint8) if dense else None)
     copied: list[int] = []

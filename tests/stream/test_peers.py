@@ -1,4 +1,4 @@
-"""Where other streams of image data break: each test is named after what must not happen here."""
+"""Known failures of other streams of image data: each test is named after one that must not occur here."""
 
 import gc
 import random
@@ -75,7 +75,7 @@ def test_one_shard_feeds_many_ranks_and_workers_and_none_stays_empty(tmp_path: P
 
 
 def test_a_header_of_a_tar_cannot_drop_or_pair_samples(root: Path, whole: list[str], tmp_path: Path) -> None:
-    """All of them are zeroed, a tar without members for a tar's reader: samples are found by the index."""
+    """All headers are zero, so that a reader of tars finds no members; the stream finds samples by the index."""
     copy = shutil.copytree(root, tmp_path / "root")
     table = open_table(copy / table_name(copy))
     for row in range(IMAGES):
@@ -155,5 +155,5 @@ def test_long_runs_pile_nothing_up(root: Path, kind: str) -> None:
     del batch
     (blocks, tensors, resources), (blocks_after, tensors_after, resources_after) = found
     assert blocks_after - blocks < 400  # an object kept of each batch would be 800
-    assert abs(tensors_after - tensors) < 60  # as many batches are under way, give or take two
+    assert abs(tensors_after - tensors) < 60  # the number of batches in flight, plus or minus two
     assert resources_after == resources

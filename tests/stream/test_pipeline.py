@@ -9,7 +9,7 @@ FIRST, SECOND = (0, 0), (0, 1)
 
 
 def finished(pool: Pool, priority: tuple[int, int] = (9, 9)) -> threading.Event:
-    """An event that is set when the pool has done all that it has to do by now."""
+    """An event that is set when the pool has done all current jobs."""
     event = threading.Event()
     pool.submit(event.set, priority)
     return event

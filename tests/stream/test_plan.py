@@ -1,4 +1,4 @@
-"""Steps dealt out to ranks and micro-batches: every sample once, everywhere equally many, whole on resume."""
+"""Division of steps among ranks and micro-batches: each sample once, equal numbers, complete steps on resume."""
 
 import math
 from itertools import islice
@@ -61,7 +61,7 @@ def test_any_step_is_the_same_for_any_number_of_ranks_and_micro_batches(
         for rank in step:
             assert len(rank) == pieces_of(ranks[0])
             assert all(piece.stop - piece.start <= micro for piece in rank)
-            # The state stands at the step's start until the step is whole.
+            # The state is at the start of the step until the step is complete.
             assert [piece.position for piece in rank] == [begin] * (len(rank) - 1) + [end]
 
 
@@ -76,7 +76,7 @@ def test_from_any_batch_on_a_plan_goes_on_as_if_never_stopped(
     pieces = pieces_of(plan)
     whole = list(islice(plan.micro_batches(0), stopped + 2 * pieces))
     again = list(islice(plan.micro_batches(whole[stopped].position), pieces))
-    first = (stopped + 1) // pieces * pieces  # a step that was not finished is done again as a whole
+    first = (stopped + 1) // pieces * pieces  # an unfinished step is repeated completely
     assert again == whole[first : first + pieces]
 
 
@@ -92,7 +92,7 @@ def test_four_ranks_then_two_then_three_with_other_batches_lose_and_repeat_nothi
         ranks = plans(order, batch, data.draw(st.integers(1, 9)), world_size)
         done = steps(ranks, position, data.draw(st.integers(1, 4)) if world_size > 1 else 1 + count // batch)
         taken += [p for step in done for p in union(step)]
-        (position,) = {rank[-1].position for rank in done[-1]}  # every rank stands at the same place
+        (position,) = {rank[-1].position for rank in done[-1]}  # every rank is at the same position
     assert taken == list(range(position))
     assert sorted(order.rows(np.array(taken[:count])).tolist()) == list(range(count))
 

@@ -1,4 +1,4 @@
-"""The stream from an object store: the sequence and bytes of the folder it was copied from, whatever breaks."""
+"""The stream from an object store has the sequence and bytes of the original folder, also after failures."""
 
 import gc
 import json
@@ -62,7 +62,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry at once, as a test must."""
+    """Retry without waiting."""
 
     def reader(root: str, *, deadline: float, options: Any) -> Reader:
         return Reader(root, options=options, retry_policy=HASTY)

@@ -1,4 +1,4 @@
-"""The same damage gives the same damage_log and the same substitutes, again and however it is read."""
+"""The same damage causes the same damage log and the same substitutes for every way of reading."""
 
 import json
 import random

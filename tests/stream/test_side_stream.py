@@ -1,4 +1,4 @@
-"""The way to a GPU, with a stream that copies as late as it may: memory is reused only after its copies."""
+"""Copies to a GPU by a stream that is as late as possible: memory is reused only after its copies."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What it takes to start and to resume: the same anywhere in the order, and nothing that grows with it."""
+"""The cost of a start and a resume: the same at every position, and independent of the dataset's size."""
 
 import mmap
 import os

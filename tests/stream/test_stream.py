@@ -1,4 +1,4 @@
-"""`sa1b.Stream`: the sequence is the formula's, whatever ranks, workers and interruptions."""
+"""`sa1b.Stream`: its sequence is that of the formula, for any ranks, workers and interruptions."""
 
 import json
 import math
@@ -111,7 +111,7 @@ def test_a_resumed_stream_is_the_rest_of_the_sequence(root: Path) -> None:
         state = json.loads(json.dumps(stream.state_dict(batches[stopped])))
         again = Stream(root, global_batch=6, micro_batch=2, **ENDLESS)
         again.load_state_dict(state)
-        # A step that was not finished is done again as a whole.
+        # An unfinished step is repeated completely.
         first = (stopped + 1) // 3 * 3
         for one, other in zip(batches[first : first + 3], take(again, 3), strict=True):
             assert_equal(one, other)

@@ -1,4 +1,4 @@
-"""What a user sees who types the name of a stream, a loader, a batch or its statistics."""
+"""The repr of a stream, a loader, a batch and statistics."""
 
 import json
 import pickle

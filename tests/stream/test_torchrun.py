@@ -1,4 +1,4 @@
-"""Every rank under torchrun sees its part of the recorded sequence, whatever reads it."""
+"""Every rank under torchrun reads its part of the recorded sequence, in every way of reading."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with what each rank of each world_size saw."""
+    """The folder with the records of each rank of each world size."""
     out = tmp_path_factory.mktemp("seen")
     program = ["-m", "tests.stream.rank_program", str(root), str(out)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={BY_TORCHRUN}"]

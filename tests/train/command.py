@@ -1,4 +1,4 @@
-"""The training command in real processes on a small root, and what it leaves in its folder.
+"""The training command in real processes on a small dataset, and the files in its output folder.
 
 `torchrun` starts it as a user does: its ranks are new interpreters. `start` starts the ranks with the variables
 that torchrun sets; they are forked (tests/processes.py), which saves 3 s of processor time for each.
@@ -32,7 +32,7 @@ from tests.shards import tiny
 
 IMAGES = 23
 STEPS = 6
-BATCH = 5  # over 2 and 3 ranks uneven
+BATCH = 5  # not a multiple of 2 or 3 ranks
 # In micro-batches of 2: two ranks have 2 + 0 and 2 + 1 images, one of them an empty micro-batch.
 FLAGS = (
     *("--preset", "tiny", "--model.image-size", "64", "--model.width", "32", "--model.depth", "2"),
@@ -170,7 +170,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 
 def starts(out: Path) -> list[dict[str, Any]]:
-    """What each start of the run wrote of itself."""
+    """The line of each start of the run."""
     found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line["run"] for line in found if "run" in line]
 

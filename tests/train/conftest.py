@@ -1,4 +1,4 @@
-"""Runs that nothing disturbed, made once."""
+"""Uninterrupted runs, made once."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the command says, writes and refuses."""
+"""The output, files and refusals of the training command."""
 
 import json
 import re

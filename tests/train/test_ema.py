@@ -1,4 +1,4 @@
-"""The running mean of the weights: the same in all modes, exact where a run goes on, evaluated and exported."""
+"""The running mean of the weights: the same in all modes, exact after a resume, evaluated and exported."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A disk that is full: the run stops in order, names a file, and goes on once there is space."""
+"""A full disk: the run stops with an error that names a file, and resumes when there is space."""
 
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ SIZE = 24 << 20  # bytes of the disk
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own."""
+    """A separate small file system."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]

@@ -1,4 +1,4 @@
-"""Ranks that are killed, under torchrun's own restarts: what is trained is what an undisturbed run trains."""
+"""Killed ranks with torchrun's restarts: the result equals that of an uninterrupted run."""
 
 import os
 import random
@@ -32,7 +32,7 @@ def ranks_of(process: Process) -> list[int]:
 
 
 def wait(process: Process, until: Callable[[], bool]) -> bool:
-    """Whether it happened before the run was over."""
+    """Whether the kill happened before the end of the run."""
     end = time.monotonic() + PATIENCE
     while not until():
         if process.poll() is not None:
@@ -51,7 +51,7 @@ def done(out: Path) -> int:
 
 
 def file_of(out: Path) -> int:
-    """Which file the metrics are in; 0: none yet."""
+    """The inode of the metrics file; 0 if there is none yet."""
     path = out / "metrics.jsonl"
     return path.stat().st_ino if path.exists() else 0
 

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if it had not been; and the same run in all modes."""
+"""A stopped run resumes exactly; and the same run in all modes."""
 
 import shutil
 from collections.abc import Callable

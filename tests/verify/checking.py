@@ -1,4 +1,4 @@
-"""What the tests of verify share: a check in this process, and ways to damage files."""
+"""Shared code of verify's tests: a check in this process, and ways to damage files."""
 
 import json
 

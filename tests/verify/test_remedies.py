@@ -1,4 +1,4 @@
-"""The commands that a report advises repair what it found, typed as they are."""
+"""The commands that a report advises repair its findings."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""A check that is interrupted and goes on, its report, and how much of it stays in memory."""
+"""A check that is interrupted and resumed: its report and its memory."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Views of directories that grow, that are read-only, or that are at a URL: the same images in the same order."""
+"""Views of directories that grow, are read-only or are at a URL keep their images and order."""
 
 import json
 import shutil

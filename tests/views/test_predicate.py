@@ -1,4 +1,4 @@
-"""Conditions: what is read means what Python means by it, what is not on the list is refused by name."""
+"""Conditions have the meaning of the same text in Python; unsupported syntax is refused by name."""
 
 import math
 import operator

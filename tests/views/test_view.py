@@ -1,4 +1,4 @@
-"""Views: what they choose, that sharding does not matter, nested parts, names, and damage named."""
+"""Views: selection, independence of the sharding, nested parts, names, and damage."""
 
 import hashlib
 import json
@@ -223,7 +223,7 @@ def test_parts_that_cannot_be_are_refused(root):
     assert fraction("2.5 %", "--subset") == fraction("0.025", "--subset")
 
 
-# Names, and what can be wrong
+# Names and errors
 
 
 def test_views_are_found_by_name_key_and_beginning(root):
