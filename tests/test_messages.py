@@ -56,6 +56,22 @@ def template(node: ast.expr) -> str:
     return "{}"
 
 
+PUBLIC = ("arguments.py", "masks/", "sam/", "shards/sample.py", "stream/", "synthetic/")
+
+
+@cache
+def argument_messages() -> dict[str, str]:
+    """Location and template of every built-in error that public functions raise for wrong arguments."""
+    built_in = ("ValueError", "TypeError", "IndexError", "FileExistsError")
+    return {
+        f"{name}:{node.lineno}": template(node.args[0])
+        for name, tree in trees()
+        if name.startswith(PUBLIC)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in built_in and node.args
+    }
+
+
 @cache
 def messages() -> list[tuple[str, str, str]]:
     """Room, place and template of every expected error that the package raises."""
@@ -87,3 +103,12 @@ def test_a_message_says_what_failed_why_and_what_to_do(room: str) -> None:
 @pytest.mark.parametrize("room", sorted({room for room, _, _ in messages()}))
 def test_messages_use_standard_terms(room: str) -> None:
     assert {place: text for place, text in of_room(room) if COINED.search(text)} == {}
+
+
+def test_errors_for_wrong_arguments_say_what_is_accepted_or_what_to_do() -> None:
+    """They are "argument must be ..." or "argument: why; what to do"."""
+    found = argument_messages()
+    assert len(found) > 50
+    strange = {place: text for place, text in found.items() if not re.search(r"\bmust\b|: .+; ", text)}
+    assert strange == {}
+    assert {place: text for place, text in found.items() if COINED.search(text)} == {}

@@ -113,7 +113,7 @@ def decode_joined(
         raise ValueError(f"lengths must lie between 0 and the {len(text)} bytes of the buffer")
     sizes = sizes.astype(np.int64)
     if sizes.sum() != len(text):
-        raise ValueError(f"lengths add up to {sizes.sum()} bytes, the buffer has {len(text)}")
+        raise ValueError(f"lengths must add up to the {len(text)} bytes of the buffer, got {sizes.sum()}")
     runs, verdicts = parse(text, sizes, height, width)
     raise_first(verdicts, height, width)
     return runs
@@ -134,7 +134,8 @@ def select_joined(
     """
     chosen = np.asarray(indices).astype(np.int64)
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(lengths):
-        raise IndexError(f"indices from {chosen.min()} to {chosen.max()} of {len(lengths)} strings")
+        found = f"{chosen.min()} to {chosen.max()}"
+        raise IndexError(f"indices must be from 0 to {len(lengths) - 1}, got {found}")
     ends = np.cumsum(lengths, dtype=np.int64)
     taken = lengths[chosen].astype(np.int64)
     out = np.empty(int(taken.sum()), np.uint8)

@@ -13,7 +13,7 @@ def runs_of(pixels: npt.NDArray[np.bool_]) -> Runs:
         ValueError: `pixels` does not have three dimensions, or its height or width is zero.
     """
     if pixels.ndim != 3 or 0 in pixels.shape[1:]:
-        raise ValueError(f"pixels of shape {pixels.shape}; [N, height, width] expected")
+        raise ValueError(f"pixels must be [N, height, width], got {list(pixels.shape)}")
     count, height, width = pixels.shape
     columns = pixels.transpose(0, 2, 1).reshape(count, height * width)
     # A run starts where a pixel differs from the previous one; background precedes the first pixel.

@@ -64,8 +64,8 @@ def crop(runs: Runs, x: int, y: int, width: int, height: int) -> Runs:
     x, y = index(x), index(y)
     if x < 0 or y < 0 or x + width > runs.width or y + height > runs.height:
         raise ValueError(
-            f"window x {x}, y {y}, {width} wide, {height} high is outside "
-            f"the image of {runs.height} x {runs.width} pixels (height x width)"
+            f"window x {x}, y {y}, {width} wide, {height} high must be "
+            f"inside the image of {runs.height} x {runs.width} pixels (height x width)"
         )
     firsts = np.clip(np.arange(runs.height + 1) - y, 0, height)
     return remap(runs, np.arange(x, x + width), firsts, height)

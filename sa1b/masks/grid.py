@@ -77,7 +77,7 @@ def axis(source: int, target: int, numerator: int, denominator: int) -> Axis:
     divisor = gcd(numerator, denominator)
     numerator, denominator = numerator // divisor, denominator // divisor
     if max((2 * target + 1) * numerator, (source + 1) * denominator) >= 2**63:
-        raise ValueError(f"cannot map {source} pixels to {target}: the sizes are too large")
+        raise ValueError(f"{source} pixels to {target}: too large for int64; use smaller sizes")
     return Axis(source, target, numerator, denominator)
 
 
@@ -121,7 +121,7 @@ def framed(
     if taken is None:
         taken = framed_size(*source, image_size)
     elif not 1 <= min(taken) <= max(taken) <= image_size:
-        raise ValueError(f"an image of {taken[0]} x {taken[1]} pixels in a square of {image_size}")
+        raise ValueError(f"taken={taken} must fit into the square of {image_size} pixels")
     rows, columns = (
         axis(int(n), size, int(image_size) * int(n), 2 * size * n_taken)
         for n, n_taken in zip(source, taken, strict=True)

@@ -23,8 +23,8 @@ def intersection(a: Runs, b: Runs) -> npt.NDArray[np.int64]:
     """
     if (a.height, a.width) != (b.height, b.width):
         raise ValueError(
-            f"masks of {a.height} x {a.width} pixels cannot be compared with masks of "
-            f"{b.height} x {b.width} pixels"
+            f"masks of images of {a.height} x {a.width} and {b.height} x {b.width} pixels: the images must "
+            "have the same size"
         )
     out = np.empty((len(a), len(b)), np.int64)
     ends_a, spans_a, boxes_a = prepare(a)

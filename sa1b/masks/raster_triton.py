@@ -141,9 +141,9 @@ def launch(
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
         raise ValueError("runs must be integers [R] and offsets int64 [N + 1], on the same device")
     if device.type != "cuda" and COMPILED:
-        raise ValueError(f"the Triton kernels need tensors on a CUDA device, got {device}")
+        raise ValueError(f"runs must be on a CUDA device for the Triton kernels, got {device}")
     if (2 * max(target) + 1) * (image_size or 1) >= 2**31:  # products fit int64
-        raise ValueError(f"cannot rasterise masks at {height} x {width} pixels: the sizes are too large")
+        raise ValueError(f"masks at {height} x {width} pixels: too large for int64; use smaller sizes")
     count, runs, offsets = offsets.numel() - 1, runs.contiguous(), offsets.contiguous()
     sizes = source_sizes(offsets, *source)
     many = isinstance(flip, Tensor)

@@ -103,9 +103,7 @@ class Runs:
         """The indices for `select` as int64 [K], each 0 <= index < N."""
         chosen = np.asarray(indices)
         if chosen.dtype == np.bool_ and chosen.size != len(self):
-            raise IndexError(
-                f"bool array of {chosen.size} for {len(self)} masks: pass one bool for each mask"
-            )
+            raise IndexError(f"bool indices must be [{len(self)}], one for each mask, got [{chosen.size}]")
         if chosen.size == 0:
             chosen = chosen.astype(np.int64)
         rows: npt.NDArray[np.int64] = np.arange(len(self), dtype=np.int64)[chosen.reshape(-1)]

@@ -56,8 +56,8 @@ class RelativeAttention(nn.Module):
         batch, rows, columns, width = x.shape
         if (rows, columns) != (self.side, self.side):
             raise ValueError(
-                f"tokens of {rows} x {columns}, but the relative positions are those of a grid of"
-                f" {self.side} x {self.side}: build the model with the image_size of the images"
+                f"tokens of {rows} x {columns}: must be {self.side} x {self.side}, the grid of the relative "
+                "positions; build the model with the image_size of the images"
             )
         grid = self.qkv(x).view(batch, rows, columns, 3, self.heads, -1).permute(3, 0, 4, 1, 2, 5)
         q, k, v = grid.unbind(0)  # (B, heads, rows, columns, d)

@@ -58,7 +58,7 @@ class EarlyGradients:
             ValueError: no loss was added.
         """
         if self._loss is None:
-            raise ValueError("no loss was added")
+            raise ValueError("total(): no loss was added; call add() first")
         total: Tensor = _total(self._loss, self._sums, *(outer for outer, _ in self._sources))
         return total
 

@@ -190,8 +190,8 @@ class Interactive(nn.Module):
         size, image_size = targets.masks.shape[-1], images.shape[-1]
         if size < image_size // 4:
             raise ValueError(
-                f"targets of {size} pixels for an image size of {image_size}: the decoder's masks have "
-                f"{image_size // 4}; rasterise the targets at that size or above"
+                f"targets of {size} pixels: smaller than the decoder's masks, which have {image_size // 4} "
+                f"for an image size of {image_size}; rasterise the targets at that size or above"
             )
         if evaluate:
             with torch.no_grad():

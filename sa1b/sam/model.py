@@ -66,17 +66,17 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("image_size", "patch_size", "width", "depth", "heads", "window", "channels"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be at least 1")
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: must be at least 1")
         for whole, part in (("image_size", "patch_size"), ("width", "heads")):
             if getattr(self, whole) % getattr(self, part):
                 raise ValueError(
-                    f"{_flag(whole)} {getattr(self, whole)} is not a multiple of {_flag(part)} "
+                    f"{_flag(whole)} {getattr(self, whole)}: must be a multiple of {_flag(part)} "
                     f"{getattr(self, part)}"
                 )
         if self.channels % CHANNELS_MULTIPLE:
-            raise ValueError(f"--model.channels {self.channels} is not a multiple of {CHANNELS_MULTIPLE}")
+            raise ValueError(f"--model.channels {self.channels}: must be a multiple of {CHANNELS_MULTIPLE}")
         if self.pixel_features < 0:
-            raise ValueError(f"--model.pixel-features {self.pixel_features} must not be negative")
+            raise ValueError(f"--model.pixel-features {self.pixel_features}: must not be negative")
         if self.pixel_features and self.patch_size % 4:
             raise ValueError(
                 f"--model.pixel-features {self.pixel_features}: --model.patch-size {self.patch_size} must be "
@@ -85,11 +85,11 @@ class ModelConfig:
         if not set(self.global_blocks) <= set(range(self.depth)):
             given = " ".join(map(str, self.global_blocks))
             raise ValueError(
-                f"--model.global-blocks {given}: blocks are 0 to {self.depth - 1} "
+                f"--model.global-blocks {given}: must be from 0 to {self.depth - 1} "
                 f"(--model.depth {self.depth})"
             )
         if not 0 <= self.drop_path < 1:
-            raise ValueError(f"--model.drop-path {self.drop_path} must be from 0 to below 1")
+            raise ValueError(f"--model.drop-path {self.drop_path}: must be from 0 to below 1")
 
     @property
     def side(self) -> int:
@@ -200,13 +200,13 @@ class Sam(nn.Module):
         size = self.config.image_size
         if images.dtype != torch.uint8 or images.shape[1:] != (3, size, size):
             raise ValueError(
-                f"images are {images.dtype} {list(images.shape)}, but the model takes uint8"
-                f" [B, 3, {size}, {size}]: its image_size and that of the stream must agree"
+                f"images: must be uint8 [B, 3, {size}, {size}], got {images.dtype} {list(images.shape)}; "
+                "pass the same image_size to the model and the stream"
             )
         if keep is not None and (keep.dtype, keep.shape) != (torch.bool, (len(images), self.config.depth, 2)):
-            raise ValueError(f"keep is {keep.dtype} {list(keep.shape)}, not bool [B, depth, 2]")
+            raise ValueError(f"keep: must be bool [B, depth, 2], got {keep.dtype} {list(keep.shape)}")
         if sizes is not None and sizes.shape != (len(images), 2):
-            raise ValueError(f"sizes are {list(sizes.shape)}, not [B, 2]")
+            raise ValueError(f"sizes: must be [B, 2], got {list(sizes.shape)}")
 
     def decode(
         self,
@@ -248,7 +248,7 @@ class Sam(nn.Module):
         """
         if counts is not None and (len(counts), sum(counts)) != (len(embeddings), len(image)):
             raise ValueError(
-                f"counts {counts} are not those of {len(image)} masks of {len(embeddings)} images"
+                f"counts={counts}: must be the masks of {len(embeddings)} images, {len(image)} in all"
             )
         if len(image) == 0:  # as in `embed`: decode one mask without prompts and discard it
             blank = F.pad(embeddings[:0], (0, 0, 0, 0, 0, 0, 0, 1))

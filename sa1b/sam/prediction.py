@@ -82,14 +82,14 @@ def predict(
     """
     if not hasattr(model, "pixel_mean"):  # not isinstance, because a compiled model has another class
         loaded = f"load_model({str(model)!r})" if isinstance(model, str | PathLike) else "load_model(path)"
-        raise ValueError(f"model is {_type(model)}: pass sa1b.{loaded}")
+        raise ValueError(f"model: {_type(model)} is not a SAM; pass sa1b.{loaded}")
     pixels = _rgb(image)
     height, width = pixels.shape[:2]
     prompts, tags = _prompts(points, labels, boxes, height, width)
     kinds = (tags != NOTHING).sum(axis=1)  # prompts with equally many points and corners are decoded together
     if boxes is None and not kinds.all():
         raise ValueError(
-            f"prompt {int(kinds.argmin())} has no box and no point but placeholders (label -1); "
+            f"prompt {int(kinds.argmin())}: has no box, and all of its points are placeholders (label -1); "
             "pass a box or a point"
         )
     size = model.config.image_size
@@ -155,16 +155,15 @@ def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], i
 
 def _rgb(image: Any) -> npt.NDArray[np.uint8]:
     if isinstance(image, str | PathLike):
-        raise ValueError(f"image is {_type(image)}: open it with PIL.Image.open")
+        raise ValueError(f"image: {_type(image)} is not an array of pixels; open it with PIL.Image.open")
     if hasattr(image, "convert"):  # a PIL image; PIL need not be imported for this test
         image = image.convert("RGB")
     elif not hasattr(image, "__array__"):
-        raise ValueError(f"image is {_type(image)}: pass uint8 RGB [height, width, 3] or a PIL image")
+        raise ValueError(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {_type(image)}")
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-        raise ValueError(
-            f"image is {pixels.dtype} {list(pixels.shape)}: pass uint8 RGB [height, width, 3] or a PIL image"
-        )
+        found = f"{pixels.dtype} {list(pixels.shape)}"
+        raise ValueError(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {found}")
     return pixels
 
 
@@ -189,21 +188,22 @@ def _prompts(
     Points with an effect come first; the last point is always empty.
     """
     if points is None and boxes is None:
-        said = "" if labels is None else "labels are passed without points: "
-        raise ValueError(f"{said}predict needs points or boxes")
+        said = "" if labels is None else ", only labels"
+        raise ValueError(f"predict(...): has no prompts{said}; pass points or boxes")
     if labels is not None and points is None:
-        raise ValueError("labels are passed without points: pass the points that they belong to")
+        raise ValueError("labels: belong to points, but no points were passed; pass points")
     where, tags = [], []
     if points is not None:
         at = _numbers("points", points)
         if at.ndim not in (2, 3) or at.shape[-1] != 2 or 0 in at.shape[:-1]:
-            raise ValueError(f"points are {list(at.shape)}: pass [N, 2] or [N, P, 2], (x, y) in pixels")
+            raise ValueError(f"points: must be [N, 2] or [N, P, 2], (x, y) in pixels, got {list(at.shape)}")
         of_points = np.full(at.shape[:-1], FOREGROUND) if labels is None else _numbers("labels", labels)
         if of_points.shape != at.shape[:-1]:
-            raise ValueError(f"labels are {list(of_points.shape)}, but points are {list(at.shape)}")
+            wanted = f"{list(at.shape[:-1])} for points {list(at.shape)}"
+            raise ValueError(f"labels: must be {wanted}, got {list(of_points.shape)}")
         if not np.isin(of_points, (FOREGROUND, BACKGROUND, NOTHING)).all():
             raise ValueError(
-                "labels must be 1 (foreground), 0 (background) or -1 (a point that does not count)"
+                "labels: must be 1 (foreground), 0 (background) or -1 (a point that does not count)"
             )
         _check_inside("point", at, (width - 0.5, height - 0.5), of_points != NOTHING, width, height)
         where.append(at.reshape(len(at), -1, 2))
@@ -211,18 +211,18 @@ def _prompts(
     if boxes is not None:
         corners = _numbers("boxes", boxes)
         if corners.ndim != 2 or corners.shape[1] != 4 or not len(corners):
-            raise ValueError(f"boxes are {list(corners.shape)}: pass [N, 4], x0, y0, x1, y1 in pixels")
+            raise ValueError(f"boxes: must be [N, 4], x0, y0, x1, y1 in pixels, got {list(corners.shape)}")
         ends_before = (corners[:, :2] > corners[:, 2:]).any(axis=1)
         if ends_before.any():
             first = int(ends_before.argmax())
             raise ValueError(
-                f"box {_tuple(corners[first])} of prompt {first} ends before it begins: "
-                "boxes are x0, y0, x1, y1"
+                f"box {_tuple(corners[first])} of prompt {first}: ends before it begins; "
+                "pass boxes as x0, y0, x1, y1"
             )
         _check_inside("box", corners, (width, height) * 2, np.ones(len(corners), bool), width, height)
         if where and len(where[0]) != len(corners):
             raise ValueError(
-                f"points has {len(where[0])} prompts, but boxes has {len(corners)}: "
+                f"boxes: {len(corners)} boxes for the {len(where[0])} prompts of points; "
                 "pass a box for each prompt"
             )
         where.append(corners.reshape(-1, 2, 2))
@@ -246,10 +246,10 @@ def _check_inside(
     outside = ((values < -0.5) | (values > limits)).any(axis=-1) & counted
     if outside.any():
         first = tuple(np.argwhere(outside)[0].tolist())
-        order = "points are (x, y)" if kind == "point" else "boxes are x0, y0, x1, y1"
+        order = "points as (x, y)" if kind == "point" else "boxes as x0, y0, x1, y1"
         raise ValueError(
-            f"{kind} {_tuple(values[first])} of prompt {first[0]} is outside of the image of "
-            f"{width} x {height} pixels (width x height): {order}, in pixels of the image"
+            f"{kind} {_tuple(values[first])} of prompt {first[0]}: outside of the image of "
+            f"{width} x {height} pixels (width x height); pass {order}, in pixels of the image"
         )
 
 
@@ -265,7 +265,7 @@ def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
     try:
         found = np.asarray(values, np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} cannot be read as an array of numbers") from None
+        raise ValueError(f"{name}: must be an array of numbers") from None
     if not np.isfinite(found).all():
-        raise ValueError(f"{name} contains a number that is not finite")
+        raise ValueError(f"{name}: must contain finite numbers only")
     return found

@@ -59,17 +59,17 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("box_probability", "focal_alpha", "all_masks_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be from 0 to 1")
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: must be from 0 to 1")
         amounts = ("box_noise", "box_noise_limit", "clicks", "unprompted", "focal_gamma")
         for name in (*amounts, "focal_weight", "dice_weight", "iou_weight"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} must not be negative")
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: must not be negative")
         if self.iou_loss not in ("squared", "absolute"):
-            raise ValueError(f"--recipe.iou-loss {self.iou_loss!r}: known are squared, absolute")
+            raise ValueError(f"--recipe.iou-loss {self.iou_loss!r}: must be squared or absolute")
         if self.iou_masks not in ("best", "all"):
-            raise ValueError(f"--recipe.iou-masks {self.iou_masks!r}: known are best, all")
+            raise ValueError(f"--recipe.iou-masks {self.iou_masks!r}: must be best or all")
         if self.iteration_loss not in ("mean", "sum"):
-            raise ValueError(f"--recipe.iteration-loss {self.iteration_loss!r}: known are mean, sum")
+            raise ValueError(f"--recipe.iteration-loss {self.iteration_loss!r}: must be mean or sum")
 
 
 def _flag(name: str) -> str:

@@ -42,7 +42,7 @@ class BufferPool:
         """A uint8 tensor of this shape, of at most `capacity` bytes, not initialised."""
         size = int(np.prod(shape, dtype=np.int64))
         if size > self.capacity:
-            raise ValueError(f"{size} bytes of a buffer of {self.capacity}")
+            raise ValueError(f"{size} bytes: must fit the buffer of {self.capacity}")
         return torch.from_numpy(self._free()[:size]).view(shape)
 
     def _free(self) -> npt.NDArray[np.uint8]:

@@ -105,7 +105,7 @@ class Stream(IterableDataset[Batch]):
         **options: Any,
     ) -> None:
         if order not in ("shuffle", "sequential"):
-            raise ValueError(f"order is {order!r}; known are 'shuffle' and 'sequential'")
+            raise ValueError(f"order={order!r} must be 'shuffle' or 'sequential'")
         if epochs is not None and (isinstance(epochs, bool) or epochs != 1):
             raise ValueError(
                 f"epochs={epochs!r} must be 1, an epoch in each iteration, or None, an endless iteration; "
@@ -113,7 +113,7 @@ class Stream(IterableDataset[Batch]):
             )
         if epochs is None and order == "sequential":
             raise ValueError(
-                "epochs=None needs order='shuffle': a sequential iteration ends with its last image"
+                "epochs=None: a sequential iteration ends with its last image; pass order='shuffle'"
             )
         if not isinstance(root, Dataset):
             path("root", root, "the folder that `sa1b reshard` made, its URL, or an open dataset")
@@ -194,8 +194,8 @@ class Stream(IterableDataset[Batch]):
         for name in options:
             if name not in known:
                 near = get_close_matches(name, every, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(every)}"
-                raise TypeError(f"Stream has no argument {name!r}; {hint}")
+                hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(every)}"
+                raise TypeError(f"Stream({name}=...): no such argument; {hint}")
 
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], Iterations]]:
         # A worker process maps table and view of the same version of the dataset that was opened here.

@@ -118,7 +118,7 @@ def decoder(name: str) -> Decoder:
         ValueError: no decoder has this name.
     """
     if name not in DECODERS:
-        raise ValueError(f"decoder is {name!r}; known are {', '.join(map(repr, DECODERS))}")
+        raise ValueError(f"decoder={name!r} must be one of {', '.join(map(repr, DECODERS))}")
     return DECODERS[name]()
 
 

@@ -84,11 +84,11 @@ class Loader:
         stall_seconds = number("stall_seconds", stall_seconds, above=0)
         self._cuda = self.device.type == "cuda"
         if self._cuda and not torch.cuda.is_available():
-            raise ValueError("device='cuda', but torch sees no GPU here; device='cpu' works everywhere")
+            raise ValueError("device='cuda': torch finds no GPU; pass device='cpu'")
         if stream.decoder.device.type not in ("cpu", self.device.type):
             raise ValueError(
-                f"decoder={stream.options.decoder!r} writes images on {stream.decoder.device}, "
-                f"not on {self.device}: pass device={stream.decoder.device.type!r}"
+                f"decoder={stream.options.decoder!r}: writes images on {stream.decoder.device}, "
+                f"not on {self.device}; pass device={stream.decoder.device.type!r}"
             )
         self._state = stream.state_dict()
         size = stream.options.image_size

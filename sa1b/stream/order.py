@@ -90,9 +90,9 @@ class Order:
     def __post_init__(self) -> None:
         _check_count(self.count)
         if self.block_size < 1:
-            raise ValueError(f"a block of {self.block_size} samples; it must be 1 or more")
+            raise ValueError(f"block_size={self.block_size} must be at least 1")
         if not self.digest:
-            raise ValueError("an order needs the digest of its view: without it, all views share one order")
+            raise ValueError("digest must be that of the view: without it, all views would share one order")
 
     def rows(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The rows at these positions, int64, same shape: 0 to N - 1. Positions may span epochs.
@@ -130,10 +130,10 @@ class Order:
             ValueError: the position is negative or cuts a block.
         """
         if position < 0:
-            raise ValueError(f"position {position} is negative")
+            raise ValueError(f"position={position} must not be negative")
         if (position if self.endless else position % self.count) % self.block_size:
             raise ValueError(
-                f"a step that begins at position {position} cuts a block of {self.block_size} samples"
+                f"position={position} must be at the border of two blocks of {self.block_size} samples"
             )
 
     def substitute(self, position: int, attempt: int) -> int:
@@ -178,14 +178,14 @@ def check_global_batch(global_batch: int, world_size: int, block_size: int = 1) 
     """
     if global_batch % block_size:
         raise ValueError(
-            f"global_batch={global_batch} is not a multiple of block_size={block_size}: it would cut a block"
+            f"global_batch={global_batch} must be a multiple of block_size={block_size}, to cut no block"
         )
     units = global_batch // block_size
     if world_size > units:
         what = "samples" if block_size == 1 else f"blocks of {block_size} samples"
         raise ValueError(
-            f"{world_size} ranks for a global batch of {units} {what}: some would have nothing to do; "
-            "make the global batch larger or take fewer ranks"
+            f"global_batch={global_batch}: has {units} {what} for {world_size} ranks, so some would have no "
+            "work; pass a larger global batch, or use fewer ranks"
         )
 
 
@@ -202,11 +202,10 @@ def rank_slice(
     """
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"rank {rank} of {world_size}: ranks are numbered 0 to {world_size - 1}; pass rank and "
-            "world_size together"
+            f"rank={rank} must be from 0 to {world_size - 1}, below world_size={world_size}; pass both"
         )
     if position < 0:
-        raise ValueError(f"position {position} is negative")
+        raise ValueError(f"position={position} must not be negative")
     blocks = -(-samples // block_size)
     start, stop = (min(block_size * (r * blocks // world_size), samples) for r in (rank, rank + 1))
     return position + start, position + stop
@@ -219,7 +218,7 @@ def micro_batch_count(samples: int, world_size: int, size: int, *, block_size: i
         ValueError: size is below 1.
     """
     if size < 1:
-        raise ValueError(f"a micro-batch of {size} samples; it must be 1 or more")
+        raise ValueError(f"micro_batch={size} must be at least 1")
     blocks = -(-samples // block_size)
     largest = min(-(-blocks // world_size) * block_size, samples)
     return -(-largest // size)
@@ -234,7 +233,7 @@ def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[in
         ValueError: the slice does not fit into `count` micro-batches.
     """
     if not 0 <= stop - start <= size * count:
-        raise ValueError(f"[{start}, {stop}) does not fit into {count} micro-batches of {size} samples")
+        raise ValueError(f"[{start}, {stop}) must fit into {count} micro-batches of {size} samples")
     cuts = [min(start + i * size, stop) for i in range(count + 1)]
     return list(pairwise(cuts))
 
@@ -261,11 +260,11 @@ def _root(number: int) -> int:
 
 def _check_count(count: int) -> None:
     if not 1 <= count <= MAX_COUNT:
-        raise ValueError(f"an order of {count:,} samples; it must be from 1 to {MAX_COUNT:,}")
+        raise ValueError(f"an order of {count:,} samples; the number must be from 1 to {MAX_COUNT:,}")
 
 
 def _checked(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     positions = np.asarray(positions, np.int64)
     if positions.size and int(positions.min()) < 0:
-        raise ValueError(f"position {int(positions.min())} is negative")
+        raise ValueError(f"position={int(positions.min())} must not be negative")
     return positions

@@ -58,7 +58,7 @@ class Plan:
             TypeError: the order is endless.
         """
         if self._endless:
-            raise TypeError("an endless stream (epochs=None) has no length; steps_per_epoch is its epoch's")
+            raise TypeError("len(stream): an endless stream (epochs=None) has no length; use steps_per_epoch")
         before = (self.steps_per_epoch - 1) * self.global_batch
         return (self.steps_per_epoch - 1) * self.count + self._count(self._step_size(before))
 
@@ -126,5 +126,5 @@ def process_rank() -> tuple[int, int]:
         return distributed.get_rank(), distributed.get_world_size()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank} and WORLD_SIZE={world_size} do not fit; torchrun sets both")
+        raise ValueError(f"RANK={rank}: must be from 0 to below WORLD_SIZE={world_size}; torchrun sets both")
     return rank, world_size

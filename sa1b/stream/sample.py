@@ -68,7 +68,7 @@ class SampleOptions:
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy is {self.strategy!r}; known are {', '.join(STRATEGIES)}")
+            raise ValueError(f"strategy={self.strategy!r} must be one of {', '.join(STRATEGIES)}")
         whole = {"image_size": 1, "masks": 0, "min_pixels": 0, "min_pixels_size": 1}
         for name, least in whole.items():
             value = getattr(self, name)
@@ -76,15 +76,15 @@ class SampleOptions:
                 object.__setattr__(self, name, whole_number(name, value, least))
         object.__setattr__(self, "flip", number("flip", self.flip, 0, 1))
         if self.resize not in RESIZES:
-            raise ValueError(f"resize is {self.resize!r}; known are {', '.join(RESIZES)}")
+            raise ValueError(f"resize={self.resize!r} must be one of {', '.join(RESIZES)}")
         for transform in self.transforms:
             if isinstance(transform, type):
                 raise ValueError(
-                    f"transform {transform.__name__} is a class; pass an object of it, such as "
+                    f"transform={transform.__name__}: is a class; pass an object of it, such as "
                     f"{transform.__name__}()"
                 )
             if not callable(transform):
-                raise ValueError(f"transform {transform!r} is not callable; see sa1b.stream.transform")
+                raise ValueError(f"transform={transform!r} must be callable, see sa1b.stream.transform")
 
     @property
     def transforms(self) -> tuple[Transform, ...]:

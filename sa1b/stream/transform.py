@@ -76,11 +76,11 @@ class Frame:
         x, y, width, height = self.window
         if min(x, y) < 0 or min(width, height) < 1 or x + width > self.width or y + height > self.height:
             raise ValueError(
-                f"window x {x}, y {y}, {width} wide, {height} high lies outside the image of {self.height} x "
-                f"{self.width} pixels (height x width)"
+                f"window x {x}, y {y}, {width} wide, {height} high must be inside the image of "
+                f"{self.height} x {self.width} pixels (height x width)"
             )
         if not 1 <= self.side <= self.image_size:
-            raise ValueError(f"side {self.side} must be from 1 to the image size, {self.image_size}")
+            raise ValueError(f"side={self.side} must be from 1 to the image size, {self.image_size}")
 
     @classmethod
     def whole_image(cls, height: int, width: int, image_size: int, *, stretch: bool = False) -> "Frame":

@@ -91,7 +91,7 @@ def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool
         ValueError: `long_side` is too small.
     """
     if long_side is not None and long_side < LONG_SIDE_LEAST:
-        raise ValueError(f"the longer side must have at least {LONG_SIDE_LEAST} pixels, not {long_side}")
+        raise ValueError(f"long_side={long_side} must be at least {LONG_SIDE_LEAST} pixels")
     shares = np.array([share for _, share in SIZES])
     width, height = SIZES[int(rng.choice(len(SIZES), p=shares / shares.sum()))][0]
     quality = 95 if rng.random() < HIGH_QUALITY_SHARE else 75

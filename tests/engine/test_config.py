@@ -140,9 +140,9 @@ def test_what_does_not_fit_is_refused_by_the_name_of_its_flag(flags: list[str], 
         (["--data.nosuch", "1"], "--data.nosuch"),
         (["--preset", "vit_g"], "--preset"),
         (["--optim.steps", "many"], "--optim.steps"),
-        (["--model.heads", "5"], "--model.width 768 is not a multiple of --model.heads 5"),
-        (["--model.depth", "0"], "--model.depth 0 must be at least 1"),
-        (["--recipe.clicks", "-1"], "--recipe.clicks -1 must not be negative"),
+        (["--model.heads", "5"], "--model.width 768: must be a multiple of --model.heads 5"),
+        (["--model.depth", "0"], "--model.depth 0: must be at least 1"),
+        (["--recipe.clicks", "-1"], "--recipe.clicks -1: must not be negative"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(flags: list[str], named: str) -> None:

@@ -233,7 +233,7 @@ def test_sums_of_losses_over_micro_batches_are_those_of_the_whole(
     ("data", "named"),
     [
         ({"global_batch": 2}, "3 ranks for a global batch of 2 samples"),
-        ({"block_size": 4}, "global_batch=5 is not a multiple of block_size=4"),
+        ({"block_size": 4}, "global_batch=5 must be a multiple of block_size=4"),
     ],
 )
 def test_what_does_not_fit_the_ranks_is_refused(

@@ -21,5 +21,5 @@ def test_runs_of_pixels_draw_the_pixels(data):
 
 
 def test_what_has_no_pixels_is_refused():
-    with pytest.raises(ValueError, match=r"\(3, 4\)"):
+    with pytest.raises(ValueError, match=r"\[3, 4\]"):
         runs_of(np.zeros((3, 4), bool))

@@ -79,7 +79,7 @@ def test_an_image_that_takes_any_part_of_the_square_reads_by_the_same_formula(dr
 def test_an_image_larger_than_the_square_is_refused():
     runs = to_runs(np.ones((1, 3, 4), np.bool_))
     for taken in ((0, 4), (4, 9)):
-        with pytest.raises(ValueError, match="in a square of 8"):
+        with pytest.raises(ValueError, match="into the square of 8"):
             raster.rasterize_frame(runs, 8, 8, taken=taken)
     with pytest.raises(ValueError, match=r"taken must be integers \[1, 2\], got \[2\]"):
         raster_torch.rasterize_frame(*tensors(runs), 3, 4, 8, 8, taken=torch.tensor([3, 4]))

@@ -93,7 +93,9 @@ def test_tensors_on_the_cpu_are_refused():
         "try: raster_triton.rasterize(torch.tensor([3, 9]), torch.tensor([0, 2]), 3, 4, 3, 4)\n"
         "except ValueError as error: print(error)\n"
     )
-    assert "need tensors on a CUDA device, got cpu" in python("-c", code, TRITON_INTERPRET="0")
+    assert "must be on a CUDA device for the Triton kernels, got cpu" in python(
+        "-c", code, TRITON_INTERPRET="0"
+    )
 
 
 @with_triton

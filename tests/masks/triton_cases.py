@@ -234,7 +234,7 @@ def check_arguments(device: str) -> None:
     cases = (
         ((runs, offsets, 3, 4, 0, 4), {}, "must be at least 1"),
         ((runs, offsets, 0, 4, 3, 4), {}, "must be at least 1"),
-        ((runs, offsets, 3, 4, 2**30, 1), {}, "sizes are too large"),
+        ((runs, offsets, 3, 4, 2**30, 1), {}, "too large for int64"),
         (
             (runs, offsets, sides[:1], 4, 3, 4),
             {},

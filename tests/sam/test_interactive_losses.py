@@ -129,7 +129,7 @@ def test_larger_targets_are_met_by_larger_logits():
 
 
 def test_targets_smaller_than_the_decoders_masks_are_refused():
-    with pytest.raises(ValueError, match="targets of 15 pixels for an image size of 64.* 16"):
+    with pytest.raises(ValueError, match="targets of 15 pixels: smaller .* 16 for an image size of 64"):
         trained(PLAIN, case(size=15))
 
 

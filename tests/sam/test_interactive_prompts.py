@@ -169,11 +169,11 @@ def test_the_recipe_is_the_published_one_by_default():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"box_probability": 1.5}, "--recipe.box-probability 1.5 must be from 0 to 1"),
-        ({"clicks": -1}, "--recipe.clicks -1 must not be negative"),
-        ({"iteration_loss": "median"}, "--recipe.iteration-loss 'median': known are mean, sum"),
-        ({"iou_loss": "cubed"}, "--recipe.iou-loss 'cubed': known are squared, absolute"),
-        ({"iou_masks": "none"}, "--recipe.iou-masks 'none': known are best, all"),
+        ({"box_probability": 1.5}, "--recipe.box-probability 1.5: must be from 0 to 1"),
+        ({"clicks": -1}, "--recipe.clicks -1: must not be negative"),
+        ({"iteration_loss": "median"}, "--recipe.iteration-loss 'median': must be mean or sum"),
+        ({"iou_loss": "cubed"}, "--recipe.iou-loss 'cubed': must be squared or absolute"),
+        ({"iou_masks": "none"}, "--recipe.iou-masks 'none': must be best or all"),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(changed, message):

@@ -267,7 +267,7 @@ def test_counts_that_do_not_add_up_are_refused() -> None:
     embeddings = torch.zeros(2, SMALL.channels, SMALL.side, SMALL.side)
     points, labels = torch.zeros(3, 1, 2), torch.ones(3, 1, dtype=torch.int64)
     for counts in ((2, 2), (3,), (1, 1, 1)):
-        with pytest.raises(ValueError, match="counts .* are not those of 3 masks of 2 images"):
+        with pytest.raises(ValueError, match="counts=.* must be the masks of 2 images, 3 in all"):
             model.decode(embeddings, image, points, labels, counts=counts)
 
 
@@ -371,12 +371,12 @@ def test_images_of_another_size_or_type_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image_size": 100}, "--model.image-size 100 is not a multiple of --model.patch-size 16"),
-        ({"heads": 5}, "--model.width 48 is not a multiple of --model.heads 5"),
-        ({"channels": 48}, "--model.channels 48 is not a multiple of 32"),
-        ({"global_blocks": (3,)}, "blocks are 0 to 2"),
-        ({"drop_path": 1.0}, "--model.drop-path 1.0 must be from 0"),
-        ({"window": 0}, "--model.window 0 must be at least 1"),
+        ({"image_size": 100}, "--model.image-size 100: must be a multiple of --model.patch-size 16"),
+        ({"heads": 5}, "--model.width 48: must be a multiple of --model.heads 5"),
+        ({"channels": 48}, "--model.channels 48: must be a multiple of 32"),
+        ({"global_blocks": (3,)}, "must be from 0 to 2"),
+        ({"drop_path": 1.0}, "--model.drop-path 1.0: must be from 0"),
+        ({"window": 0}, "--model.window 0: must be at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:

@@ -149,33 +149,36 @@ def test_images_of_any_size_are_taken(model: Sam, shape: tuple[int, int]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "predict needs points or boxes"),
-        ({"labels": [1]}, "labels are passed without points"),
-        ({"points": [[1, 2, 3]]}, r"points are \[1, 3\]: pass \[N, 2\]"),
-        ({"points": []}, "points are"),
-        ({"points": [["a", 2]]}, "points cannot be read as an array of numbers"),
-        ({"points": [[1, 2], [3]]}, "points cannot be read as an array of numbers"),
-        ({"points": [[1, float("nan")]]}, "points contains a number that is not finite"),
+        ({}, "has no prompts; pass points or boxes"),
+        ({"labels": [1]}, "has no prompts, only labels; pass points"),
+        ({"points": [[1, 2, 3]]}, r"points: must be \[N, 2\] .* got \[1, 3\]"),
+        ({"points": []}, "points: must be .* got \\[0\\]"),
+        ({"points": [["a", 2]]}, "points: must be an array of numbers"),
+        ({"points": [[1, 2], [3]]}, "points: must be an array of numbers"),
+        ({"points": [[1, float("nan")]]}, "points: must contain finite numbers"),
         (
             {"points": [[1, 2], [1, 100]]},
-            r"point \(1, 100\) of prompt 1 is outside of the image of 123 x 90 pixels",
+            r"point \(1, 100\) of prompt 1: outside of the image of 123 x 90 pixels",
         ),
-        ({"points": [[[1, 2], [-1, 2]]]}, r"point \(-1, 2\) of prompt 0 is outside of the image"),
-        ({"points": [[1, 2]], "labels": [1, 0]}, r"labels are \[2\], but points are \[1, 2\]"),
-        ({"points": [[1, 2]], "labels": [2]}, "labels must be 1"),
-        ({"points": [[1, 2]], "labels": [[1], [1, 0]]}, "labels cannot be read as an array of numbers"),
-        ({"points": [[1, 2], [3, 4]], "labels": [1, -1]}, "prompt 1 has no box and no point but place"),
-        ({"boxes": [[1, 2, 3]]}, r"boxes are \[1, 3\]: pass \[N, 4\]"),
-        ({"boxes": [[5, 2, 3, 4]]}, r"box \(5, 2, 3, 4\) of prompt 0 ends before it begins"),
+        ({"points": [[[1, 2], [-1, 2]]]}, r"point \(-1, 2\) of prompt 0: outside of the image"),
+        ({"points": [[1, 2]], "labels": [1, 0]}, r"labels: must be \[1\] for points \[1, 2\], got \[2\]"),
+        ({"points": [[1, 2]], "labels": [2]}, "labels: must be 1"),
+        ({"points": [[1, 2]], "labels": [[1], [1, 0]]}, "labels: must be an array of numbers"),
+        (
+            {"points": [[1, 2], [3, 4]], "labels": [1, -1]},
+            "prompt 1: has no box, and all of its points are place",
+        ),
+        ({"boxes": [[1, 2, 3]]}, r"boxes: must be \[N, 4\], .* got \[1, 3\]"),
+        ({"boxes": [[5, 2, 3, 4]]}, r"box \(5, 2, 3, 4\) of prompt 0: ends before it begins"),
         (
             {"boxes": [[1, 2, 3, 4], [0, 0, 123, 91]]},
-            r"box \(0, 0, 123, 91\) of prompt 1 is outside of the image of 123 x 90 pixels",
+            r"box \(0, 0, 123, 91\) of prompt 1: outside of the image of 123 x 90 pixels",
         ),
-        ({"boxes": [[-1, 2, 3, 4]]}, r"box \(-1, 2, 3, 4\) of prompt 0 is outside of the image"),
-        ({"boxes": [[1, 2, 3, 4]], "labels": [1]}, "labels are passed without points"),
+        ({"boxes": [[-1, 2, 3, 4]]}, r"box \(-1, 2, 3, 4\) of prompt 0: outside of the image"),
+        ({"boxes": [[1, 2, 3, 4]], "labels": [1]}, "labels: belong to points, but"),
         (
             {"boxes": [[1, 2, 3, 4]], "points": [[1, 2], [3, 4]]},
-            "points has 2 prompts, but boxes has 1: pass a box for each prompt",
+            "boxes: 1 boxes for the 2 prompts of points; pass a box for each prompt",
         ),
     ],
 )
@@ -195,23 +198,25 @@ def test_a_box_may_end_at_the_edges_of_the_image(model: Sam, image: np.ndarray) 
     [np.zeros((3, 4)), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8), np.array("file.jpg"), None, [1]],
 )
 def test_images_that_are_none_are_refused_by_name(model: Sam, wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"image is .*: pass uint8 RGB \[height, width, 3\] or a PIL image"):
+    with pytest.raises(ValueError, match=r"image: must be uint8 RGB \[height, width, 3\] or a PIL image"):
         sa1b.predict(model, wrong, points=[[0, 0]])
 
 
 @pytest.mark.parametrize("wrong", ["file.jpg", Path("file.jpg")])
 def test_the_path_of_an_image_is_not_opened(model: Sam, wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"image is a (str|PosixPath): open it with PIL\.Image\.open"):
+    with pytest.raises(
+        ValueError, match=r"image: a (str|PosixPath) is not an array of pixels; open it with PIL\.Image\.open"
+    ):
         sa1b.predict(model, wrong, points=[[0, 0]])
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("r1", r"model is a str: pass sa1b\.load_model\('r1'\)"),
-        (Path("r1"), r"model is a PosixPath: pass sa1b\.load_model\('r1'\)"),
-        (None, r"model is None: pass sa1b\.load_model\(path\)"),
-        ({"a": 1}, r"model is a dict: pass sa1b\.load_model\(path\)"),
+        ("r1", r"model: a str is not a SAM; pass sa1b\.load_model\('r1'\)"),
+        (Path("r1"), r"model: a PosixPath is not a SAM; pass sa1b\.load_model\('r1'\)"),
+        (None, r"model: None is not a SAM; pass sa1b\.load_model\(path\)"),
+        ({"a": 1}, r"model: a dict is not a SAM; pass sa1b\.load_model\(path\)"),
     ],
 )
 def test_what_is_no_model_is_refused_with_the_way_to_one(wrong: Any, message: str) -> None:

@@ -409,7 +409,7 @@ def raising(frame: Frame, visit: Visit) -> Frame:
     [
         (broken, "KeyError: 'caption'"),
         (none, "it returned NoneType, no Frame"),
-        (outside, "ValueError: window x 0, y 0, .* lies outside the image"),
+        (outside, "ValueError: window x 0, y 0, .* must be inside the image"),
         (another, "it returned a frame of another image"),
         (halved, r"it returned uint8 .* for an image uint8"),
         (raising, "AttributeError: .*no_such_attribute"),
@@ -432,10 +432,10 @@ def test_a_transform_that_fails_is_named_with_its_image(
 
 def test_options_that_make_no_sense_are_refused_by_name(root: Path) -> None:
     for options, message in (
-        ({"resize": "squash"}, "resize is 'squash'; known are pad, crop, stretch"),
-        ({"transform": 3}, "transform 3 is not callable"),
+        ({"resize": "squash"}, "resize='squash' must be one of pad, crop, stretch"),
+        ({"transform": 3}, "transform=3 must be callable"),
         ({"transform": "crop"}, "transform 'crop' is not callable"),
-        ({"transform": [broken, "x"]}, "transform 'x' is not callable"),
+        ({"transform": [broken, "x"]}, "transform='x' must be callable"),
         ({"min_pixels": -1}, "min_pixels=-1 must be at least 0"),
         ({"min_pixels_size": 0}, "min_pixels_size=0 must be at least 1"),
     ):

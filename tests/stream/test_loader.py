@@ -294,5 +294,5 @@ def test_an_iterator_that_is_dropped_ends_its_threads(root: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_named(root: Path) -> None:
-    with pytest.raises(ValueError, match="torch sees no GPU"):
+    with pytest.raises(ValueError, match="torch finds no GPU"):
         sa1b.Loader(stream(root), device="cuda")

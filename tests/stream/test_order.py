@@ -175,12 +175,12 @@ def test_what_cannot_be_is_refused():
     for arguments, message in (
         ((0, "d", 0), "0 samples"),
         ((2**32 + 1, "d", 0), "4,294,967,297 samples"),
-        ((5, "d", 0, 0), "block of 0"),
+        ((5, "d", 0, 0), "block_size=0 must"),
         ((5, "", 0), "digest"),
     ):
         with pytest.raises(ValueError, match=message):
             Order(*arguments)
-    with pytest.raises(ValueError, match="position -1 is negative"):
+    with pytest.raises(ValueError, match="position=-1 must not be negative"):
         Order(5, "d", 0).rows(np.array([3, -1]))
     with pytest.raises(ValueError, match="0 samples"):
         Sequential(0)
@@ -255,28 +255,28 @@ def test_slices_never_cut_a_run(units, run, start, data):
 
 def test_slices_that_cannot_be_are_refused():
     for arguments, message in (
-        ((3, 4), "4 ranks for a global batch of 3 samples.*fewer ranks"),
-        ((24, 4, 8), "4 ranks for a global batch of 3 blocks of 8 samples"),
-        ((20, 2, 8), "global_batch=20 is not a multiple of block_size=8"),
+        ((3, 4), "global_batch=3: has 3 samples for 4 ranks.*fewer ranks"),
+        ((24, 4, 8), "global_batch=24: has 3 blocks of 8 samples for 4 ranks"),
+        ((20, 2, 8), "global_batch=20 must be a multiple of block_size=8"),
     ):
         with pytest.raises(ValueError, match=message):
             check_global_batch(*arguments)
     check_global_batch(4, 4)
     check_global_batch(32, 4, 8)
     assert micro_batches(5, 5, 4, 1) == [(5, 5)]
-    with pytest.raises(ValueError, match="rank 3 of 3"):
+    with pytest.raises(ValueError, match="rank=3 must"):
         rank_slice(0, 8, 3, 3)
     with pytest.raises(ValueError, match="position -1"):
         rank_slice(-1, 8, 0, 3)
     for order, position in ((Order(30, "d", 0, 8), 4), (Order(30, "d", 0, 8, endless=False), 32)):
-        with pytest.raises(ValueError, match=f"position {position} cuts a block of 8 samples"):
+        with pytest.raises(ValueError, match=f"position={position} must be at the border of two blocks of 8"):
             order.check_step(position)
-    with pytest.raises(ValueError, match="position -8 is negative"):
+    with pytest.raises(ValueError, match="position=-8 must not be negative"):
         Order(30, "d", 0, 8).check_step(-8)
     Order(30, "d", 0, 8).check_step(0)
     Order(30, "d", 0, 8).check_step(32)
     Order(30, "d", 0, 8, endless=False).check_step(38)
-    with pytest.raises(ValueError, match="micro-batch of 0"):
+    with pytest.raises(ValueError, match="micro_batch=0 must"):
         micro_batch_count(8, 2, 0)
     with pytest.raises(ValueError, match="does not fit into 2"):
         micro_batches(0, 9, 4, 2)

@@ -111,5 +111,5 @@ def test_an_evaluation_ends_on_every_rank_after_the_same_number_of_micro_batches
 
 
 def test_ranks_without_a_sample_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 ranks for a global batch of 4 samples"):
+    with pytest.raises(ValueError, match="global_batch=4: has 4 samples for 5 ranks"):
         next(Plan(Order(9, "d", 0), 4, 1, 0, 5).micro_batches(0))

@@ -187,14 +187,14 @@ def test_evaluation_takes_every_sample_once_and_marks_the_filling(root: Path) ->
 
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones(root: Path) -> None:
-    with pytest.raises(ValueError, match="strategy is 'best'; known are uniform, area, quality, coverage"):
+    with pytest.raises(ValueError, match="strategy='best' must be one of uniform, area, quality, coverage"):
         Stream(root, global_batch=4, strategy="best")
 
 
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ({"order": "random"}, "order is 'random'; known are 'shuffle' and 'sequential'"),
+        ({"order": "random"}, "order='random' must be 'shuffle' or 'sequential'"),
         ({"micro_batch": 0}, "micro_batch=0 must be at least 1"),
         ({"deadline": -1.0}, "deadline=-1.0 must be a number above 0"),
         ({"seed": 1.5}, "seed=1.5 must be a whole number"),
