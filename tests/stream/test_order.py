@@ -266,7 +266,7 @@ def test_slices_that_cannot_be_are_refused():
     assert micro_batches(5, 5, 4, 1) == [(5, 5)]
     with pytest.raises(ValueError, match="rank=3 must"):
         rank_slice(0, 8, 3, 3)
-    with pytest.raises(ValueError, match="position -1"):
+    with pytest.raises(ValueError, match="position=-1"):
         rank_slice(-1, 8, 0, 3)
     for order, position in ((Order(30, "d", 0, 8), 4), (Order(30, "d", 0, 8, endless=False), 32)):
         with pytest.raises(ValueError, match=f"position={position} must be at the border of two blocks of 8"):

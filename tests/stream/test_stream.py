@@ -212,7 +212,7 @@ def test_arguments_that_mean_nothing_are_refused_by_name(
 
 
 def test_more_ranks_than_samples_are_refused(root: Path) -> None:
-    with pytest.raises(ValueError, match="5 ranks for a global batch of 4 samples"):
+    with pytest.raises(ValueError, match="global_batch=4: has 4 samples for 5 ranks"):
         Stream(root, global_batch=4, rank=0, world_size=5, **SMALL)
 
 
