@@ -86,7 +86,9 @@ def reshard(
     remove_leftovers(store, policy.spill)
     tasks = read_tasks(store, without=run.redo)
     check_options(store, tasks, options)
-    finished = {} if run.recheck else {name: _size_and_time(task) for name, task in tasks.items()}
+    # A task file that `sa1b index` rebuilt from the shards has no size.
+    known = {name: task for name, task in tasks.items() if task.source["size"] is not None}
+    finished = {} if run.recheck else {name: _size_and_time(task) for name, task in known.items()}
     links = {name: remote[name] for name in own_names if name in remote}
     linked, broken = remote_sources(links, finished)
     of_links = {source.name: source for source in linked}

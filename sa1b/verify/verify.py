@@ -86,6 +86,8 @@ def verify(
 def check_is_dataset(root: Root) -> None:
     """Raise ManifestError if a directory has none of the files of a dataset."""
     store = open_store(root)
+    if store.is_local and not Path(store.root).is_dir():
+        raise no_dataset(store.root)
     if not (
         store.exists(DATASET)
         or store.names(TASKS, ".json")
