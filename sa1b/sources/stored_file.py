@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 
 from sa1b.errors import SourceError
 from sa1b.sources.link_list import Link
-from sa1b.storage.errors import DeniedError, MissingError, StorageError
+from sa1b.storage.errors import DeniedError, MissingError, ReplacedError, StorageError
 from sa1b.storage.reader import Reader, pieces_of
 
 
@@ -139,6 +139,8 @@ def naming_link(link: Link) -> Iterator[None]:
         yield
     except (DeniedError, MissingError) as error:
         raise SourceError(f"{link.label}: {link.problem(error)}") from None
+    except ReplacedError:
+        raise SourceError(f"{link.label}: changed while it was read; run the same command again") from None
     except StorageError as error:
         raise type(error)(f"{link.label}: {link.without_query(str(error))}", url=link.label) from None
 

@@ -41,6 +41,19 @@ class Fault:
     message: str
 
 
+class FaultError(Exception):
+    """A failed attempt whose error class is known.
+
+    Attributes:
+        fault: the fault.
+        status: HTTP status of the response; 0 if that was not the reason.
+    """
+
+    def __init__(self, fault: Fault, status: int = 0) -> None:
+        super().__init__(fault.message)
+        self.fault, self.status = fault, status
+
+
 _EXPIRED = {
     "ExpiredToken",
     "ExpiredTokenException",
@@ -51,6 +64,7 @@ _EXPIRED = {
 _THROTTLED = {"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests"}
 _TIMEOUTS = {"RequestTimeout", "RequestTimeoutException"}
 _DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}  # a write, in transit
+_REFUSED = {"ParamValidationError", "InvalidURL", "InvalidUrlClientError", "SSLCertVerificationError"}
 _LOOKUPS = {"CredentialRetrievalError", "MetadataRetrievalError"}  # the metadata service is not available
 _CLIENTS = {"botocore", "aiobotocore", "aiohttp", "urllib3", "requests", "http", "ssl", "gcsfs", "google"}
 _DEVICE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO}
@@ -62,6 +76,8 @@ def classify_error(error: BaseException) -> Fault | None:
     Args:
         error: exception of a file system of fsspec.
     """
+    if isinstance(error, FaultError):
+        return error.fault
     chain = list(_chain(error))
     message = _message(chain)
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
@@ -69,7 +85,7 @@ def classify_error(error: BaseException) -> Fault | None:
         return classify_error(error.__cause__) or Fault(ErrorClass.MISSING, message)
     status, code = response_of(error)
     if status or code:
-        return Fault(_of_response(status, code), message)
+        return Fault(class_of_response(status, code), message)
     if any(name in _LOOKUPS for name in map(_name, chain)):
         return Fault(ErrorClass.RESETS, message)
     if any("Credential" in name or "Token" in name or "Profile" in name for name in map(_name, chain)):
@@ -79,7 +95,7 @@ def classify_error(error: BaseException) -> Fault | None:
             return Fault(error_class, message)
     if any("Timeout" in name for name in map(_name, chain)):
         return Fault(ErrorClass.TIMEOUTS, message)
-    if any(_name(link) in ("ParamValidationError", "InvalidURL", "InvalidUrlClientError") for link in chain):
+    if any(_name(link) in _REFUSED for link in chain):
         return Fault(ErrorClass.REFUSED, message)
     if isinstance(error, OSError) or any(_origin(link) in _CLIENTS for link in chain):
         return Fault(ErrorClass.RESETS, message)
@@ -137,7 +153,8 @@ def _response(link: BaseException) -> tuple[int, str]:
     return (status if isinstance(status, int) else 0), ""
 
 
-def _of_response(status: int, code: str) -> ErrorClass:
+def class_of_response(status: int, code: str) -> ErrorClass:
+    """The error class of an error response, by its HTTP status and the store's error code."""
     if not status and code.isdecimal():
         status = int(code)
     if code in _EXPIRED:

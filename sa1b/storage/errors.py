@@ -36,6 +36,10 @@ class ExpiredError(DeniedError):
     """The credentials have expired, even after a second lookup."""
 
 
+class ReplacedError(StorageError):
+    """The object is another one than at its first read. No other sample may be used: the dataset changed."""
+
+
 class DamageError(StorageError):
     """The stored bytes differ from the written bytes. A retry cannot help; another sample can be used.
 

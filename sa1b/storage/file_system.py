@@ -6,18 +6,39 @@ used, because they return short and corrupted responses without an error and fil
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sa1b.storage.errors import StorageError
 from sa1b.storage.retry import RetryPolicy
 
 S3 = ("s3", "s3a")
+HTTP = ("http", "https")
 
 
 def protocol_of(root: str) -> str:
     """The scheme of a URL."""
     return root.partition("://")[0]
+
+
+def can_presign(root: str, options: Mapping[str, Any]) -> bool:
+    """Whether reads of an S3 store can be presigned.
+
+    Not with keys for encryption (SSE-C), which are headers of every request; not in directory buckets
+    (S3 Express), whose credentials last five minutes; not at multi-region access points, which need another
+    signature; not through a proxy with settings of its own.
+
+    Args:
+        root: s3://BUCKET/FOLDER.
+        options: options of s3fs.
+    """
+    bucket = root.partition("://")[2].partition("/")[0]
+    return not (
+        options.get("s3_additional_kwargs")
+        or options.get("config_kwargs", {}).get("proxies_config")
+        or bucket.startswith("arn:")
+        or bucket.endswith("--x-s3")
+    )
 
 
 def connect(root: str, options: Mapping[str, Any], policy: RetryPolicy, in_flight: int) -> Any:
@@ -58,21 +79,23 @@ def connect(root: str, options: Mapping[str, Any], policy: RetryPolicy, in_fligh
             "request_checksum_calculation": "when_required",  # writes send Content-MD5
             "response_checksum_validation": "when_required",  # ranges have none; our crc32c verifies them
             "user_agent": "sa1b",  # the default takes a tenth of a request's time
+            **({"signature_version": "s3v4"} if can_presign(root, options) else {}),  # the default is old
             **options.get("config_kwargs", {}),
         }
+    if protocol in HTTP:
+        options["client_kwargs"] = {"trust_env": True, **options.get("client_kwargs", {})}  # for proxies
     system = kind(**options)
     if hasattr(system, "retries"):
         system.retries = 1
     return system
 
 
-async def disconnect(systems: Iterable[Any]) -> None:
-    """Close the connections of file systems."""
-    for system in systems:
-        if system.async_impl and hasattr(system, "set_session"):
-            with contextlib.suppress(Exception):
-                session = await system.set_session()
-                await session.close()
+async def disconnect(system: Any) -> None:
+    """Close the connections of a file system."""
+    if system.async_impl and hasattr(system, "set_session"):
+        with contextlib.suppress(Exception):
+            session = await system.set_session()
+            await session.close()
     await asyncio.sleep(0)  # transports close in the next iteration of the loop
 
 

@@ -7,6 +7,7 @@ A reader has only settings until its first read. It can be pickled, forked and s
 process opens its own connections on its first read, with one thread and one event loop.
 """
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ import google_crc32c
 
 from sa1b.storage.checksum import Crc
 from sa1b.storage.counters import Counters, CounterSet
-from sa1b.storage.errors import DamageError, StorageError
+from sa1b.storage.errors import DamageError, ReplacedError, StorageError
 from sa1b.storage.local import LocalOrigin, LocalRead
 from sa1b.storage.loop import generation
 from sa1b.storage.remote import RemoteOrigin
@@ -27,6 +28,7 @@ from sa1b.storage.retry import RetryPolicy
 
 T = TypeVar("T")
 PIECE = 8 << 20  # bytes of one request for a large object
+_REPLACEMENTS = 8  # times that a small object may be replaced while it is read
 _AGREEMENTS = 16  # reads of one range before giving up on two that agree
 
 
@@ -103,6 +105,8 @@ class Reader:
 
         Raises:
             MissingError: the object does not exist.
+            ReplacedError: the object is not the one that this process has read first. Detected in S3 stores
+                and on web servers that send an ETag.
             DeniedError: the store denies access; ExpiredError is a subclass.
             DamageError: the stored bytes have another crc32c, or the object ends too early.
             UnavailableError: the deadline passed.
@@ -182,6 +186,13 @@ class Reader:
         Raises:
             StorageError: the object is larger than `cap`, or as read_range.
         """
+        for _ in range(_REPLACEMENTS):
+            with contextlib.suppress(ReplacedError):  # while it was read
+                return self._read_whole(name, cap)
+        return self._read_whole(name, cap)
+
+    def _read_whole(self, name: str, cap: int) -> bytes:
+        self.forget(name)
         size = self.size(name)
         if size > cap:
             raise StorageError(
@@ -194,6 +205,12 @@ class Reader:
         return b"".join(
             self.read_agreed(name, at, len(piece), piece) for at, piece in zip(starts, pieces, strict=True)
         )
+
+    def forget(self, name: str) -> None:
+        """Accept another object of this name from the next read on, instead of a ReplacedError."""
+        origin = self._origin()
+        if isinstance(origin, RemoteOrigin):
+            origin.forget(name)
 
     def size(self, name: str) -> int:
         """Size of a file or object in bytes. Raises the errors of read_range."""

@@ -1,18 +1,18 @@
 """Ranges of objects at a URL, read from one event loop in one thread of the reading process.
 
-The file system is created in that loop on first use, and a forked child creates its own. This module makes
+The connections are created in that loop on first use, and a forked child creates its own. This module makes
 every attempt, with a timeout, counters and verified bytes.
 """
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from sa1b.storage import file_system
 from sa1b.storage.checksum import Crc
 from sa1b.storage.classify import ErrorClass, Fault, classify_error
+from sa1b.storage.connection import Connection
 from sa1b.storage.counters import CounterSet
 from sa1b.storage.errors import MissingError, StorageError
 from sa1b.storage.loop import Loop, result_of
@@ -43,8 +43,9 @@ class RemoteOrigin:
         self._lock = threading.Lock()
         self._loop: Loop | None = None
         self._limit = asyncio.Semaphore(in_flight)
-        self._system: Any = None
-        self._systems: list[Any] = []
+        self._connection: Connection | None = None
+        self._connections: list[Connection] = []
+        self._etags: dict[str, str] = {}
 
     def read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
         """See Reader.read_range."""
@@ -70,16 +71,22 @@ class RemoteOrigin:
         policy: RetryPolicy | None = None,
     ) -> "Future[T]":
         """Start any other request. See Reader.request."""
-        return self._start(self._request(f"{self._root}/{name}", request, size, policy))
+        url = f"{self._root}/{name}"
+        return self._start(self._request(url, lambda connection: request(connection.system), size, policy))
+
+    def forget(self, name: str) -> None:
+        """Accept a replaced object from its next read on."""
+        self._etags.pop(f"{self._root}/{name}", None)
 
     def close(self) -> None:
         """Cancel pending reads, close connections, end the thread."""
         with self._lock:
             loop, self._loop = self._loop, None
-            systems, self._systems, self._system = self._systems, [], None
+            connections, self._connections, self._connection = self._connections, [], None
+            self._etags = {}
             self._limit = asyncio.Semaphore(self._in_flight)
             if loop is not None:
-                loop.close(file_system.disconnect(systems))
+                loop.close(_close(connections))
 
     def _start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         with self._lock:  # work starts before the loop is closed, or on the next loop
@@ -95,7 +102,7 @@ class RemoteOrigin:
                 if state is None:  # time in the queue does not count towards the deadline
                     state = RetryState(url, start, length, crc, self._policy, self.counters)
                 data = await self._attempt(
-                    state, lambda system: file_system.read_range(system, url, start, start + length)
+                    state, lambda connection: connection.read_range(url, start, start + length)
                 )
                 if data is not None:
                     if len(data) > length:
@@ -113,26 +120,26 @@ class RemoteOrigin:
                     and state.last_fault
                     and state.last_fault.error_class is ErrorClass.SHORT
                 ):
-                    size = await self._attempt(state, lambda system: file_system.size(system, url))
+                    size = await self._attempt(state, lambda connection: connection.size(url))
                     if size is not None:
                         state.check_end(size)
             await self._policy.async_sleep(state.backoff())
 
     async def _size(self, name: str) -> int:
         url = f"{self._root}/{name}"
-        return await self._request(url, lambda system: file_system.size(system, url))
+        return await self._request(url, lambda connection: connection.size(url))
 
     async def _names(self, folder: str) -> list[str]:
         url = f"{self._root}/{folder}"
         try:
-            return await self._request(url, lambda system: file_system.names(system, url))
+            return await self._request(url, lambda connection: connection.names(url))
         except MissingError:
             return []
 
     async def _request(
         self,
         url: str,
-        request: Callable[[Any], Awaitable[T]],
+        request: Callable[[Connection], Awaitable[T]],
         size: int = 0,
         policy: RetryPolicy | None = None,
     ) -> T:
@@ -147,11 +154,11 @@ class RemoteOrigin:
                 return response
             await self._policy.async_sleep(state.backoff())
 
-    async def _attempt(self, state: RetryState, request: Callable[[Any], Awaitable[T]]) -> T | None:
+    async def _attempt(self, state: RetryState, request: Callable[[Connection], Awaitable[T]]) -> T | None:
         """Make one attempt; None if it failed and may be retried."""
-        system = self._system = self._system or self._connect()
+        connection = self._connection = self._connection or self._connect()
         timeout = state.start_attempt()
-        task = asyncio.ensure_future(request(system))
+        task = asyncio.ensure_future(request(connection))
         try:
             # Unlike asyncio.wait_for, this does not wait for a task that ignores its cancellation.
             await asyncio.wait({task}, timeout=timeout)
@@ -168,15 +175,22 @@ class RemoteOrigin:
         fault = classify_error(error)
         if fault is None:
             raise error
-        if fault.error_class is ErrorClass.EXPIRED and system is self._system:
-            self._system = None  # a new file system looks up the credentials again
+        if fault.error_class is ErrorClass.DENIED and connection.is_proven and not state.renewed_credentials:
+            fault = Fault(ErrorClass.EXPIRED, fault.message)  # of the signature, or the credentials
+        if fault.error_class is ErrorClass.EXPIRED and connection is self._connection:
+            self._connection = None  # a new one looks up the credentials and signs again
         state.fail(fault)
         return None
 
-    def _connect(self) -> Any:
-        system = file_system.connect(self._root, self._options, self._policy, self._in_flight)
-        self._systems.append(system)
-        return system
+    def _connect(self) -> Connection:
+        connection = Connection(self._root, self._options, self._policy, self._in_flight, self._etags)
+        self._connections.append(connection)
+        return connection
+
+
+async def _close(connections: Iterable[Connection]) -> None:
+    for connection in connections:
+        await connection.close()
 
 
 def _consume(task: "asyncio.Future[Any]") -> None:

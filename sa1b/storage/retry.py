@@ -109,7 +109,7 @@ class RetryState:
         self._read_start = self._attempt_start = policy.clock()
         self._attempts = 0
         self._wrong_crcs: set[tuple[int, int]] = set()
-        self._renewed_credentials = False
+        self.renewed_credentials = False
         self.last_fault: Fault | None = None
         self.short_reads = 0
 
@@ -177,9 +177,9 @@ class RetryState:
             advice = CREDENTIALS if "://" in self.url else "change its permissions, or run as another user"
             raise DeniedError(f"{self.url}: access denied ({fault.message}); {advice}", **self._range)
         if fault.error_class is ErrorClass.EXPIRED:
-            if self._renewed_credentials:
+            if self.renewed_credentials:
                 raise ExpiredError(f"{self.url}: expired ({fault.message}); {CREDENTIALS}", **self._range)
-            self._renewed_credentials = True
+            self.renewed_credentials = True
         if fault.error_class is ErrorClass.REFUSED:
             raise StorageError(
                 f"{self}: the request was refused ({fault.message}); check the URL and the credentials",

@@ -164,6 +164,7 @@ def download(reader: Reader, name: str, stat: Stat, path: Path) -> None:
     parts: list[str] = []
     part = hashlib.md5(usedforsecurity=False)
     at = 0
+    reader.forget(name)
     with path.open("wb") as file:
         for data in reader.read_ranges(pieces_of(name, stat.size), prefetch=PARTS_IN_FLIGHT):
             file.write(data)
@@ -184,6 +185,7 @@ def download(reader: Reader, name: str, stat: Stat, path: Path) -> None:
 
 def _is_same(reader: Reader, name: str, path: Path) -> bool:
     """Whether an object has the bytes of a file of the same size."""
+    reader.forget(name)
     with path.open("rb") as file:
         for piece in pieces_of(name, path.stat().st_size):
             ours = file.read(piece.length)

@@ -15,7 +15,10 @@ from sa1b.storage.retry import RetryPolicy
 from tests.storage.service import Service
 
 SIZE = 4_000_000
+BUCKETS = ("data", "denied", "norange", "brief", "header", "shifted", "strange")
 HASTY = RetryPolicy(deadline=60, attempt_timeout=0.6, initial_backoff=0.02, max_backoff=0.2)
+# An answer is never given up by these, so that a machine under load counts what an idle one does.
+UNHURRIED = RetryPolicy(deadline=60, initial_backoff=HASTY.initial_backoff, max_backoff=HASTY.max_backoff)
 
 
 class WaitedTime:
@@ -59,6 +62,10 @@ class Store:
     def options(self, port: int | None = None) -> dict[str, Any]:
         return {"anon": True, "endpoint_url": f"http://127.0.0.1:{port or self.port}"}
 
+    def signed(self, port: int | None = None) -> dict[str, Any]:
+        """Options with credentials."""
+        return {"key": "KEY", "secret": "secret", "endpoint_url": f"http://127.0.0.1:{port or self.port}"}
+
     def bytes(self, name: str = "a.bin") -> bytes:
         return (self.folder / "data" / name).read_bytes()
 
@@ -82,7 +89,7 @@ class Store:
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     folder = tmp_path_factory.mktemp("store")
-    for bucket in ("data", "denied", "norange", "brief"):
+    for bucket in BUCKETS:
         (folder / bucket / "deep").mkdir(parents=True)
         (folder / bucket / "a.bin").write_bytes(random.Random(1).randbytes(SIZE))
         (folder / bucket / "deep" / "b c+ü.bin").write_bytes(random.Random(2).randbytes(50_000))

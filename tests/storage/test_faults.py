@@ -13,7 +13,7 @@ from sa1b.storage.counters import Counters
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Range, Reader
 from sa1b.storage.retry import RetryPolicy
-from tests.storage.conftest import HASTY, Store, WaitedTime
+from tests.storage.conftest import HASTY, UNHURRIED, Store, WaitedTime
 from tests.storage.fault_proxy import KINDS
 from tests.storage.service import Service
 
@@ -27,10 +27,6 @@ COUNTED = {
     "flip": "crc",
     "reset_body": "resets",
 }
-
-
-# An answer is never given up by these, so that a machine under load counts what an idle one does.
-UNHURRIED = RetryPolicy(deadline=60, initial_backoff=HASTY.initial_backoff, max_backoff=HASTY.max_backoff)
 
 
 def through(

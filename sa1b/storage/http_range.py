@@ -1,0 +1,198 @@
+"""Byte ranges of objects by plain HTTP requests. Every response is compared with its request.
+
+A response is accepted if its Content-Range is the requested range and its ETag is that of the object's first
+response, which is sent as If-Match. The size of an object comes from the Content-Range too, because a HEAD
+request needs a signature of its own.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sa1b.storage.classify import ErrorClass, Fault, FaultError, class_of_response
+from sa1b.storage.errors import ReplacedError, StorageError
+
+if TYPE_CHECKING:
+    import aiohttp
+    import yarl
+
+_PLAIN = {"Accept-Encoding": "identity"}  # a range of a compressed response is another range
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
+_DOCUMENT = 4096  # bytes of an error document that are read
+_FIELD = re.compile(rb"<(Code|Message)>([^<]*)<")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """How an object is requested.
+
+    Attributes:
+        session: sends the request.
+        url: of the object. It may contain a signature and must not appear in messages.
+        headers: of every request.
+        options: other arguments of `session.get`.
+    """
+
+    session: "aiohttp.ClientSession"
+    url: "yarl.URL"
+    headers: Mapping[str, str]
+    options: Mapping[str, Any]
+
+
+class Targets(Protocol):
+    """The targets of the objects below a URL."""
+
+    async def target(self, url: str) -> Target:
+        """How to request an object."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+class PlainUrls:
+    """The objects of a web server.
+
+    Args:
+        system: fsspec's file system for http, which owns the session and the user's options.
+    """
+
+    def __init__(self, system: Any) -> None:
+        self._system = system
+        self._options = dict(system.kwargs)
+        self._headers = {**_PLAIN, **self._options.pop("headers", {})}
+
+    async def target(self, url: str) -> Target:
+        """See Targets.target."""
+        session = await self._system.set_session()
+        return Target(session, self._system.encode_url(url), self._headers, self._options)
+
+    async def close(self) -> None:
+        """Nothing: the session is closed with the file system."""
+
+
+class HttpRanges:
+    """Ranges and sizes of objects.
+
+    Args:
+        targets: how each object is requested.
+        etags: ETag of each object's first response, by URL; it is added to.
+    """
+
+    def __init__(self, targets: Targets, etags: dict[str, str]) -> None:
+        self._targets, self._etags = targets, etags
+        self._conditional = True
+
+    async def read_range(self, url: str, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end` of an object, or fewer if the object ends before.
+
+        Args:
+            url: of the object, without a signature.
+            start: first byte.
+            end: byte after the last one.
+
+        Raises:
+            FaultError: the response is an error or another range.
+            ReplacedError: the object is not the one of the first response.
+            StorageError: the server ignores byte ranges.
+        """
+        target = await self._targets.target(url)
+        headers = {**target.headers, "Range": f"bytes={start}-{end - 1}"}
+        etag = self._etags.get(url)
+        if etag is not None and self._conditional and not etag.startswith("W/"):  # weak ones never match
+            headers["If-Match"] = etag
+        async with target.session.get(target.url, headers=headers, **target.options) as response:
+            if response.status not in (200, 206):
+                if response.status != 412 or "If-Match" not in headers:
+                    raise await _refusal(response)
+            else:
+                self._check_etag(url, response, start, end - start)
+                found = _content_range(response)
+                if found is None:
+                    _check_whole(url, response, start, end)
+                elif found[0] != start or found[1] != (end if found[2] is None else min(end, found[2])):
+                    got = f"bytes {found[0]:,} to {found[1]:,} received, {start:,} to {end:,} requested"
+                    raise FaultError(Fault(ErrorClass.SHORT, got))
+                return await response.read()
+        await self.size(url)  # raises an error if the object was replaced or removed
+        self._conditional = False  # the store does not accept the ETag that it sends
+        return await self.read_range(url, start, end)
+
+    async def size(self, url: str) -> int:
+        """Size of an object in bytes.
+
+        Raises:
+            FaultError, ReplacedError: as read_range.
+            StorageError: the server does not return the size.
+        """
+        target = await self._targets.target(url)
+        headers = {**target.headers, "Range": "bytes=0-0"}
+        async with target.session.get(target.url, headers=headers, **target.options) as response:
+            if response.status == 416:  # an empty object has no first byte
+                return 0
+            if response.status not in (200, 206):
+                raise await _refusal(response)
+            self._check_etag(url, response, 0, 0)
+            found = _content_range(response)
+            size = response.content_length if found is None else found[2]
+            if found is not None and len(await response.read()) != 1:
+                raise FaultError(Fault(ErrorClass.SHORT, "0 bytes received, 1 requested"))
+            if size is None:
+                raise StorageError(
+                    f"{url}: the server does not return its size; use one that supports byte ranges", url=url
+                )
+            return size
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._targets.close()
+
+    def _check_etag(self, url: str, response: "aiohttp.ClientResponse", start: int, length: int) -> None:
+        etag = response.headers.get("ETag")
+        if etag is None:
+            return
+        first = self._etags.setdefault(url, etag)
+        if first.removeprefix("W/") != etag.removeprefix("W/"):
+            raise ReplacedError(
+                f"{url}: replaced since its first read (ETag {first}, now {etag}); open the dataset again, "
+                "or run the command again",
+                url=url,
+                start=start,
+                length=length,
+            )
+
+
+def _content_range(response: "aiohttp.ClientResponse") -> tuple[int, int, int | None] | None:
+    """First byte, byte after the last one, and size of the object; None for a complete object."""
+    text = response.headers.get("Content-Range")
+    if text is None and response.status == 200:
+        return None
+    found = _CONTENT_RANGE.fullmatch(text or "")
+    if found is None or found[1] is None:
+        raise FaultError(Fault(ErrorClass.SHORT, f"a response with the Content-Range {text!r}"))
+    return int(found[1]), int(found[2]) + 1, None if found[3] == "*" else int(found[3])
+
+
+def _check_whole(url: str, response: "aiohttp.ClientResponse", start: int, end: int) -> None:
+    """Accept a complete object in place of a range that begins at 0 and is not shorter."""
+    size = response.content_length
+    if start or size is None or size > end:
+        sent = "the complete object" if size is None else f"{size:,} bytes"
+        raise StorageError(
+            f"{url}, bytes {start:,} to {end:,}: {sent} received, the server ignores byte ranges; "
+            "use one that supports them",
+            url=url,
+            start=start,
+            length=end - start,
+        )
+
+
+async def _refusal(response: "aiohttp.ClientResponse") -> FaultError:
+    """The error of a response: the code and message of the store, without the signed URL."""
+    fields = dict(_FIELD.findall(await response.content.read(_DOCUMENT)))
+    code, message = (fields.get(name, b"").decode("utf-8", "replace") for name in (b"Code", b"Message"))
+    status = f"{response.status} {response.reason or ''}".strip()
+    text = ": ".join(part for part in (code or status, " ".join(message.split())) if part)
+    return FaultError(Fault(class_of_response(response.status, code), text[:300]), response.status)
