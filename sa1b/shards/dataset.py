@@ -20,7 +20,7 @@ from sa1b.shards.sample import Sample
 from sa1b.shards.sample_read import PendingRead, location_of, submit
 from sa1b.shards.sample_table import SampleTable, is_intact, open_table
 from sa1b.storage.cache import fetch_once
-from sa1b.storage.errors import MissingError
+from sa1b.storage.errors import MissingError, ReplacedError
 from sa1b.storage.reader import Reader
 
 if TYPE_CHECKING:
@@ -212,6 +212,28 @@ class Dataset(Displayed):
                 f"run `{command('index')}` to rebuild it"
             )
 
+    def check_shard(self, shard: str) -> None:
+        """Check that the dataset still has the shard that was opened.
+
+        Call this if a sample of the shard seems damaged, as every sample does after the shard was replaced.
+
+        Raises:
+            ReplacedError: dataset.json lists another shard of this name, or none.
+            StorageError: the store cannot be read.
+        """
+        try:
+            if self.reader.is_local:
+                now = manifest.read_dataset(Path(self.root))
+            else:
+                now = self._fetch_manifest()
+        except (ManifestError, MissingError):
+            return  # no proof that the shard was replaced
+        if _digest_of(self.manifest, shard) != _digest_of(now, shard):
+            raise ReplacedError(
+                f"{self.reader.url(shard)}: replaced since the dataset was opened; open the dataset again",
+                url=self.reader.url(shard),
+            )
+
     def _read_manifest(self) -> dict[str, Any]:
         self._manifest_file: BufferedReader | None = None
         if self.reader.is_local:
@@ -220,6 +242,9 @@ class Dataset(Displayed):
                 self._manifest_file = self._keep(path)
                 return manifest.parse_dataset(self._manifest_file.read(), path)
             return manifest.read_dataset(Path(self.root))
+        return self._fetch_manifest()
+
+    def _fetch_manifest(self) -> dict[str, Any]:
         url = self.reader.url(manifest.DATASET)
         try:
             return manifest.parse_dataset(self.reader.read_whole(manifest.DATASET, MANIFEST_CAP), url)
@@ -245,6 +270,11 @@ class Dataset(Displayed):
                 f"run `{command('index')}` on the folder and copy dataset.json again"
             )
         return fetch_once(self.reader, self._table_name(), digest or "")
+
+
+def _digest_of(document: dict[str, Any], shard: str) -> Any:
+    """The sha256 of a shard in dataset.json; None if it is not listed."""
+    return next((entry.get("sha256") for entry in document["shards"] if entry["name"] == shard), None)
 
 
 def _sample(pending: PendingRead) -> Sample:

@@ -17,10 +17,10 @@ class Counters:
         timeouts: no complete response within the timeout of one attempt.
         throttled: 503 and 429, "slow down".
         server_errors: other 5xx responses.
-        short: responses with another length than the range.
+        short: responses with another length than the range, or with another range.
         crc: responses of the right length with a wrong crc32c.
         device: input/output errors of a local or mounted disk.
-        expired: responses that the credentials have expired.
+        expired: responses that the credentials or the signature have expired.
         slow: attempts that succeeded, but took longer than `RetryPolicy.slow_after` seconds.
         waited: seconds spent between attempts, over all reads.
     """

@@ -310,9 +310,11 @@ class Stream(IterableDataset[Batch]):
 
     def record_damage(self, row: int, position: int, error: Exception) -> None:
         table = self.dataset.table
+        shard = self.dataset.shards[int(table.shard[row])]
         self.dataset.check_table()  # if the table is damaged, every sample seems damaged
+        self.dataset.check_shard(shard)  # likewise if the shard was replaced
         self.damage_log.damaged(
-            shard=self.dataset.shards[int(table.shard[row])],
+            shard=shard,
             offset=int(table.offset[row]),
             image_id=int(table.image_id[row]),
             position=position,

@@ -21,7 +21,7 @@ from sa1b.errors import ManifestError
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import read_tasks, table_name
-from sa1b.storage.errors import MissingError, UnavailableError
+from sa1b.storage.errors import MissingError, ReplacedError, UnavailableError
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from sa1b.synthetic import source_tars as synthetic
@@ -217,6 +217,49 @@ def test_a_shard_that_is_missing_stops_the_stream(bucket: Path, tmp_path: Path) 
                 take(stream, STEPS)
             assert "at position" in error.value.__notes__[0]
     assert not (tmp_path / "l").exists()
+
+
+def test_a_shard_that_is_replaced_between_two_reads_stops_the_stream(bucket: Path, tmp_path: Path) -> None:
+    shutil.copytree(bucket / "data" / "root", tmp_path / "data" / "root")
+    damage_log = tmp_path / "damage_log.jsonl"
+    with Service("range_server", tmp_path) as service:
+        stream = remote(service.port, damage_log=damage_log)
+        expected = take(local(bucket), STEPS)
+        batches = iter(DataLoader(stream, batch_size=None))
+        found = [next(batches) for _ in range(5)]  # an epoch: every shard was read
+        for shard in (tmp_path / "data" / "root").glob("*.tar"):
+            reversed_bytes = shard.read_bytes()[::-1]
+            shard.unlink()
+            shard.write_bytes(reversed_bytes)
+        with pytest.raises(
+            ReplacedError, match=r"s3://data/root/sa1b-000001-\d+\.tar: replaced since"
+        ) as error:
+            found.extend(islice(batches, STEPS))
+        assert "at position" in error.value.__notes__[0]
+        assert_same(found, expected[: len(found)])
+    assert not damage_log.exists()
+
+
+@pytest.mark.parametrize("where", ["store", "folder"])
+def test_a_shard_that_was_replaced_before_its_first_read_stops_the_stream(
+    bucket: Path, tmp_path: Path, where: str
+) -> None:
+    root = tmp_path / "data" / "root"
+    shutil.copytree(bucket / "data" / "root", root)
+    damage_log = tmp_path / "damage_log.jsonl"
+    with Service("range_server", tmp_path) as service:
+        stream = (
+            remote(service.port, damage_log=damage_log)
+            if where == "store"
+            else local(tmp_path, damage_log=damage_log)
+        )
+        synthetic.write_tar(tmp_path / "sa_000001.tar", images=29, first_id=100, long_side=144)
+        shutil.rmtree(root)
+        tiny.ingest_tar(tmp_path / "sa_000001.tar", root, images_per_shard=7)
+        write_dataset(root, read_tasks(root))
+        with pytest.raises(ReplacedError, match=r"root/sa1b-000001-\d+\.tar: replaced since the dataset was"):
+            take(stream, STEPS)
+    assert not damage_log.exists()
 
 
 def test_damage_in_the_store_is_damage_of_the_folder(bucket: Path, tmp_path: Path) -> None:
