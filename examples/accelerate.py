@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--out", default="runs/accelerate", help="folder of the checkpoint")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     args = parser.parse_args()
+    if args.resume and not Path(args.out).is_dir():
+        parser.error(f"--resume: {args.out} has no checkpoint; check --out")
 
     accelerator = Accelerator()  # starts the process group, from which the stream takes rank and world size
     stream = sa1b.Stream(

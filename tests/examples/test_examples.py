@@ -139,6 +139,13 @@ def test_a_wrong_path_is_one_line(name: str, folder: Path) -> None:
     assert ("sam.pth" if "--weights" in MISSING[name] else "nothere") in errors[0]
 
 
+@needs("accelerate")
+def test_accelerate_resumes_only_from_a_checkpoint(folder: Path) -> None:
+    done = finished(folder, "accelerate.py", "shards", "--out", "nowhere", "--resume")
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: --resume: nowhere has no checkpoint; check --out\n")
+
+
 @pytest.mark.parametrize("package", ["lightning", "accelerate"])
 def test_a_missing_extra_is_named(package: str, folder: Path) -> None:
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
