@@ -55,6 +55,10 @@ class BucketStore(Store):
             `sa1b-<user id>` in the system's folder for temporary files.
         options: options of fsspec's file system.
         retry_policy: times of reads and writes.
+
+    Attributes:
+        protocol: scheme of the URL.
+        options: as above, for readers of the same directory.
     """
 
     is_local = False
@@ -71,6 +75,7 @@ class BucketStore(Store):
         self.scratch = scratch or Path(tempfile.gettempdir()) / f"sa1b-{os.getuid()}"
         self.protocol = protocol_of(self.root)
         self._objects = S3Objects() if self.protocol in S3 else Objects()
+        self.options = dict(options or {})
         self._reader = Reader(self.root, options=options, retry_policy=retry_policy)
         self._obeys: bool | None = None  # whether the store has If-Match; None: not checked yet
         self._clock: float | None = None  # the store's clock minus the monotonic clock of this machine
@@ -324,7 +329,8 @@ class BucketStore(Store):
         folder, _, last = name.rpartition("/")
         lock = f"{folder}/.{last}.lock" if folder else f".{last}.lock"
         began = time.monotonic()
-        if not self._put_absent(lock, secrets.token_hex(16).encode()):
+        token = secrets.token_hex(16).encode()
+        if not self._put_absent(lock, token) and not self._has(lock, token):
             if (self.age(lock) or 0.0) > _STALE:
                 self.remove(lock)
             return False
@@ -373,11 +379,13 @@ class BucketStore(Store):
             if not isinstance(self._objects, S3Objects) or stat is None or not stat.etag:
                 break
             for tag in ("0" * 32, stat.etag):
-                put = functools.partial(objects.put, url=self.url(name), data=b"third", match=tag)
+                data = secrets.token_hex(8).encode()
+                put = functools.partial(objects.put, url=self.url(name), data=data, match=tag)
                 try:
                     self._do(name, put)
                 except ConditionError:
-                    continue
+                    if not self._has(name, data):  # else an attempt was applied, and its response lost
+                        continue
                 except StorageError as error:
                     if type(error) is StorageError:  # refused
                         continue

@@ -160,8 +160,8 @@ def _etag(response: Any) -> str:
 
 
 def _stat(response: Any) -> Stat:
-    written = response["LastModified"].timestamp()
-    return Stat(int(response["ContentLength"]), _etag(response), _now(response) - written, written)
+    size, etag, modified = int(response["ContentLength"]), _etag(response), response.get("LastModified")
+    return Stat(size, etag, None if modified is None else _now(response) - modified.timestamp())
 
 
 def _now(response: Any) -> float:

@@ -9,10 +9,11 @@ import contextlib
 import functools
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from sa1b.storage.errors import DamageError, MissingError, StorageError
 from sa1b.storage.loop import result_of
@@ -20,6 +21,7 @@ from sa1b.storage.objects import Objects, Stat, md5
 from sa1b.storage.reader import PIECE, Reader, pieces_of
 from sa1b.storage.s3_objects import S3Objects, composite_etag
 
+T = TypeVar("T")
 PART = 32 << 20  # bytes of a part, a multiple of PIECE; more for objects of more than MOST_PARTS parts
 MOST_PARTS = 10_000  # the limit of S3
 PARTS_IN_FLIGHT = 4
@@ -129,28 +131,31 @@ def _upload_parts(
     finally:
         for _, future in pending:
             future.cancel()
-        _abort_uploads(reader, objects, name)
+        _abort_uploads(reader, objects, name, upload)
     return composite_etag(digests)
 
 
-def _abort_uploads(reader: Reader, objects: S3Objects, name: str) -> None:
-    """Remove every upload of an object: also one whose start had no response, and one of a killed process.
+def _abort_uploads(reader: Reader, objects: S3Objects, name: str, upload: str) -> None:
+    """Remove every upload of an object, as far as it is not completed.
 
-    What cannot be removed now is removed by the next run, see BucketStore.abort_uploads.
+    Not only `upload`: the start of another one may have had no response, or its process was killed. What
+    cannot be removed now is removed by the next run, see BucketStore.abort_uploads.
     """
     folder, _, last = reader.url(name).rpartition("/")
     policy = replace(reader.retry_policy, deadline=_ABORT_DEADLINE)
+
+    def request(work: Callable[[Any], Awaitable[T]]) -> T:
+        return result_of(reader.request(name, work, policy=policy))
+
     with contextlib.suppress(StorageError):
+        left = {upload}
         for _ in range(_TRIES):  # again for a part that was in flight
-            found = result_of(
-                reader.request(name, lambda system: objects.uploads(system, folder), policy=policy)
-            )
-            left = [one for one in found if one.name == last]
+            for one in left:
+                request(functools.partial(objects.abort, url=reader.url(name), upload=one))
+            found = request(lambda system: objects.uploads(system, folder))
+            left = {one.id for one in found if one.name == last}
             if not left:
                 return
-            for one in left:
-                abort = functools.partial(objects.abort, url=reader.url(name), upload=one.id)
-                result_of(reader.request(name, abort, policy=policy))
 
 
 def download(reader: Reader, name: str, stat: Stat, path: Path) -> None:

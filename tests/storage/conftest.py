@@ -1,7 +1,10 @@
 """A folder of objects, and the small range server over it."""
 
 import asyncio
+import contextlib
 import random
+import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +13,10 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from sa1b.storage.reader import Range
+from sa1b.storage.bucket import BucketStore
+from sa1b.storage.reader import Range, Reader
 from sa1b.storage.retry import RetryPolicy
+from tests.storage import ceph
 from tests.storage.service import Service
 
 SIZE = 4_000_000
@@ -84,6 +89,38 @@ class Store:
         """What the ranges hold, read by plain means."""
         data = {name: self.bytes(name) for name in {item.name for item in ranges}}
         return [data[item.name][item.start : item.start + item.length] for item in ranges]
+
+
+@pytest.fixture(scope="session")
+def gateway() -> Iterator[ceph.Gateway]:
+    """A real store, with pages of 100 names instead of 1000."""
+    if ceph.missing():
+        pytest.skip(f"no {', '.join(ceph.missing())}: {ceph.INSTALL}")
+    began = time.monotonic()
+    with ceph.Gateway("rgw max listing results = 100") as running:
+        print(f"\nCeph's gateway is up in {time.monotonic() - began:.1f} s")
+        yield running
+        folder = running.folder
+    assert not folder.exists()
+    assert not ceph.processes_below(folder)
+
+
+def make_bucket(store: BucketStore) -> None:
+    name = store.root.split("/")[2]
+    with Reader(f"s3://{name}", options=store.options) as reader:
+        reader.request("", lambda system: system._call_s3("create_bucket", Bucket=name)).result()
+
+
+@pytest.fixture
+def ceph_bucket(gateway: ceph.Gateway, tmp_path: Path) -> Iterator[BucketStore]:
+    """A dataset directory in a new bucket of the real store."""
+    name = secrets.token_hex(8)
+    with contextlib.closing(
+        BucketStore(f"s3://{name}/shards", scratch=tmp_path / "scratch", options=gateway.options)
+    ) as bucket:
+        make_bucket(bucket)
+        yield bucket
+        assert bucket.uploads() == []
 
 
 @pytest.fixture(scope="session")

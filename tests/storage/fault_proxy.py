@@ -14,6 +14,13 @@ the same faults, whatever the concurrency.
     short         half a body under a Content-Length that fits it
     flip          one bit of the body is flipped
 
+These faults are of GET. Of PUT, POST and DELETE, on which all others are passed on:
+
+    write_latency write_reset write_stall write_busy
+    write_flip    one bit of the body that the client sent is flipped
+    write_lost    the server's answer is dropped, and the connection reset
+    write_silent  the server's answer is dropped, and the connection stays open for ever
+
 Questions on standard input: {"do": "log"} answers what was broken, [path, range, visit, kind] each, sorted;
 {"do": "outage", "seconds": S} resets every connection for S seconds; {"do": "clear"} forgets log and visits.
 """
@@ -24,6 +31,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import socket
 import struct
 import sys
@@ -31,6 +39,7 @@ import time
 from collections import Counter
 from typing import Any
 
+WRITES = tuple(f"write_{kind}" for kind in ("latency", "reset", "stall", "busy", "flip", "lost", "silent"))
 KINDS = ("latency", "reset", "reset_body", "stall", "stall_body", "busy", "short", "flip")
 _BUSY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 _FOR_EVER = 3600.0
@@ -48,6 +57,7 @@ class Proxy:
 
     def plan(self, method: str, path: str, wanted: str) -> tuple[str | None, random.Random]:
         """The fault of this request, and the random numbers for its details."""
+        path = re.sub("(uploadId=|[.]probe-|[.]clock-)[^&/]*", r"\1", path)  # random, so not the same again
         key = (f"{method} {path}", wanted)
         self.visits[key] += 1
         visit = self.visits[key]
@@ -57,8 +67,11 @@ class Proxy:
         if self.busy[key]:
             self.busy[key] -= 1
             kind = "busy"
-        elif method == "GET" and rng.random() < self.rate:
-            kind = rng.choice(self.kinds)
+        elif rng.random() < self.rate:
+            reads = method == "GET"
+            writes = method in ("PUT", "POST", "DELETE")
+            kinds = [one for one in self.kinds if (writes if one.startswith("write_") else reads)]
+            kind = rng.choice(kinds).removeprefix("write_") if kinds else None
             if kind == "busy":
                 self.busy[key] = 2
         if kind is not None:
@@ -97,6 +110,9 @@ class Proxy:
                         b"Content-Length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
                     )
                     continue
+                elif kind == "flip" and method != "GET" and body:
+                    at = rng.randrange(len(body))
+                    body = body[:at] + bytes([body[at] ^ 1 << rng.randrange(8)]) + body[at + 1 :]
                 if upstream is None:
                     upstream = await asyncio.open_connection("127.0.0.1", self.upstream)
                 upstream[1].write(head + body)
@@ -122,14 +138,22 @@ class Proxy:
         head, fields = await _head(upstream)
         size = 0 if method == "HEAD" else int(fields.get("content-length", 0))
         body = bytearray(await upstream.readexactly(size))
+        if fields.get("transfer-encoding") == "chunked" and method != "HEAD":
+            body = await _chunks(upstream)
+            head = re.sub(rb"(?i)transfer-encoding: chunked", b"Content-Length: %d" % len(body), head)
         if kind == "short" and body:
             del body[len(body) // 2 :]
             head = b"\r\n".join(
                 b"Content-Length: %d" % len(body) if line.lower().startswith(b"content-length:") else line
                 for line in head.split(b"\r\n")
             )
-        elif kind == "flip" and body:
+        elif kind == "flip" and method == "GET" and body:
             body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+        elif kind == "silent":
+            await asyncio.sleep(_FOR_EVER)
+        elif kind == "lost":
+            _reset(writer)
+            return False
         if kind in ("reset_body", "stall_body"):
             writer.write(head + body[: rng.randrange(len(body) + 1) // 2])
             await writer.drain()
@@ -166,6 +190,16 @@ async def _head(reader: asyncio.StreamReader) -> tuple[bytes, dict[str, str]]:
     lines = head.decode("latin-1").split("\r\n")[1:-2]
     fields = dict(line.split(":", 1) for line in lines)
     return head, {name.lower(): value.strip() for name, value in fields.items()}
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytearray:
+    """A body that is sent in chunks."""
+    body = bytearray()
+    while size := int(await reader.readline(), 16):
+        body += await reader.readexactly(size)
+        await reader.readline()
+    await reader.readline()
+    return body
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

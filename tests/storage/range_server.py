@@ -1,4 +1,4 @@
-"""A small server of byte ranges with as much of S3 as s3fs needs to read: GET, HEAD, PUT, ListObjectsV2.
+"""A small server of byte ranges with as much of S3 as s3fs needs: GET, HEAD, PUT, DELETE, ListObjectsV2.
 
 `python -m tests.storage.range_server FOLDER` serves FOLDER/<bucket>/<key> as /<bucket>/<key> on a free port
 of 127.0.0.1 and writes the port. Of signatures only the access key and the expiry are checked. Some names
@@ -57,6 +57,10 @@ class Handler(BaseHTTPRequestHandler):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         self._send(200, b"")
+
+    def do_DELETE(self) -> None:
+        (self.folder / unquote(urlsplit(self.path).path).lstrip("/")).unlink(missing_ok=True)
+        self._send(204, b"")
 
     def _serve(self, *, body: bool) -> None:
         _COUNTS[self.command] += 1

@@ -1,10 +1,11 @@
-"""A dataset directory in a store without a server: the operations of every kind of bucket."""
+"""The operations of a dataset directory: in a folder, in a bucket in memory and in a real store."""
 
 import json
 import pickle
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -12,7 +13,10 @@ import pytest
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.claim import Claim, holder, live_holders
 from sa1b.storage.errors import StorageError
+from sa1b.storage.objects import Objects
 from sa1b.storage.store import FolderStore, Store, open_store
+from tests.storage.ceph import wait_for
+from tests.storage.service import Service
 
 
 @pytest.fixture
@@ -26,11 +30,11 @@ def bucket(tmp_path: Path) -> Iterator[BucketStore]:
         memory.rm(f"/{name}", recursive=True)
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", "memory", pytest.param("ceph", marks=pytest.mark.ceph)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "folder":
         return FolderStore(tmp_path / "root")
-    found: BucketStore = request.getfixturevalue("bucket")
+    found: BucketStore = request.getfixturevalue("bucket" if request.param == "memory" else "ceph_bucket")
     return found
 
 
@@ -130,9 +134,11 @@ def test_a_claim_is_held_released_and_taken_over(store: Store) -> None:
         assert list(live_holders(store, "tasks")) == ["sa_000020"]
         claim.check()
     assert store.names("tasks") == []
-    theirs = {"host": "node7", "pid": 4711, "process": "another-1", "token": "theirs", "timeout": 1e-9}
+    theirs = {"host": "node7", "pid": 4711, "process": "another-1", "token": "theirs", "timeout": 0.5}
     store.put(name, json.dumps(theirs).encode())
-    claim = Claim.take(store, name) or pytest.fail("held")
+    taken: list[Claim | None] = []
+    wait_for(lambda: taken.append(Claim.take(store, name)) or taken[-1] is not None, "the end of the claim")
+    claim = taken[-1] or pytest.fail("held")
     assert claim.previous is not None
     assert claim.previous.token == "theirs"
     assert not store.renew(name, json.dumps(theirs).encode()) or isinstance(store, FolderStore)
@@ -141,6 +147,60 @@ def test_a_claim_is_held_released_and_taken_over(store: Store) -> None:
     assert found.token != "theirs"
     claim.release()
     assert store.names("tasks") == []
+
+
+def test_a_lock_object_of_an_ended_process_is_removed(
+    bucket: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("tasks/a", b"one")
+    bucket.put("tasks/.a.lock", b"")
+    assert not bucket.replace_if("tasks/a", b"two", b"one".__eq__)
+    monkeypatch.setattr("sa1b.storage.bucket._STALE", 0)
+    assert not bucket.replace_if("tasks/a", b"two", b"one".__eq__)  # removes the lock
+    monkeypatch.undo()
+    assert bucket.replace_if("tasks/a", b"two", b"one".__eq__)
+    assert bucket.read("tasks/a") == b"two"
+    assert not bucket.exists("tasks/.a.lock")
+
+
+def test_an_interrupted_removal_is_finished_by_the_next_writer(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not isinstance(store, BucketStore):
+        pytest.skip("a folder removes at once")
+    kind = type(store._objects)
+    delete = kind.delete
+
+    async def end(self: Objects, system: Any, url: str, match: str | None = None) -> bool:
+        if url.endswith("/tasks/a"):
+            raise StorageError("as if the process had ended here")
+        return await delete(self, system, url, match)
+
+    monkeypatch.setattr(kind, "delete", end)
+    store.put("tasks/a", b"one")
+    assert store.remove_if("tasks/a", b"one".__eq__)
+    assert store.exists("tasks/a")
+    with pytest.raises(FileNotFoundError):
+        store.read("tasks/a")
+    assert not store.remove_if("tasks/a", lambda data: True)
+    assert not store.put_if_absent("tasks/a", b"two")
+    monkeypatch.undo()
+    monkeypatch.setattr(BucketStore, "_age", lambda self, stat: 61.0)
+    assert store.put_if_absent("tasks/a", b"two")
+    assert store.read("tasks/a") == b"two"
+
+
+def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with Service("range_server", tmp_path) as service:
+        options = {"anon": True, "endpoint_url": service.url}
+        store = BucketStore("s3://data/shards", scratch=tmp_path, options=options)
+        store.put("a", b"one")
+        assert store.read("a") == b"one"
+        with pytest.raises(StorageError, match=r"s3://data/shards: this store ignores .* sa1b copy"):
+            store.put_if_absent("tasks/sa.claim", b"one")
+        store.close()
+    assert [path.name for path in (tmp_path / "data" / "shards").iterdir()] == ["a"]
 
 
 def test_an_http_root_can_only_be_read(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,18 +48,12 @@ class Objects:
 
 
 @pytest.fixture(scope="module")
-def objects() -> Iterator[Objects]:
-    began = time.monotonic()
-    with ceph.Gateway() as gateway:
-        print(f"\nCeph's gateway is up in {time.monotonic() - began:.1f} s")
-        system = fsspec.filesystem("s3", **gateway.options, skip_instance_cache=True)
-        system.mkdir("bucket")
-        data = random.Random(0).randbytes(SIZE)
-        system.pipe_file("bucket/root/a.tar", data)
-        yield Objects(gateway, data)
-        folder = gateway.folder
-    assert not folder.exists()
-    assert not ceph.processes_below(folder)
+def objects(gateway: ceph.Gateway) -> Objects:
+    system = fsspec.filesystem("s3", **gateway.options, skip_instance_cache=True)
+    system.mkdir("bucket")
+    data = random.Random(0).randbytes(SIZE)
+    system.pipe_file("bucket/root/a.tar", data)
+    return Objects(gateway, data)
 
 
 def test_ranges_one_by_one_and_at_once(objects: Objects) -> None:

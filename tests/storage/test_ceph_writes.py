@@ -1,0 +1,384 @@
+"""Writes to a production object store on this machine: one winner, complete files, nothing left behind.
+
+`pytest -m ceph`; skipped where the programs are not installed.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sa1b.errors import LockedError
+from sa1b.storage.bucket import BucketStore
+from sa1b.storage.claim import Claim, holder
+from sa1b.storage.errors import DeniedError, StorageError, UnavailableError
+from sa1b.storage.retry import RetryPolicy
+from tests.storage import ceph
+from tests.storage.conftest import HASTY
+from tests.storage.fault_proxy import WRITES
+from tests.storage.service import REPOSITORY, Service
+
+pytestmark = [
+    pytest.mark.ceph,
+    pytest.mark.skipif(bool(ceph.missing()), reason=f"no {', '.join(ceph.missing())}: {ceph.INSTALL}"),
+]
+FAULTS = (*WRITES, "reset", "reset_body", "stall", "stall_body", "busy")  # TLS detects other changes of lists
+PROCESSES, ROUNDS = 8, 20
+
+
+def through(
+    proxy: Service, store: BucketStore, policy: RetryPolicy = HASTY
+) -> contextlib.AbstractContextManager[BucketStore]:
+    """The same directory, reached through a proxy."""
+    options = {**store.options, "endpoint_url": proxy.url}
+    return contextlib.closing(
+        BucketStore(store.root, scratch=store.scratch, options=options, retry_policy=policy)
+    )
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sa1b.storage.upload.PART", 5 << 20)  # the least that S3 accepts
+    monkeypatch.setattr("sa1b.storage.upload.PIECE", 5 << 20)
+
+
+def file_of(folder: Path, size: int, seed: int = 0) -> tuple[Path, bytes]:
+    folder.mkdir(exist_ok=True)
+    data = random.Random(seed).randbytes(size)
+    (folder / "a.tar").write_bytes(data)
+    return folder / "a.tar", data
+
+
+def contents(store: BucketStore, name: str) -> bytes:
+    with store.files(name) as (path,):
+        return path.read_bytes()
+
+
+def in_processes(work: Callable[[int, Any], object]) -> list[Any]:
+    """What `work` returns in each of several forked processes."""
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(PROCESSES), context.Queue()
+
+    def run(number: int) -> None:
+        results.put((number, work(number, barrier)))
+
+    processes = [context.Process(target=run, args=(number,)) for number in range(PROCESSES)]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    return [found[number] for number in range(PROCESSES)]
+
+
+def test_one_of_many_processes_writes_an_object(ceph_bucket: BucketStore) -> None:
+    assert ceph_bucket.put_if_absent("used", b"before the fork")
+
+    def write(number: int, barrier: Any) -> list[bool]:
+        found = []
+        for turn in range(ROUNDS):
+            barrier.wait()
+            found.append(ceph_bucket.put_if_absent(f"{turn}", b"%d" % number))
+        return found
+
+    won = in_processes(write)
+    for turn in range(ROUNDS):
+        winners = [number for number in range(PROCESSES) if won[number][turn]]
+        assert winners == [int(ceph_bucket.read(f"{turn}"))]
+
+
+def test_one_of_many_processes_takes_over_a_claim(ceph_bucket: BucketStore) -> None:
+    names = [f"tasks/{turn}.claim" for turn in range(8)]
+    theirs = {"host": "node7", "pid": 4711, "process": "another-1", "token": "theirs", "timeout": 0.1}
+    for name in names:
+        ceph_bucket.put(name, json.dumps(theirs).encode())
+    ceph.wait_for(lambda: (ceph_bucket.age(names[-1]) or 0) > 1, "the age of the claims")
+
+    def take(number: int, barrier: Any) -> list[str | None]:
+        found = []
+        for name in names:
+            barrier.wait()
+            claim = Claim.take(ceph_bucket, name)
+            found.append(claim and claim._token)
+        return found
+
+    tokens = in_processes(take)
+    for turn, name in enumerate(names):
+        found = holder(ceph_bucket, name)
+        assert found is not None
+        assert [found.token] == [row[turn] for row in tokens if row[turn]]
+
+
+def test_lost_answers_leave_one_winner(ceph_bucket: BucketStore) -> None:
+    with (
+        Service("fault_proxy", _port(ceph_bucket), 1, 0.4, "write_lost", "write_reset") as proxy,
+        through(proxy, ceph_bucket) as store,
+        ThreadPoolExecutor(PROCESSES) as pool,
+    ):
+        for turn in range(ROUNDS):
+            won = list(pool.map(lambda n: store.put_if_absent(f"{turn}", b"%d" % n), range(PROCESSES)))  # noqa: B023
+            assert [n for n in range(PROCESSES) if won[n]] == [int(store.read(f"{turn}"))]
+            assert store.replace_if(f"{turn}", b"next", lambda data: True)
+            assert store.remove_if(f"{turn}", b"next".__eq__)
+        assert len(proxy.ask({"do": "log"})["faults"]) > ROUNDS
+    assert not ceph_bucket._list("", deep=True)
+
+
+@pytest.mark.parametrize(
+    ("rate", "size"), [(0.2, 43_000_000), pytest.param(0.05, 200_000_000, marks=pytest.mark.slow)]
+)
+def test_faults_change_no_byte_of_an_upload(
+    ceph_bucket: BucketStore, tmp_path: Path, small_parts: None, rate: float, size: int
+) -> None:
+    with (
+        Service("fault_proxy", _port(ceph_bucket), 5, rate, *FAULTS) as proxy,
+        through(proxy, ceph_bucket, replace(HASTY, min_throughput=5e6)) as store,
+    ):
+        began = time.monotonic()
+        for seed in range(3):
+            path, data = file_of(tmp_path / "staged", size, seed)
+            stored: list[int] = []
+            store.commit([path], progress=stored.append)
+            assert sum(stored) == size
+            assert not path.exists()
+            assert contents(ceph_bucket, "a.tar") == data
+            for number in range(20):
+                store.put(f"tasks/{number}.json", b"%d" % (seed + number))
+                assert ceph_bucket.read(f"tasks/{number}.json") == b"%d" % (seed + number)
+        log = proxy.ask({"do": "log"})
+        print(
+            f"\n{len(log['faults'])} faults in {log['requests']} requests, {time.monotonic() - began:.1f} s"
+        )
+        assert len(log["faults"]) > log["requests"] * rate / 2
+    assert ceph_bucket.uploads() == []
+    assert not list(ceph_bucket.scratch.iterdir())
+
+
+def test_an_interrupted_upload_leaves_nothing(
+    ceph_bucket: BucketStore, tmp_path: Path, small_parts: None
+) -> None:
+    path, _ = file_of(tmp_path / "staged", 43_000_000)
+
+    def interrupt(size: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ceph_bucket.commit([path], progress=interrupt)
+    assert ceph_bucket.uploads() == []
+    assert ceph_bucket.size("a.tar") is None
+    assert path.exists()
+
+
+def test_an_unreachable_store_ends_an_upload_at_the_deadline(
+    ceph_bucket: BucketStore, tmp_path: Path, small_parts: None
+) -> None:
+    path, _ = file_of(tmp_path / "staged", 23_000_000)
+    hasty = RetryPolicy(deadline=2, attempt_timeout=0.5, initial_backoff=0.02, max_backoff=0.2)
+    with (
+        Service("fault_proxy", _port(ceph_bucket), 5, 0) as proxy,
+        through(proxy, ceph_bucket, hasty) as store,
+    ):
+
+        def cut(size: int) -> None:
+            proxy.ask({"do": "outage", "seconds": 4})
+
+        with pytest.raises(UnavailableError, match=r"shards/a\.tar.*unavailable"):
+            store.commit([path], progress=cut)
+    assert ceph_bucket.uploads() == []
+    assert path.exists()
+
+
+_CHILD = """
+import json, sys, time
+from pathlib import Path
+import sa1b.storage.upload as upload
+from sa1b.storage.bucket import BucketStore
+from sa1b.storage.claim import Claim
+upload.PART = upload.PIECE = 5 << 20
+root, options, scratch = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+store = BucketStore(root, scratch=scratch, options=options)
+"""
+
+
+@contextlib.contextmanager
+def child(store: BucketStore, code: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _CHILD + code, store.root, json.dumps(store.options), str(store.scratch)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+UPLOADS = """
+store.commit([scratch / "a.tar"], progress=lambda size: (print("part", flush=True), time.sleep(60)))
+"""
+
+
+def test_the_upload_of_a_killed_process_is_found_and_removed(ceph_bucket: BucketStore) -> None:
+    file_of(ceph_bucket.scratch, 43_000_000)
+    with child(ceph_bucket, UPLOADS) as process:
+        assert line(process) == "part"
+        process.kill()
+    (left,) = ceph_bucket.uploads()
+    assert left.name == "a.tar"
+    assert -2 < left.age < 600
+    assert ceph_bucket.abort_uploads("b.tar".__eq__) == 0
+    assert ceph_bucket.uploads() == [left] or ceph_bucket.uploads()[0].id == left.id
+    assert ceph_bucket.abort_uploads("a.tar".__eq__) == 1
+    assert ceph_bucket.uploads() == []
+
+
+def test_the_next_upload_of_a_file_replaces_that_of_a_killed_process(
+    ceph_bucket: BucketStore, small_parts: None
+) -> None:
+    path, data = file_of(ceph_bucket.scratch, 23_000_000)
+    with child(ceph_bucket, UPLOADS) as process:
+        assert line(process) == "part"
+        process.kill()
+    ceph_bucket.commit([path])
+    assert contents(ceph_bucket, "a.tar") == data
+    assert ceph_bucket.uploads() == []
+
+
+def test_ctrl_c_removes_the_upload(ceph_bucket: BucketStore) -> None:
+    file_of(ceph_bucket.scratch, 43_000_000)
+    with child(ceph_bucket, UPLOADS) as process:
+        assert line(process) == "part"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert "KeyboardInterrupt" in errors
+    assert ceph_bucket.uploads() == []
+    assert ceph_bucket.size("a.tar") is None
+
+
+def test_an_upload_that_another_process_finished_is_finished(
+    ceph_bucket: BucketStore, small_parts: None
+) -> None:
+    """A process that was stopped goes on after another one took over its work and removed its upload."""
+    path, data = file_of(ceph_bucket.scratch, 43_000_000)
+    copy = ceph_bucket.scratch / "copy" / "a.tar"
+    copy.parent.mkdir()
+    copy.write_bytes(data)
+    other = BucketStore(ceph_bucket.root, scratch=ceph_bucket.scratch, options=ceph_bucket.options)
+    calls: list[int] = []
+
+    def take_over(size: int) -> None:
+        calls.append(size)
+        if len(calls) == 1:
+            assert other.abort_uploads("a.tar".__eq__) == 1
+            other.commit([copy])
+
+    ceph_bucket.commit([path], progress=take_over)
+    assert contents(ceph_bucket, "a.tar") == data
+    other.close()
+
+
+def test_an_upload_that_was_removed_names_the_file(ceph_bucket: BucketStore, small_parts: None) -> None:
+    path, _ = file_of(ceph_bucket.scratch, 43_000_000)
+    with pytest.raises(StorageError, match=r"shards/a\.tar: the store has removed this unfinished upload"):
+        ceph_bucket.commit([path], progress=lambda size: bool(ceph_bucket.abort_uploads("a.tar".__eq__)))
+    assert ceph_bucket.size("a.tar") is None
+
+
+HOLDS = """
+claim = Claim.take(store, "tasks/sa.claim", timeout=1)
+with claim:
+    print("held", flush=True)
+    sys.stdin.readline()
+    try:
+        claim.check()
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+print("released", flush=True)
+"""
+
+
+def test_a_holder_that_was_stopped_does_not_damage_the_claim_of_the_next(ceph_bucket: BucketStore) -> None:
+    with child(ceph_bucket, HOLDS) as process:
+        assert line(process) == "held"
+        first = holder(ceph_bucket, "tasks/sa.claim")
+        assert first is not None
+        assert first.is_here
+        process.send_signal(signal.SIGSTOP)
+        ceph.wait_for(lambda: (ceph_bucket.age("tasks/sa.claim") or 0) > 2.5, "the end of the claim")
+        # As from another machine: on this one, the process still runs.
+        replaced = json.dumps({**json.loads(ceph_bucket.read("tasks/sa.claim")), "started": None}).encode()
+        assert ceph_bucket.replace_if("tasks/sa.claim", replaced, lambda data: True)
+        claim: list[Claim | None] = []
+
+        def take() -> bool:
+            claim[:] = [Claim.take(ceph_bucket, "tasks/sa.claim")]
+            return claim[0] is not None
+
+        ceph.wait_for(take, "the claim")
+        taken = claim[0]
+        assert taken is not None
+        assert taken.previous is not None
+        assert taken.previous.token == first.token
+        with taken:
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.5)  # some heartbeats of the stopped process
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert line(process) == LockedError.__name__
+            assert line(process) == "released"
+            taken.check()
+    assert ceph_bucket.names("tasks") == []
+
+
+def test_more_names_than_a_page(ceph_bucket: BucketStore) -> None:
+    names = [f"tasks/{number:04}.json" for number in range(230)]  # pages of 100
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda name: ceph_bucket.put(name, b"{}"), names))
+    assert [f"tasks/{name}" for name in ceph_bucket.names("tasks")] == names
+    ceph_bucket.remove_folder("tasks")
+    assert not ceph_bucket.is_folder("tasks")
+
+
+def test_errors_of_writes_name_the_way_out(ceph_bucket: BucketStore, tmp_path: Path) -> None:
+    other = BucketStore("s3://nobucket/shards", scratch=tmp_path, options=ceph_bucket.options)
+    with pytest.raises(StorageError, match=r"s3://nobucket/shards/a: cannot be written .*create the bucket"):
+        other.put("a", b"one")
+    with pytest.raises(StorageError, match=r"cannot be written .*create the bucket"):
+        other.put_if_absent("a", b"one")
+    other.close()
+    wrong = BucketStore(
+        ceph_bucket.root, scratch=tmp_path, options={**ceph_bucket.options, "secret": "wrong"}
+    )
+    with pytest.raises(
+        DeniedError, match=r"shards/a: access denied .*permission to get, put, list and delete"
+    ):
+        wrong.put("a", b"one")
+    wrong.close()
+
+
+def _port(store: BucketStore) -> int:
+    return int(store.options["endpoint_url"].rpartition(":")[2])
