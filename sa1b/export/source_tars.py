@@ -114,8 +114,8 @@ def export_sa1b(
         quiet: show no progress bar.
 
     Raises:
-        UsageError: the shards were made with an image size, an id is unknown, or a tar exists that is not
-            part of this export. Nothing was written.
+        UsageError: the shards were made with an image size, `out` is a dataset directory, an id is unknown,
+            or a tar exists that is not part of this export. Nothing was written.
         ShardError: a sample is damaged; the other tars are complete.
         ManifestError: `root` has no readable dataset.
         OSError: the disk is full or fails; complete tars are kept.
@@ -126,6 +126,8 @@ def export_sa1b(
     dataset = open_dataset(root)
     table = dataset.table
     _refuse_scaled(dataset)
+    if (out / DATASET).exists():
+        raise UsageError(f"--out {out}: a dataset directory; name another folder for source tars")
     chosen = _chosen(dataset, ids, images)
     tars = dict(_tars(dataset, chosen, images_per_tar))
     contents = {name: content_digest(table, rows, plain) for name, rows in tars.items()}

@@ -291,6 +291,17 @@ def test_images_of_a_view(root, tmp_path):
         export(root, tmp_path / "none", images=images, ids=ids)
 
 
+def test_tars_are_not_written_into_a_dataset_directory(root):
+    before = sorted(root.rglob("*"))
+    with pytest.raises(
+        UsageError, match=r"--out .*: a dataset directory; name another folder for source tars"
+    ):
+        export(root, root / "tasks" / "..")
+    with pytest.raises(UsageError, match="a dataset directory"):
+        export(root, root)
+    assert sorted(root.rglob("*")) == before
+
+
 def test_an_unfinished_root_is_refused(tmp_path):
     with pytest.raises(ManifestError, match="no dataset there"):
         export(tmp_path, tmp_path / "out")
