@@ -278,7 +278,7 @@ def test_slices_that_cannot_be_are_refused():
     Order(30, "d", 0, 8, endless=False).check_step(38)
     with pytest.raises(ValueError, match="micro_batch=0 must"):
         micro_batch_count(8, 2, 0)
-    with pytest.raises(ValueError, match="does not fit into 2"):
+    with pytest.raises(ValueError, match="must fit into 2"):
         micro_batches(0, 9, 4, 2)
 
 
