@@ -20,10 +20,10 @@ ARGUMENTS = ["--out", "it's a $HOME run", "--data.root", "s3://bucket/a b", "--d
 
 PROGRAMS = {
     "scontrol": 'if [ "$1" = show ]; then echo node7; else echo "$*" >> requeued; fi',
-    "scancel": 'echo "$*" >> cancelled; kill -USR1 "$(cat pid)"',
+    "scancel": 'echo "$*" >> cancelled; kill -USR1 "$(cat pid)"',  # the process that srun started
     # The options of srun come before the program.
-    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
-    "torchrun": f'exec {sys.executable} "$(dirname "$0")/torchrun.py" "$@"',
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; echo $$ > pid; exec "$@"',
+    "torchrun": f'{sys.executable} "$(dirname "$0")/torchrun.py" "$@"; exit $?',
 }
 TORCHRUN = """
 import json, os, signal, sys, time
@@ -32,8 +32,6 @@ stopped = []
 signal.signal(signal.SIGUSR1, lambda *_: stopped.append(True))
 with open("started.partial", "w") as file:
     json.dump({"words": sys.argv[1:], "ignored": ignored, "threads": os.environ["OMP_NUM_THREADS"]}, file)
-with open("pid", "w") as file:
-    file.write(str(os.getpid()))
 os.rename("started.partial", "started")
 while os.path.exists("waits") and not stopped:
     time.sleep(0.01)

@@ -1,0 +1,151 @@
+"""Job scripts run by a real SLURM of one node, with tasks that are killed, queued again and preempted."""
+
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.verb import runner
+from tests.cluster import slurm_node
+from tests.ingest.test_links import contents
+from tests.processes import REPOSITORY
+from tests.shards import tiny
+from tests.train import command
+
+slurm = runner("slurm")
+reshard = runner("reshard")
+pytestmark = pytest.mark.skipif(
+    bool(slurm_node.missing()), reason=f"SLURM: {slurm_node.missing()}; {slurm_node.INSTALL}"
+)
+SETUP = f"export PYTHONPATH={shlex.quote(str(REPOSITORY))}"
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[slurm_node.Node]:
+    with slurm_node.Node() as running:
+        yield running
+
+
+def script(path: Path, *words: object) -> Path:
+    done = slurm(*words)
+    assert done.returncode == 0, done.stderr
+    path.write_text(done.stdout)
+    return path
+
+
+def start_now(node: slurm_node.Node, job: str, folder: Path) -> None:
+    """Let the tasks of a job that were queued again start at once instead of after two minutes."""
+    shown = node.run("scontrol", "show", "job", job, "--oneliner", folder=folder)
+    for line in shown.splitlines():
+        if "JobState=PENDING" in line and "Reason=BeginTime" in line:
+            number = re.findall(r"^JobId=(\d+)", line)[0]
+            node.run("scontrol", "update", f"JobId={number}", "StartTime=now", folder=folder)
+
+
+def wait(node: slurm_node.Node, job: str, folder: Path, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while node.state(job):
+        assert time.monotonic() < deadline, node.run("scontrol", "show", "job", job, folder=folder)
+        start_now(node, job, folder)
+        time.sleep(0.2)
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(folder.glob("*.log")))
+
+
+def test_an_array_of_tasks_makes_the_dataset_of_one_run(node: slurm_node.Node, tmp_path: Path) -> None:
+    for number in range(3):
+        tiny.make_tar(tmp_path / f"sa_00000{number}.tar", range(100 * number, 100 * number + 3))
+    sources = [f"sa_00000{number}.tar" for number in range(3)]
+    flags = ("--tasks", 2, "--cpus", 1, "--memory", "1G", "--setup", SETUP)
+    job = node.submit(script(tmp_path / "job.sh", "reshard", *flags, *sources, "--out", "root"))
+    wait(node, job, tmp_path)
+    assert set(node.exit_codes(job)) == {"0:0"}, logs(tmp_path)
+    done = reshard(*(tmp_path / name for name in sources), "--out", tmp_path / "local")
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "root") == contents(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_an_array_whose_task_is_killed_and_queued_again(node: slurm_node.Node, tmp_path: Path) -> None:
+    downloads = tmp_path / "downloads"
+    downloads.mkdir()
+    for number in range(9):
+        tiny.make_tar(downloads / f"sa_00000{number}.tar", range(100 * number, 100 * number + 3))
+    done = reshard(downloads, "--out", tmp_path / "local")
+    assert done.returncode == 0, done.stderr
+    job_script = script(
+        tmp_path / "job.sh",
+        *("reshard", "--tasks", 4, "--cpus", 1, "--memory", "1G", "--setup", SETUP),
+        *("downloads", "--out", "root"),
+    )
+    # The first task kills itself in its first start, when a source of it is converted and another is not.
+    text = job_script.read_text()
+    text = text.replace(
+        "\nexec ",
+        '\nif [ "$SLURM_ARRAY_TASK_ID" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then\n'
+        "    (while [ ! -e root/tasks/sa_000000.json ]; do sleep 0.01; done; touch killed; kill -KILL $$) &\n"
+        "fi\nexec ",
+    )
+    job_script.write_text(text)
+    job = node.submit(job_script)
+    task = f"{job}_0"
+    while not (tmp_path / "killed").exists():
+        assert node.state(job), logs(tmp_path)
+        time.sleep(0.05)
+    # A killed task has failed; a node failure or a preemption would have queued it again.
+    while task_state(node, task, tmp_path) == "RUNNING":
+        time.sleep(0.05)
+    node.run("scontrol", "requeue", task, folder=tmp_path)
+    wait(node, job, tmp_path)
+    assert contents(tmp_path / "root") == contents(tmp_path / "local"), logs(tmp_path)
+    assert set(node.exit_codes(job)) == {"0:0"}
+    assert "Complete: root/dataset.json" in logs(tmp_path)
+
+
+def task_state(node: slurm_node.Node, task: str, folder: Path) -> str:
+    shown = node.run("scontrol", "show", "job", task, "--oneliner", folder=folder)
+    return re.findall(r"JobState=(\w+)", shown)[0]
+
+
+@pytest.mark.slow
+def test_a_training_that_is_stopped_before_its_time_limit_ends_as_an_undisturbed_one(
+    node: slurm_node.Node, tmp_path: Path
+) -> None:
+    root = command.make_root(tmp_path)
+    flags = [*command.FLAGS, "--parallel.mode", "ddp", "--optim.steps", "400", "--checkpoint.every", "100"]
+    (tmp_path / "even").mkdir()
+    for name in ("disturbed", "undisturbed"):
+        path = script(
+            tmp_path / f"{name}.sh",
+            *("train", "--gpus", 0, "--cpus", 2, "--logs", "even", "--setup", SETUP),
+            *("--setup", f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"),
+            *("--data.root", root, "--out", name, *flags),
+        )
+        path.write_text(path.read_text().replace("--nproc-per-node=1", "--nproc-per-node=2"))
+    job = node.submit(tmp_path / "disturbed.sh")
+    metrics = tmp_path / "disturbed" / "metrics.jsonl"
+    while not (metrics.exists() and '"step": 3' in metrics.read_text()):
+        assert node.state(job), logs(tmp_path / "even")
+        time.sleep(0.1)
+    node.run("scancel", "--batch", "--signal=USR1", job, folder=tmp_path)  # what --signal=B:USR1 sends
+    wait(node, job, tmp_path, 600)
+    text = logs(tmp_path / "even")
+    assert "stop requested: asking the ranks for a checkpoint" in text
+    assert "start 1, nodes" in text
+    assert "resuming after step" in text
+    other = node.submit(tmp_path / "undisturbed.sh")
+    wait(node, other, tmp_path, 600)
+    one, two = (tmp_path / name for name in ("disturbed", "undisturbed"))
+    assert command.losses(one) == command.losses(two), logs(tmp_path / "even")
+    step = max(command.checkpoint_steps(one))
+    assert step == 400
+    last = [command.tensors(out / "checkpoints" / f"step-{step:08d}") for out in (one, two)]
+    assert last[0].keys() == last[1].keys()
+    assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
