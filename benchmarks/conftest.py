@@ -1,7 +1,7 @@
-"""Options of the comparison, its tables, and the ratios and figures of the other benchmarks.
+"""Options and tables of the comparison, and ratios and figures of the other benchmarks.
 
-For each group of pytest-benchmark it prints how many times faster than the group's reference each one is: the
-reference of a group is the benchmark that sets `benchmark.extra_info["reference"] = True`.
+For each group of pytest-benchmark, the speed of each benchmark relative to the group's reference is printed.
+The reference sets `benchmark.extra_info["reference"] = True`.
 """
 
 from collections import defaultdict
@@ -15,8 +15,8 @@ from sa1b.storage.errors import StorageError
 
 TABLES = pytest.StashKey[list[str]]()
 FIGURES = pytest.StashKey[dict[str, dict[str, object]]]()
-IMAGES, ROUNDS = 24, 3  # what the results of a machine are made of
-LEAST = 8  # images: two workers hold two batches of two each before the clock runs
+IMAGES, ROUNDS = 24, 3  # files with the results of a machine
+LEAST = 8  # images: each of two workers prefetches two batches of two before the measurement
 
 
 def pytest_addoption(parser):
@@ -49,7 +49,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.stash[TABLES] = []
     config.stash[FIGURES] = {}
-    if hasattr(config.option, "randomly_reorganize"):  # later benchmarks compare themselves with earlier ones
+    if hasattr(
+        config.option, "randomly_reorganize"
+    ):  # later benchmarks compare their results with those of earlier ones
         config.option.randomly_reorganize = False
     options = config.option
     if options.images < LEAST or options.images % 2:
@@ -69,7 +71,7 @@ def pytest_configure(config):
 
 @pytest.fixture
 def figures(request):
-    """What this session has measured, by the part that was measured; each benchmark adds its own."""
+    """The results of this session by measured part; each benchmark adds its results."""
     return request.config.stash[FIGURES]
 
 

@@ -1,7 +1,7 @@
-"""How cost grows: with the samples of the dataset, masks of an image, image size, workers.
+"""The growth of cost with the number of samples, masks per image, image size and workers.
 
-Each curve has this package beside what somebody else does for the same; each point is a process of its own or
-a comparison in turns.
+Each chart compares this package with alternatives. Each point is measured in a separate process or in
+interleaved rounds.
 """
 
 import json
@@ -22,17 +22,17 @@ from benchmarks.peers.task import Pair, Place, Task, pairs, write_choices
 from sa1b.shards import sample_table as table
 from sa1b.shards.manifest import Options
 
-ALL = 11_185_362  # images of SA-1B
+ALL = 11_185_362  # number of images of SA-1B
 PER_SHARD = 1024
 OURS, PEER = "sa1b.Stream in DataLoader", "extracted files"
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One question with an answer for each of several.
+    """A chart with a curve for each contender.
 
     Attributes:
-        title, axis, unit: for people; axis is what grows, unit what is measured.
+        title, axis, unit: labels; axis is the growing quantity, unit the measured one.
         series: name -> points (x, y).
     """
 
@@ -45,7 +45,7 @@ class Curve:
         return asdict(self)
 
 
-# What has to be done before the first sample of a shuffled epoch is known, each in a fresh process.
+# Programs that compute the first sample of a shuffled epoch, each run in a new process.
 _FRAME = """
 import json, sys, time
 from pathlib import Path
@@ -103,7 +103,7 @@ ids = np.where(ids != -1, order[ids], -1)
 
 
 def samples(folder: Path, counts: list[int], rounds: int) -> list[Curve]:
-    """Seconds and memory until the first sample of an epoch is known, by images of the dataset."""
+    """Seconds and memory to compute the first sample of an epoch, by number of images in the dataset."""
     seconds: dict[str, list[tuple[float, float]]] = {}
     memory: dict[str, list[tuple[float, float]]] = {}
     for images in counts:
@@ -132,7 +132,7 @@ def samples(folder: Path, counts: list[int], rounds: int) -> list[Curve]:
 
 
 def masks(folder: Path, material: Material, limits: list[int], rounds: int) -> Curve:
-    """Milliseconds an image by masks an image, at 256 pixels, one process; every image has the most."""
+    """Milliseconds per image by masks per image, at 256 pixels, in one process."""
     source = folder / "sa_000001.tar"
     write_source(source, _with_masks(material.roots["original"], max(limits)))
     root = root_of(source, folder / "root-masks", Options(image_size=1024, quality=QUALITY), limits)
@@ -149,7 +149,7 @@ def masks(folder: Path, material: Material, limits: list[int], rounds: int) -> C
 
 
 def image_sizes(material: Material, sizes: list[int], rounds: int) -> Curve:
-    """Milliseconds an image by the square's side, masks at the same size, original JPEGs, one process."""
+    """Milliseconds per image by the size of square and masks, original JPEGs, one process."""
     series: dict[str, list[tuple[float, float]]] = {OURS: [], PEER: []}
     places = {name: material.place(CONTENDERS[name], "original") for name in (OURS, PEER)}
     write_choices(material.roots["original"], (16, 64))
@@ -159,7 +159,7 @@ def image_sizes(material: Material, sizes: list[int], rounds: int) -> Curve:
 
 
 def workers(comparison: list[dict[str, Any]]) -> list[Curve]:
-    """Images a second by workers or threads, out of the comparison."""
+    """Images per second by number of workers or threads, from the comparison."""
     curves = []
     for question in comparison:
         series: dict[str, list[tuple[float, float]]] = {}
@@ -184,7 +184,7 @@ def _point(
 
 
 def _with_masks(root: Path, most: int) -> list[Pair]:
-    """A few images with their masks repeated until there are enough."""
+    """A few images whose masks are repeated up to the given number."""
     found = []
     for number, pair in enumerate(pairs(root)):
         document = json.loads(pair.text)
@@ -197,7 +197,7 @@ def _with_masks(root: Path, most: int) -> list[Pair]:
 
 
 def _table(images: int) -> bytes:
-    """A samples.bin of so many images, 1024 in a shard."""
+    """A sample table of `count` images, 1024 per shard."""
     draw = np.random.default_rng(0)
     columns = {
         "image_id": np.arange(1, images + 1, dtype=np.uint64),

@@ -1,7 +1,7 @@
-"""A TCP proxy on 127.0.0.1 that makes a server far away: every byte arrives some time later, none slower.
+"""A TCP proxy on 127.0.0.1 that adds latency to a server without reducing its bandwidth.
 
 `python -m benchmarks.latency_proxy PORT SECONDS` listens on a free port, writes it, and forwards to PORT;
-half of the seconds are added on the way there, half on the way back. It ends with its standard input.
+half of the seconds are added in each direction. It ends when its standard input is closed.
 """
 
 import asyncio
@@ -15,16 +15,17 @@ from pathlib import Path
 
 
 class Side(asyncio.Protocol):
-    """One of the two connections of a client: what comes is written to the other, `delay` seconds later.
+    """One of the two connections of a client: received bytes are written to the other one `delay` seconds
+    later.
 
-    Plain callbacks: the proxy shares its cores with those that are measured through it.
+    It uses plain callbacks, because the proxy shares the cores with the measured processes.
     """
 
     def __init__(self, delay: float) -> None:
         self.delay = delay
         self.transport: asyncio.Transport
         self.other: Side | None = None
-        self._under_way: deque[bytes | None] = deque()  # None: the end
+        self._under_way: deque[bytes | None] = deque()  # None: end of the data
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -35,7 +36,7 @@ class Side(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         self._carry(None)
-        return True  # the other direction goes on
+        return True  # the other direction continues
 
     def connection_lost(self, error: Exception | None) -> None:
         self._carry(None)
@@ -48,7 +49,7 @@ class Side(asyncio.Protocol):
 
     def _arrive(self) -> None:
         data = self._under_way.popleft()  # timers of the same moment run in any order
-        if self.other is None or self.other.transport.is_closing():  # nobody listens
+        if self.other is None or self.other.transport.is_closing():  # no server is listening
             return
         transport = self.other.transport
         if data is not None:
@@ -56,12 +57,12 @@ class Side(asyncio.Protocol):
         elif self.transport.is_closing():
             transport.close()
         else:
-            with contextlib.suppress(OSError):  # the client went away at the same moment
+            with contextlib.suppress(OSError):  # the client closed its connection at the same moment
                 transport.write_eof()
 
 
 class Near(Side):
-    """The client's side: reads nothing until the far side stands."""
+    """The client's side, which reads nothing until the connection to the server is established."""
 
     def __init__(self, upstream: int, delay: float) -> None:
         super().__init__(delay)
@@ -94,7 +95,7 @@ async def serve(upstream: int, seconds: float) -> None:
 
 @contextlib.contextmanager
 def running(upstream: int, seconds: float) -> Iterator[int]:
-    """The proxy in a process of its own; its port."""
+    """Start the proxy in a separate process; returns its port."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.latency_proxy", str(upstream), str(seconds)],
         stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
-"""The images that the comparison runs on: synthetic ones of full size, or some of the user's own shards.
+"""The images of the comparison: synthetic images of full size, or images of the user's shards.
 
-Every contender gets the same JPEG bytes and the same annotations, in its own files; everything lies in one
-folder, which is thrown away.
+Every contender gets the same JPEG bytes and the same annotations, in its own files. All files are in one
+temporary folder.
 """
 
 import io
@@ -30,7 +30,7 @@ from sa1b.synthetic import source_tars as synthetic
 from sa1b.verify.rebuild import rebuild_root
 from sa1b.workers import available_cpus
 
-QUALITY = 95  # of re-encoded images, what `sa1b reshard` takes
+QUALITY = 95  # JPEG quality of re-encoded images, the default of `sa1b reshard`
 MASKS = 64
 PACKAGES = (
     "torch", "numpy", "opencv-python-headless", "simplejpeg", "numba", "pycocotools", "webdataset",
@@ -40,13 +40,13 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Where the images lie.
+    """The locations of the images.
 
     Attributes:
-        folder: of all files.
-        roots: by kind, "original" or "1024": this package's shards of the same images. One's own shards of
-            re-encoded images have only the second.
-        origin: for people: where the images come from.
+        folder: folder of all files.
+        roots: by kind, "original" or "1024": this package's shards of the same images. The user's shards of
+            re-encoded images have only the second kind.
+        origin: the source of the images, as text.
     """
 
     folder: Path
@@ -55,11 +55,11 @@ class Material:
 
     @property
     def root(self) -> Path:
-        """The shards with the largest JPEGs there are."""
+        """The available shards with the largest JPEGs."""
         return next(iter(self.roots.values()))
 
     def place(self, contender: Contender, kind: str) -> Place:
-        """The contender's files, made when they are first asked for."""
+        """The contender's files, made on first use."""
         folder = self.folder / f"{kind}-{contender.files}"
         if not folder.exists():
             folder.mkdir()
@@ -78,7 +78,9 @@ def make(folder: Path, images: int, data: Path | str | None = None) -> Material:
     else:
         dataset = sa1b.open(data)
         rows = np.unique(np.linspace(0, len(dataset) - 1, images).astype(int)).tolist()
-        rows = rows[: len(rows) // 2 * 2]  # whole batches: not all contenders deliver the rest
+        rows = rows[
+            : len(rows) // 2 * 2
+        ]  # complete batches, because not all contenders deliver an incomplete one
         origin = f"{len(rows)} images taken evenly from shards of {len(dataset):,}"
         copy = copied(dataset, rows, folder / "root-stored")
         if dataset.manifest["options"]["image_size"] is not None:
@@ -90,7 +92,7 @@ def make(folder: Path, images: int, data: Path | str | None = None) -> Material:
 
 
 def copied(dataset: sa1b.Dataset, rows: Iterable[int], root: Path) -> Path:
-    """A root of some samples of another one, byte for byte."""
+    """A dataset directory with some samples of another one, byte for byte."""
     root.mkdir()
     with tarfile.open(root / "sa1b-000000-0000.tar", "w", format=tarfile.USTAR_FORMAT) as out:
         for row in rows:
@@ -116,7 +118,7 @@ def root_of(source: Path, root: Path, options: Options, limits: Iterable[int] = 
 
 
 def noted(root: Path, limits: Iterable[int]) -> Path:
-    """The same root, with what those need that cannot compute it noted in it."""
+    """The same dataset directory, with recorded masks for contenders that cannot compute the choice."""
     write_choices(root, limits)
     (root / "ids.txt").write_text("".join(f"{sample.image_id}\n" for sample in sa1b.open(root)))
     return root
@@ -133,7 +135,7 @@ def write_source(path: Path, chosen: Iterable[Pair]) -> None:
 
 
 def statistics(material: Material) -> dict[str, Any]:
-    """What the images are like: medians and means that say whether they resemble SA-1B."""
+    """Statistics of the images, for comparison with SA-1B."""
     found: dict[str, Any] = {"origin": material.origin}
     samples = list(sa1b.open(material.root))
     counts = [np.asarray(sample.annotations.runs_count) for sample in samples]
@@ -162,7 +164,7 @@ def _bytes_per_image(root: Path) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures belong to: processor, cores, memory, GPU, versions, date."""
+    """The machine and versions of the measurement: processor, cores, memory, GPU, packages, date."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"model name\s*: (.*)", info)
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())

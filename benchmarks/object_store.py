@@ -1,8 +1,8 @@
-"""The loader over an S3 server on loopback, with latency added, beside webdataset's stream.
+"""The loader with an S3 server on loopback and added latency, compared with webdataset's stream.
 
-The server is Ceph's object gateway where that is installed, else the small one of the tests. Server and proxy
-share the machine's cores with the readers, so the images a second say what all cost together; the processor
-time of the reading process alone says what reading from a store costs it.
+The server is Ceph's object gateway if it is installed, else the small server of the tests. Server and proxy
+share the cores with the reader, so the images per second include their cost. The processor time of the
+reading process is the cost of the reader alone.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from tests.storage.service import Service
 
 LATENCIES = (0.0, 0.02, 0.1)  # seconds
 THREADS = 2
-FAR_AHEAD = 16  # batches of two images: what hides 100 ms
-PASSES = 4  # over all images: beside fifty batches those prepared before the clock runs count little
+FAR_AHEAD = 16  # batches of two images; this prefetch hides 100 ms
+PASSES = 4  # passes over all images: the batches prefetched before the measurement are few in comparison
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Server:
     """A running store.
 
     Attributes:
-        name: for people.
-        port: of 127.0.0.1.
-        upload: a folder's files, to a name in the bucket.
+        name: name of the store in tables.
+        port: port on 127.0.0.1.
+        upload: uploads the files of a folder to a name in the bucket.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Server:
 def measure(
     folder: Path, material: Material, latencies: Mapping[str, Iterable[float]], rounds: int
 ) -> list[dict[str, Any]]:
-    """Images a second by size of JPEG and latency, seconds; runs only, no pixels of masks."""
+    """Images per second by size of JPEG and latency in seconds, with masks as runs."""
     folder.mkdir()
     others = CONTENDERS["webdataset"]
     rows = []
@@ -114,7 +114,7 @@ def _row(
 
 
 def _ours(root: str, options: dict[str, Any], folder: Path, prefetch: int = 2) -> tuple[float, float]:
-    """Images a second, and processor seconds an image of this process."""
+    """Images per second, and processor seconds of this process per image."""
     stream = sa1b.Stream(
         root,
         global_batch=2,
@@ -130,7 +130,7 @@ def _ours(root: str, options: dict[str, Any], folder: Path, prefetch: int = 2) -
 
 
 def _webdataset(path: str, tars: Place, options: dict[str, Any]) -> float:
-    """As its documentation reads from a store: a pipe into which curl writes. Masks stay undecoded."""
+    """webdataset as in its documentation for object stores: a pipe from curl. Masks are not decoded."""
     from benchmarks.peers.webdataset_tars import over
 
     system = fsspec.filesystem("s3", **options)

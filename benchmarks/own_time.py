@@ -1,4 +1,4 @@
-"""Where this package's own time goes, and what limits a machine: storage, decoding, masks, raster, copy."""
+"""The time of this package by stage, and the stage that limits a machine."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from benchmarks.peers.task import Task
 from benchmarks.tables import SIZES
 
 PASSES = 4
-_ENOUGH = 256 << 20  # bytes to read of a disk
+_ENOUGH = 256 << 20  # bytes to read from a disk
 
 
 def stages(root: Path, task: Task) -> dict[str, float]:
-    """Milliseconds of one core and image in each stage, one thread, files in the page cache.
+    """Milliseconds per image in each stage, with one thread on one core and files in the page cache.
 
-    The raster clears where masks were, as `Loader(dense=..., read_only=True)`; beside it, what it takes when
-    all is cleared, and in memory fresh from the system.
+    Rasterising clears only the previous masks, as with `Loader(dense=..., read_only=True)`. The times with a
+    completely cleared buffer and with new memory are measured too.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def stages(root: Path, task: Task) -> dict[str, float]:
         again += middle - known
         fresh += time.perf_counter() - middle
     whole = time.perf_counter() - began
-    # On a busy machine clocks run on while others work: the clocks of the parts are cut down alike.
+    # On a busy machine, wall time includes other processes, so all parts are scaled by the same factor.
     scale = 1e3 * (time.process_time() - busy) / whole / (steps * task.batch)
     batches.close()
     torch.set_num_threads(threads)
@@ -67,11 +67,11 @@ def stages(root: Path, task: Task) -> dict[str, float]:
 
 
 def storage(folder: Path, root: Path, data: str | None = None) -> dict[str, float]:
-    """Bytes a second of reading files in order, from the disk below the page cache and from the cache.
+    """Bytes per second of sequential reads, from the disk and from the page cache.
 
     Args:
-        folder: where a file is made of the root's bytes, read and removed, if there is no `data`.
-        data: one's own shards: the first 256 MB of them are read. Nothing where they are not on this machine.
+        folder: without `data`, a file with the dataset's bytes is written here, read and removed.
+        data: the user's shards, of which the first 256 MB are read. If they are remote, nothing is measured.
     """
     if data is not None:
         return {} if "://" in data else _rates(sorted(Path(data).glob("*.tar")))
@@ -92,7 +92,7 @@ def _rates(paths: list[Path]) -> dict[str, float]:
 
 
 def _reading(paths: list[Path], *, forget: bool) -> float:
-    """Bytes a second; `forget`: the page cache does not know them."""
+    """Bytes per second; with `forget`, the file is dropped from the page cache first."""
     buffer, got, seconds = bytearray(1 << 20), 0, 0.0
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
@@ -108,9 +108,9 @@ def _reading(paths: list[Path], *, forget: bool) -> float:
 
 
 def verdict(document: dict[str, Any]) -> dict[str, Any]:
-    """What limits this machine and what to change, from what was measured.
+    """The limit of this machine and advice, from the measurements.
 
-    The stages of an image share the cores; storage and the copy to a device go on beside them.
+    The stages share the cores; reading from storage and copying to a device run in parallel.
     """
     cores = document["machine"]["cores"]
     times: dict[str, dict[str, float]] = document["stages"]
@@ -119,7 +119,7 @@ def verdict(document: dict[str, Any]) -> dict[str, Any]:
     names = {"read": "reading", "image": "JPEG decoding", "masks": "choosing masks", "raster": "raster"}
     output = "masks as 1024 x 1024 pixels"
     if document["machine"]["gpu"]:
-        del names["raster"]  # runs travel, and become pixels there
+        del names["raster"]  # runs are copied and rasterised on the device
         output = "masks as runs"
     work = {label: own[name] for name, label in names.items()}
     milliseconds = sum(work.values()) + own["rest"]
@@ -162,7 +162,7 @@ def verdict(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def device(root: Path, task: Task, folder: Path) -> dict[str, float]:
-    """On a GPU: what the raster takes beside zeros, how fast batches come there, whether a model waits.
+    """On a GPU: time to rasterise compared with zeroing, batches per second, and the waiting time of a model.
 
     Returns:
         copy: images a second of the copy alone, from pinned memory; raster_milliseconds, zero_milliseconds:
@@ -199,7 +199,7 @@ def device(root: Path, task: Task, folder: Path) -> dict[str, float]:
 
 
 def _batches(loader: sa1b.Loader, count: int = 40) -> float:
-    """A second, when all memory is in use."""
+    """Calls per second after all memory is allocated."""
     batches = iter(loader)
     for _ in range(10):
         next(batches)
@@ -214,7 +214,7 @@ def _batches(loader: sa1b.Loader, count: int = 40) -> float:
 
 
 def training(root: Path, out: Path, preset: str, batch: int, steps: int) -> dict[str, float]:
-    """Images a second and waiting of the training command, once it is warm."""
+    """Images per second and waiting time of the training command, after its warm-up."""
     command = [sys.executable, "sa1b/train.py", "--preset", preset, "--data.root", str(root)]
     command += ["--data.global-batch", str(batch), "--optim.steps", str(steps), "--optim.warmup", "1"]
     command += ["--logging.every", "1", "--checkpoint.every", str(steps), "--out", str(out)]

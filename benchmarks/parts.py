@@ -1,4 +1,4 @@
-"""Figures of the single parts: what all benchmarks but the comparison have measured, and their table.
+"""Figures of the single parts, from all benchmarks except the comparison, and their table.
 
 `pytest benchmarks/test_masks.py --record` writes the figures of that benchmark into
 benchmarks/results/<machine>-parts.json; those of other benchmarks stay in the file. `make figures` runs all.
@@ -17,11 +17,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def record(results: Path, figures: dict[str, dict[str, Any]]) -> Path:
-    """Add what was measured to the file of this machine, each part with its date, load and versions.
+    """Add measurements to the file of this machine, each part with its date, load and versions.
 
     Args:
-        results: folder of the file, made if need be.
-        figures: by part, such as "order".
+        results: folder of the file; created if it is missing.
+        figures: measurements by part, such as "order".
     """
     machine = material.machine()
     path = results / f"{material.name_of(machine)}-parts.json"
@@ -40,7 +40,7 @@ def record(results: Path, figures: dict[str, dict[str, Any]]) -> Path:
 
 
 def lines(document: dict[str, Any]) -> Iterator[str]:
-    """The table of a results file, with what it was measured on; parts that were not measured have no row."""
+    """The table of a results file, with the machine; parts without a measurement have no row."""
     machine = document["machine"]
     dates = sorted({part["date"] for part in document["parts"].values()})
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
@@ -62,7 +62,7 @@ def _command(name: str) -> str:
     return "make demo" if name == "test_demo" else f"pytest benchmarks/{name}.py"
 
 
-Row = tuple[str, str, str]  # what, measured, compared with
+Row = tuple[str, str, str]  # columns: quantity, measured value, compared with
 
 
 def _reshard(what: str) -> Callable[[dict[str, float]], Iterator[Row]]:

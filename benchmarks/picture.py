@@ -1,4 +1,4 @@
-"""The image at the top of README.md: the demo's page of images, as a browser shows it.
+"""The image at the top of README.md: a screenshot of the demo's gallery.
 
     python -m benchmarks.picture                        synthetic images with their masks, in half a minute
     python -m benchmarks.picture demo/gallery.html      the page of `make demo`, with the masks of a model
@@ -30,7 +30,7 @@ def shoot(page: Path, folder: Path) -> Image.Image:
     """The page, without the facts about its input, as a browser window of WINDOW pixels shows it.
 
     Raises:
-        FileNotFoundError: no Chromium here.
+        FileNotFoundError: Chromium is not installed.
     """
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:

@@ -1,15 +1,15 @@
-"""What a process and all below it take: processor seconds, bytes read, memory, from /proc."""
+"""Processor seconds, bytes read and memory of a process and its descendants, from /proc."""
 
 import os
 import threading
 from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")
-PERIOD = 0.02  # seconds between two looks at memory
+PERIOD = 0.02  # seconds between two measurements of memory
 
 
 def below(process: int) -> list[int]:
-    """The process and all its descendants that live."""
+    """The process and all its running descendants."""
     found, todo = [], [process]
     while todo:
         each = todo.pop()
@@ -30,7 +30,7 @@ def processor_seconds(process: int) -> float:
 
 
 def bytes_read(process: int) -> dict[int, int]:
-    """What each of the tree has asked read() and its kin for, from disk or not; mapped files do not show."""
+    """Bytes that each process has read with read() and similar calls, not through mapped files."""
     found = {}
     for each in below(process):
         fields = dict(line.split(": ") for line in (_text(Path(f"/proc/{each}/io")) or "").splitlines())
@@ -75,5 +75,5 @@ class Watch:
 def _text(path: Path) -> str | None:
     try:
         return path.read_text()
-    except OSError:  # it has ended, or belongs to someone else
+    except OSError:  # the process has ended or belongs to another user
         return None

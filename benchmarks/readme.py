@@ -3,9 +3,9 @@
     python -m benchmarks.readme                                   from the files that the marks name
     python -m benchmarks.readme benchmarks/results/<machine>.json     from those of another machine
 
-The marks are `<!-- figures: FILE -->`, or `<!-- figures: FILE headline -->` for three lines of it, and
-`<!-- end of figures -->`. What lies between them is made here alone; a test compares it with the file. FILE
-is what `pytest benchmarks/test_peers.py` writes, or a file of single parts, see benchmarks/parts.py.
+The marks are `<!-- figures: FILE -->`, or `<!-- figures: FILE headline -->` for three lines of it, and `<!--
+end of figures -->`. Only this script writes the text between them; a test compares it with the file. FILE is
+a result of `pytest benchmarks/test_peers.py`, or a file of single parts, see benchmarks/parts.py.
 """
 
 import json
@@ -58,7 +58,7 @@ def headline(document: dict[str, Any]) -> list[str]:
 
 
 def comparison(document: dict[str, Any]) -> list[str]:
-    """One table, what it was measured on, and what limits that machine."""
+    """One table, its machine, and the limit of that machine."""
     machine, material = document["machine"], document["material"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [
@@ -93,7 +93,7 @@ def _median(ratio: dict[str, Any] | None) -> str:
 
 
 def _memory(document: dict[str, Any]) -> list[str]:
-    """What the processes of the loaders take at their highest, two workers: a line for each question."""
+    """Largest memory of the loaders' processes with two workers: a line for each question."""
     lines = []
     for question in document["comparison"]:
         rows = [row for row in question["rows"] if row["workers"] == 2]
@@ -106,7 +106,7 @@ def _memory(document: dict[str, Any]) -> list[str]:
 
 
 def _resume(document: dict[str, Any]) -> list[str]:
-    """The first batches at 0 and 90 % of an epoch, of the quickest loader."""
+    """Time of the first batches at 0 and 90 % of an epoch, of the fastest loader."""
     lines = []
     for question in document["comparison"]:
         found = tables.best_row(question)["first_batch_seconds"]
@@ -119,7 +119,7 @@ def _resume(document: dict[str, Any]) -> list[str]:
 
 
 def _store(document: dict[str, Any]) -> list[str]:
-    """What an object store with 20 ms of latency leaves of the local speed."""
+    """The speed with an object store of 20 ms latency, relative to the local speed."""
     return [
         f"- From {row['server']} on the same cores, 20 ms away, {tables.SIZES[row['kind']]} JPEGs: "
         f"{row['of_local']:.2f} of the local images/s, and {row['busy_of_local']:.2f} if only the processor "
@@ -130,7 +130,7 @@ def _store(document: dict[str, Any]) -> list[str]:
 
 
 def rewritten(text: str, machine: str | None = None) -> str:
-    """A page's text with its blocks made anew.
+    """A page's text with its blocks generated again.
 
     Args:
         text: the page; blocks whose file is not there yet stay as they are.

@@ -1,4 +1,4 @@
-"""The results as one HTML page that needs nothing else: verdict, bars, growth curves, tables.
+"""The results as one self-contained HTML page: verdict, bars, growth curves, tables.
 
 python benchmarks/report.py benchmarks/results/<machine>.json
 """
@@ -175,7 +175,7 @@ def _curve(curve: dict[str, Any]) -> str:
 
 
 def _axis(values: list[float], start: float, stop: float, *, own: bool = False) -> tuple[Any, list[float]]:
-    """Where a value lies between start and stop, and which values are named: `own` ones, or round ones."""
+    """The position of a value between start and stop, and the labelled values: `own` or round values."""
     low, high = min(values), max(values)
     if low > 0 and high / low >= 10:
         low, high = (low, high) if own else (10.0 ** math.floor(math.log10(low)), high)

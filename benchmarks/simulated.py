@@ -1,4 +1,4 @@
-"""A simulated dataset directory as large as all of SA-1B, and steps on it, each in a process of its own.
+"""A simulated dataset directory as large as all of SA-1B, and steps on it, each in a separate process.
 
     python -m benchmarks.simulated finish ROOT      prints {"seconds": ..., "peak_mb": ...}
 
@@ -28,7 +28,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is simulated; images and shards are spread evenly over the sources."""
+    """The size of the simulation; images and shards are distributed evenly over the sources."""
 
     sources: int
     shards: int
@@ -73,7 +73,7 @@ def resume_position(size: Size) -> int:
 
 
 def make(root: Path, size: Size, progress: Callable[[int], object]) -> None:
-    """Write the directory but for dataset.json and its table; `progress` gets images."""
+    """Write the directory without dataset.json and its table; `progress` is called with numbers of images."""
     from sa1b.synthetic.source_tars import scene
 
     real = read_first(size)
@@ -198,7 +198,7 @@ def _real_sample(picture: Any, image_id: int) -> tuple[bytes, bytes]:
 
 
 def _write_members(file: Any, row: dict[str, int], sample: tuple[bytes, bytes]) -> None:
-    """Both members of a sample at their place, with their headers."""
+    """Write both members of a sample with their headers at their offsets."""
     import tarfile
 
     position = row["offset"] - _BLOCK
@@ -236,7 +236,7 @@ def _write_index(path: Path, columns: dict[str, Numbers], picture: Any) -> None:
     writer.close()
 
 
-# Steps, each in a process of its own.
+# Steps, each in a separate process.
 
 
 def finish(root: Path) -> Callable[[], object]:
@@ -266,7 +266,7 @@ def check_table(root: Path) -> Callable[[], object]:
 
 
 def add_source(root: Path, source: str) -> Callable[[], object]:
-    """One tar of some images: what it takes beyond its own size."""
+    """Ingest one tar of some images; measures the memory beyond its size."""
     from sa1b.ingest.ingest import Policy
     from sa1b.ingest.reshard import reshard
     from sa1b.ingest.worker import Run
@@ -282,7 +282,7 @@ def add_source(root: Path, source: str) -> Callable[[], object]:
 
 
 def start(root: Path, position: str = "0") -> Callable[[], object]:
-    """A stream until its first batch, at the start or where a state says."""
+    """A stream until its first batch, at the start or at the position of a state."""
     from sa1b.stream.dataset import Stream
 
     def first_batch() -> None:

@@ -3,11 +3,17 @@
 from typing import Any
 
 SIZES = {"original": "original-size", "1024": "1024-px"}  # JPEGs, by kind of root
-STAGES = ("read", "image", "masks", "raster", "rest")  # of an image; what else was measured comes beside
+STAGES = (
+    "read",
+    "image",
+    "masks",
+    "raster",
+    "rest",
+)  # stages of an image; other measurements are listed separately
 
 
 def all_tables(document: dict[str, Any]) -> list[str]:
-    """Everything that was measured, in the order of the page."""
+    """All measurements, in the order of the page."""
     found = [heading(document)]
     raster = {kind: own["raster"] for kind, own in document.get("stages", {}).items()}
     found += [comparison(question, raster) for question in document.get("comparison", [])]
@@ -82,7 +88,7 @@ def comparison(question: dict[str, Any], raster: dict[str, float]) -> str:
 
 
 def best_row(question: dict[str, Any]) -> dict[str, Any]:
-    """The row of the quickest of this package."""
+    """The row of the fastest contender of this package."""
     wanted = (question["best"], question["best_workers"])
     return next(row for row in question["rows"] if (row["name"], row["workers"]) == wanted)
 
@@ -199,7 +205,7 @@ def megabytes(count: float) -> str:
 
 
 def number(value: float) -> str:
-    """Whole below 100,000 as it is; else three digits, with a letter for large numbers."""
+    """Integers below 100,000 unchanged; other numbers with three digits, and a letter for large ones."""
     if value == int(value) and abs(value) < 1e5:
         return f"{value:,.0f}"
     for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):

@@ -1,4 +1,4 @@
-"""How long the first impression takes: `pytest benchmarks/test_demo.py -s` runs what `make demo` runs."""
+"""Duration of the demo: `pytest benchmarks/test_demo.py -s` runs the commands of `make demo`."""
 
 import subprocess
 import sys

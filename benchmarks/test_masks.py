@@ -1,4 +1,5 @@
-"""Masks beside pycocotools: `pytest benchmarks/test_masks.py`. One thread, a different image each time.
+"""Masks beside pycocotools: `pytest benchmarks/test_masks.py`. All calls use one thread, and each call has
+another image.
 
 The images are synthetic, 2250x1500 with 100 masks each, areas and runs as in SA-1B: area fraction lognormal
 (ln-mean -6.21, ln-sd 1.59) and two large masks; about 330 runs a mask and 1.16 bytes a run.
@@ -52,7 +53,7 @@ def image_masks(seed: int) -> Runs:
 
 @pytest.fixture(scope="module")
 def images():
-    cv2.setNumThreads(1)  # the reference has one core too
+    cv2.setNumThreads(1)  # the reference also uses one core
     torch.set_num_threads(1)
     return [image_masks(seed) for seed in range(12)]
 
@@ -63,7 +64,7 @@ def coded(runs: Runs) -> list[dict[str, object]]:
 
 
 def run(benchmark, function, inputs, reference=False):
-    """Call the function on one input after the other, so that no branch predictor learns one by heart."""
+    """Call the function with different inputs in turn, so that branch predictors do not learn one input."""
     turns = cycle(inputs)
     benchmark.extra_info["reference"] = reference
     benchmark.pedantic(
@@ -127,7 +128,7 @@ def test_raster_256_pycocotools(benchmark, images):
 
 
 def raster_of(benchmark, images, form, size):
-    """Chosen masks into a buffer that is used again."""
+    """Rasterise chosen masks into a reused buffer."""
     chosen = np.arange(CHOSEN)
     if form.startswith("torch"):
         out = torch.empty((CHOSEN, size, size), dtype=torch.uint8)
@@ -145,7 +146,7 @@ def raster_of(benchmark, images, form, size):
 
 
 def decode_and_resize(masks, size):
-    """One mask after the other: faster than decoding all at once, whose pixels lie far apart."""
+    """Mask by mask, which is faster than decoding all masks at once."""
     return [
         cv2.resize(pycocotools.decode(mask), (size, size), interpolation=cv2.INTER_NEAREST) for mask in masks
     ]

@@ -1,6 +1,6 @@
 """The order over all of SA-1B: 11.2 million samples in 11,000 shards, a synthetic samples.bin.
 
-`pytest benchmarks/test_order.py -s` prints the figures and holds them to what they must reach: table open and
+`pytest benchmarks/test_order.py -s` prints the figures and compares them with the targets: table open and
 first batch of positions in under 0.5 s, any position in under 1 us, and no memory in a worker beyond the
 mapped table.
 """
@@ -65,7 +65,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A samples.bin as of all of SA-1B, 403 MB."""
+    """A sample table of the size of all of SA-1B, 403 MB."""
     path = tmp_path_factory.mktemp("order") / "samples.bin"
     draw = np.random.default_rng(0)
     shard = np.sort(draw.integers(0, SHARDS, COUNT))

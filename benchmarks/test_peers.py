@@ -1,7 +1,7 @@
 """The speed of the loader, its limiting stage, and the speed of other loaders.
 
     pytest benchmarks/test_peers.py                  24 synthetic images, under ten minutes on two cores
-    pytest benchmarks/test_peers.py --data ROOT      on one's own shards
+    pytest benchmarks/test_peers.py --data ROOT the user's shards
     pytest benchmarks/test_peers.py --full           all outputs, workers, sizes
 
 Same images, same masks, same output of all contenders: images as uint8 in the padded square of 1024
@@ -48,14 +48,14 @@ QUESTIONS = {
     "runs-1024": ("Masks as runs, 1024-px JPEGs", "1024", None),
 }
 BATCHES = 1  # compared pixel by pixel
-CORES = 2  # workers where only one number is measured: what the default is made for
+CORES = 2  # number of workers if only one number is measured; the default is chosen for it
 DEFAULT = ("a-original", "a-1024", "b-1024", "runs-original", "runs-1024")
 PEERS = [name for name, contender in CONTENDERS.items() if contender.kind != "limit"]
 
 
 class Clock:
-    """Time that passes by what was measured before. pytest-benchmark runs one after the other what it times,
-    which here would compare moments of the machine; so it is told the rounds that were run in turns.
+    """A timer that replays measured times. pytest-benchmark measures functions one after the other, and a
+    machine's speed drifts meanwhile. So it is given the times of the interleaved rounds.
     """
 
     now = 0.0
@@ -89,7 +89,7 @@ def images(tmp_path_factory: pytest.TempPathFactory, options: Any) -> material.M
 def document(
     request: pytest.FixtureRequest, images: material.Material, options: Any
 ) -> Iterator[dict[str, Any]]:
-    """The results: filled by the tests, shown and, if they are whole, written when they are over."""
+    """The results: filled by the tests, printed at the end and, if they are complete, written."""
     made: dict[str, Any] = {
         "machine": material.machine(),
         "load": os.getloadavg()[0],
@@ -125,7 +125,7 @@ def document(
 @pytest.mark.parametrize("name", PEERS)
 @pytest.mark.parametrize("size", [1024, 256])
 def test_everybody_delivers_the_same_tensors(images: material.Material, name: str, size: int) -> None:
-    """Bit for bit; those with OpenCV's resize, wherever that takes the same pixel."""
+    """Outputs are equal bit for bit; with OpenCV's resize, where it takes the same pixel."""
     contender, task = installed(name), Task(size=size)
     sources = {pair.image_id: pair for pair in pairs(images.root)}
     place = images.place(contender, next(iter(images.roots)))
@@ -147,7 +147,7 @@ def test_everybody_delivers_the_same_tensors(images: material.Material, name: st
 
 @pytest.mark.parametrize("key", QUESTIONS)
 def test_comparison(images: material.Material, document: dict[str, Any], options: Any, key: str) -> None:
-    """All contenders in turn."""
+    """All contenders in interleaved rounds."""
     if key not in DEFAULT and not options.full:
         pytest.skip("only with --full")
     title, kind, size = QUESTIONS[key]
@@ -166,7 +166,7 @@ def test_comparison(images: material.Material, document: dict[str, Any], options
         ]
     count = len(sa1b.open(images.root))
     ours = (2 if kind == "original" else 4) * count  # some tenths of a second
-    others = 2 * count // 3  # of an epoch, whose first batches come before the clock runs
+    others = 2 * count // 3  # images of an epoch, whose first batches are delivered before the measurement
     rounds = {"ours": ours, "peer": others, "tuned": others, "limit": 4 * count}
     rows = measured.compare(entries, task, options.rounds, rounds, resume=key == "a-original")
     best = measured.best(rows, "ours")
@@ -286,7 +286,7 @@ def installed(name: str) -> Contender:
 
 
 def expected(place: Place, task: Task, source: Pair) -> tuple[Any, Any]:
-    """Picture and masks of an image by pycocotools and integer indexing."""
+    """Pixels and masks of an image by pycocotools and integer indexing."""
     how = {"picture": extracted_files.scaled, "mask": pixels.pick}
     ((_, parts),) = split(pixels.collate(place, task, [(source.jpeg, source.text)], **how))
     return parts
@@ -307,7 +307,7 @@ def split(batch: Delivered) -> Iterator[tuple[int, tuple[Any, Any]]]:
 
 
 def same_pixel(height: int, width: int, size: int, axis: int) -> Any:
-    """Where OpenCV's nearest takes the source pixel that integers name, along one axis; bool [size]."""
+    """Whether OpenCV's nearest takes the source pixel of the integer rule, along one axis; bool [size]."""
     own = framed((height, width), 1024, size)[axis].sources()
     taken = framed_size(height, width, size)[axis]
     line = np.arange((height, width)[axis], dtype=np.int32)

@@ -1,8 +1,9 @@
-"""The Triton raster beside Tensor.zero_() of the same buffer: `pytest -s benchmarks/test_raster_triton.py`.
+"""The Triton back end compared with Tensor.zero_() of the same buffer: `pytest -s
+benchmarks/test_raster_triton.py`.
 
-Needs a CUDA device; about two minutes. 16 images of 64 masks each in one call, drawn by the laws of SA-1B at
-its image sizes. Device time: ten calls in one CUDA graph, over buffers in turn, the median of 20 replays.
-Call time: many calls without a graph, one after the other, with the launches from Python.
+Needs a CUDA device; about two minutes. One call has 16 images of 64 masks, with the statistics and image
+sizes of SA-1B. Device time: ten calls in one CUDA graph, over buffers in turn, the median of 20 replays. Call
+time: many calls without a graph, one after the other, with the launches from Python.
 """
 
 from itertools import product
@@ -24,7 +25,7 @@ TARGET = 1.5  # times zero_(), uint8 at 1024
 
 
 def column_runs(x: int, y: int, mask: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Runs of a mask whose top left pixel lies at x, y of the image."""
+    """Runs of a mask whose top left pixel is at x, y of the image."""
     columns = np.zeros((mask.shape[1], height), np.int8)
     columns[:, y : y + mask.shape[0]] = mask.T > 0
     changes = np.flatnonzero(np.diff(columns.reshape(-1), prepend=0)) + x * height
@@ -32,7 +33,7 @@ def column_runs(x: int, y: int, mask: np.ndarray, height: int, width: int) -> np
 
 
 class Batch:
-    """Masks of several images on the device: `arguments` of the raster functions, and what they are like."""
+    """Masks of several images on the device: `arguments` of the functions, and a description."""
 
     def __init__(self, choose) -> None:
         runs, sizes, boxes = [], [], []
@@ -100,7 +101,7 @@ def between_events(work) -> float:
 
 
 def buffers_of(batch: Batch, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Enough of them that no level of cache holds all."""
+    """More buffers than fit into any level of cache."""
     bytes_each = batch.count * size**2 * dtype.itemsize
     number = max(2, min(CALLS, 2**30 // bytes_each))
     return [torch.full((batch.count, size, size), 1, dtype=dtype, device="cuda") for _ in range(number)]
@@ -151,7 +152,7 @@ def test_large_masks_only(monkeypatch):
 
 
 def test_tiles(batch, monkeypatch):
-    """Which constants of the module are best, uint8 at 1024."""
+    """The best constants of the module, for uint8 at 1024."""
     buffers = buffers_of(batch, 1024, torch.uint8)
     cleared = device_ms(torch.Tensor.zero_, buffers)
     one = buffers_of(batch, 1, torch.uint8)

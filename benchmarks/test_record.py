@@ -1,6 +1,6 @@
 """Encodings of an image's masks: size and decompression time of the candidates for the mask record.
 
-`pytest benchmarks/test_record.py -s` prints the table that decided it, on full-size synthetic images.
+`pytest benchmarks/test_record.py -s` prints the table that led to the choice, for full-size synthetic images.
 """
 
 import json
@@ -27,7 +27,7 @@ def images() -> list[Runs]:
 
 
 def varint(values: npt.NDArray[np.uint64]) -> bytes:
-    """Seven bits a byte, the high bit says that more follow."""
+    """Seven bits per byte; the high bit is set if more bytes follow."""
     out = bytearray()
     for number in values.tolist():
         rest = number
@@ -39,7 +39,7 @@ def varint(values: npt.NDArray[np.uint64]) -> bytes:
 
 
 def deltas(runs: Runs) -> npt.NDArray[np.uint64]:
-    """Each run less the one two before it, sign in the lowest bit."""
+    """The difference between each run and the run two before, with the sign in the lowest bit."""
     pieces = []
     for mask in runs:
         values = mask.astype(np.int64)

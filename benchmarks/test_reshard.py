@@ -1,9 +1,9 @@
-"""Ingest beside `gzip -dc` of the same tar, on two cores, interleaved in one run.
+"""Ingest compared with `gzip -dc` of the same tar, on two cores, interleaved in one run.
 
 `pytest benchmarks/test_reshard.py -s` prints megabytes of unpacked tar a second and their ratio, by the clock
-and by processor time. The tar holds full-size synthetic images in random order; so little may wait in memory
-that most of what waits goes through spill files, as in a tar of 11 GB. Targets: at least 0.85 of gzip by the
-clock, 0.72 by processor time. Only an idle machine gives figures that can be compared.
+and by processor time. The tar contains full-size synthetic images in random order. The memory limit is so low
+that most waiting members go to spill files, as in a tar of 11 GB. Targets: at least 0.85 of gzip by the
+clock, 0.72 by processor time. Figures are comparable only on an idle machine.
 """
 
 import gzip
@@ -108,9 +108,9 @@ def test_reshard(
         (tmp_path / "root").mkdir()
 
     clear()
-    run()  # compiles, and brings the files into memory
+    run()  # compiles kernels and reads the files into the page cache
     gzip_rounds, rounds = [], []
-    for _ in range(ROUNDS):  # interleaved: what slows the machine down meets both
+    for _ in range(ROUNDS):  # interleaved, so that a slow machine affects both
         gzip_rounds.append(measured(gunzip))
         clear()
         rounds.append(measured(run))

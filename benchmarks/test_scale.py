@@ -1,9 +1,9 @@
-"""All of SA-1B simulated: 1000 sources, 10,923 shards, 11,185,362 images, and what each step on them takes.
+"""Steps on a simulation of all of SA-1B: 1000 sources, 10,923 shards, 11,185,362 images.
 
-`pytest benchmarks/test_scale.py` prints time and peak memory of each step, with imports done before the clock
-runs, and compares them with what they must reach. It takes 2.5 GB of the temporary folder (--basetemp) and
-some minutes, most of them to make the directory; `--scale 0.01` is a hundredth of it. What the tars hold is
-simulated, see benchmarks/simulated.py; so no step that reads every shard is measured here.
+`pytest benchmarks/test_scale.py` prints time and peak memory of each step, without imports, and compares them
+with the targets. It takes 2.5 GB of the temporary folder (--basetemp) and some minutes, most of them to make
+the directory; `--scale 0.01` is a hundredth of it. The contents of the tars are simulated, see
+benchmarks/simulated.py, so no step that reads every shard is measured.
 """
 
 import json

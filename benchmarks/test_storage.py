@@ -1,7 +1,8 @@
-"""Checked ranges beside plain reads: of a local file, and of a small S3 server of the tests on this machine.
+"""Verified ranges compared with plain reads, from a local file and from the tests' S3 server on this machine.
 
-`pytest benchmarks/test_storage.py` prints how many times faster than the plain way each one is; below 1 is
-what the checks cost. Plain s3fs checks nothing and repeats by itself; the server shares the two cores.
+`pytest benchmarks/test_storage.py` prints the speed of each one relative to plain reads; below 1, the
+difference is the cost of verification. Plain s3fs verifies nothing and retries; the server shares the two
+cores.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The stream beside the JPEG decoder alone: images a second, one core unless said otherwise.
+"""The stream compared with the JPEG decoder alone: images per second on one core, unless stated otherwise.
 
 `pytest benchmarks/test_stream.py -s` prints images/s and ratios. The decoder alone decodes the same files
 at the same DCT scale and resizes them into the same buffer, nothing else.
@@ -45,7 +45,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def cores(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One core, or as many as the test's parameter `threads`; no library makes threads of its own."""
+    """One core, or the test's parameter `threads`; libraries start no threads."""
     callspec = getattr(request.node, "callspec", None)
     threads = callspec.params.get("threads", 1) if callspec else 1
     before, torch_threads = os.sched_getaffinity(0), torch.get_num_threads()
@@ -73,7 +73,7 @@ def report(benchmark: BenchmarkFixture, name: str, beside: str | None) -> None:
 def test_decoder_alone(benchmark: BenchmarkFixture, roots: dict[str, Path], kind: str) -> None:
     samples = [(s.jpeg, s.annotations.height, s.annotations.width) for s in sa1b.open(roots[kind])]
     slot = np.zeros((SIZE, SIZE, 3), np.uint8)
-    cv2.setNumThreads(1)  # as sa1b.stream.decode does
+    cv2.setNumThreads(1)  # the resize of sa1b.stream.decode
 
     def run() -> None:
         for jpeg, height, width in samples:

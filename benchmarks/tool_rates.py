@@ -1,4 +1,4 @@
-"""Megabytes a second of the tools beside `gzip -dc`, one core, and how long a question to the index takes."""
+"""Megabytes per second of the tools and of `gzip -dc` on one core, and the time of a query."""
 
 import gzip
 import json
@@ -32,8 +32,8 @@ def measure(folder: Path, root: Path, rounds: int) -> dict[str, Any]:
     """Interleaved rounds of: gunzip alone, reshard, verify, verify --deep, one query over all masks.
 
     Args:
-        folder: for scratch.
-        root: whose images to take, several times under other ids.
+        folder: folder for temporary files.
+        root: dataset directory whose images are used, several times under different ids.
     """
     folder.mkdir()
     plain, packed, out = folder / "plain.tar", folder / "sa_000000.tar", folder / "out"
@@ -68,7 +68,7 @@ def measure(folder: Path, root: Path, rounds: int) -> dict[str, Any]:
                 seconds[name].append(time.perf_counter() - began)
     finally:
         os.sched_setaffinity(0, cores)
-    kept = {name: values[1:] for name, values in seconds.items()}  # the first loads compiled code
+    kept = {name: values[1:] for name, values in seconds.items()}  # the first call loads compiled code
     found: dict[str, Any] = {
         name: {
             "bytes_per_second": median(size / value for value in values),
@@ -87,7 +87,7 @@ def measure(folder: Path, root: Path, rounds: int) -> dict[str, Any]:
 
 
 def renumbered(root: Path) -> Iterator[Pair]:
-    """The root's images several times, each time under new ids."""
+    """The images of the dataset several times, each time under new ids."""
     for number, pair in enumerate(pair for _ in range(COPIES) for pair in pairs(root)):
         document = json.loads(pair.text)
         image_id = 1_000_000 + number

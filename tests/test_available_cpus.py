@@ -84,9 +84,9 @@ def test_a_rank_that_torchrun_bound_to_its_own_cpus_does_not_divide_them_again()
         ({}, 64),
         ({"LOCAL_WORLD_SIZE": "8"}, 8),
         ({"SLURM_CPUS_PER_TASK": "12"}, 12),
-        # One task a node, torchrun inside: its ranks share the task's CPUs.
+        # With one task per node that runs torchrun, the ranks share the CPUs of the task.
         ({"SLURM_CPUS_PER_TASK": "48", "SLURM_NTASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 6),
-        # A task for each rank: SLURM_CPUS_PER_TASK is the rank's own.
+        # With a task for each rank, SLURM_CPUS_PER_TASK is the number of CPUs of one rank.
         ({"SLURM_CPUS_PER_TASK": "6", "SLURM_NTASKS_PER_NODE": "8"}, 6),
         ({"SLURM_NTASKS_PER_NODE": "8"}, 8),
         ({"SLURM_NTASKS_PER_NODE": "8", "SLURM_CPUS_ON_NODE": "32"}, 4),

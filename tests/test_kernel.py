@@ -54,7 +54,7 @@ def test_a_damaged_cache_is_no_error_and_is_made_again(tmp_path: Path) -> None:
         for path in tmp_path.rglob(pattern):
             path.write_bytes(path.read_bytes()[:20])
         assert run(WORK, tmp_path) == [words]
-        run(WORK, tmp_path)  # of a damaged index, the first process has only removed it
+        run(WORK, tmp_path)  # the first process has only removed a damaged index
         assert run(WORK + STATS, tmp_path) == [words, "1"]
 
 

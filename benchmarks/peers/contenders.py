@@ -1,4 +1,4 @@
-"""Who takes part, under which name."""
+"""The contenders and their names."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from benchmarks.peers.task import Delivered, Pair
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One that takes part.
+    """A contender of the comparison.
 
     Attributes:
-        name: of its rows, and of its folder of files.
+        name: name of its rows and of its folder of files.
         kind: "ours", "peer", "tuned" (a peer beyond its documentation) or "limit".
         module: of benchmarks.peers; function: of that module.
         needs: packages to import.
-        workers: processes or threads beside the one that takes the batches.
+        workers: number of processes or threads besides the consumer of the batches.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Contender:
     workers: tuple[int, ...] = (0, 1, 2)
 
     def missing(self) -> list[str]:
-        """The packages it would need and that are not installed."""
+        """The needed packages that are not installed."""
         return [package for package in self.needs if find_spec(package) is None]
 
     @property
@@ -40,12 +40,12 @@ class Contender:
 
     @property
     def convert(self) -> Callable[[Iterable[Pair], Path], None] | None:
-        """Writes its files; None: it reads this package's shards."""
+        """The function that writes its files; None if it reads the shards of this package."""
         return getattr(self._module, "convert", None)
 
     @property
     def prepare(self) -> Callable[..., object] | None:
-        """Makes the checkpoint that `batches` goes on from; None: it needs none."""
+        """The function that makes the checkpoint from which `batches` resumes; None if it needs none."""
         return getattr(self._module, "prepare", None)
 
     @property

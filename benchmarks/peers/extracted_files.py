@@ -1,7 +1,7 @@
-"""A map-style Dataset over extracted pairs: what SAM-like training code does. One shuffled pass.
+"""A map-style Dataset over extracted pairs, as in SAM-like training code, in one shuffled pass.
 
-The file list is read once and the masks are decoded when they are sampled. It goes on within an epoch by
-cutting the seeded permutation, which only a loop written for it does.
+The file list is read once and the masks are decoded when they are sampled. It resumes within an epoch by
+slicing the seeded permutation, which needs a custom loop.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,13 +43,13 @@ def batches(
 def tuned(
     place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False
 ) -> Iterator[Delivered]:
-    """With the tricks that pycocotools leaves room for: scaled JPEG decoding, pixels picked along columns."""
+    """The same, optimised: scaled JPEG decoding, and pixels selected along columns."""
     how = partial(pixels.collate, place, task, picture=scaled, mask=pixels.pick)
     return _batches(place, task, workers, start, how)
 
 
 def scaled(jpeg: bytes, slot: pixels.Pixels, height: int, width: int) -> None:
-    """A picture decoded at the smallest n/8 that is not below the target."""
+    """An image decoded at the smallest n/8 that is not below the target."""
     rows, columns = framed_size(height, width, len(slot))
     image = simplejpeg.decode_jpeg(jpeg, "RGB", min_height=rows, min_width=columns)
     pixels.cv2.resize(image, (columns, rows), dst=slot[:rows, :columns])

@@ -1,6 +1,6 @@
-"""Each does one part of the work and nothing else, in one process: what that part alone costs here.
+"""Each contender does a single part of the work in one process, and so measures the cost of that part.
 
-Several threads are faster, and who knows where masks were need not clear all of the output.
+Several threads are faster, and a loader that records the previous masks need not clear the whole output.
 """
 
 import os
@@ -21,7 +21,7 @@ def _none(size: int) -> Delivered:
 
 
 def _starts(count: int, task: Task, endless: bool) -> Iterator[int]:
-    """Where each whole batch of an epoch begins, of one epoch or of all."""
+    """The start of each complete batch, of one epoch or endlessly."""
     batches = range(0, count - task.batch + 1, task.batch)
     return chain.from_iterable(repeat(batches) if endless else [batches])
 
@@ -29,7 +29,7 @@ def _starts(count: int, task: Task, endless: bool) -> Iterator[int]:
 def reading(
     place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False
 ) -> Iterator[Delivered]:
-    """The samples' bytes from their shard, one range each, unchecked."""
+    """Reads the bytes of each sample as one range, without verification."""
     dataset = sa1b.open(place.root)
     table = dataset.table
     files = [os.open(place.root / name, os.O_RDONLY) for name in dataset.shards]
@@ -43,7 +43,7 @@ def reading(
 def decoding(
     place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False
 ) -> Iterator[Delivered]:
-    """The JPEGs, from memory, at the smallest sufficient scale, resized into one buffer."""
+    """Decodes JPEGs from memory at the smallest sufficient scale and resizes them into one buffer."""
     samples = [(s.jpeg, s.annotations.height, s.annotations.width) for s in sa1b.open(place.root)]
     slot = memory("slot", (task.image_size, task.image_size, 3)).numpy()
     for first in _starts(len(samples), task, endless):
@@ -57,7 +57,7 @@ def decoding(
 def clearing(
     place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False
 ) -> Iterator[Delivered]:
-    """A used output buffer filled with zeros: images and masks of a batch."""
+    """Fills a used output buffer with zeros: images and masks of a batch."""
     images = memory("images", (task.batch, task.image_size, task.image_size, 3))
     masks = memory("masks", (task.batch * task.masks, task.size or 0, task.size or 0))
     for _ in _starts(len(sa1b.open(place.root)), task, endless):

@@ -11,11 +11,11 @@ import litdata
 from benchmarks.peers import pixels
 from benchmarks.peers.task import Delivered, Pair, Place, Task
 
-CHUNK_BYTES = "64MB"  # as in its documentation
+CHUNK_BYTES = "64MB"  # the value in its documentation
 
 
 def convert(pairs: Iterable[Pair], folder: Path) -> None:
-    # It leaves handlers that end the process with code 0, in processes that are not its own too.
+    # litData installs handlers that end any process with code 0, also processes that it did not start.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         litdata.optimize(
@@ -49,7 +49,7 @@ def _loader(
 
 @cache
 def prepare(place: Place, task: Task, workers: int, start: float) -> dict[str, Any]:
-    """Its own state at `start` of an epoch: the checkpoint that would lie there when a run goes on."""
+    """Its state at `start` of an epoch, as a checkpoint of a resumed run."""
     loader = _loader(place.folder, task.batch, workers, len)
     wanted = int(len(loader.dataset) * start) // task.batch
     for done, _ in enumerate(loader, 1):

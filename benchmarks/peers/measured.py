@@ -1,4 +1,4 @@
-"""Runs contenders side by side, one process each, in turns, and compares them round by round."""
+"""Measures contenders in interleaved rounds, each in a separate process, and compares them round by round."""
 
 import json
 import os
@@ -30,11 +30,12 @@ class Running:
             stderr=self._errors,
             text=True,
             cwd=REPOSITORY,
-            env=os.environ | {"TMPDIR": str(place.folder.parent)},  # what they leave there goes with the run
+            env=os.environ
+            | {"TMPDIR": str(place.folder.parent)},  # removed at the end of the run with its contents
         )
 
     def first(self) -> float:
-        """Wait until it has its first batch: seconds since its start."""
+        """Wait for the first batch; returns the seconds since the start of the process."""
         seconds: float = self._line()["first"]
         return seconds
 
@@ -73,14 +74,14 @@ class Running:
 
 @dataclass(slots=True)
 class Row:
-    """What one contender did with one number of workers.
+    """The measurements of a contender with a number of workers.
 
     Attributes:
         first: seconds from the start of its process to its first batch; None: not measured alone.
         resume: seconds to the first batch in a running process, by part of the epoch.
-        peak: bytes of the process tree at their highest, PSS.
-        delivered: of one epoch, see program.once.
-        rounds: of each round, see program.timed.
+        peak: largest memory of the process tree in bytes (PSS).
+        delivered: contents of one epoch, see program.once.
+        rounds: times of each round, see program.timed.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Row:
         return [one["seconds"] / one["images"] for one in self.rounds]
 
     def document(self) -> dict[str, Any]:
-        """For the results: medians of the rounds, per image."""
+        """The results document: medians of the rounds, per image."""
         each = {name: median(one[name] / one["images"] for one in self.rounds) for name in ("seconds", "cpu")}
         per_second = [1 / second for second in self.seconds()]
         return {
@@ -126,11 +127,12 @@ def compare(
     quick: bool = False,
     resume: bool = False,
 ) -> list[Row]:
-    """Start all, let each deliver an epoch, then time them in turns.
+    """Start all contenders, let each deliver an epoch, then measure interleaved rounds.
 
     Args:
-        entries: contender, its files, workers.
-        images: of a round, by kind of contender: fast ones need more for a clock to tell.
+        entries: contender, its files and its number of workers.
+        images: number of images of a round, by kind of contender; fast contenders need more for a precise
+            time.
         quick: only the rounds, no epoch with its memory before them.
         resume: also measure the first batches: of a new process, one process starting at a time, and when
             going on within an epoch.
@@ -153,7 +155,7 @@ def compare(
                 row.rounds.append(one.ask("round", images=images[row.kind]))
         for row, one in zip(rows, running, strict=True):
             if row.kind != "limit" and resume:
-                times = 5 if row.kind == "ours" else 1  # hundredths of a second need a median
+                times = 5 if row.kind == "ours" else 1  # times of some hundredths of a second need a median
                 for start in (0.0, 0.5, 0.9):
                     found = [one.ask("resume", start=start)["seconds"] for _ in range(times)]
                     row.resume[f"{start:g}"] = median(found)
@@ -166,11 +168,11 @@ def compare(
 
 
 def ratio(slow: Row, fast: Row) -> dict[str, float]:
-    """How many times faster one is than another: median and range of the ratios of the same rounds."""
+    """The speed of one contender relative to another: median and range of the ratios of equal rounds."""
     ratios = [s / f for s, f in zip(slow.seconds(), fast.seconds(), strict=True)]
     return {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
 
 
 def best(rows: list[Row], kind: str) -> Row:
-    """The quickest of a kind, by its median."""
+    """The fastest contender of a kind, by its median."""
     return min((row for row in rows if row.kind == kind), key=lambda row: median(row.seconds()))

@@ -29,10 +29,12 @@ def batches(
     place: Place, task: Task, workers: int, start: float = 0.0, endless: bool = False
 ) -> Iterator[Delivered]:
     with tempfile.TemporaryDirectory() as scratch:
-        # Two readers of one machine may not name the same folder.
+        # Two readers on one machine must have different folders.
         local = Path(scratch) / "shards"
         local.symlink_to(place.folder)
-        with lock(place.folder, wait=True):  # two that begin at a time take the same name for shared memory
+        with lock(
+            place.folder, wait=True
+        ):  # readers that start at the same time would use the same name of shared memory
             dataset = streaming.StreamingDataset(local=str(local), shuffle=True, batch_size=task.batch)
         loader = streaming.StreamingDataLoader(
             dataset, batch_size=task.batch, num_workers=workers, collate_fn=partial(_collate, place, task)

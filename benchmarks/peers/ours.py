@@ -1,8 +1,8 @@
 """This package: `sa1b.Loader`, and `sa1b.Stream` in torch's DataLoader. Masks travel as runs.
 
-Where pixels are asked for, they are made of the runs in the process that takes the batch, as a training loop
-would on its device, in one buffer that is cleared each time. `drawn` takes them as the loader gives them to
-who only reads: in memory that is used again and cleared where masks were.
+Masks are rasterised in the process that consumes the batch, as a training loop would do on its device, in one
+buffer that is cleared each time. `drawn` uses the loader's read-only masks, in reused memory that is cleared
+only where masks were.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Pixels from JPEG bytes and COCO annotations: what the contenders without run lengths share.
+"""Pixels from JPEG bytes and COCO annotations: shared code of the contenders without run lengths.
 
-Only the chosen masks are decoded, one by one, and every pixel is written once, into the batch: in a worker
-into shared memory, as torch's own collation does, in one process into a buffer that is used again. Masks are
-resized by OpenCV with the nearest pixel to the centre, pictures by areas.
+Only the chosen masks are decoded, one by one, and each pixel is written once, directly into the batch.
+Workers write into shared memory, like torch's collation; a single process writes into a reused buffer. OpenCV
+resizes masks by the nearest pixel and images by areas.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 from benchmarks.peers.task import Delivered, Place, Task, choices
 from sa1b.masks.grid import framed, framed_size
 
-cv2.setNumThreads(1)  # a worker has a core, as in sa1b.stream.decode
+cv2.setNumThreads(1)  # one thread per worker, as in sa1b.stream.decode
 Pixels = npt.NDArray[np.uint8]
 Sample = tuple[bytes, bytes]  # JPEG and annotation file
 _BUFFERS: dict[str, Tensor] = {}
@@ -62,7 +62,7 @@ def collate(
 
 
 def draw(jpeg: bytes, slot: Pixels, height: int, width: int) -> None:
-    """A picture, decoded as a whole, at the top left of its slot."""
+    """A completely decoded image at the top left of its square."""
     rows, columns = framed_size(height, width, len(slot))
     image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR_RGB)
     cv2.resize(image, (columns, rows), dst=slot[:rows, :columns], interpolation=cv2.INTER_AREA)
@@ -71,7 +71,7 @@ def draw(jpeg: bytes, slot: Pixels, height: int, width: int) -> None:
 
 
 def resize(segmentation: dict[str, Any], slot: Pixels, task: Task) -> None:
-    """A mask, decoded as a whole and resized."""
+    """A completely decoded and resized mask."""
     rows, columns = framed_size(*segmentation["size"], len(slot))
     mask = pycocotools.decode(segmentation)
     slot[:rows, :columns] = cv2.resize(mask, (columns, rows), interpolation=cv2.INTER_NEAREST_EXACT)
@@ -80,7 +80,7 @@ def resize(segmentation: dict[str, Any], slot: Pixels, task: Task) -> None:
 
 
 def pick(segmentation: dict[str, Any], slot: Pixels, task: Task) -> None:
-    """The same by picking pixels along the columns, as they lie in memory: half of the time of `resize`."""
+    """The same, by selecting pixels along columns in the order of memory, in half the time of `resize`."""
     rows, columns = (
         axis.sources() for axis in framed(tuple(segmentation["size"]), task.image_size, len(slot))
     )
@@ -92,7 +92,7 @@ def pick(segmentation: dict[str, Any], slot: Pixels, task: Task) -> None:
 
 
 def memory(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Uninitialised uint8: shared in a worker, else the same memory each time."""
+    """Uninitialised uint8 memory: shared memory in a worker, else a reused buffer."""
     count = int(np.prod(shape))
     if get_worker_info() is not None:
         storage = torch.UntypedStorage._new_shared(count)

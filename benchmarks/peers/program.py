@@ -1,7 +1,7 @@
-"""The process that one contender is measured in: `python -m benchmarks.peers.program`, see `main`.
+"""The process in which one contender is measured: `python -m benchmarks.peers.program`, see `main`.
 
-It delivers its first batch, says how long that took since its parent began to start it, and then obeys its
-standard input, one JSON document a line, with one line of JSON each:
+It delivers its first batch and prints the time since its parent started it. Then it executes the commands on
+its standard input, one JSON document per line, and answers each with one line of JSON:
 
     {"do": "pass"}                one epoch, untimed: what came, bytes read
     {"do": "round", "images": n}  n images in the steady state: seconds, processor seconds
@@ -26,7 +26,7 @@ _WARM = 6  # batches
 
 
 def once(contender: Contender, place: Place, task: Task, workers: int) -> dict[str, Any]:
-    """One epoch: ids, masks, pixels in the foreground, mean of the pictures, bytes to a device and read."""
+    """One epoch: ids, masks, foreground pixels, mean of the images, bytes for a device, and bytes read."""
     ids: list[int] = []
     own = os.getpid()
     begun = process_tree.bytes_read(own).get(own, 0)
@@ -35,7 +35,7 @@ def once(contender: Contender, place: Place, task: Task, workers: int) -> dict[s
     level = 0.0
     for batch in contender.batches(place, task, workers):
         ids += batch.ids
-        read |= process_tree.bytes_read(own)  # workers that end take their count with them
+        read |= process_tree.bytes_read(own)  # the counters of ended workers are lost
         device_bytes += batch.device_bytes
         if batch.images is not None:
             level += float(batch.images.sum(dtype=torch.int64)) / batch.images[0].numel()
@@ -53,7 +53,7 @@ def once(contender: Contender, place: Place, task: Task, workers: int) -> dict[s
 
 
 def timed(contender: Contender, place: Place, task: Task, workers: int, images: int) -> dict[str, Any]:
-    """Some images, from when every worker has delivered on."""
+    """Time of some images, after every worker has delivered a batch."""
     own = os.getpid()
     batches = contender.batches(place, task, workers, endless=True)
     # Memory that is used again is touched for the first time before the clock runs; the others have no more
@@ -65,7 +65,7 @@ def timed(contender: Contender, place: Place, task: Task, workers: int, images: 
     while got < images and (batch := next(batches, None)) is not None:
         got += len(batch.ids)
     seconds = time.monotonic() - began
-    # The workers of a finite epoch may have ended: what they took counts with their parent then.
+    # The workers of a finite epoch may have ended; their time is then part of the parent's.
     busy = process_tree.processor_seconds(own) - busy
     _close(batches)
     return {"images": got, "seconds": seconds, "cpu": busy}
@@ -112,7 +112,7 @@ def say(document: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # What libraries print goes to standard error: the answers have their own line.
+    # Output of libraries goes to standard error, because standard output has the answers.
     _OUT = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     main(*sys.argv[1:])

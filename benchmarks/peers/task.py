@@ -1,4 +1,4 @@
-"""What every contender delivers, and which masks of an image: the same for all."""
+"""The output of every contender and the choice of masks, which are the same for all."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -18,13 +18,13 @@ CHOSEN = "chosen.json"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked for.
+    """The requested output.
 
     Attributes:
-        size: pixels of a mask's sides; None: the masks need not become pixels.
+        size: height and width of a mask in pixels; None: masks are not rasterised.
         image_size: pixels of the padded square that holds the image.
-        masks: at most so many of an image.
-        batch: images.
+        masks: largest number of masks per image.
+        batch: images per batch.
     """
 
     size: int | None
@@ -35,13 +35,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delivered:
-    """One batch. Its tensors may be written again when the next one is asked for.
+    """One batch. Its tensors may be overwritten by the next batch.
 
     Attributes:
-        ids: of the images; counts: masks of each.
+        ids: image ids; counts: number of masks of each image.
         images: uint8 [B, 3, S, S], RGB, padded right and below with 0; None: a limit that makes none.
         masks: uint8 [M, size, size] of one image after the other; None: none, or as runs.
-        device_bytes: what would travel to a GPU.
+        device_bytes: bytes to copy to a GPU.
     """
 
     ids: list[int]
@@ -62,11 +62,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where things lie.
+    """The folders of a contender.
 
     Attributes:
-        root: this package's shards.
-        folder: the contender's own files.
+        root: folder of this package's shards.
+        folder: folder of the contender's files.
     """
 
     root: Path
@@ -81,7 +81,7 @@ def pairs(root: Path) -> Iterator[Pair]:
 
 
 def write_choices(root: Path, limits: Iterable[int], seed: int = 0) -> None:
-    """Note which masks the stream takes at its first visit, so that looking it up costs all the same."""
+    """Record the stream's choice of masks for the first visit, which all contenders look up."""
     table = {
         limit: {
             sample.image_id: choose(

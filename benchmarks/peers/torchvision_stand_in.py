@@ -1,6 +1,6 @@
 """An empty stand-in for torchvision, which does not import beside a CPU build of torch.
 
-MosaicML Streaming names two things of it at import and uses none of them here.
+MosaicML Streaming imports two names from it, which are not used here.
 """
 
 import sys
@@ -10,10 +10,10 @@ from types import ModuleType
 
 
 def install() -> None:
-    """Make the names importable where torchvision is not there."""
+    """Make the names importable if torchvision is missing."""
     if "torchvision" in sys.modules or find_spec("torchvision") is not None:
         return
-    # transformers asks whether it is there, and must hear that it is not.
+    # transformers must still find that torchvision is not installed.
     import_module("transformers.tokenization_utils_base")
     import_module("transformers.feature_extraction_utils")
     names = {

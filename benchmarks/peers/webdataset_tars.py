@@ -1,7 +1,7 @@
 """webdataset over shards of jpg and json, as its documentation builds a training pipeline.
 
 Shards are shuffled and split by node and worker, samples go through a shuffle buffer while they are bytes and
-are batched in the worker. It has no state: going on within an epoch is skipping what was seen.
+are batched in the worker. It has no state: a resume within an epoch skips the earlier samples.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from benchmarks.peers import pixels
 from benchmarks.peers.task import Delivered, Pair, Place, Task
 
 SHARDS = 4
-BUFFER = 8  # samples; its documentation takes 1000, which would be all of these at once
+BUFFER = 8  # samples; 1000 as in its documentation would be all samples here
 
 
 def convert(pairs: Iterable[Pair], folder: Path) -> None:

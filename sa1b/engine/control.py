@@ -46,7 +46,7 @@ class StepTime:
 
     Attributes:
         data: waiting for batches.
-        compute: forward and backward.
+        compute: forward and backward passes.
         update: reduction and clipping of the gradient, exchange with the other ranks, optimizer.
         checkpoint: saving; an asynchronous save only copies here.
         began: start of the step on the clock of time.perf_counter.

@@ -335,7 +335,7 @@ class ChromeTrace:
             except RuntimeError as error:
                 raise OSError(errno.EIO, str(error), str(self.path)) from error
             if not _ends_as_json(self.path):  # torch's writer does not report failed writes
-                raise OSError(errno.EIO, "the trace was not written to its end", str(self.path))
+                raise OSError(errno.EIO, "the trace was not written completely", str(self.path))
         self._profile, self._steps = None, None
 
 

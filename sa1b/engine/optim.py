@@ -42,8 +42,8 @@ class OptimConfig:
         min_lr_ratio: For cosine: fraction of the learning rate at the end.
         timescale: For rsqrt: steps after warm-up until the learning rate has fallen by the square root of 2.
         cooldown: For rsqrt: number of last steps, in which the learning rate falls linearly to zero.
-        layer_decay: Factor on the learning rate from each layer to the one before it; 1: the same for all
-            layers. The model numbers its layers.
+        layer_decay: Ratio of the learning rates of each layer and the next one; 1: the same for all layers.
+            The model numbers its layers.
         weight_decay: Weight decay; biases, norms and position embeddings have none.
         beta1: Decay of the running mean of gradients.
         beta2: Decay of the running mean of squared gradients.

@@ -81,7 +81,7 @@ def rasterize(
         the call can be part of a CUDA graph.
 
     Raises:
-        SizeError: a size is not a size of an image.
+        SizeError: height, width or another size is out of range.
         ValueError: an argument has another shape, type, layout or device, or the longer side of a dense mask
             is at least 2**30 pixels (2**30 / image_size in a frame).
     """

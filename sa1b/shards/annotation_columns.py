@@ -145,7 +145,7 @@ def _counts(mask: Any, i: int, height: int, width: int) -> str:
 
 
 def _number(value: Any, like: Any) -> Any:
-    """`value` as the scalar or row `like`; the outer list of point_coords is removed."""
+    """`value` with the shape of `like`, a scalar or a row; the outer list of point_coords is removed."""
     row = isinstance(like, np.ndarray)
     if row and len(like) == 2:
         (value,) = value

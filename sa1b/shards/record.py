@@ -178,7 +178,7 @@ def webdataset_decoder(key: str, data: bytes) -> Annotations | None:
         data: the member's bytes.
 
     Returns:
-        None for a member that is no mask record.
+        None if the member is not a mask record.
 
     Raises:
         RecordError: not a record, another format version, or damaged; webdataset passes it to its `handler`.

@@ -89,7 +89,7 @@ def members(stream: StoredStream) -> Iterator[Member | Damage]:
             continue
         damaged = isinstance(found, Damage)
         if extension is not None and isinstance(found, Damage):
-            # Two adjacent stretches of damage are what remains of one member. Damage without bytes is a
+            # Two adjacent stretches of damage are the remains of one member. Damage without bytes is a
             # stretch of zeros.
             data = extension.stored + (found.data or bytes(min(found.length, MAX_KEPT_BYTES)))
             length = len(extension.stored) + found.length

@@ -1,9 +1,9 @@
 """A process that reads a stream, for tests that interrupt or kill it: `python -m tests.stream.reading`.
 
-    KIND ROOT endings       leaves its loop in three ways; prints what each left in the process
-    KIND ROOT endless       prints a line for each batch until it is interrupted, then what is left
-    METHOD ROOT signalled   is sent SIGTERM, reads on, and leaves by an exit with the iterator still there
-    workers ROOT murders    kills a worker of its own and goes on with new ones, four times; prints the batches
+    KIND ROOT endings       leaves its loop in three ways; prints the resources that remain after each
+    KIND ROOT endless       prints a line for each batch until it is interrupted, then the remaining resources
+    METHOD ROOT signalled   receives SIGTERM, continues, and exits while the iterator exists
+    workers ROOT murders    kills one of its workers and continues with new ones, four times; prints the batches
 
 KIND is "loader" for sa1b.Loader, "workers" for a DataLoader with two of them. Every line is JSON.
 """

@@ -185,7 +185,7 @@ def test_the_temporary_file_of_a_table_ends_with_its_stream(root: Path) -> None:
     path = stream.columns["caption"].path
     assert path.exists()
     pid = os.fork()
-    if pid == 0:  # a worker that ends keeps it
+    if pid == 0:  # a worker keeps the file until it ends
         stream.columns.clear()
         os._exit(0 if path.exists() else 1)
     assert os.waitpid(pid, 0)[1] == 0

@@ -29,7 +29,7 @@ from tests.shards import tiny
 from tests.stream.recorded import FIRST_ID, RECIPE, digest, make_root, sequence
 
 IMAGES, BATCH = 12, 3
-SHARD = "sa1b-000001-0001.tar"  # the middle one of three
+SHARD = "sa1b-000001-0001.tar"  # the middle shard of three
 
 examples = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -41,13 +41,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(root: Path, tmp_path: Path) -> Path:
-    """A root to be damaged."""
+    """A dataset directory that a test may damage."""
     return shutil.copytree(root, tmp_path / "root")
 
 
 @pytest.fixture(scope="module")
 def healthy(root: Path) -> list[str]:
-    """One epoch, by its formula."""
+    """The digests of one epoch, from the formula of the order."""
     return [digest(b) for b in sequence(root, IMAGES // BATCH, global_batch=BATCH, micro_batch=BATCH)]
 
 

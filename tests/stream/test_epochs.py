@@ -182,7 +182,7 @@ def test_an_epoch_of_fewer_samples_than_ranks_gives_some_an_empty_batch(root: Pa
     found = []
     for rank in range(4):
         stream = stream_of(root, global_batch=21, micro_batch=6, rank=rank, world_size=4)
-        (batch,) = list(stream)[1:]  # of 2 samples
+        (batch,) = list(stream)[1:]  # micro-batches of 2 samples
         found.append(len(batch))
         assert batch.images.shape == (len(batch), 3, RECIPE["image_size"], RECIPE["image_size"])
         assert len(batch.masks.dense(16)) == len(batch.boxes)

@@ -19,7 +19,7 @@ def plans(order: Order | Sequential, batch: int, micro: int, world_size: int) ->
 
 
 def steps(ranks: list[Plan], position: int, count: int) -> list[list[list[MicroBatch]]]:
-    """[step][rank]: its micro-batches."""
+    """The micro-batches of each step and rank: found[step][rank]."""
     pieces = pieces_of(ranks[0])
     taken = [list(islice(plan.micro_batches(position), count * pieces)) for plan in ranks]
     return [[rank[step * pieces : (step + 1) * pieces] for rank in taken] for step in range(count)]

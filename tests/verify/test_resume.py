@@ -25,7 +25,7 @@ class Stopped(BaseException):
 
 
 def checked_shards(monkeypatch, stop_after=99):
-    """Names of the shards that are checked from now on; interrupted after so many."""
+    """Record the names of the checked shards, and interrupt after some of them."""
     real, names = verify_module.check_shard, []
 
     def counted(expected, *arguments, **options):
@@ -44,7 +44,7 @@ def without_time(report):
 
 @pytest.fixture
 def damaged(root):
-    """Damage in the first and in the last shard, and of the numbers of an image."""
+    """Damage the first and the last shard, and the numbers of an image in an index."""
     flip(root / "sa1b-000001-0000.tar", 2000)
     flip(root / "sa1b-000002-0000.parquet", 100)
     return root
@@ -182,7 +182,7 @@ def test_a_result_does_not_grow_with_the_images_of_a_shard():
 
 
 def test_nothing_but_a_deep_check_of_shards_reads_an_index(root, monkeypatch):
-    """What is done before the first shard is checked does not touch indexes or shards."""
+    """The work before the first shard reads no indexes or shards."""
     for path in [*root.glob("*.parquet"), *root.glob("*.tar")]:
         path.write_bytes(b"")
 

@@ -33,7 +33,7 @@ def root(made, tmp_path):
 
 
 def ids_of(root, view):
-    """Image ids of a view, in its order."""
+    """Image ids of a view, in the order of the view."""
     return Dataset(root).table.image_id[view.table_rows(np.arange(len(view)))].tolist()
 
 
@@ -43,7 +43,7 @@ def add_source(root, tmp_path, ids=range(500, 520)):
 
 
 def trained(root, view, state=None, steps=6):
-    """The ids of some steps of training, and the state after them."""
+    """The image ids of some training steps, and the state after these steps."""
     sizes = {"global_batch": 8, "image_size": 32, "masks": 2}
     stream = Stream(root, epochs=None, view=view, seed=3, rank=0, world_size=1, **sizes)
     if state is not None:
@@ -58,7 +58,7 @@ def test_a_view_of_a_directory_that_grew_keeps_its_images_its_sequence_and_its_s
     before = ids_of(root, view)
     first, state = trained(root, "most")
     rest, _ = trained(root, "most", state)
-    # Ids on both sides of the old ones: every row number moves.
+    # New ids are lower and higher than the old ids, so that all row numbers change.
     add_source(root, tmp_path, [*range(20, 40), *range(110_000, 110_010)])
     table = Dataset(root).table
     assert len(table) == len(IDS) + 30
@@ -130,7 +130,7 @@ def test_every_changed_byte_of_the_ids_is_refused_where_they_are_read(root, tmp_
 
 
 def as_older_version(root, view):
-    """The view's files as they were with row numbers alone."""
+    """Rewrite the view's files in the earlier form, with row numbers only."""
     path = root / "views" / f"{view.digest}.json"
     document = json.loads(path.read_text())
     del document["digest"], document["document_sha256"]
@@ -217,7 +217,7 @@ def test_a_view_on_this_machine_of_a_directory_at_a_url(root, tmp_path, monkeypa
 
 
 def test_what_is_printed_opens_the_view_it_was_printed_for(root):
-    """Among views of the same images with other conditions on masks."""
+    """Views of the same images differ only in their condition on masks."""
     one = select(root, Selection(subset="50%", masks_where="area > 1"), quiet=True)
     select(root, Selection(subset="50%"), quiet=True)
     printed = one.document()["digest"]
