@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "sa1b"
 
-# Words with a standard term in their place.
+# Words that must be replaced by standard terms.
 COINED = re.compile(
     r"\b(held against|behind|told apart|mend(ed|s)?|doubtful|aside|publish(ed|es)?|ledger|stages|under way|"
     r"pictures?|slots?|rounds|tally|borne|vouched|papered|greets|heard|let go|everybody|nobody|whoever|"
@@ -46,7 +46,7 @@ def family() -> set[str]:
 
 
 def template(node: ast.expr) -> str:
-    """The text of a message, with {} for what is put in."""
+    """The text of a message, with {} for each inserted value."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -74,7 +74,7 @@ def argument_messages() -> dict[str, str]:
 
 @cache
 def messages() -> list[tuple[str, str, str]]:
-    """Room, place and template of every expected error that the package raises."""
+    """Subpackage, location and template of every expected error that the package raises."""
     classes = family()
     return [
         (name.split("/")[0], f"{name}:{node.lineno}", template(node.args[0]))

@@ -157,7 +157,7 @@ def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLo
 
 
 def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
-    """Location of the sample of a row of a shard's index; the columns of sa1b.shards.index by name.
+    """Location of a sample from its row of a shard's index; `row` is column name -> value.
 
     Raises:
         ShardError: the row does not describe a sample: the index is damaged.

@@ -96,7 +96,7 @@ class SourceReader:
         self._reader.close()
 
     def _again(self) -> StoredStream:
-        # The second pass reports 0 bytes, so that bytes are counted once but the caller sees progress.
+        # The second pass reports progress of 0 bytes: the bytes were counted in the first pass.
         progress = self._progress
         origin = self.source.link or self.source.path
         return StoredStream(origin, progress=None if progress is None else lambda _: progress(0))

@@ -260,7 +260,7 @@ def _root(number: int) -> int:
 
 def _check_count(count: int) -> None:
     if not 1 <= count <= MAX_COUNT:
-        raise ValueError(f"an order of {count:,} samples; the number must be from 1 to {MAX_COUNT:,}")
+        raise ValueError(f"count={count:,} must be from 1 to {MAX_COUNT:,}")
 
 
 def _checked(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ from sa1b.kernel import COMPILED, kernel
 
 EpochSizes = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
 
-ROUNDS = 7  # four change the left half, three the right one
+ROUNDS = 7  # number of rounds: four change the left half, three the right half
 
 _ROUND = np.uint64(0xD6E8FEB86659FD93)  # multiplier of the order's round function
 

@@ -198,7 +198,7 @@ def write_view(
         root: the dataset directory.
         rows: rows of the sample table, ascending, uint32 [n], at least one.
         name: readable alias.
-        chosen_by: flag -> value, to select it again.
+        chosen_by: flags of the selection -> values; stored in the document, so that it can be repeated.
         counts: further counts for the document.
         out: where to write: a folder, or the path of the .json file; None: ROOT/views.
         overwrite: move `name` from another view to this view; replace a file `out`.

@@ -40,7 +40,7 @@ class ViewDocument:
         images: number of images in the view.
         ids_sha256, rows_sha256: of the two files beside it.
         masks_where: condition on masks, None: all masks.
-        chosen_by: flag -> value, to select the view again.
+        chosen_by: flags of the selection -> values, to repeat it.
         dataset: images and ids_sha256 of the dataset directory that it was selected from.
         counts: further counts to print.
         format: FORMAT or ROWS_ONLY.

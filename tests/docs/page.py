@@ -1,7 +1,8 @@
 """Runs the blocks of one page, in order, in the current folder: `main(page)`, in a separate process.
 
-One process for all `python` and `sql` blocks, so that torch is imported once. Each `bash` block is a shell of its
-own that stops at the first failing command. A `text` block directly after a block that is run is its output.
+All `python` and `sql` blocks run in one process, so that torch is imported once. Each `bash` block runs in a
+new shell that stops at the first failing command. A `text` block directly after a block that is run is its
+output.
 """
 
 import os

@@ -17,15 +17,16 @@ A `text` block directly after a block that is run must be what that block prints
 
 HTML comments, which are invisible on the page, change these rules:
 
-- `<!-- with: shards, run -->` anywhere in the page: these materials are copied into the folder before the first
-  block. `shards`: the dataset directory of `downloads`. `run`: a finished training run on it. `photo.jpg`.
-  `captions.parquet`: columns image_id and caption, without a row for the last image. `sam_vit_b_01ec64.pth`:
-  random weights in the published form, of the tiny model. Another one is a function in `materials.py`.
+- `<!-- with: shards, run -->` anywhere in the page: these materials are copied into the folder before the
+  first block. `shards`: the dataset directory of `downloads`. `run`: a finished training run on it.
+  `photo.jpg`. `captions.parquet`: columns image_id and caption, without a row for the last image.
+  `sam_vit_b_01ec64.pth`: random weights in the published form, of the tiny model. For a further material, add
+  a function to `materials.py`.
 - `<!-- not run: REASON -->` on the line before a block: it cannot run on a test machine. The flags of its
   `sa1b VERB` and `-m sa1b.train` are still parsed, its Python is still compiled.
 - `<!-- numbers vary: REASON -->` on the line before a `text` block: its words are compared, its numbers are not.
 - `<!-- not compared: REASON -->` on the line before a `text` block: it is not compared.
-- `<!-- exit code: 3 -->` on the line before a `bash` block: it ends with this code.
+- `<!-- exit code: 3 -->` on the line before a `bash` block: the block exits with this code.
 """
 
 import os

@@ -495,7 +495,7 @@ def test_command_line(inputs, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 def test_drawn_outlines_are_the_edges_of_the_raster(inputs, make, tmp_path: Path) -> None:
-    """The page's own script, run by a browser: every outline is the boundary of the mask's pixels."""
+    """A browser runs the page's script; every outline must be the boundary of the mask's pixels."""
     page, _ = make(inputs["root"], Choice(count=6), max_side=100)
     probe = """<pre id="probe"></pre><script>document.querySelector("#probe").textContent = JSON.stringify(
         pictures.map((each) => [each.id, build(each).paths.map((path) => path.getAttribute("d"))]));</script>"""

@@ -316,7 +316,7 @@ def test_damage_in_a_read_only_folder_is_printed_and_reading_goes_on(
     capsys: pytest.CaptureFixture[str],
     read: str,
 ) -> None:
-    """Root may write into any folder: a file in place of the log's folder refuses it too."""
+    """The user root can write into any folder, so the test replaces the log's folder by a file."""
     table = open_table(copy / table_name(copy))
     shard = copy / SHARD
     data = bytearray(shard.read_bytes())

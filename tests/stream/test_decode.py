@@ -121,7 +121,7 @@ def test_damage_is_returned_for_its_own_image_only() -> None:
     assert [type(error) for error in errors] == [type(None), BadSample, BadSample, type(None)]
     assert torch.equal(out[0], out[3])
     assert out[0, :18, :24].any()
-    assert not out[0, 18:].any()  # 30 x 40 takes 18 x 24 of the square
+    assert not out[0, 18:].any()  # an image of 30 x 40 pixels covers 18 x 24 pixels of the square
 
 
 def test_flip_mirrors_within_the_image() -> None:

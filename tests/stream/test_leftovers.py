@@ -59,7 +59,8 @@ def test_nothing_is_left_after_an_interrupt(root: Path, kind: str, whom: str, sh
     left = json.loads(out.splitlines()[-1])
     assert left["after"]["children"] == []
     if kind == "loader":
-        # torch's DataLoader may be interrupted while it takes a tensor over, and holds that until it ends.
+        # An interrupt can stop torch's DataLoader while it receives a tensor; the tensor then stays until the
+        # end.
         assert left["after"] == left["before"]
     assert session(process.pid) == []
     assert shared_memory(members, segments) == []

@@ -21,7 +21,7 @@ from tests.verify.checking import check
 
 
 def test_numbers_that_were_changed_in_both_places_are_compared_with_the_mask(root):
-    """The record is the origin of all numbers; only deep sees that they do not match its masks."""
+    """Index and sample table take their numbers from the record; only --deep compares them with the masks."""
     task = manifest.read_tasks(root)["sa_000001"]
     task.counts["doubtful"]["area"] = 0
     manifest.write_task(root, task)
