@@ -268,7 +268,7 @@ def test_device(images: material.Material, document: dict[str, Any]) -> None:
 
 
 def numbers_of_workers(contender: Contender, key: str, *, full: bool) -> tuple[int, ...]:
-    """All numbers of workers for our default and the limits; without --full the cores alone for others."""
+    """The numbers of workers: all for our default and the limits; for others the cores, unless --full."""
     every = full or contender.kind == "limit" or (contender.kind == "ours" and key == DEFAULT[0])
     return contender.workers if every else (CORES,)
 

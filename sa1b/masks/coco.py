@@ -71,7 +71,7 @@ def decode(strings: Sequence[str | bytes], height: int, width: int) -> Runs:
 
     Raises:
         MaskError: the first mask that does not decode, with its reason.
-        SizeError: height or width is not a size of an image.
+        SizeError: height or width is not a valid image size.
     """
     height, width = check_size(height, width)
     text, lengths, wrong = join(strings)

@@ -57,7 +57,7 @@ def crop(runs: Runs, x: int, y: int, width: int, height: int) -> Runs:
         N masks of an image of height x width pixels.
 
     Raises:
-        SizeError: width or height is not a size of an image.
+        SizeError: width or height is not a valid image size.
         ValueError: the window is not inside the image.
     """
     height, width = check_size(height, width)
@@ -97,7 +97,7 @@ def resize(runs: Runs, height: int, width: int) -> Runs:
         width: pixels of the resized image.
 
     Raises:
-        SizeError: height or width is not a size of an image.
+        SizeError: height or width is not a valid image size.
     """
     rows, columns = grid.resized((runs.height, runs.width), (height, width))
     return remap(runs, columns.sources(), rows.firsts(), rows.target)
@@ -118,7 +118,7 @@ def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None 
         N masks of an image of size x size pixels.
 
     Raises:
-        SizeError: image_size or size is not a size of an image.
+        SizeError: image_size or size is not a valid image size.
         ValueError: `taken` does not fit into the square.
     """
     rows, columns = grid.framed((runs.height, runs.width), image_size, size, taken)

@@ -99,7 +99,7 @@ def framed_size(height: int, width: int, image_size: int) -> tuple[int, int]:
     The longer side has image_size; the shorter one is rounded to the nearest pixel and is at least 1.
 
     Raises:
-        SizeError: height and width, or image_size, are not sizes of an image.
+        SizeError: height and width, or image_size, are not valid image sizes.
     """
     height, width = check_size(height, width)
     image_size, _ = check_size(image_size, image_size)

@@ -42,7 +42,7 @@ def rasterize(
             foreground, 0 background.
 
     Raises:
-        SizeError: height or width is not a size of an image.
+        SizeError: height or width is not a valid image size.
         ValueError: `out` has another shape, type or layout, or `dtype` is another type.
         IndexError: `select` has an index that no mask has.
     """
@@ -80,7 +80,7 @@ def rasterize_frame(
         `out`, or a new [K, size, size]: 1 is foreground, 0 background and padding.
 
     Raises:
-        SizeError: image_size or size is not a size of an image.
+        SizeError: image_size or size is not a valid image size.
         ValueError: `out` or `boxes` has another shape, type or layout, `dtype` is another type, or `taken`
             does not fit into the square.
         IndexError: `select` has an index that no mask has.

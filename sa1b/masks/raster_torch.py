@@ -55,7 +55,7 @@ def rasterize(
         wait for the result if the source sizes are ints or on the CPU.
 
     Raises:
-        SizeError: height or width is not a size of an image.
+        SizeError: height or width is not a valid image size.
         ValueError: an argument has another shape, type, layout or device.
     """
     height, width = check_size(height, width)
@@ -97,7 +97,7 @@ def rasterize_frame(
         `out`, or a new [N, size, size]: 1 is foreground, 0 background and padding.
 
     Raises:
-        SizeError: image_size or size is not a size of an image.
+        SizeError: image_size or size is not a valid image size.
         ValueError: an argument has another shape, type, layout or device.
     """
     image_size, size = check_size(image_size, size)

@@ -39,7 +39,7 @@ class SizeError(ValueError):
 
 
 def check_size(height: object, width: object) -> tuple[int, int]:
-    """Height and width in pixels as plain ints. Raises SizeError if they are not a size of an image."""
+    """Height and width in pixels as plain ints. Raises SizeError if they are not a valid image size."""
     for name, value in (("height", height), ("width", width)):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
             raise SizeError(f"{name} must be an integer, got {type(value).__name__}")

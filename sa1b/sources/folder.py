@@ -74,7 +74,7 @@ def subfolders(path: Path, ignore: Ignore) -> list[Path]:
 
 
 def pair_files(path: Path, ignore: Ignore) -> list[Path]:
-    """The files of a folder source by image id, jpg before json, and other entries with such a name.
+    """The files of a folder source by image id, jpg before json, and folders or links with names of members.
 
     Subfolders that cannot be listed come first. Memory: 1 kB per name.
 

@@ -1,7 +1,7 @@
 """Links to source tars: URLs of single files, and lists of signed links as Meta publishes them.
 
 The list of SA-1B is a text file with two columns, `file_name` and `cdn_link`, separated by a tab, with a
-header line and in no order. It also lists files that are no tars of SA-1B. Its links are signed and expire
+header line and in no order. It also lists files that are not tars of SA-1B. Its links are signed and expire
 after some weeks; the files themselves do not change.
 """
 
@@ -26,7 +26,7 @@ class Link:
     """A source tar at a URL, and how to read it.
 
     Attributes:
-        url: with the signature, if it has one. It is a secret: messages show `label`.
+        url: the complete URL, with its signature if it has one. It is a secret: messages show `label`.
         file_name: name of the tar.
         label: name of the link for messages.
         listed: path of the list with this link; None if the user named the URL.

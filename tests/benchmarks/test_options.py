@@ -29,7 +29,7 @@ def test_too_few_images_or_rounds() -> None:
 
 
 def test_data_that_is_no_root(tmp_path: Path) -> None:
-    assert f"--data: {tmp_path / 'dataset.json'}: not there" in refused("--data", str(tmp_path))
+    assert f"--data: {tmp_path}: no dataset there" in refused("--data", str(tmp_path))
 
 
 def test_data_of_too_few_images(tmp_path: Path) -> None:

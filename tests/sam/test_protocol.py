@@ -116,7 +116,7 @@ def test_scores_are_those_of_the_published_model_click_by_click() -> None:
     images = torch.from_numpy(random.integers(0, 256, (3, 3, 64, 64), np.uint8))
     truth, taken = [], []
     for number, (height, width) in enumerate(sizes):
-        masks = np.zeros((number, height, width), bool)  # the first image has none
+        masks = np.zeros((number, height, width), bool)  # the first image has no masks
         for i in range(number):
             masks[i, 3 + i : 20 + i, 2 : 17 - 4 * i] = True
         boxes = np.array([[2.0, 3.0 + i, 16.0 - 4 * i, 19.0 + i] for i in range(number)]).reshape(-1, 4)

@@ -165,7 +165,7 @@ def test_tars_are_found_at_any_depth_and_in_upper_case(tmp_path):
         "Y.Tar.Gz",
     ):
         make_tar(tmp_path / name, IDS)
-    make_tar(tmp_path / "batch2" / "downloaded", IDS)  # by its content
+    make_tar(tmp_path / "batch2" / "downloaded", IDS)  # detected by its content
     assert found(tmp_path) == (["X", "Y", "downloaded", "sa_000020", "sa_000021", "sa_000022"], {})
 
 

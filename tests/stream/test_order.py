@@ -173,8 +173,8 @@ def test_digest_seed_and_epoch_each_give_another_order():
 
 def test_what_cannot_be_is_refused():
     for arguments, message in (
-        ((0, "d", 0), "0 samples"),
-        ((2**32 + 1, "d", 0), "4,294,967,297 samples"),
+        ((0, "d", 0), "count=0 must"),
+        ((2**32 + 1, "d", 0), "count=4,294,967,297 must"),
         ((5, "d", 0, 0), "block_size=0 must"),
         ((5, "", 0), "digest"),
     ):
@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused():
             Order(*arguments)
     with pytest.raises(ValueError, match="position=-1 must not be negative"):
         Order(5, "d", 0).rows(np.array([3, -1]))
-    with pytest.raises(ValueError, match="0 samples"):
+    with pytest.raises(ValueError, match="count=0 must"):
         Sequential(0)
     assert Order(5, "d", 0).rows(np.empty(0, np.int64)).shape == (0,)
 

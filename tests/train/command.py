@@ -130,7 +130,7 @@ def torchrun(
     restarts: int = 0,
     mishap: dict[str, Any] | None = None,
 ) -> Process:
-    """Begin the command under torchrun; what it prints goes to a file beside `out`."""
+    """Start the command under torchrun; its output goes to a file beside `out`."""
     script = ["sa1b/train.py"] if mishap is None else ["-m", "tests.train.mishap", json.dumps(mishap)]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
@@ -148,7 +148,7 @@ def torchrun(
 
 
 def output_of(process: Process, out: Path) -> str:
-    """Wait for its end; what it printed."""
+    """Wait for the end of the command; returns its output."""
     try:
         process.wait(PATIENCE)
     except subprocess.TimeoutExpired:

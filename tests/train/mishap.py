@@ -136,7 +136,7 @@ def _signal(mishap: dict[str, Any]) -> None:
 
     def save(self: Any, *arguments: Any) -> None:
         at_save(self, *arguments)
-        if moment == "saved":  # the write has begun, beside training
+        if moment == "saved":  # the asynchronous write has started
             strike(current[0])
 
     train.lr_at, Metrics.step, train.Run.save = lr_at, metrics_step, save
