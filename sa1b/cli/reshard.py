@@ -117,8 +117,8 @@ def main(
             run. The claims of other runs have their own timeouts. On one machine, the claim of a live process
             never times out, and the claim of a dead process ends at once.
         stall_timeout: Seconds without progress after which a worker is killed and its source is retried once.
-            Progress is data read from the source, or an image stored. If the retry stalls too, the source has
-            failed.
+            Progress is data read from the source, an image stored, or data uploaded. If the retry stalls
+            too, the source has failed.
         no_space_check: Start even if the disk seems too small.
         json_output: Print the summary as JSON, without progress.
     """
@@ -241,6 +241,10 @@ def _linked(source: tuple[str, ...], path: Path | None, like: Link) -> tuple[Lin
 
 def _store(out: str, scratch: Path | None, endpoint: str | None, source: tuple[str, ...]) -> Store:
     """The store of --out."""
+    if out.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--out {out}: http(s) can only be read; pass a folder, or a URL such as s3://BUCKET/FOLDER"
+        )
     if not is_url(out):
         if scratch is not None:
             raise UsageError(

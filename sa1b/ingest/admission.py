@@ -114,7 +114,9 @@ def fix_options(root: Root, tasks: Mapping[str, Task], options: Options) -> None
     """
     store = open_store(root)
     data = json_bytes({"format": FORMAT, "options": asdict(options)})
-    if tasks or store.put_if_absent(OPTIONS, data):
+    if tasks and store.is_local:
+        return
+    if store.put_if_absent(OPTIONS, data) or tasks:  # in a bucket, also to check that writing is allowed
         return
     path = store.url(OPTIONS)
     try:

@@ -16,13 +16,14 @@ from sa1b.console import counted
 from sa1b.errors import LockedError, ManifestError, UsageError
 from sa1b.ingest.admission import release_options
 from sa1b.shards.commit import (
+    abort_uploads,
     clashes,
     dataset_claim,
     join_tables,
     remove_old_tables,
     shard_files,
     stored_shards,
-    task_rows,
+    tables_of,
 )
 from sa1b.shards.manifest import (
     DATASET,
@@ -109,7 +110,7 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
         pending = sorted(known - tasks.keys() - failed.keys() - {without})
         if not is_current(store, tasks, failed, pending) and (tasks or without is not None):
             unlike = _other_options(tasks)
-            found = {name: task_rows(store, task) for name, task in tasks.items() if name not in unlike}
+            found = tables_of(store, {name: task for name, task in tasks.items() if name not in unlike})
             left_out = unlike | clashes({name: rows for name, (_, rows) in found.items()})
             tasks = {name: task for name, (task, _) in found.items() if name not in left_out}
             tables = {name: found[name][1] for name in tasks}
@@ -203,6 +204,7 @@ def drop_source(root: Root, name: str) -> Finished:
             f"--drop {name}: {found or 'another process'} is writing this source; wait for it ({terms})"
         )
     with claim:
+        abort_uploads(store, name)
         finished = finish(store, without=name)
         store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed")))
         own = sorted(stored_shards(store, name))

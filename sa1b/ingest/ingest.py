@@ -75,11 +75,12 @@ def ingest(
     staged.mkdir()
     try:
         with naming_path(store.scratch), ThreadPoolExecutor(1) as sealer:
-            task = SourcePass(source, staged, spill, options, policy, report, sealer).run()
+            ingestion = SourcePass(source, staged, spill, options, policy, report, sealer)
+            task = ingestion.run()
         check(task)
         check_clash(task, staged, store)
         with naming_path(store.scratch):
-            task = commit_task(task, staged, store)
+            task = commit_task(task, staged, store, lambda size: report(ingestion.counts))
     except MemoryError:
         raise OutOfMemoryError(
             f"{source.label}: out of memory: ingest of a source takes up to 600 MB; use fewer --workers, or "

@@ -58,6 +58,7 @@ def remove_leftovers(root: Root, spill: Path | None = None) -> None:
     """Remove the files and claims of ended processes from a dataset directory and from local folders."""
     store = open_store(root)
     remove_local_leftovers(store, spill)
+    store.remove_temporary(_is_abandoned)
     for name in store.names(TASKS, ENDING):
         remove_dead(store, f"{TASKS}/{name}", timeout=_ABANDONED)
 
@@ -80,7 +81,11 @@ def remove_local_leftovers(store: Store, spill: Path | None = None) -> None:
         temporary = list(place.glob(".*.partial"))
         now = scratch.now() if temporary else 0.0
         for path in temporary:
-            if _has_ended(path.name.removesuffix(".partial").rpartition(".")[2], path, now):
+            if not _has_ended(path.name.removesuffix(".partial").rpartition(".")[2], path, now):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
                 path.unlink(missing_ok=True)
 
 
@@ -105,9 +110,14 @@ def _is_left(folder: Path, now: float) -> bool:
 
 def _has_ended(process: str, path: Path, now: float) -> bool:
     """Whether the process that wrote a path has ended; on another machine: whether its last write is old."""
+    return _is_abandoned(process, now - _last_write(path))
+
+
+def _is_abandoned(process: str, age: float) -> bool:
+    """Whether a process has ended; on another machine: whether its last write was long ago."""
     if process.startswith(f"{this_machine()}-"):
         return is_of_dead_process(process)
-    return now - _last_write(path) > _ABANDONED
+    return age > _ABANDONED
 
 
 def _last_write(path: Path) -> float:

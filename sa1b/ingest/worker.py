@@ -12,7 +12,7 @@ from sa1b.errors import LockedError, SourceError
 from sa1b.ingest.finish import record_failure
 from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
 from sa1b.ingest.staging import remove_staging_of
-from sa1b.shards.commit import shard_files
+from sa1b.shards.commit import abort_uploads, shard_files
 from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
 from sa1b.sources.link_list import Link
 from sa1b.sources.source import Source, digest_of_source
@@ -112,6 +112,7 @@ def _with_claim(
     with claim:
         if claim.previous is not None:
             remove_staging_of(claim.previous, store, policy.spill)
+        abort_uploads(store, source.name)
         try:
             return _claimed(source, store, options, policy, run, claim, report)
         except (LockedError, OSError):

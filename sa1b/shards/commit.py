@@ -8,8 +8,9 @@ lists it. A process that dies at any point leaves a directory that readers can o
 import contextlib
 import hashlib
 import logging
+import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
@@ -36,7 +37,7 @@ from sa1b.shards.sample_table import SampleTable, encode, open_table, read_facts
 from sa1b.shards.shard import index_path
 from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.claim import Claim, holder
-from sa1b.storage.store import Root, Store, open_store, temporary_path
+from sa1b.storage.store import Root, Store, each, open_store, temporary_path
 
 _DATASET_CLAIM = ".dataset.claim"  # the process that writes dataset.json now
 _POLL, _QUIET = 0.2, 5.0  # seconds between two checks, and before a wait is reported
@@ -44,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 _COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
 
 
-def commit_task(task: Task, staged: Path, root: Root) -> Task:
+def commit_task(task: Task, staged: Path, root: Root, progress: Callable[[int], None] | None = None) -> Task:
     """Move a finished source from `staged` into the dataset directory; its task file is written last.
 
     An earlier task of the same source is replaced. Where its shards differ, dataset.json is first written
@@ -54,6 +55,7 @@ def commit_task(task: Task, staged: Path, root: Root) -> Task:
         task: without `samples`.
         staged: folder with the shards and indexes, flushed, and perhaps QUARANTINE; of a local dataset
             directory, on the same file system.
+        progress: during an upload to a bucket, called with the number of bytes whenever some are stored.
     """
     store = open_store(root)
     rows = _rows_of_indexes([index_path(staged / shard.name) for shard in task.shards])
@@ -61,7 +63,8 @@ def commit_task(task: Task, staged: Path, root: Root) -> Task:
     _withdraw(task, store)
     store.remove(task_name(task.name))
     commit_quarantine(task.name, staged, store)
-    store.commit([staged / name for shard in task.shards for name in shard_files(shard.name)])
+    files = [staged / name for shard in task.shards for name in shard_files(shard.name)]
+    store.commit(files, progress=progress)
     names = {shard.name for shard in task.shards}
     old = stored_shards(store, task.name) - names
     store.remove(*(file for name in sorted(old) for file in shard_files(name)))
@@ -75,6 +78,16 @@ def stored_shards(store: Store, source: str) -> set[str]:
     """Names of a source's shards in the dataset directory, also those with only their index left."""
     tars = {name.removesuffix(".parquet") + ".tar" for name in store.names("", ".parquet")}
     return {name for name in tars.union(store.names("", ".tar")) if is_shard_of(name, source)}
+
+
+def abort_uploads(store: Store, source: str) -> None:
+    """Remove the unfinished uploads of a source; for the holder of its claim."""
+    quarantine = f"{QUARANTINE}/{source}/"
+
+    def matches(name: str) -> bool:
+        return name.startswith(quarantine) or is_shard_of(name.replace(".parquet", ".tar"), source)
+
+    store.abort_uploads(matches)
 
 
 def commit_quarantine(name: str, staged: Path, root: Root) -> None:
@@ -138,6 +151,7 @@ def dataset_claim(root: Root) -> Iterator[None]:
             other = found or "another process"
             _LOG.warning("waiting for %s, which writes %s (%s)", other, store.url(DATASET), terms)
     with claim:
+        store.abort_uploads(_is_table)  # of a process that was killed
         yield
 
 
@@ -160,7 +174,7 @@ def write_dataset(
         SourceError: an image is in two sources.
     """
     store = open_store(root)
-    found = {name: task_rows(store, task) for name, task in sorted(tasks.items())}
+    found = tables_of(store, tasks)
     tables = {name: table for name, (_, table) in found.items()}
     twice = clashes(tables)
     if twice:
@@ -188,16 +202,24 @@ def join_tables(
     shards = all_shards(tasks.values())
     numbers = {shard.name: number for number, shard in enumerate(shards)}
     first = [numbers[task.shards[0].name] for task in tasks.values()]
-    temporary = temporary_path(store.scratch / "samples")
+    folder = temporary_path(store.scratch / "samples")
     try:
+        folder.mkdir(parents=True)
         with naming_path(store.scratch):
-            facts = write_table(temporary, list(tables.values()), first)
-            final = temporary.replace(temporary.with_name(facts.name))
+            facts = write_table(folder / "samples", list(tables.values()), first)
+            final = (folder / "samples").replace(folder / facts.name)
         store.commit([final])
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
     store.put(DATASET, dataset_document(tasks, facts.name, facts, failed, pending, like))
     _remove_tables(store, keep=facts.name)
+
+
+def tables_of(root: Root, tasks: Mapping[str, Task]) -> dict[str, tuple[Task, SampleTable]]:
+    """`task_rows` of several sources, by name in alphabetical order."""
+    store = open_store(root)
+    names = sorted(tasks)
+    return dict(zip(names, each(store, lambda name: task_rows(store, tasks[name]), names), strict=True))
 
 
 def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
@@ -228,6 +250,14 @@ def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
 
 def clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
     """Sources that hold an image of a source before them, by name: source -> message."""
+    found = _neighbour_clashes(tables)
+    if found:  # an image in three sources: the first and the last are compared without the second
+        found |= clashes({name: table for name, table in tables.items() if name not in found})
+    return found
+
+
+def _neighbour_clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
+    """Clashes of sources with the source before them that holds the same image."""
     names = list(tables)
     ids = np.concatenate([tables[name].image_id for name in names]) if names else np.empty(0, np.uint64)
     ends = list(accumulate(len(tables[name]) for name in names))
@@ -289,8 +319,12 @@ def remove_old_tables(root: Root) -> None:
 
 
 def _remove_tables(store: Store, *, keep: str) -> None:
-    tables = [name for name in store.names("", ".bin") if name == OLD_SAMPLES or name.startswith("samples-")]
+    tables = filter(_is_table, store.names("", ".bin"))
     store.remove(*(name for name in tables if name != keep))
+
+
+def _is_table(name: str) -> bool:
+    return name == OLD_SAMPLES or (name.startswith("samples-") and name.endswith(".bin"))
 
 
 def _rows_of_indexes(indexes: Sequence[Path]) -> bytes:

@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -25,7 +26,7 @@ from sa1b.names import shard_order
 from sa1b.shards.document_fields import FieldError, check_dataset, check_task
 from sa1b.shards.sample_table import TableFacts, open_table
 from sa1b.storage.atomic import json_bytes
-from sa1b.storage.store import Root, open_store
+from sa1b.storage.store import Root, each, open_store
 
 FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
@@ -156,7 +157,8 @@ def read_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
     """
     store = open_store(root)
     names = [name.removesuffix(".json") for name in store.names(TASKS, ".json")]
-    return {name: read_task(store, name) for name in names if name not in without}
+    names = [name for name in names if name not in without]
+    return dict(zip(names, each(store, partial(read_task, store), names), strict=True))
 
 
 def read_task(root: Root, source_name: str) -> Task:

@@ -32,16 +32,18 @@ from sa1b.storage.errors import DamageError, DeniedError, MissingError, StorageE
 from sa1b.storage.file_system import S3, protocol_of
 from sa1b.storage.loop import result_of
 from sa1b.storage.objects import ConditionError, Objects, Stat, Upload, md5
+from sa1b.storage.processes import is_of_dead_process, process_of, temporary_name
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from sa1b.storage.s3_objects import S3Objects
-from sa1b.storage.store import Store
+from sa1b.storage.store import Store, temporary_path
 from sa1b.storage.upload import download, upload
 
 T = TypeVar("T")
 _REMOVED = b"sa1b: removed "  # begins the content that replaces an object before it is removed
 _REMOVAL = 10.0  # seconds in which a process that replaced an object may remove it
 _STALE = 60.0  # seconds after which another process may finish a removal, or remove a lock object
+_CLOCK, _PROBE, _LOCK = ".clock-", ".probe-", ".lock-"  # first part of the names of temporary objects
 _AGREEMENTS = 16  # reads of one object before giving up on two that agree
 _TRIES = 4  # writes of an object whose stored bytes differ from the written bytes
 
@@ -106,6 +108,9 @@ class BucketStore(Store):
         stat = self._stat(name)
         return None if stat is None else f"{stat.size}-{stat.etag or stat.written}"
 
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        return {name: size for name, size in self._list(folder).items() if not name.startswith(".")}
+
     def is_folder(self, name: str) -> bool:
         url = self.url(name)
         try:
@@ -117,7 +122,8 @@ class BucketStore(Store):
     def files(self, *names: str) -> Iterator[list[Path]]:
         stats = [self._stat(name) for name in names]
         self._check_space(sum(stat.size for stat in stats if stat), ", ".join(map(self.url, names)))
-        folder = Path(tempfile.mkdtemp(prefix="download-", dir=self._scratch()))
+        folder = temporary_path(self._scratch() / "download")
+        folder.mkdir()
         try:
             # Numbered, because objects of two folders may have the same name.
             paths = [folder / str(number) / Path(name).name for number, name in enumerate(names)]
@@ -153,8 +159,10 @@ class BucketStore(Store):
             return False  # removed again since
         if found == data:
             return True  # an attempt was applied and its response was lost
-        if found.startswith(_REMOVED) and self._age(stat) > _STALE:  # its process ended during a removal
-            return self._swap(name, data, found, stat)
+        if found.startswith(_REMOVED):
+            remover = process_of(found.removeprefix(_REMOVED).decode("latin-1"))
+            if is_of_dead_process(remover) or self._age(stat) > _STALE:  # it ended during a removal
+                return self._swap(name, data, found, stat)
         return False
 
     def replace_if(self, name: str, data: bytes, matches: Callable[[bytes], bool]) -> bool:
@@ -170,7 +178,7 @@ class BucketStore(Store):
 
     def remove_if(self, name: str, matches: Callable[[bytes], bool]) -> bool:
         # The object is replaced first: of two processes that both found it, only one replaces it.
-        tombstone = _REMOVED + secrets.token_hex(16).encode()
+        tombstone = _REMOVED + temporary_name("by-").encode()
         began = time.monotonic()
         if not self.replace_if(name, tombstone, matches):
             return False
@@ -223,6 +231,12 @@ class BucketStore(Store):
         stat = self._stat(name)
         return None if stat is None else self._age(stat)
 
+    def remove_temporary(self, has_ended: Callable[[str, float], bool]) -> int:
+        names = [name for name in self._list("") if name.startswith((_CLOCK, _PROBE))]
+        names = [name for name in names if has_ended(process_of(name), self.age(name) or 0.0)]
+        self.remove(*names)
+        return len(names)
+
     def uploads(self) -> list[Upload]:
         if not isinstance(self._objects, S3Objects):
             return []
@@ -274,12 +288,12 @@ class BucketStore(Store):
             f"{url}: differs in every read; check the memory and network of this machine", url=url
         )
 
-    def _list(self, folder: str, *, deep: bool = False) -> list[str]:
+    def _list(self, folder: str, *, deep: bool = False) -> dict[str, int]:
         url = self.url(folder) if folder else self.root
         try:
-            return self._do(folder, lambda system: self._objects.names(system, url, deep=deep))
+            return self._do(folder, lambda system: self._objects.sizes(system, url, deep=deep))
         except MissingError:
-            return []
+            return {}
 
     def _is_stored(self, name: str, data: bytes, stat: Stat) -> bool:
         """Whether the store has the bytes of a write that it has confirmed."""
@@ -296,7 +310,7 @@ class BucketStore(Store):
         if stat.written is None:
             return 0.0
         if self._clock is None:  # the time of a new object shows the store's clock
-            name = f".clock-{secrets.token_hex(8)}"
+            name = temporary_name(_CLOCK)
             self.put(name, b"clock")
             probe = self._stat(name)
             self.remove(name)
@@ -329,10 +343,12 @@ class BucketStore(Store):
         folder, _, last = name.rpartition("/")
         lock = f"{folder}/.{last}.lock" if folder else f".{last}.lock"
         began = time.monotonic()
-        token = secrets.token_hex(16).encode()
+        token = temporary_name(_LOCK).encode()
         if not self._put_absent(lock, token) and not self._has(lock, token):
-            if (self.age(lock) or 0.0) > _STALE:
-                self.remove(lock)
+            with contextlib.suppress(FileNotFoundError):
+                owner = process_of(self.read(lock).decode("latin-1"))
+                if is_of_dead_process(owner) or (self.age(lock) or 0.0) > _STALE:
+                    self.remove(lock)
             return False
         try:
             if not self._has(name, found) or time.monotonic() - began > _REMOVAL:
@@ -356,7 +372,7 @@ class BucketStore(Store):
         """
         if self._obeys is not None:
             return
-        name = f".probe-{secrets.token_hex(8)}"
+        name = temporary_name(_PROBE)
         try:
             self.put(name, b"first")  # without a condition, so that its errors have other causes
             try:

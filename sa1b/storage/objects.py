@@ -112,19 +112,20 @@ class Objects:
             await _call(system, "rm_file", system._strip_protocol(url))
         return True
 
-    async def names(self, system: Any, url: str, *, deep: bool = False) -> list[str]:
-        """Names of the objects in a folder, relative to it; with `deep`, also those in folders below."""
+    async def sizes(self, system: Any, url: str, *, deep: bool = False) -> dict[str, int]:
+        """Name -> bytes of the objects in a folder; with `deep`, also of those in folders below it."""
         folder = system._strip_protocol(url).rstrip("/")
         if deep:
-            found = list(await _call(system, "find", folder))
+            entries = (await _call(system, "find", folder, detail=True)).values()
         else:
             entries = await _call(system, "ls", folder, detail=True)
-            found = [entry["name"] for entry in entries if entry["type"] != "directory"]
-        return [name.removeprefix(f"{folder}/") for name in found if name.startswith(f"{folder}/")]
+        found = {entry["name"]: entry["size"] for entry in entries if entry["type"] != "directory"}
+        start = f"{folder}/"
+        return {name.removeprefix(start): int(size) for name, size in found.items() if name.startswith(start)}
 
     async def is_folder(self, system: Any, url: str) -> bool:
         """Whether there is an object below a folder."""
-        return bool(await self.names(system, url, deep=True))
+        return bool(await self.sizes(system, url, deep=True))
 
 
 def md5(data: bytes) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import secrets
 from pathlib import Path
 
 
@@ -18,6 +19,16 @@ def this_machine() -> str:
     except OSError:
         return "unknown"
     return hashlib.sha256(boot + str(namespace).encode()).hexdigest()[:12]
+
+
+def temporary_name(start: str) -> str:
+    """`start`, which ends with "-", the name of this process and a random number."""
+    return f"{start}{this_process()}-{secrets.token_hex(8)}"
+
+
+def process_of(name: str) -> str:
+    """The process in a name of `temporary_name`."""
+    return name.partition("-")[2].rpartition("-")[0]
 
 
 def start_of(pid: int) -> int | None:

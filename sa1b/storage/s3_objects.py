@@ -63,15 +63,16 @@ class S3Objects(Objects):
             raise
         return True
 
-    async def names(self, system: Any, url: str, *, deep: bool = False) -> list[str]:
+    async def sizes(self, system: Any, url: str, *, deep: bool = False) -> dict[str, int]:
         bucket, folder = _folder(url)
-        found: list[str] = []
+        found: dict[str, int] = {}
         more: dict[str, str] = {} if deep else {"Delimiter": "/"}
         while True:
             response = await system._call_s3("list_objects_v2", Bucket=bucket, Prefix=folder, **more)
-            found += [item["Key"][len(folder) :] for item in response.get("Contents", ())]
+            found |= {item["Key"][len(folder) :]: int(item["Size"]) for item in response.get("Contents", ())}
             if not response.get("IsTruncated"):
-                return [name for name in found if name]  # "" is the marker of a folder that a console made
+                found.pop("", None)  # the marker of a folder that a console made
+                return found
             more["ContinuationToken"] = response["NextContinuationToken"]
 
     async def is_folder(self, system: Any, url: str) -> bool:

@@ -14,8 +14,9 @@ import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sa1b.storage.atomic import commit, flush, naming_final, write_whole
 from sa1b.storage.objects import Upload
@@ -151,6 +152,15 @@ class Store(ABC):
 
         Exactly one of several concurrent callers removes the object.
         """
+
+    def remove_temporary(self, has_ended: Callable[[str, float], bool]) -> int:
+        """Remove the temporary objects of a bucket whose process has ended; their number.
+
+        Args:
+            has_ended: takes the name of a process, see sa1b.storage.processes, and the seconds since its
+                object was written.
+        """
+        return 0
 
     def uploads(self) -> list[Upload]:
         """Uploads to a bucket that were started and not finished, by processes that run or have ended."""
@@ -325,6 +335,9 @@ class FolderStore(Store):
 
 
 _buckets: dict[tuple[str, Path | None, str], Store] = {}  # share their connections
+_REQUESTS = 16  # requests to a bucket at the same time
+X = TypeVar("X")
+Y = TypeVar("Y")
 Root = Store | Path | str  # of a dataset directory: an open store, a path or a URL
 
 
@@ -348,6 +361,15 @@ def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str,
             key, BucketStore(text, scratch=scratch, options=options)
         )
     return FolderStore(Path(text.removeprefix("file://")))
+
+
+def each(store: Store, function: Callable[[X], Y], items: Iterable[X]) -> Iterator[Y]:
+    """function(item) for each item, in order; for a bucket, several at a time, because each waits for it."""
+    if store.is_local:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(_REQUESTS) as threads:
+        yield from threads.map(function, items)
 
 
 def temporary_path(final: Path) -> Path:

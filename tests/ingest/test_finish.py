@@ -131,9 +131,9 @@ def test_there_is_always_a_dataset_that_can_be_opened_while_sources_are_added(
     def watched(name: str) -> None:
         original = getattr(FolderStore, name)
 
-        def changed(self: FolderStore, *arguments: object) -> object:
+        def changed(self: FolderStore, *arguments: object, **more: object) -> object:
             seen.append(ids(root))
-            result = original(self, *arguments)
+            result = original(self, *arguments, **more)
             seen.append(ids(root))
             assert sa1b.open(root)[0].jpeg
             return result
@@ -161,9 +161,12 @@ def test_replacing_a_source_never_leaves_a_dataset_that_names_other_shards(
         original = getattr(FolderStore, name)
 
         def changed(
-            self: FolderStore, *arguments: object, original: Callable[..., object] = original
+            self: FolderStore,
+            *arguments: object,
+            original: Callable[..., object] = original,
+            **more: object,
         ) -> None:
-            original(self, *arguments)
+            original(self, *arguments, **more)
             dataset = sa1b.open(root)
             assert [sample.image_id for sample in dataset] == ids(
                 root
@@ -249,10 +252,22 @@ def test_the_other_of_two_twins_can_be_dropped_too(root: Path, tars: Path, tmp_p
     assert verify(root, workers=0, quiet=True).findings == []
 
 
+def test_of_three_sources_with_one_image_the_first_one_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    for number, images in ((1, range(100, 103)), (2, range(102, 105)), (3, range(102, 103))):
+        tiny.make_tar(folder / f"sa_00000{number}.tar", images)
+    sources = sorted(folder.iterdir())
+    summary = reshard(sources, tmp_path / "root", Options(), Policy(), Run(quiet=True))
+    assert (summary.done, sorted(summary.failed)) == (["sa_000001"], ["sa_000002", "sa_000003"])
+    for message in summary.failed.values():
+        assert "is in sa_000001 already" in message
+    assert ids(tmp_path / "root") == [100, 101, 102]
+
+
 def test_the_last_source_can_be_dropped(root: Path) -> None:
     drop_source(root, "sa_000000")
     drop_source(root, "sa_000001")
-    with pytest.raises(ManifestError, match="not there"):
+    with pytest.raises(ManifestError, match="no dataset there"):
         sa1b.open(root)
     assert files(root) == {}
 
@@ -407,9 +422,12 @@ def test_a_dataset_of_one_source_can_be_opened_while_that_is_replaced(
         original = getattr(FolderStore, name)
 
         def changed(
-            self: FolderStore, *arguments: object, original: Callable[..., object] = original
+            self: FolderStore,
+            *arguments: object,
+            original: Callable[..., object] = original,
+            **more: object,
         ) -> None:
-            original(self, *arguments)
+            original(self, *arguments, **more)
             dataset = sa1b.open(root)
             seen.append((len([sample.image_id for sample in dataset]), dataset.pending))
 
@@ -491,5 +509,5 @@ def test_finishing_what_is_up_to_date_reads_no_rows(root: Path, monkeypatch: pyt
     def refused(*_: object) -> None:
         raise AssertionError("rows were read")
 
-    monkeypatch.setattr(finish_module, "task_rows", refused)
+    monkeypatch.setattr(finish_module, "tables_of", refused)
     assert not finish(root).is_partial

@@ -1,10 +1,8 @@
 """A disk that is too small: refused before the start, or stopped at once, and never tried for every source."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +18,6 @@ from tests import processes
 from tests.shards import tiny
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], check=False).returncode:
-        pytest.skip("mounting tmpfs is not allowed here")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
 
 
 def reshard(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,400 @@
+"""A run that writes to a bucket gives the bytes of a run that writes to a folder, whatever happens to it.
+
+The bucket is a folder with the interface of an object store (fsspec's `local://`), which the processes of a run
+share. test_ceph.py repeats the main tests with an object store.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sa1b.errors import UsageError
+from sa1b.ingest.finish import drop_source, finish
+from sa1b.ingest.ingest import Policy
+from sa1b.ingest.reshard import reshard
+from sa1b.ingest.summary import ReshardSummary
+from sa1b.ingest.worker import Run
+from sa1b.shards.manifest import Options
+from sa1b.storage.bucket import BucketStore
+from sa1b.storage.errors import DeniedError, UnavailableError
+from tests import processes
+from tests.ingest.test_several_runs import files
+from tests.shards import tiny
+
+REPOSITORY = Path(__file__).parents[2]
+OPTIONS = Options(images_per_shard=8)
+TARS = 3
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tars")
+    for number in range(TARS):
+        tiny.make_tar(folder / f"sa_00000{number}.tar", range(100 * number, 100 * number + 20))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a run into a folder makes."""
+    root = tmp_path_factory.mktemp("alone") / "root"
+    assert reshard([tars], root, OPTIONS, Policy(), Run(quiet=True)).exit_code() == 0
+    return files(root)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BucketStore:
+    return bucket(tmp_path)
+
+
+def bucket(folder: Path, kind: type[BucketStore] = BucketStore) -> BucketStore:
+    url = f"local://{folder}/root"
+    return kind(url, scratch=folder / "scratch", options={"auto_mkdir": True})
+
+
+def convert(tars: Sequence[Path], store: BucketStore, **run: Any) -> ReshardSummary:
+    return reshard(tars, store, OPTIONS, Policy(), Run(quiet=True, **run))
+
+
+def left(folder: Path) -> list[Path]:
+    """Everything below the scratch folder."""
+    return list((folder / "scratch").rglob("*"))
+
+
+def test_the_bytes_are_those_of_a_local_run_and_nothing_is_left(
+    tars: Path, tmp_path: Path, store: BucketStore, alone: dict[str, bytes]
+) -> None:
+    summary = convert([tars], store, workers=2)
+    assert (summary.exit_code(), summary.complete) == (0, True)
+    assert f"Complete: {store.root}/dataset.json" in summary.table(store)
+    assert files(tmp_path / "root") == alone
+    assert left(tmp_path) == []
+
+
+def test_a_second_run_skips_what_is_finished(tars: Path, store: BucketStore) -> None:
+    convert([tars / "sa_000000.tar"], store)
+    summary = convert([tars], store)
+    assert (summary.skipped, summary.done) == (["sa_000000"], ["sa_000001", "sa_000002"])
+    assert convert([tars], store).skipped == ["sa_000000", "sa_000001", "sa_000002"]
+    assert convert([tars], store, recheck=True).skipped == ["sa_000000", "sa_000001", "sa_000002"]
+    assert convert([tars], store, redo=("sa_000001",)).done == ["sa_000001"]
+
+
+def test_a_shard_that_is_missing_is_made_again(
+    tars: Path, tmp_path: Path, store: BucketStore, alone: dict[str, bytes]
+) -> None:
+    convert([tars], store)
+    store.remove("sa1b-000001-0001.parquet")
+    summary = convert([tars], store)
+    assert (summary.done, summary.skipped) == (["sa_000001"], ["sa_000000", "sa_000002"])
+    assert files(tmp_path / "root") == alone
+
+
+def test_tasks_and_a_finish_give_the_same_bytes(
+    tars: Path, tmp_path: Path, store: BucketStore, alone: dict[str, bytes]
+) -> None:
+    for number in range(2):
+        assert convert([tars], store, task=(number, 2)).exit_code() == 0
+    assert not store.exists("dataset.json")
+    assert not finish(store).is_partial
+    assert files(tmp_path / "root") == alone
+
+
+def test_a_source_is_replaced_only_on_request_and_dropped(
+    tars: Path, tmp_path: Path, store: BucketStore, alone: dict[str, bytes]
+) -> None:
+    convert([tars], store)
+    other = tmp_path / "other" / "sa_000001.tar"
+    tiny.make_tar(other, range(900, 910))
+    refused = convert([other], store)
+    assert refused.exit_code() == 1
+    assert f"{store.root} already has a source named 'sa_000001'" in refused.failed["sa_000001"]
+    assert "--replace" in refused.failed["sa_000001"]
+    assert files(tmp_path / "root") == alone
+    replaced = convert([other], store, replace=True)
+    assert replaced.done == ["sa_000001"]
+    assert store.names("", ".tar").count("sa1b-000001-0002.tar") == 0  # it had three shards, it has two
+    assert sorted(drop_source(store, "sa_000001").tasks) == ["sa_000000", "sa_000002"]
+    assert [name for name in store.names("", ".tar") if "000001" in name] == []
+    assert convert([tars], store).complete
+    assert files(tmp_path / "root") == alone
+
+
+def test_a_source_that_fails_leaves_its_reason_and_no_shard(tmp_path: Path, store: BucketStore) -> None:
+    bad = tmp_path / "in" / "sa_000001.tar"
+    tiny.write_tar(bad, [("./sa_1.jpg", b"not a jpeg"), ("./sa_1.json", b"{}")])
+    summary = convert([bad], store)
+    assert "no usable pair" in summary.failed["sa_000001"]
+    assert store.names("", ".tar") == []
+    assert store.names("tasks") == ["sa_000001.failed"]
+    assert "refused.jsonl" in store.names("quarantine/sa_000001")
+    assert f"refused members: {store.root}/quarantine/sa_000001" in summary.table(store)
+    assert left(tmp_path) == []
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "tools/reshard.py", *map(str, arguments)]
+
+
+def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    return processes.run(command(*arguments), cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def prepared(folder: Path) -> str:
+    """The URL of an empty bucket for a command; its file system does not make folders."""
+    (folder / "root" / "tasks").mkdir(parents=True)
+    return f"local://{folder}/root"
+
+
+def test_two_commands_at_the_same_time_share_the_work(
+    tars: Path, tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    flags = (
+        "--out",
+        prepared(tmp_path),
+        "--images-per-shard",
+        8,
+        "--scratch",
+        tmp_path / "scratch",
+        "--json",
+    )
+    both = [
+        processes.Process(
+            command(tars, *flags), cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    found = []
+    for process in both:
+        out, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors + out
+        found.append(json.loads(out))
+    assert sorted(found[0]["done"] + found[1]["done"]) == [f"sa_00000{number}" for number in range(TARS)]
+    assert files(tmp_path / "root") == alone
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_command_that_is_killed_at_any_time_is_resumed(
+    tars: Path, tmp_path: Path, alone: dict[str, bytes], kills: int
+) -> None:
+    flags = (
+        "--out",
+        prepared(tmp_path),
+        "--images-per-shard",
+        8,
+        "--scratch",
+        tmp_path / "scratch",
+        "--json",
+    )
+    for number in range(kills):
+        process = processes.Process(
+            command(tars, *flags),
+            cwd=REPOSITORY,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 60
+        while process.poll() is None and not list(tmp_path.glob("root/*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(0.05 + 1.5 * number / kills)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    done = run(tars, *flags)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert files(tmp_path / "root") == alone
+    assert left(tmp_path) == []
+
+
+def test_runs_killed_at_requests_are_resumed(tmp_path: Path) -> None:
+    result = killed_at(tmp_path, f"local://{tmp_path}/bucket", {"auto_mkdir": True}, list(range(5, 130, 17)))
+    assert result["killed"] >= 7
+    assert result["wrong"] == []
+
+
+@pytest.mark.slow
+def test_runs_killed_at_every_request_are_resumed(tmp_path: Path) -> None:
+    result = killed_at(tmp_path, f"local://{tmp_path}/bucket", {"auto_mkdir": True}, None)
+    assert result["killed"] >= 100
+    assert result["wrong"] == []
+
+
+def killed_at(
+    folder: Path, url: str, options: dict[str, Any], points: list[int] | None, large: bool = False
+) -> dict[str, Any]:
+    """Runs killed at steps of the requests of one process, each resumed and compared; see bucket_runs.py.
+
+    Args:
+        large: shards of several parts.
+    """
+    sources = folder / "in"
+    for number in range(2):
+        ids = range(100 * number, 100 * number + 6)
+        size = (1800, 1800) if large else tiny.SIZE
+        members = [
+            (f"./sa_{one}.{ending}", data)
+            for one in ids
+            for ending, data in zip(("jpg", "json"), tiny.pair(one, size=size), strict=True)
+        ]
+        tiny.write_tar(sources / f"sa_00000{number}.tar", members, gzip=False)
+    alone = folder / "alone"
+    options_of_run = Options(images_per_shard=4)
+    assert reshard([sources], alone, options_of_run, Policy(), Run(quiet=True)).exit_code() == 0
+    settings = {
+        "sources": [str(sources)],
+        "url": url,
+        "options": options,
+        "scratch": str(folder / "scratch"),
+        "images_per_shard": 4,
+        "points": points,
+        "expected": str(alone),
+    }
+    (folder / "settings.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ingest.bucket_runs", str(folder / "settings.json")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+class _Unavailable(BucketStore):
+    """A store that is unreachable from the upload of the first shard of the second source on."""
+
+    def commit(self, staged: Any, *arguments: Any, **more: Any) -> None:
+        files = list(staged)
+        if "000001" in files[0].name:
+            raise UnavailableError(f"{self.url(files[0].name)}: unavailable", url=self.url(files[0].name))
+        super().commit(files, *arguments, **more)
+
+
+class _Denied(BucketStore):
+    """A store that can only be read."""
+
+    def _put_absent(self, name: str, data: bytes) -> bool:
+        raise DeniedError(f"{self.url(name)}: denied", url=self.url(name))
+
+    def put(self, name: str, data: bytes) -> None:
+        raise DeniedError(f"{self.url(name)}: denied", url=self.url(name))
+
+
+def test_a_store_that_stays_unreachable_stops_the_run_and_the_next_one_resumes(
+    tars: Path, tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    summary = convert([tars], bucket(tmp_path, _Unavailable))
+    assert (summary.exit_code(), summary.done) == (1, ["sa_000000"])
+    url = f"local://{tmp_path}/root/sa1b-000001-0000.tar"
+    assert summary.store_error == f"{url}: unavailable"
+    assert "sa_000002" not in summary.failed  # it was not tried
+    text = summary.table(bucket(tmp_path))
+    assert f"Stopped: {url}: unavailable. Nothing is damaged; run the same command again to resume." in text
+    assert summary.document()["images"] == 20
+    assert bucket(tmp_path).names("tasks", ".failed") == []  # the source is not at fault
+    assert left(tmp_path) == []
+    assert convert([tars], bucket(tmp_path)).skipped == ["sa_000000"]
+    assert files(tmp_path / "root") == alone
+
+
+def test_a_store_that_denies_writes_is_named_before_anything_is_converted(tars: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeniedError, match="root/.*: denied"):
+        convert([tars], bucket(tmp_path, _Denied))
+    assert left(tmp_path) == []
+
+
+def test_later_runs_too_check_at_their_start_that_they_may_write(tars: Path, tmp_path: Path) -> None:
+    convert([tars / "sa_000000.tar"], bucket(tmp_path))
+    with pytest.raises(DeniedError, match="root/.*: denied"):
+        convert([tars], bucket(tmp_path, _Denied))
+    assert convert([tars / "sa_000000.tar"], bucket(tmp_path, _Denied)).store_error  # nothing but the claim
+
+
+def test_scratch_that_is_too_small_is_named_at_the_start(
+    tars: Path, store: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 20_000})
+    monkeypatch.setattr("sa1b.ingest.admission.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(UsageError, match=r"scratch: 0 MB free, about 0\.1 MB needed; .*--scratch.*--workers"):
+        convert([tars], store)
+    assert not store.exists(".options.json")
+
+
+def test_scratch_is_needed_for_the_sources_in_work_only(
+    tars: Path, store: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = max(path.stat().st_size for path in tars.iterdir())
+    usage = type("Usage", (), {"free": int(2 * size * 1.45)})
+    monkeypatch.setattr("sa1b.ingest.admission.shutil.disk_usage", lambda path: usage)
+    assert convert([tars], store, workers=2).exit_code() == 0
+    with pytest.raises(UsageError, match="--scratch"):
+        convert([tars], store, workers=3, redo=("sa_000000", "sa_000001", "sa_000002"))
+
+
+def test_a_full_scratch_disk_stops_the_run_and_the_next_one_resumes(small_disk: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        tiny.make_tar(tmp_path / "in" / f"sa_00000{number}.tar", range(1000 * number, 1000 * number + 300))
+    url = prepared(tmp_path)
+    full = run(tmp_path / "in", "--out", url, "--scratch", small_disk, "--no-space-check")
+    assert full.returncode == 1
+    assert "No space left on device" in full.stdout
+    assert str(small_disk) in full.stdout
+    assert "Stopped: the disk is full" in full.stdout
+    assert list(small_disk.rglob("*")) == []
+    done = run(tmp_path / "in", "--out", url, "--scratch", tmp_path / "scratch")
+    assert done.returncode == 0, done.stderr
+    reshard([tmp_path / "in"], tmp_path / "alone", Options(), Policy(), Run(quiet=True))
+    assert files(tmp_path / "root") == files(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--out", "http://127.0.0.1:1/shards"], "http(s) can only be read; pass a folder, or a URL"),
+        (["--out", "https://127.0.0.1:1/shards", "--finish"], "http(s) can only be read"),
+        (["--out", "nonsense://bucket/shards"], "fsspec has no protocol 'nonsense'"),
+        (["--out", "PATH", "--scratch", "elsewhere"], "--scratch elsewhere: only if --out is a URL"),
+        (
+            ["--out", "PATH", "--endpoint", "http://127.0.0.1:1"],
+            "--endpoint http://127.0.0.1:1: only if --out",
+        ),
+        (["--out", "local://PATH/none", "--finish"], "is empty; check the URL"),
+        (["--out", "local://PATH/none", "--drop", "sa_1"], "is empty; check the URL"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(tars: Path, tmp_path: Path, flags: list[str], said: str) -> None:
+    words = [word.replace("PATH", str(tmp_path / "root")) for word in flags]
+    sources = [] if {"--finish", "--drop"} & {*words} else [tars]
+    refused = run(*sources, *words)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "root").exists()
+
+
+def test_finish_and_drop_take_a_url(tars: Path, tmp_path: Path, alone: dict[str, bytes]) -> None:
+    url = prepared(tmp_path)
+    scratch = ("--scratch", tmp_path / "scratch")
+    for number in range(2):
+        run(tars, "--out", url, *scratch, "--images-per-shard", 8, "--task", f"{number}/2")
+    done = run("--out", url, *scratch, "--finish")
+    assert (done.returncode, done.stdout) == (0, f"Complete: {url}/dataset.json\n")
+    assert files(tmp_path / "root") == alone
+    dropped = run("--out", url, *scratch, "--drop", "sa_000001")
+    assert (dropped.returncode, dropped.stdout) == (0, f"Complete: {url}/dataset.json\n")
+    unknown = run("--out", url, *scratch, "--drop", "sa_000001")
+    assert unknown.returncode == 2
+    assert f"{url} has no such source; it has sa_000000, sa_000002" in unknown.stderr
