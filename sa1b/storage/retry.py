@@ -34,6 +34,10 @@ CREDENTIALS = (
     "AWS_ENDPOINT_URL names a store other than Amazon's. "
     "A store that does not allow listing also returns this error for an object that does not exist"
 )
+CERTIFICATES = (
+    "a file with the certificate of the store's authority is set with AWS_CA_BUNDLE (s3://) or SSL_CERT_FILE "
+    "(https://)"
+)
 _MIN_TIMEOUT = 1.0  # seconds that the last attempt before the deadline gets at least
 _system = random.SystemRandom()
 
@@ -181,10 +185,10 @@ class RetryState:
                 raise ExpiredError(f"{self.url}: expired ({fault.message}); {CREDENTIALS}", **self._range)
             self.renewed_credentials = True
         if fault.error_class is ErrorClass.REFUSED:
-            raise StorageError(
-                f"{self}: the request was refused ({fault.message}); check the URL and the credentials",
-                **self._range,
-            )
+            advice = "check the URL and the credentials"
+            if "CERTIFICATE_VERIFY_FAILED" in fault.message:
+                advice = CERTIFICATES
+            raise StorageError(f"{self}: the request was refused ({fault.message}); {advice}", **self._range)
 
     def check_end(self, size: int) -> None:
         """Compare the range with the size of the object, in bytes, after a short read.

@@ -6,20 +6,26 @@
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import google_crc32c
 import pytest
+import s3fs
 
+from sa1b.storage import presign
 from sa1b.storage.cache import fetch_once
-from sa1b.storage.errors import DamageError, DeniedError, MissingError, UnavailableError
+from sa1b.storage.errors import DamageError, DeniedError, MissingError, ReplacedError, UnavailableError
 from sa1b.storage.reader import Range, Reader
 from sa1b.storage.retry import RetryPolicy
 from tests.storage import ceph
 from tests.storage.conftest import HASTY
 from tests.storage.service import Service
+from tests.storage.test_workers import WAYS, read_by_workers
 
 pytestmark = [
     pytest.mark.ceph,
@@ -102,6 +108,68 @@ def test_faults_in_between_change_nothing(objects: Objects, rate: float) -> None
         )
         print(f"{time.monotonic() - began:.1f} s; {reader.counters()}")
         assert len(log["faults"]) >= 600 * rate / 2
+
+
+@contextmanager
+def presigned_only() -> Iterator[None]:
+    """Refuse requests by s3fs, so that all reads are presigned."""
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a request by s3fs")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s3fs.S3FileSystem, "_call_s3", refused)
+        yield
+
+
+def test_presigned_requests_serve_every_kind_of_read(objects: Objects) -> None:
+    ranges = objects.ranges(50, seed=5)
+    fsspec.filesystem("s3", **objects.gateway.options).pipe_file("bucket/root/empty", b"")
+    with Reader("s3://bucket/root", options=objects.gateway.options) as reader, presigned_only():
+        assert list(reader.read_ranges(ranges)) == objects.slices(ranges)
+        assert (reader.size("a.tar"), reader.size("empty")) == (SIZE, 0)
+        assert reader.read_whole("empty", 10) == b""
+        with pytest.raises(MissingError):
+            reader.size("none.tar")
+        assert reader.counters().faults == 0
+
+
+def test_signatures_that_expire_are_renewed(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = objects.ranges(60, seed=6)
+    monkeypatch.setattr(presign, "LIFETIME", 2)
+    for margin, expired in ((0.5, False), (-1000.0, True)):  # signed again in time, and never
+        monkeypatch.setattr(presign, "_MARGIN", margin)
+        with Reader("s3://bucket/root", options=objects.gateway.options) as reader, presigned_only():
+            found = []
+            for item in ranges:
+                found.append(reader.read_range(item.name, item.start, item.length, item.crc))
+                time.sleep(0.08)
+            assert found == objects.slices(ranges)
+            counters = reader.counters()
+            assert (counters.expired > 0) == expired
+            assert counters.faults == counters.expired < 5
+
+
+def test_a_replaced_object_is_an_error_that_names_it(objects: Objects) -> None:
+    system = fsspec.filesystem("s3", **objects.gateway.options, skip_instance_cache=True)
+    system.pipe_file("bucket/root/b.tar", b"a" * 1000)
+    with Reader("s3://bucket/root", options=objects.gateway.options) as reader:
+        assert reader.read_range("b.tar", 5, 10) == b"a" * 10
+        system.pipe_file("bucket/root/b.tar", b"b" * 1000)
+        with presigned_only(), pytest.raises(ReplacedError, match="s3://bucket/root/b.tar: replaced since"):
+            reader.read_range("b.tar", 5, 10)
+        assert reader.counters().faults == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_workers_however_they_are_started(objects: Objects, workers: int, way: str) -> None:
+    ranges = objects.ranges(80, seed=8)
+    with Reader("s3://bucket/root", options=objects.gateway.options, deadline=120) as reader:
+        found = read_by_workers(reader, ranges, workers, way if workers else None)
+        assert sorted(found) == sorted(objects.slices(ranges))
+        assert reader.counters().resets == 0
 
 
 def test_a_table_is_fetched_once(objects: Objects, tmp_path: Path) -> None:

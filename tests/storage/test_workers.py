@@ -1,5 +1,6 @@
-"""One reader in the workers of torch's DataLoader."""
+"""One reader in the workers of torch's DataLoader, however they are started, and in threads meanwhile."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from sa1b.storage.reader import Range, Reader
 from tests.storage.conftest import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+WAYS = ("fork", "forkserver", "spawn")
+SLOW = pytest.mark.slow  # a worker that is not forked imports torch
 
 
 class Reads(IterableDataset[torch.Tensor]):
@@ -26,17 +29,55 @@ class Reads(IterableDataset[torch.Tensor]):
             yield torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(("workers", "way"), [(0, None), (2, "fork"), (2, "spawn")])
-def test_workers_of_a_data_loader_read(store: Store, workers: int, way: str | None) -> None:
-    ranges = store.ranges(20, seed=4)
-    with Reader("s3://data", options=store.options(), deadline=120) as reader:
-        reader.read_range("a.bin", 0, 10)  # the parent's connections must not be the workers'
+def read_by_workers(reader: Reader, ranges: list[Range], workers: int, way: str | None) -> list[bytes]:
+    """The ranges by the workers of a loader, while two threads of this process read too."""
+    stop = threading.Event()
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                reader.read_range(ranges[0].name, ranges[0].start, ranges[0].length, ranges[0].crc)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    reader.read_range(ranges[0].name, 0, 10)  # the parent's connections must not be the workers'
+    for thread in threads:
+        thread.start()
+    try:
         loader = DataLoader(
             Reads(reader, ranges), batch_size=None, num_workers=workers, multiprocessing_context=way
         )
-        found = [bytes(tensor.numpy()) for tensor in loader]
-        del loader
-        assert sorted(found) == sorted(store.slices(ranges))
+        return [bytes(tensor.numpy()) for tensor in loader]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not failed
+
+
+@pytest.mark.parametrize(
+    ("workers", "way"),
+    [
+        (0, None),
+        (1, "fork"),
+        (4, "fork"),
+        pytest.param(1, "forkserver", marks=SLOW),
+        pytest.param(4, "forkserver", marks=SLOW),
+        (1, "spawn"),
+        pytest.param(4, "spawn", marks=SLOW),
+    ],
+)
+def test_workers_of_a_data_loader_read(store: Store, workers: int, way: str | None) -> None:
+    ranges = store.ranges(40, seed=4)
+    before = store.service.ask({})
+    with Reader("s3://data", options=store.signed(), deadline=120) as reader:
+        assert sorted(read_by_workers(reader, ranges, workers, way)) == sorted(store.slices(ranges))
+        assert reader.counters().resets == 0  # no worker has closed the parent's connections
+    now = store.service.ask({})
+    assert now["signed"] - before["signed"] > len(ranges)
+    assert now["authorized"] == before["authorized"]
 
 
 @pytest.mark.parametrize("way", ["fork", "spawn"])

@@ -1,0 +1,58 @@
+"""A proxy that ends TLS in front of a plain server, and a certificate for it that is made on the spot.
+
+`python -m tests.storage.tls_proxy PORT CERTIFICATE KEY` listens on a free port of 127.0.0.1, writes it, and
+forwards to PORT. It ends with its standard input.
+"""
+
+import asyncio
+import contextlib
+import os
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+_CHUNK = 1 << 18
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A self-signed certificate of 127.0.0.1 and its key."""
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    command = [
+        *("openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"),
+        *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+        *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(_CHUNK):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+async def main() -> None:
+    upstream, certificate, key = sys.argv[1:]
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there = await asyncio.open_connection("127.0.0.1", int(upstream), limit=_CHUNK)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(_pump(reader, there[1]), _pump(there[0], writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context, limit=_CHUNK)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
