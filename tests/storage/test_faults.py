@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sa1b.storage.counters import Counters
-from sa1b.storage.errors import UnavailableError
+from sa1b.storage.errors import ReplacedError, UnavailableError
 from sa1b.storage.reader import Range, Reader
 from sa1b.storage.retry import RetryPolicy
 from tests.storage.conftest import HASTY, UNHURRIED, Store, WaitedTime
@@ -37,7 +37,7 @@ def through(
     with (
         Service("fault_proxy", store.port, seed, rate, *kinds) as proxy,
         Reader(
-            "s3://data", options=store.options(proxy.port), retry_policy=HASTY if stalls else UNHURRIED
+            "s3://data", options=store.signed(proxy.port), retry_policy=HASTY if stalls else UNHURRIED
         ) as reader,
     ):
         data = list(reader.read_ranges(ranges, prefetch=200))
@@ -59,6 +59,48 @@ def test_bytes_and_sequence_are_those_of_the_clean_run(store: Store, rate: float
     assert (len(faults) > 0) == (rate > 0)
     if not rate:
         assert counters.faults == 0
+
+
+def test_refused_signatures_among_other_faults_change_nothing(store: Store) -> None:
+    ranges = store.ranges(300, seed=12)
+    kinds = [kind for kind in KINDS if not kind.startswith("stall")]
+    with (
+        Service("fault_proxy", store.port, 15, 0.1, *kinds) as proxy,
+        Reader("s3://data", options=store.signed(proxy.port), retry_policy=UNHURRIED) as reader,
+    ):
+        data = []
+        for number, read in enumerate(reader.read_ranges(ranges)):
+            data.append(read)
+            if number in (60, 180):
+                time.sleep(1.1)  # a signature in the same second would be the same
+                store.service.ask({"do": "revoke"})
+        assert data == store.slices(ranges)
+        assert len(proxy.ask({"do": "log"})["faults"]) > 15
+        assert reader.counters().expired > 1
+
+
+def test_an_object_replaced_among_other_faults_is_never_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "a.bin"
+    path.parent.mkdir()
+    path.write_bytes(b"a" * 1_000_000)
+    ranges = [Range("a.bin", 2000 * i, 2000) for i in range(500)]
+    with (
+        Service("range_server", tmp_path) as server,
+        Service("fault_proxy", server.port, 16, 0.1, "reset", "reset_body", "busy", "short") as proxy,
+        Reader(
+            "s3://data",
+            options={"key": "KEY", "secret": "secret", "endpoint_url": proxy.url},
+            retry_policy=UNHURRIED,
+        ) as reader,
+    ):
+        reads = reader.read_ranges(ranges)
+        found = [next(reads) for _ in range(100)]
+        path.with_name("new").write_bytes(b"b" * 1_000_000)
+        path.with_name("new").replace(path)
+        with pytest.raises(ReplacedError, match="s3://data/a.bin: replaced since its first read"):
+            found.extend(reads)
+        assert reader.counters().faults > 3
+    assert set(found) == {b"a" * 2000}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("stall")])
