@@ -6,7 +6,7 @@
     processes.Process([sys.executable, "-m", "sa1b.train", *flags], stdout=log, start_new_session=True)
 
 Importing torch and the package takes 2 to 3 s of processor time, which is most of the time of a test that
-starts a command. A server, one for each process that runs tests, imports them once and forks a child for each
+starts a command. A server, one for all processes of a test run, imports them once and forks a child for each
 command. The child has its own pid, working directory, environment, arguments, standard streams and, on
 request, session. It runs the script, module or `-c` program as `__main__`. Signals, exit codes and threads
 behave as in a new interpreter.
@@ -35,6 +35,7 @@ import sys
 import threading
 import time
 import types
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -174,10 +175,14 @@ class Process:
     def __enter__(self) -> "Process":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        """Wait for its end. After an error of the test kill it first: it may wait for the test."""
         for file in (self.stdin, self.stdout, self.stderr):
             if file is not None:
-                file.close()
+                with suppress(BrokenPipeError):
+                    file.close()
+        if error is not None:
+            self.kill()
         self.wait()
 
 
@@ -255,17 +260,31 @@ def _server() -> "Server":
 
 
 class Server:
-    """This process's end of the connection to the process that forks."""
+    """This process's end of the connection to the process that forks.
+
+    All processes of a test run use the same one, which the first of them starts.
+    """
 
     def __init__(self) -> None:
-        self.read_at_start = _read_at_start(os.environ)
+        # Set by xdist, for all processes of a run.
+        name = f"sa1b-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().hex}"
         self._lock = threading.Lock()
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "tests.processes", str(theirs.fileno())]
-            self._process = subprocess.Popen(  # the server ends when the connection closes
-                command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, stdin=subprocess.DEVNULL
-            )
+        started: subprocess.Popen[bytes] | None = None
+        while True:
+            self._connection = socket.socket(socket.AF_UNIX)
+            try:
+                self._connection.connect(f"\0{name}")
+                found = json.loads(_receive(self._connection, _receive_number(self._connection)))
+                break
+            except (ConnectionError, EOFError):  # none yet, or it is about to end
+                self._connection.close()
+            if started is None or started.poll() is not None:
+                # Of several that start at the same time, one gets the name and the others end.
+                command = [sys.executable, "-m", "tests.processes", name]
+                started = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL)
+            time.sleep(0.02)
+        self.pid: int = found["pid"]
+        self.read_at_start: dict[str, str] = found["read_at_start"]
 
     def start(self, settings: dict[str, Any], *descriptors: int) -> None:
         data = json.dumps(settings).encode()
@@ -274,33 +293,69 @@ class Server:
             self._connection.sendall(data)
 
 
-def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _receive_number(connection: socket.socket) -> int:
+    return int(NUMBER.unpack(_receive(connection, NUMBER.size))[0])
+
+
+def _welcome(listener: socket.socket, greeting: bytes) -> socket.socket | None:
+    """The next connection, after the greeting was sent; None if it is of another user."""
+    connection, _ = listener.accept()
+    owner = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    if owner != os.getuid():
+        connection.close()
+        return None
+    connection.sendall(NUMBER.pack(len(greeting)) + greeting)
+    return connection
+
+
+def _serve(listener: socket.socket, greeting: bytes) -> tuple[dict[str, Any], list[int]]:
     """Fork a process for each request and report how it ended. Returns in the forked process.
 
     A request has four descriptors: the standard streams of the command, and the pipe for its pid and exit code.
+    Each client is sent the greeting first. The server ends when its last client has closed its connection.
     """
+    connections: dict[int, socket.socket] = {}
     children: dict[int, tuple[int, int]] = {}  # by descriptor of the process: pid, pipe
     poll = select.poll()
-    poll.register(connection, select.POLLIN)
+    poll.register(listener, select.POLLIN)
     while True:
         for ready, _ in poll.poll():
-            if ready == connection.fileno():
+            if ready == listener.fileno():
+                if (connection := _welcome(listener, greeting)) is not None:
+                    connections[connection.fileno()] = connection
+                    poll.register(connection, select.POLLIN)
+            elif ready in connections:
+                connection = connections[ready]
                 header, streams, _, _ = socket.recv_fds(connection, NUMBER.size, 4)
                 if not header:
-                    os._exit(0)
-                data = bytearray()
-                while len(data) < NUMBER.unpack(header)[0]:
-                    data += connection.recv(NUMBER.unpack(header)[0] - len(data))
+                    poll.unregister(ready)
+                    connections.pop(ready).close()
+                    if not connections:
+                        os._exit(0)
+                    continue
+                data = _receive(connection, NUMBER.unpack(header)[0])
                 status = streams.pop()
                 pid = os.fork()
                 if pid == 0:
-                    connection.close()
+                    for other in (listener, *connections.values()):
+                        other.close()
                     for descriptor in (status, *children, *(pipe for _, pipe in children.values())):
                         os.close(descriptor)
                     return json.loads(data), streams
                 for descriptor in streams:
                     os.close(descriptor)
-                os.write(status, NUMBER.pack(pid))
+                with suppress(BrokenPipeError):  # the client was killed
+                    os.write(status, NUMBER.pack(pid))
                 child = os.pidfd_open(pid)
                 children[child] = (pid, status)
                 poll.register(child, select.POLLIN)
@@ -372,9 +427,16 @@ def _end(settings: dict[str, Any], streams: list[int]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    requests = socket.socket(fileno=int(sys.argv[1]))
+    requests = socket.socket(socket.AF_UNIX)
+    try:
+        requests.bind(f"\0{sys.argv[1]}")
+    except OSError:  # another one was faster
+        sys.exit()
+    requests.listen(64)  # clients wait while this process imports
+    # Before the imports, which may set variables.
+    about = json.dumps({"pid": os.getpid(), "read_at_start": _read_at_start(os.environ)}).encode()
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a child's collections do not copy the memory of these modules
-    _end(*_serve(requests))
+    _end(*_serve(requests, about))

@@ -40,7 +40,7 @@ def test_arguments_streams_folder_environment_and_exit_code_are_those_of_subproc
 def test_it_is_forked_and_has_what_was_preloaded() -> None:
     code = "import sys, os; print('torch' in sys.modules, os.getppid())"
     done = processes.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == f"True {processes._server()._process.pid}\n"
+    assert done.stdout == f"True {processes._server().pid}\n"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,8 @@ def test_a_signal_ends_it_as_a_new_interpreter(number: int) -> None:
 
 
 def test_a_session_of_its_own_can_be_signalled_as_a_group() -> None:
-    code = "import os, time; os.fork(); print(os.getpgid(0), flush=True); time.sleep(600)"
+    # One write for each line: with PYTHONUNBUFFERED, print makes two, and those of two processes may mix.
+    code = "import os, time; os.fork(); os.write(1, b'%d\\n' % os.getpgid(0)); time.sleep(600)"
     command = [sys.executable, "-c", code]
     with processes.Process(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         groups = [process.stdout.readline() for _ in range(2)]
@@ -74,6 +75,13 @@ def test_a_session_of_its_own_can_be_signalled_as_a_group() -> None:
         os.killpg(process.pid, signal.SIGKILL)
         assert process.stdout.read() == ""  # both have ended
         assert process.wait(60) == -signal.SIGKILL
+
+
+def test_an_error_in_the_test_ends_the_process() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(RuntimeError), processes.Process(command) as process:
+        raise RuntimeError
+    assert process.poll() == -signal.SIGKILL
 
 
 def test_a_timeout_a_failure_and_an_uncaught_error_are_reported(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def run(seed: int, number: int, folder: Path) -> Outcome:
     source.parent.mkdir(parents=True)
     source.write_bytes(made.file)
     root = folder / "root"
-    began = time.monotonic()
+    began = time.process_time()  # which other work on the machine does not stretch
     samples: dict[int, tuple[bytes, Any]] = {}
     counts: dict[str, Any] | None = None
     damage: list[dict[str, Any]] = []
@@ -220,9 +220,9 @@ def run(seed: int, number: int, folder: Path) -> Outcome:
     except Exception as error:
         outcome.ended = "traceback"
         outcome.failures.append(f"{type(error).__name__}: {error}")
-    outcome.seconds = time.monotonic() - began
+    outcome.seconds = time.process_time() - began
     if outcome.seconds > SLOW_SECONDS:
-        outcome.failures.append(f"took {outcome.seconds:.1f} s")
+        outcome.failures.append(f"took {outcome.seconds:.1f} s of processor time")
     if outcome.ended not in ("traceback", "no source"):
         records = _Records(root, "sa_000007")
         outcome.records = len(records.refused)
