@@ -269,7 +269,9 @@ class Server:
         # Set by xdist, for all processes of a run.
         name = f"sa1b-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().hex}"
         self._lock = threading.Lock()
-        started: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = (
+            None  # the server, or None if another process started it
+        )
         while True:
             self._connection = socket.socket(socket.AF_UNIX)
             try:
@@ -278,10 +280,10 @@ class Server:
                 break
             except (ConnectionError, EOFError):  # none yet, or it is about to end
                 self._connection.close()
-            if started is None or started.poll() is not None:
+            if self._process is None or self._process.poll() is not None:
                 # Of several that start at the same time, one gets the name and the others end.
                 command = [sys.executable, "-m", "tests.processes", name]
-                started = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL)
+                self._process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL)
             time.sleep(0.02)
         self.pid: int = found["pid"]
         self.read_at_start: dict[str, str] = found["read_at_start"]
