@@ -17,7 +17,7 @@ from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
 from sa1b.sources.link_list import Link
 from sa1b.sources.source import Source, digest_of_source
 from sa1b.storage.claim import TIMEOUT, Claim, holder
-from sa1b.storage.errors import StorageError
+from sa1b.storage.errors import StorageError, UnavailableError
 from sa1b.storage.store import Root, Store, open_store
 
 _REPORT_SECONDS = 0.2
@@ -123,7 +123,11 @@ def _with_claim(
             return Outcome("held", Counts(), _held_by(store, name))
         except Exception as error:
             if isinstance(error, StorageError) and error.url.startswith(store.root):
-                raise  # concerns the store, which may be unreachable, not the source
+                # Concerns the store, not the source. The store may be unreachable, or a run that took over
+                # the claim has removed an upload of this process.
+                if isinstance(error, UnavailableError) or claim.is_held():
+                    raise
+                return Outcome("held", Counts(), _held_by(store, name))
             record_failure(store, source.name, type(error).__name__, str(error))
             raise
 

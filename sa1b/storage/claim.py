@@ -5,8 +5,8 @@
         ...                        the heartbeat runs in a thread
         claim.check()              before the work is committed
 
-A claim is a file that is created exclusively. Its modification time is the heartbeat. The file contains a
-timeout in seconds. Another process may take over the claim when the last heartbeat is older than this. The
+A claim is a file or object that is created exclusively. Its modification time is the heartbeat. It contains
+a timeout in seconds. Another process may take over the claim when the last heartbeat is older than this. The
 claim of a process of this machine is live until that process ends.
 
 Claims avoid double work; they do not protect data. Two processes may hold the same claim after a machine was
@@ -148,11 +148,15 @@ class Claim:
         return found is not None and found.token == self._token
 
     def release(self) -> None:
-        """End the heartbeat and remove the file, unless another process has taken it over."""
+        """End the heartbeat and remove the file, unless another process has taken it over.
+
+        The claim of an unreachable store stays until its timeout.
+        """
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
-        _remove(self._store, self.name, self._token)
+        with contextlib.suppress(StorageError):
+            _remove(self._store, self.name, self._token)
 
     def __enter__(self) -> "Claim":
         self._thread.start()

@@ -22,7 +22,7 @@ from sa1b.storage.reader import PIECE, Reader, pieces_of
 from sa1b.storage.s3_objects import S3Objects, composite_etag
 
 T = TypeVar("T")
-PART = 32 << 20  # bytes of a part, a multiple of PIECE; more for objects of more than MOST_PARTS parts
+PART = 16 << 20  # bytes of a part, a multiple of PIECE; more for objects of more than MOST_PARTS parts
 MOST_PARTS = 10_000  # the limit of S3
 PARTS_IN_FLIGHT = 4
 _ABORT_DEADLINE = 20.0  # seconds of each request that removes an upload

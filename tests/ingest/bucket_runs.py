@@ -107,7 +107,7 @@ def make(settings: Settings, store: BucketStore) -> None:
 
 def contents(store: BucketStore) -> dict[str, bytes]:
     """Every object of a dataset directory, also the hidden ones."""
-    names = list(store._list("", deep=True))
+    names = list(store._requests.sizes("", deep=True))
     with store.files(*names) as paths:
         return {name: path.read_bytes() for name, path in zip(names, paths, strict=True)}
 

@@ -1,5 +1,6 @@
 """The operations of a dataset directory: in a folder, in a bucket in memory and in a real store."""
 
+import contextlib
 import json
 import pickle
 import secrets
@@ -11,9 +12,11 @@ import fsspec
 import pytest
 
 from sa1b.storage.bucket import BucketStore
+from sa1b.storage.bucket_requests import BucketRequests
 from sa1b.storage.claim import Claim, holder, live_holders
-from sa1b.storage.errors import StorageError
-from sa1b.storage.objects import Objects
+from sa1b.storage.errors import DeniedError, StorageError
+from sa1b.storage.objects import Objects, Upload
+from sa1b.storage.s3_objects import S3Objects
 from sa1b.storage.store import FolderStore, Store, open_store
 from tests.storage.ceph import wait_for
 from tests.storage.service import Service
@@ -155,7 +158,7 @@ def test_a_lock_object_of_an_ended_process_is_removed(
     bucket.put("tasks/a", b"one")
     bucket.put("tasks/.a.lock", b"")
     assert not bucket.replace_if("tasks/a", b"two", b"one".__eq__)
-    monkeypatch.setattr("sa1b.storage.bucket._STALE", 0)
+    monkeypatch.setattr("sa1b.storage.conditions._STALE", -60)
     assert not bucket.replace_if("tasks/a", b"two", b"one".__eq__)  # removes the lock
     monkeypatch.undo()
     assert bucket.replace_if("tasks/a", b"two", b"one".__eq__)
@@ -168,7 +171,7 @@ def test_an_interrupted_removal_is_finished_by_the_next_writer(
 ) -> None:
     if not isinstance(store, BucketStore):
         pytest.skip("a folder removes at once")
-    kind = type(store._objects)
+    kind = type(store._requests.objects)
     delete = kind.delete
 
     async def end(self: Objects, system: Any, url: str, match: str | None = None) -> bool:
@@ -185,7 +188,7 @@ def test_an_interrupted_removal_is_finished_by_the_next_writer(
     assert not store.remove_if("tasks/a", lambda data: True)
     assert not store.put_if_absent("tasks/a", b"two")
     monkeypatch.undo()
-    monkeypatch.setattr(BucketStore, "_age", lambda self, stat: 61.0)
+    monkeypatch.setattr(BucketRequests, "age", lambda self, stat: 61.0)
     assert store.put_if_absent("tasks/a", b"two")
     assert store.read("tasks/a") == b"two"
 
@@ -201,6 +204,33 @@ def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path) -> None:
             store.put_if_absent("tasks/sa.claim", b"one")
         store.close()
     assert [path.name for path in (tmp_path / "data" / "shards").iterdir()] == ["a"]
+
+
+def test_a_file_system_without_conditions_or_writes_is_refused(
+    bucket: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: Any, path: str, value: bytes, mode: str = "overwrite") -> None:
+        if mode == "create" or path.endswith("read_only"):
+            raise NotImplementedError
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "pipe_file", write)
+    monkeypatch.setattr(BucketRequests, "_is_stored", lambda self, name, data, stat: True)
+    with pytest.raises(StorageError, match="ignores the condition of a write"):
+        bucket.put_if_absent("tasks/a", b"one")
+    with pytest.raises(StorageError, match=r"shards/read_only: fsspec cannot write to memory://; write to"):
+        bucket.put("read_only", b"one")
+
+
+def test_uploads_that_may_not_be_listed_are_left_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def deny(self: S3Objects, system: Any, url: str) -> list[Upload]:
+        raise DeniedError(f"{url}: access denied")
+
+    monkeypatch.setattr(S3Objects, "uploads", deny)
+    with contextlib.closing(BucketStore("s3://data/shards", options={"anon": True})) as store:
+        assert store.abort_uploads(lambda name: True) == 0
+    assert "s3://data/shards: access denied" in caplog.text
 
 
 def test_an_http_root_can_only_be_read(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import pytest
 from sa1b.errors import LockedError
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.claim import Claim, holder
-from sa1b.storage.errors import DeniedError, StorageError, UnavailableError
+from sa1b.storage.errors import DamageError, DeniedError, StorageError, UnavailableError
 from sa1b.storage.retry import RetryPolicy
 from tests.storage import ceph
 from tests.storage.conftest import HASTY
@@ -100,6 +100,18 @@ def test_one_of_many_processes_writes_an_object(ceph_bucket: BucketStore) -> Non
         assert winners == [int(ceph_bucket.read(f"{turn}"))]
 
 
+def _write_all(store: BucketStore, word: bytes) -> int:
+    return sum(store.put_if_absent(f"{turn}", word) for turn in range(5))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_store_is_used_in_a_new_process(ceph_bucket: BucketStore, method: str) -> None:
+    assert ceph_bucket.put_if_absent("0", b"ours")
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        won = pool.starmap(_write_all, [(ceph_bucket, b"one"), (ceph_bucket, b"two")])
+    assert sum(won) == 4
+
+
 def test_one_of_many_processes_takes_over_a_claim(ceph_bucket: BucketStore) -> None:
     names = [f"tasks/{turn}.claim" for turn in range(8)]
     theirs = {"host": "node7", "pid": 4711, "process": "another-1", "token": "theirs", "timeout": 0.1}
@@ -134,7 +146,7 @@ def test_lost_answers_leave_one_winner(ceph_bucket: BucketStore) -> None:
             assert store.replace_if(f"{turn}", b"next", lambda data: True)
             assert store.remove_if(f"{turn}", b"next".__eq__)
         assert len(proxy.ask({"do": "log"})["faults"]) > ROUNDS
-    assert not ceph_bucket._list("", deep=True)
+    assert not ceph_bucket._requests.sizes("", deep=True)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +177,44 @@ def test_faults_change_no_byte_of_an_upload(
         assert len(log["faults"]) > log["requests"] * rate / 2
     assert ceph_bucket.uploads() == []
     assert not list(ceph_bucket.scratch.iterdir())
+
+
+def test_an_upload_is_read_back_where_entity_tags_are_no_md5(
+    ceph_bucket: BucketStore, tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sa1b.storage.upload.composite_etag", lambda etags: "another")
+    path, data = file_of(tmp_path / "staged", 23_000_000)
+    ceph_bucket.commit([path])
+    assert contents(ceph_bucket, "a.tar") == data
+    path.write_bytes(data)
+
+    def damage(size: int) -> None:
+        with path.open("r+b") as file:
+            file.seek(1_000)
+            file.write(b"\0" if data[1_000] else b"\1")
+
+    with pytest.raises(DamageError, match=r"shards/a\.tar: differs from .*staged/a\.tar after the upload"):
+        ceph_bucket.commit([path], progress=damage)
+    assert path.exists()
+
+
+@pytest.mark.slow
+def test_a_gateway_killed_during_an_upload_is_waited_for(
+    gateway: ceph.Gateway, ceph_bucket: BucketStore, tmp_path: Path, small_parts: None
+) -> None:
+    path, data = file_of(tmp_path / "staged", 103_000_000)
+    parts: list[int] = []
+
+    def kill(size: int) -> None:
+        parts.append(size)
+        if len(parts) == 3:
+            gateway.kill_gateway()
+            time.sleep(5)
+            gateway.start_gateway()  # by the main thread: daemons end with the thread that started them
+
+    ceph_bucket.commit([path], progress=kill)
+    assert contents(ceph_bucket, "a.tar") == data
+    assert ceph_bucket._requests.reader.counters().resets > 0
 
 
 def test_an_interrupted_upload_leaves_nothing(

@@ -45,6 +45,11 @@ def response(status: int, code: str) -> BaseException:
         (416, "InvalidRange", ErrorClass.SHORT),
         (301, "PermanentRedirect", ErrorClass.REFUSED),
         (400, "InvalidArgument", ErrorClass.REFUSED),
+        (400, "BadDigest", ErrorClass.CRC),
+        (400, "XAmzContentSHA256Mismatch", ErrorClass.CRC),
+        (400, "IncompleteBody", ErrorClass.SHORT),
+        (409, "ConditionalRequestConflict", ErrorClass.SERVER_ERRORS),
+        (501, "NotImplemented", ErrorClass.REFUSED),
     ],
 )
 def test_error_responses_of_a_store(status: int, code: str, error_class: ErrorClass) -> None:

@@ -1,0 +1,169 @@
+"""Conditional writes to a bucket: of several processes that create, replace or remove an object, one does.
+
+Everything rests on the store, so the first conditional write of a process checks that the store obeys
+conditions. An object is created by `If-None-Match: *`, and replaced only if it is unchanged, by `If-Match`. A
+store that has only the first gets a lock object, whose holder may change the object.
+
+An object is removed in two requests: it is replaced by content that says so, and then removed. A process that
+is killed in between leaves this content, which readers take for no object and the next writer replaces.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import secrets
+import time
+from collections.abc import Callable
+
+from sa1b.storage.bucket_requests import BucketRequests
+from sa1b.storage.errors import DeniedError, StorageError, UnavailableError
+from sa1b.storage.objects import ConditionError, Objects, Stat, md5
+from sa1b.storage.processes import is_of_dead_process, process_of, temporary_name
+from sa1b.storage.s3_objects import S3Objects
+
+PROBE = ".probe-"  # first part of the name of the object of a check
+_LOCK = ".lock-"  # first part of the content of a lock object
+_REMOVED = b"sa1b: removed "  # begins the content that replaces an object before it is removed
+_REMOVAL = 10.0  # seconds in which a process that replaced an object may remove it
+_STALE = 60.0  # seconds after which another process may finish a removal, or remove a lock object
+_REFUSED = (StorageError, NotImplementedError, TypeError, ValueError)  # a condition that is not supported
+
+
+def is_removed(data: bytes) -> bool:
+    """Whether the content of an object says that the object is removed."""
+    return data.startswith(_REMOVED)
+
+
+class Conditions:
+    """Conditional writes by names."""
+
+    def __init__(self, bucket: BucketRequests) -> None:
+        self._bucket = bucket
+        self._obeys: bool | None = None  # whether the store has If-Match; None: not checked yet
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See Store.put_if_absent."""
+        self._check_conditions()
+        if self._bucket.put_absent(name, data):
+            return True
+        try:
+            found, stat = self._bucket.get(name)
+        except FileNotFoundError:
+            return False  # removed again since
+        if found == data:
+            return True  # an attempt was applied and its response was lost
+        if is_removed(found):
+            remover = process_of(found.removeprefix(_REMOVED).decode("latin-1"))
+            if is_of_dead_process(remover) or self._bucket.age(stat) > _STALE:  # it ended during a removal
+                return self._swap(name, data, found, stat)
+        return False
+
+    def replace(self, name: str, data: bytes, matches: Callable[[bytes], bool]) -> bool:
+        """See Store.replace_if."""
+        self._check_conditions()
+        try:
+            found, stat = self._bucket.get(name)
+        except FileNotFoundError:
+            return False
+        return not is_removed(found) and matches(found) and self._swap(name, data, found, stat)
+
+    def remove(self, name: str, matches: Callable[[bytes], bool]) -> bool:
+        """See Store.remove_if."""
+        # The object is replaced first: of two processes that both found it, only one replaces it.
+        tombstone = _REMOVED + temporary_name("by-").encode()
+        began = time.monotonic()
+        if not self.replace(name, tombstone, matches):
+            return False
+        # After a suspension of this machine, another process may have a new object of this name. Stores that
+        # ignore If-Match here would remove that one.
+        if time.monotonic() - began < _REMOVAL:
+            policy = dataclasses.replace(self._bucket.reader.retry_policy, deadline=_REMOVAL / 2)
+            url, tag = self._bucket.url(name), md5(tombstone)
+            with contextlib.suppress(StorageError):  # then the next process that needs the name removes it
+                delete = functools.partial(self._bucket.objects.delete, url=url, match=tag)
+                self._bucket.do(name, delete, policy=policy)
+        return True
+
+    def _swap(self, name: str, data: bytes, found: bytes, stat: Stat) -> bool:
+        """Replace an object unless it differs from `found`, an earlier read; whether it was replaced."""
+        url = self._bucket.url(name)
+        if self._obeys:
+            try:
+                with self._bucket.writing(name):
+                    put = functools.partial(self._bucket.objects.put, url=url, data=data, match=stat.etag)
+                    self._bucket.do(name, put)
+            except ConditionError:
+                return self._bucket.has(name, data)  # an attempt may have been applied, and its response lost
+            return True
+        folder, _, last = name.rpartition("/")
+        lock = f"{folder}/.{last}.lock" if folder else f".{last}.lock"
+        began = time.monotonic()
+        token = temporary_name(_LOCK).encode()
+        if not self._bucket.put_absent(lock, token) and not self._bucket.has(lock, token):
+            with contextlib.suppress(FileNotFoundError):
+                found, stat = self._bucket.get(lock)
+                owner = process_of(found.decode("latin-1"))
+                if is_of_dead_process(owner) or self._bucket.age(stat) > _STALE:
+                    self._bucket.remove(lock)
+            return False
+        try:
+            if not self._bucket.has(name, found) or time.monotonic() - began > _REMOVAL:
+                return False
+            self._bucket.put(name, data)
+            return True
+        finally:
+            if time.monotonic() - began < _STALE:
+                self._bucket.remove(lock)
+
+    def _check_conditions(self) -> None:
+        """Check once that the store obeys conditions of writes, with an object of an own name.
+
+        Raises:
+            StorageError: it ignores them.
+        """
+        if self._obeys is not None:
+            return
+        name = temporary_name(PROBE)
+        try:
+            self._bucket.put(name, b"first")  # without a condition, so that its errors have other causes
+            try:
+                obeyed = not self._bucket.put_absent(name, b"second")
+            except _REFUSED as error:
+                if isinstance(error, DeniedError | UnavailableError):
+                    raise
+                obeyed = False
+            if not obeyed:
+                raise StorageError(_no_conditions(self._bucket.root), url=self._bucket.root)
+            self._bucket.objects, self._obeys = self._kind(name)
+        finally:
+            with contextlib.suppress(StorageError):
+                self._bucket.remove(name)
+
+    def _kind(self, name: str) -> tuple[Objects, bool]:
+        """The form of `If-Match` that the store obeys, tested on an object, and whether there is one."""
+        for quoted in (True, False):
+            objects, stat = S3Objects(quoted=quoted), self._bucket.stat(name)
+            if not isinstance(self._bucket.objects, S3Objects) or stat is None or not stat.etag:
+                break
+            for tag in ("0" * 32, stat.etag):
+                data = secrets.token_hex(8).encode()
+                put = functools.partial(objects.put, url=self._bucket.url(name), data=data, match=tag)
+                try:
+                    self._bucket.do(name, put)
+                except ConditionError:
+                    if not self._bucket.has(name, data):  # else an attempt was applied, and its response lost
+                        continue
+                except _REFUSED as error:
+                    if isinstance(error, DeniedError | UnavailableError):
+                        raise
+                    continue
+                return objects, tag == stat.etag
+        return self._bucket.objects, False
+
+
+def _no_conditions(root: str) -> str:
+    return (
+        f"{root}: this store ignores the condition of a write (If-None-Match), so that two processes could "
+        "work on the same source; use a store that obeys it (Amazon S3, Google Cloud Storage, Azure, Ceph, "
+        "MinIO, Cloudflare R2), or write to a folder and copy it with sa1b copy"
+    )
