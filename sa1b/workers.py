@@ -25,12 +25,12 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from sa1b.errors import Sa1bError
 
 _CONTEXT = multiprocessing.get_context("spawn")  # inherits no threads, locks or handles of the parent
-_STALL_RETRIES = 1
+STALL_RETRIES = 1
 _KILL_SECONDS = 10.0  # a killed process that exists for longer waits in the kernel for unreachable storage
 
 
@@ -151,6 +151,22 @@ class _Running:
     answered: bool = False
 
 
+class Supervise(Protocol):
+    """The type of `supervise`, of which other engines have their own."""
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        tasks: list[tuple[Any, ...]],
+        *,
+        workers: int,
+        retries: int = 2,
+        stall_timeout: float | None = None,
+    ) -> Generator[Event, None, None]:
+        """See `supervise`."""
+        ...
+
+
 def supervise(
     function: Callable[..., Any],
     tasks: list[tuple[Any, ...]],
@@ -269,7 +285,7 @@ class _Pool:
         if one.process.is_alive():
             return self._ended(one.task, False, f"{said}, and it cannot be killed; check its storage")
         self.stalls[one.task] += 1
-        return self._ended(one.task, self.stalls[one.task] <= _STALL_RETRIES, said)
+        return self._ended(one.task, self.stalls[one.task] <= STALL_RETRIES, said)
 
     def close(self) -> None:
         """End every process."""
@@ -300,11 +316,12 @@ def _work(pipe: Connection, work: bytes) -> None:
         function, arguments = pickle.loads(work)  # imports the module, which may fail too
         answer = ("done", function(*arguments, lambda value: pipe.send(("progress", value))))
     except Exception as error:
-        answer = ("failed", _failure(error))
+        answer = ("failed", failure_of(error))
     pipe.send(answer)
 
 
-def _failure(error: Exception) -> Failure:
+def failure_of(error: Exception) -> Failure:
+    """The failure of a task that ended with an exception."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError):
         message = (

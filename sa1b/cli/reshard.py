@@ -15,6 +15,8 @@ interrupted.
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,6 +30,7 @@ from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.link_list import CONNECTIONS, Link, is_url, read_links
 from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store, open_store
+from sa1b.workers import Supervise, supervise
 
 
 def main(
@@ -41,7 +44,9 @@ def main(
     no_index_runs: bool = False,
     decode_images: bool = False,
     max_pixels: int = MAX_IMAGE_PIXELS,
-    workers: int = 1,
+    workers: int | None = None,
+    engine: Literal["processes", "ray"] = "processes",
+    address: str | None = None,
     spill: Path | None = None,
     scratch: Path | None = None,
     endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
@@ -84,7 +89,12 @@ def main(
         max_pixels: Largest accepted image in pixels, at most 268435456. Decoding takes 3 bytes per pixel,
             and 9 for progressive JPEGs: here with --image-size or --decode-images, later in training and
             gallery.
-        workers: Worker processes, each with one source at a time and up to 600 MB of memory.
+        workers: Workers, each with one source at a time and up to 600 MB of memory. By default 1; with Ray
+            one for each CPU of the cluster.
+        engine: Where the workers run: in processes of this machine, or on a Ray cluster (sa1b[ray]), whose
+            machines must reach SOURCE and --out under the same paths.
+        address: With --engine ray: address of the cluster, or `auto` on one of its machines. By default a
+            cluster on this machine is started for this run.
         spill: Folder for images that wait for their annotation, about a third of a tar per worker; by default
             inside --out, or inside --scratch if --out is a URL.
         scratch: With a URL as --out: local folder for the shards of a source until they are uploaded at its
@@ -132,7 +142,7 @@ def main(
         raise UsageError(f"--out {out}: no SOURCE to convert; add tars, folders or --links, see --help")
     for flag, number in (
         ("--images-per-shard", images_per_shard),
-        ("--workers", workers),
+        ("--workers", 1 if workers is None else workers),
         ("--connections", connections),
     ):
         if number < 1:
@@ -151,36 +161,52 @@ def main(
     if max_rate is not None and not 0 < max_rate < math.inf:
         raise UsageError(f"--max-rate {max_rate:g}: must be above 0")
     store = _store(out, scratch, endpoint, source)
-    rate = None if max_rate is None else max_rate * 1e6 / workers
+    if address is not None and engine != "ray":
+        raise UsageError(f"--address {address}: is for --engine ray; add it, or omit --address")
     with loading():
         from sa1b.ingest.ingest import Policy
         from sa1b.ingest.reshard import reshard
         from sa1b.ingest.worker import Run
         from sa1b.shards.manifest import Options
-    summary = reshard(
-        _paths(source),
-        store,
-        Options(images_per_shard, image_size, quality, keep_json, not no_index_runs, decode_images),
-        Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
-        Run(
-            workers=workers,
-            checklist=md5,
-            recheck=recheck,
-            replace=replace,
-            redo=redo,
-            rename=_renamed(rename),
-            ignore=ignore,
-            links=_linked(source, links, Link("", "", "", None, connections, rate, options)),
-            task=_part(task),
-            finish=finish,
-            claim_timeout=claim_timeout,
-            stall_timeout=stall_timeout,
-            space_check=not no_space_check,
-            quiet=json_output,
-        ),
-    )
+    with _engine(engine, address, workers) as (count, supervise):
+        rate = None if max_rate is None else max_rate * 1e6 / count
+        summary = reshard(
+            _paths(source),
+            store,
+            Options(images_per_shard, image_size, quality, keep_json, not no_index_runs, decode_images),
+            Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
+            Run(
+                workers=count,
+                checklist=md5,
+                recheck=recheck,
+                replace=replace,
+                redo=redo,
+                rename=_renamed(rename),
+                ignore=ignore,
+                links=_linked(source, links, Link("", "", "", None, connections, rate, options)),
+                task=_part(task),
+                finish=finish,
+                claim_timeout=claim_timeout,
+                stall_timeout=stall_timeout,
+                space_check=not no_space_check,
+                quiet=json_output,
+            ),
+            supervise,
+        )
     print(json.dumps(summary.document(), indent=1) if json_output else summary.table(store))
     return summary.exit_code()
+
+
+@contextmanager
+def _engine(engine: str, address: str | None, workers: int | None) -> Iterator[tuple[int, Supervise]]:
+    """The number of workers, and the function that runs them."""
+    if engine == "ray":
+        from sa1b.cluster import ray_tasks
+
+        with ray_tasks.cluster(address, workers) as count:
+            yield count, ray_tasks.supervise
+    else:
+        yield workers or 1, supervise
 
 
 def _without_ingest(

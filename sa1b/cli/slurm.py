@@ -96,7 +96,7 @@ def _checked_reshard(arguments: tuple[str, ...]) -> int:
     for flag, name in (("--task", "task"), ("--finish", "finish"), ("--drop", "drop")):
         if call.keywords[name]:
             raise UsageError(f"{flag}: is not for an array job; omit it, the script adds --task and --finish")
-    return int(call.keywords["workers"])
+    return int(call.keywords["workers"] or 1)
 
 
 def _check_train(arguments: tuple[str, ...]) -> None:

@@ -1,1 +1,1 @@
-"""Work on many machines: job scripts of SLURM."""
+"""Work on many machines: job scripts of SLURM, and tasks on Ray."""

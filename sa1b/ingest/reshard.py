@@ -34,7 +34,7 @@ from sa1b.sources.source import Source, digest_of_source, read_checklist
 from sa1b.storage.claim import observe
 from sa1b.storage.errors import StorageError
 from sa1b.storage.store import Root, Store, open_store
-from sa1b.workers import Failure, supervise
+from sa1b.workers import Failure, Supervise, supervise
 
 _POLL_SECONDS = 1.0  # between two checks of the sources that other runs have claimed
 _STOP = {"SystematicError", "RefusedError"}  # these end the run: the other sources would fail alike
@@ -42,7 +42,12 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def reshard(
-    paths: Sequence[Path], root: Root, options: Options, policy: Policy, run: Run | None = None
+    paths: Sequence[Path],
+    root: Root,
+    options: Options,
+    policy: Policy,
+    run: Run | None = None,
+    supervise: Supervise = supervise,
 ) -> ReshardSummary:
     """Convert every source to shards of the dataset directory `root`, then finish the dataset.
 
@@ -52,6 +57,7 @@ def reshard(
         options: options that determine the bytes of the shards.
         policy: handling of bad input.
         run: settings of the run.
+        supervise: runs the workers; by default in processes of this machine.
 
     Raises:
         SourceError, UsageError: an argument or a source is not valid. No source was processed.
@@ -120,7 +126,7 @@ def reshard(
         fix_options(store, tasks, options)
     summary.tasks = tasks
     try:
-        _work_on(waiting, store, options, policy, md5, run, summary)
+        _work_on(waiting, store, options, policy, md5, run, summary, supervise)
         if not summary.disk_full and not summary.store_error and _finishes(run, store, named):
             summary.end(finish(store, named))
     except KeyboardInterrupt:
@@ -147,6 +153,7 @@ def _work_on(
     md5: dict[str, str],
     run: Run,
     summary: ReshardSummary,
+    supervise: Supervise,
 ) -> None:
     """Ingest sources, several at a time, and wait for the sources that other runs have claimed."""
     totals = Counts()

@@ -1,0 +1,230 @@
+"""Supervised tasks on a Ray cluster: the events of `sa1b.workers.supervise`, from workers on many machines.
+
+Every task is one Ray task with one CPU. Tasks are spread over the machines. Only their arguments, progress
+reports and small results pass through Ray; shards are written to the dataset directory, which all machines
+must reach under the same path or URL. Ray does not retry here: a task whose worker or machine dies is started
+again `retries` times, then reported as lost.
+
+Progress goes to an actor on the driver's machine. A report that was sent is not lost if the task's machine
+dies.
+"""
+
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from sa1b.errors import UsageError
+from sa1b.workers import STALL_RETRIES, Event, failure_of
+
+MEMORY = 700 << 20  # bytes that a task reserves: ingest of a source takes up to 600 MB
+_POLL = 0.2  # seconds between two looks at the progress reports
+
+
+@contextmanager
+def cluster(address: str | None, workers: int | None) -> Iterator[int]:
+    """Connect to a Ray cluster, or start one on this machine; yields the tasks that run at a time.
+
+    Args:
+        address: address of the cluster, "auto" for the one of this machine; None: start a cluster on this
+            machine that ends with the context.
+        workers: tasks at a time; None: one for each CPU of the cluster.
+
+    Raises:
+        UsageError: Ray is not installed, or the cluster does not answer.
+    """
+    os.environ.setdefault("RAY_task_oom_retries", "0")  # by default without limit
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        raise UsageError("--engine ray: Ray is not installed; run pip install 'sa1b[ray]'") from None
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
+    if address is None:
+        settings |= {
+            "num_cpus": workers or os.cpu_count(),
+            "_node_ip_address": "127.0.0.1",
+            "include_dashboard": False,
+            "object_store_memory": 100 << 20,
+        }
+    else:
+        settings["address"] = address
+    with redirect_stdout(sys.stderr):  # Ray prints notes about dead workers to stdout, where --json prints
+        try:
+            ray.init(**settings)
+        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise UsageError(
+                f"--address {address}: no Ray cluster answers there ({why}); check the address"
+            ) from None
+        try:
+            yield workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        finally:
+            ray.shutdown()
+
+
+@dataclass(slots=True)
+class _Running:
+    task: int
+    attempt: int
+    reference: Any
+    last: float  # time of the last report in seconds of the monotonic clock
+    started: bool = False  # the cluster may have no free CPU yet
+    stalled: bool = False
+
+
+def supervise(
+    function: Callable[..., Any],
+    tasks: list[tuple[Any, ...]],
+    *,
+    workers: int,
+    retries: int = 2,
+    stall_timeout: float | None = None,
+) -> Generator[Event, None, None]:
+    """Run function(*task, report) for every task on the connected cluster; see sa1b.workers.supervise."""
+    pool = _Pool(function, tasks, retries, stall_timeout)
+    try:
+        while pool.waiting or pool.running:
+            while pool.waiting and len(pool.running) < workers:
+                pool.start()
+            ended = pool.wait()
+            yield from pool.reports()
+            for one in ended:
+                yield pool.end(one)
+            pool.cancel_stalled()
+    finally:
+        pool.close()
+
+
+class _Pool:
+    """The tasks of one call of `supervise`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        tasks: list[tuple[Any, ...]],
+        retries: int,
+        stall_timeout: float | None,
+    ) -> None:
+        ray = self.ray = import_module("ray")
+        strategies: Any = import_module("ray.util.scheduling_strategies")
+        self.function, self.tasks, self.retries, self.stall_timeout = function, tasks, retries, stall_timeout
+        self.waiting = deque(range(len(tasks)))
+        self.running: dict[Any, _Running] = {}  # by reference
+        self.attempts: Counter[int] = Counter()
+        self.deaths: Counter[int] = Counter()
+        self.stalls: Counter[int] = Counter()
+        here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.board: Any = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here).remote()
+        self.work = ray.remote(_work).options(
+            num_cpus=1, memory=MEMORY, max_retries=0, scheduling_strategy="SPREAD"
+        )
+
+    def start(self) -> None:
+        """Submit the next task."""
+        task = self.waiting.popleft()
+        self.attempts[task] += 1
+        name = (task, self.attempts[task])
+        reference = self.work.remote(self.board, name, self.function, self.tasks[task])
+        self.running[reference] = _Running(*name, reference, time.monotonic())
+
+    def wait(self) -> list[_Running]:
+        """Wait a moment for tasks that end."""
+        ended, _ = self.ray.wait(list(self.running), num_returns=len(self.running), timeout=_POLL)
+        return [self.running[reference] for reference in ended]
+
+    def reports(self) -> Iterator[Event]:
+        """The reports of the running attempts since the last call."""
+        attempts = {(one.task, one.attempt): one for one in self.running.values()}
+        for name, value in self.ray.get(self.board.take.remote()):
+            one = attempts.get(name)
+            if one is None:  # of an attempt that has been given up
+                continue
+            one.last, one.started = time.monotonic(), True
+            if value is not None:
+                yield Event(one.task, "progress", value)
+
+    def end(self, one: _Running) -> Event:
+        """The event for a task that has ended."""
+        del self.running[one.reference]
+        try:
+            kind, value = self.ray.get(one.reference)
+        except self.ray.exceptions.RayError as error:
+            return self._ended(one, error)
+        return Event(one.task, kind, value)
+
+    def cancel_stalled(self) -> None:
+        """Kill the workers of tasks that stalled; `wait` returns these tasks later."""
+        if self.stall_timeout is None:
+            return
+        limit = time.monotonic() - self.stall_timeout
+        for one in self.running.values():
+            if one.started and one.last <= limit and not one.stalled:
+                one.stalled = True
+                self.ray.cancel(one.reference, force=True)
+
+    def close(self) -> None:
+        """Kill the workers of all tasks."""
+        for reference in self.running:
+            with suppress(Exception):
+                self.ray.cancel(reference, force=True)
+        with suppress(Exception):
+            self.ray.kill(self.board)
+
+    def _ended(self, one: _Running, error: Exception) -> Event:
+        counts, most = (self.stalls, STALL_RETRIES) if one.stalled else (self.deaths, self.retries)
+        counts[one.task] += 1
+        again = counts[one.task] <= most
+        if again:
+            self.waiting.appendleft(one.task)
+        how = f"no progress for {self.stall_timeout:g} s" if one.stalled else _described(error)
+        return Event(one.task, "died" if again else "lost", how)
+
+
+class _Board:
+    """An actor with the progress reports that the driver has not taken yet."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[tuple[int, int], Any]] = []
+
+    def report(self, name: tuple[int, int], value: Any) -> None:
+        self.reports.append((name, value))
+
+    def take(self) -> list[tuple[tuple[int, int], Any]]:
+        reports, self.reports = self.reports, []
+        return reports
+
+
+def _work(
+    board: Any, name: tuple[int, int], function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[str, Any]:
+    """A Ray task: returns ("done", result) or ("failed", Failure)."""
+    ray = import_module("ray")
+    last = board.report.remote(name, None)  # the task has started
+
+    def report(value: Any) -> None:
+        nonlocal last
+        last = board.report.remote(name, value)
+
+    answer: tuple[str, Any]
+    try:
+        answer = ("done", function(*arguments, report))
+    except Exception as error:
+        answer = ("failed", failure_of(error))
+    ray.get(last)  # calls of one caller are executed in order, so all reports have arrived
+    return answer
+
+
+def _described(error: Exception) -> str:
+    name = type(error).__name__
+    known = {
+        "OutOfMemoryError": "killed because the machine was out of memory; use fewer workers",
+        "WorkerCrashedError": "the worker process died, perhaps out of memory",
+        "NodeDiedError": "the machine was lost",
+    }
+    return known.get(name, f"{name}: {' '.join(str(error).split())[:200]}")

@@ -1,0 +1,100 @@
+"""reshard on Ray: a cluster of one machine, whose workers and nodes are killed."""
+
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sa1b.workers import Event
+from tests.cli.verb import runner
+from tests.ingest.test_links import contents
+from tests.processes import REPOSITORY
+from tests.shards import tiny
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+reshard = runner("reshard")
+SOURCES = 6
+
+
+@pytest.fixture
+def downloads(tmp_path: Path) -> Path:
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    for number in range(SOURCES):
+        tiny.make_tar(folder / f"sa_00000{number}.tar", range(100 * number, 100 * number + 3))
+    return folder
+
+
+def events_of(script: str, folder: Path) -> list[Event]:
+    """The events of a call of supervise in a new process, which has a cluster of its own."""
+    program = f"""
+import pickle, sys
+from sa1b.cluster.ray_tasks import cluster, supervise
+from tests.cluster import ray_work
+with cluster(None, 2) as workers:
+    found = list({script})
+pickle.dump(found, open("events", "wb"))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return pickle.loads((folder / "events").read_bytes())
+
+
+def kinds(events: list[Event], task: int) -> list[str]:
+    return [event.kind for event in events if event.task == task]
+
+
+def test_events_are_those_of_processes(tmp_path: Path) -> None:
+    tasks = [
+        "(ray_work.count, 50)",
+        "(ray_work.fail,)",
+        "(ray_work.die_until, Path('twice'), 2)",
+        "(ray_work.die_until, Path('always'), 100)",
+        "(ray_work.stall_once, Path('stalled'))",
+    ]
+    (tmp_path / "x").mkdir()
+    script = (
+        "supervise(ray_work.call, ["
+        + ", ".join(task.replace("Path('", f"Path('{tmp_path}/x/") for task in tasks)
+        + "], workers=workers, retries=2, stall_timeout=5)"
+    )
+    events = events_of(script.replace("Path(", "__import__('pathlib').Path("), tmp_path)
+    assert [event.value for event in events if event.task == 0] == [*range(50), 50]
+    assert kinds(events, 0) == ["progress"] * 50 + ["done"]
+    (failed,) = [event.value for event in events if event.task == 1]
+    assert (failed.kind, failed.message, failed.expected) == ("ValueError", "no", False)
+    without = lambda task: [kind for kind in kinds(events, task) if kind != "progress"]  # noqa: E731
+    assert without(2) == ["died", "died", "done"]
+    assert without(3) == ["died", "died", "lost"]
+    assert without(4) == ["died", "done"]
+    assert "worker process died" in next(event.value for event in events if event.kind == "lost")
+    assert "no progress for 5 s" in next(
+        event.value for event in events if (event.task, event.kind) == (4, "died")
+    )
+
+
+def test_a_run_on_ray_makes_the_dataset_of_a_local_run(tmp_path: Path, downloads: Path) -> None:
+    done = reshard(downloads, "--out", tmp_path / "root", "--engine", "ray", "--workers", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["done"]) == SOURCES
+    assert reshard(downloads, "--out", tmp_path / "local").returncode == 0
+    assert contents(tmp_path / "root") == contents(tmp_path / "local")
+
+
+def test_wrong_flags(tmp_path: Path, downloads: Path) -> None:
+    done = reshard(downloads, "--out", tmp_path / "root", "--address", "auto")
+    assert done.returncode == 2
+    assert "--address auto: is for --engine ray" in done.stderr
