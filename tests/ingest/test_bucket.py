@@ -286,7 +286,7 @@ class _Unavailable(BucketStore):
 class _Denied(BucketStore):
     """A store that can only be read."""
 
-    def _put_absent(self, name: str, data: bytes) -> bool:
+    def put_if_absent(self, name: str, data: bytes) -> bool:
         raise DeniedError(f"{self.url(name)}: denied", url=self.url(name))
 
     def put(self, name: str, data: bytes) -> None:
