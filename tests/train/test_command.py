@@ -161,7 +161,7 @@ def test_the_learning_rate_is_said_before_there_is_a_progress_bar(root: Path, tm
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--data.root", "nowhere"), "--data.root: nowhere/dataset.json: not there"),
+        (("--data.root", "nowhere"), "--data.root: nowhere: no dataset there"),
         (("--data.view", "nosuch"), "--data.view: "),
         (
             ("--out", "/proc/nosuch"),
