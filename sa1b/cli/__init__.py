@@ -8,6 +8,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import NoReturn
 
 from sa1b import __version__
@@ -25,7 +26,10 @@ VERBS = (
     "slurm",
     "index",
     "export",
+    "copy",
 )  # in the order of use
+
+_MODULES = {"copy": "copy_dataset"}  # verbs that are modules of the standard library too
 
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
@@ -52,9 +56,10 @@ Train
 On a cluster
   slurm       print a job script            sa1b slurm reshard downloads --out shards > job.sh
 
-Repair and export
+Repair, export and copy
   index       rebuild indexes and tables    sa1b index shards
   export      write source tars             sa1b export shards --to sa1b --out tars
+  copy        copy to or from a bucket      sa1b copy shards s3://BUCKET/shards
 
 sa1b --version prints the version. "python -m sa1b" is the same command.
 """
@@ -85,6 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     end(2, f"error: {first}: no such verb of sa1b; {advice}\n", sys.stderr)
 
 
+def module_of(verb: str) -> ModuleType:
+    """The module of a verb other than train."""
+    return import_module(f"sa1b.cli.{_MODULES.get(verb, verb)}")
+
+
 def _run(verb: str, arguments: list[str]) -> NoReturn:
     if verb == "train":
         end_at_interrupt()
@@ -92,6 +102,6 @@ def _run(verb: str, arguments: list[str]) -> NoReturn:
 
         train.exit_at_once(train.main(arguments=arguments, prog=command("train")))
     with loading():
-        module = import_module(f"sa1b.cli.{verb}")
+        module = module_of(verb)
     forwards = verb == "slurm"
     run(module.main, module.__doc__, arguments=arguments, prog=command(verb), forwards=forwards)

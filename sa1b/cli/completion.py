@@ -6,9 +6,9 @@ The script contains all verbs and flags, so that completion imports neither this
 import io
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
-from importlib import import_module
 from pathlib import Path
 
+from sa1b.cli import module_of
 from sa1b.console import loading, usage_errors
 from sa1b.errors import UsageError
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], verbs: Sequence[str]) -> int:
         raise UsageError(f"{flag} {values[0]}: the path is missing; add the path of the file to write")
     with loading():
         from sa1b.engine.presets import PRESETS
-    callables = {verb: import_module(f"sa1b.cli.{verb}").main for verb in verbs if verb != "train"}
+    callables = {verb: module_of(verb).main for verb in verbs if verb != "train"}
     if "train" in verbs:
         callables["train"] = type(next(iter(PRESETS.values())))  # the fields of the settings are the flags
     only = (tyro.conf.FlagCreatePairsOff,)

@@ -18,7 +18,7 @@ from sa1b.errors import UsageError
 
 
 def main(
-    root: Annotated[Positional[Path], tyro.conf.arg(metavar="ROOT")],
+    root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     /,
     to: Literal["sa1b"],
     out: Path,
@@ -37,7 +37,7 @@ def main(
     complete tars are recorded in OUT/.export.json and skipped.
 
     Args:
-        root: Dataset directory that `sa1b reshard` made without --image-size.
+        root: Dataset directory that `sa1b reshard` made without --image-size: a folder or a URL.
         to: Format of the export; sa1b writes tars like the download.
         out: Folder for the tars; created if it is missing.
         images_per_tar: Split each source into tars of this many images, <source>-0000.tar, ...

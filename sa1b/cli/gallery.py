@@ -19,7 +19,7 @@ from sa1b.errors import UsageError
 
 
 def main(
-    source: Annotated[Positional[Path], tyro.conf.arg(metavar="ROOT|SHARD.tar|SOURCE.tar")],
+    source: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT|SHARD.tar|SOURCE.tar")],
     /,
     ids: Annotated[
         UseAppendAction[tuple[tuple[int, ...], ...]], tyro.conf.arg(name="id", metavar="N ...")
@@ -39,8 +39,9 @@ def main(
     """Show images with their masks, and distributions over the input, on one HTML page.
 
     Args:
-        source: Dataset directory that `sa1b reshard` made, a shard, a source tar (gzip or plain), or a folder
-            of extracted pairs or of tars. If the shards have indexes, only the chosen images are read.
+        source: Dataset directory that `sa1b reshard` made (a folder or a URL), a shard, a source tar (gzip or
+            plain), or a folder of extracted pairs or of tars. If the shards have indexes, only the chosen
+            images are read.
         ids: Show these images instead of a sample.
         count: Images to show, 1 to 100: a uniform sample of the input. A source and its shards give the same
             sample.

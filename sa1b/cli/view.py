@@ -42,7 +42,7 @@ def main(
     its order, and the same command gives another view.
 
     Args:
-        root: Dataset directory that `sa1b reshard` made; with --out it may be read-only, or a URL.
+        root: Dataset directory that `sa1b reshard` made: a folder or a URL. With --out it may be read-only.
         masks_where: Condition on masks. Fields: area, area_fraction (of the image), bbox_x, bbox_y,
             bbox_width, bbox_height, predicted_iou, stability_score, point_x, point_y, crop_x, crop_y,
             crop_width, crop_height, runs_count, mask_id, and the image's width and height.

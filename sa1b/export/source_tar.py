@@ -50,12 +50,12 @@ def partial_path(path: Path) -> Path:
 
 
 def write_source_tar(
-    root: Path, path: Path, rows: Rows, plain: bool, report: Callable[[int], object]
+    root: Path | str, path: Path, rows: Rows, plain: bool, report: Callable[[int], object]
 ) -> Written:
     """Write one tar and commit it when it is complete. Memory: one image.
 
     Args:
-        root: dataset directory.
+        root: folder or URL of the dataset directory.
         path: final path of the tar.
         rows: rows of the sample table, int64 [N], in the order of the tar.
         plain: write a plain tar instead of gzip.

@@ -85,7 +85,7 @@ class ExportSummary:
 
 
 def export_sa1b(
-    root: Path,
+    root: Path | str,
     out: Path,
     *,
     images_per_tar: int | None = None,
@@ -101,7 +101,7 @@ def export_sa1b(
     Memory: one image for each worker. A tar with a damaged sample is left out, and the others are written.
 
     Args:
-        root: dataset directory.
+        root: folder or URL of the dataset directory.
         out: folder for the tars; created if it is missing.
         images_per_tar: split a source into tars of this many images, `<source>-0000.tar`, ...; None: one tar
             for each source.
@@ -159,7 +159,7 @@ def export_sa1b(
 
 
 def _run(
-    tasks: list[tuple[Path, Path, Rows, bool]],
+    tasks: list[tuple[Path | str, Path, Rows, bool]],
     workers: int,
     record: ExportRecord,
     summary: ExportSummary,
@@ -187,7 +187,7 @@ def _run(
             partial_path(path).unlink(missing_ok=True)
 
 
-def _here(tasks: list[tuple[Path, Path, Rows, bool]], progress: Bar) -> Generator[Event, None, None]:
+def _here(tasks: list[tuple[Path | str, Path, Rows, bool]], progress: Bar) -> Generator[Event, None, None]:
     """The events of `supervise`, with the work done in this process."""
     for number, task in enumerate(tasks):
         try:

@@ -22,12 +22,15 @@ from sa1b.gallery.selection import Choice, Exhibit, Gathered, Skipped
 from sa1b.names import image_name
 from sa1b.progress import Bar
 from sa1b.shards import manifest
+from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
+from sa1b.shards.index_reader import index_file
 from sa1b.shards.sample_read import location_in_shard, submit
 from sa1b.shards.shard import index_path
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
 from sa1b.sources.tar_reader import is_tar
+from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader
 
 SURVEYED_SHARDS = 64
@@ -36,11 +39,11 @@ _LOCATIONS = ("jpg_offset", "jpg_bytes", "jpg_crc32c", "masks_offset", "masks_by
 _NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
 
 
-def gather(path: Path, choice: Choice, progress: Bar, *, survey_all: bool = False) -> Gathered:
+def gather(path: Path | str, choice: Choice, progress: Bar, *, survey_all: bool = False) -> Gathered:
     """Read an input.
 
     Args:
-        path: dataset directory, shard, source tar, folder of pairs or of tars.
+        path: dataset directory (also a URL), shard, source tar, folder of pairs or of tars.
         choice: the images to show.
         progress: bar of bytes; this function sets its total.
         survey_all: read the indexes of all shards of a dataset directory.
@@ -50,10 +53,11 @@ def gather(path: Path, choice: Choice, progress: Bar, *, survey_all: bool = Fals
         UsageError: the input does not contain a requested image, or `choice.images` is set and the input is
             not a dataset directory.
     """
+    root, path = path, Path(path)
     if path.name == manifest.DATASET:
-        raise manifest.no_dataset(path)
-    if is_dataset(path):
-        gathered = _dataset(path, choice, progress, survey_all)
+        raise manifest.no_dataset(root)
+    if is_dataset(root):
+        gathered = _dataset(root, choice, progress, survey_all)
     elif choice.images is not None:
         raise UsageError(f"{path}: not a dataset directory; pass one, or omit --view and --warnings")
     elif path.is_file() and index_path(path).exists():
@@ -69,13 +73,16 @@ def gather(path: Path, choice: Choice, progress: Bar, *, survey_all: bool = Fals
         listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
         part = ", or not in the chosen part of it" if choice.images is not None else ""
         raise UsageError(
-            f"--id {listed}: not in {path}{part}; choose other ids, the input has {gathered.images:,} images"
+            f"--id {listed}: not in {root}{part}; choose other ids, the input has {gathered.images:,} images"
         )
     return gathered
 
 
-def is_dataset(path: Path) -> bool:
-    """Whether a path is a dataset directory, complete or not."""
+def is_dataset(path: Path | str) -> bool:
+    """Whether a path is a dataset directory, complete or not. A URL is always taken for one."""
+    if "://" in str(path):
+        return True
+    path = Path(path)
     return path.is_dir() and ((path / manifest.DATASET).exists() or (path / manifest.TASKS).is_dir())
 
 
@@ -94,14 +101,14 @@ def _advance(progress: Bar) -> Callable[[int], None]:
     return advance
 
 
-def _dataset(root: Path, choice: Choice, progress: Bar, survey_all: bool) -> Gathered:
+def _dataset(root: Path | str, choice: Choice, progress: Bar, survey_all: bool) -> Gathered:
     dataset = Dataset(root)
     table, document = dataset.table, dataset.manifest
     totals, options = document["totals"], document["options"]
     part = np.arange(len(table)) if choice.images is None else _rows(table.image_id, choice.images)
     if not len(part):
         raise UsageError(f"{root}: contains none of the chosen images; omit --view or --warnings")
-    gathered = Gathered("Dataset directory", root.resolve().name, known_images=len(part), part_noun="shard")
+    gathered = Gathered("Dataset directory", _last_part(root), known_images=len(part), part_noun="shard")
     ids = table.image_id[part]
     rows = part[choice.best(ids)]
     gathered.found = set(table.image_id[rows].tolist())
@@ -117,7 +124,7 @@ def _dataset(root: Path, choice: Choice, progress: Bar, survey_all: bool) -> Gat
     progress.total = sum(int(infos[shard]["index_bytes"]) for shard in shards.tolist())
     keep = None if choice.images is None else ids
     for shard in shards.tolist():
-        _survey(root / dataset.shards[shard], gathered.survey, keep)
+        _survey(dataset.reader, dataset.shards[shard], gathered.survey, keep)
         progress.update(int(infos[shard]["index_bytes"]))
 
     gathered.parts = [
@@ -134,6 +141,10 @@ def _dataset(root: Path, choice: Choice, progress: Bar, survey_all: bool) -> Gat
     kept = totals.get("warnings", totals.get("doubtful", 0))
     gathered.facts.append(("Quarantined; kept with warnings", f"{totals['refused']:,}; {kept:,}"))
     return gathered
+
+
+def _last_part(root: Path | str) -> str:
+    return str(root).rstrip("/").rpartition("/")[2] if "://" in str(root) else Path(root).resolve().name
 
 
 def _rows(known: npt.NDArray[np.uint64], ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
@@ -154,18 +165,19 @@ def _read_rows(dataset: Dataset, rows: npt.NDArray[np.int64], skipped: Skipped) 
         yield Exhibit(sample.jpeg, sample.annotations, sample.shard)
 
 
-def _survey(shard: Path, survey: Survey, keep: npt.NDArray[np.uint64] | None) -> None:
+def _survey(reader: Reader, shard: str, survey: Survey, keep: npt.NDArray[np.uint64] | None) -> None:
     """Count the images of a shard from its index.
 
     Args:
-        shard: path of the shard.
+        reader: reads the folder of the shard.
+        shard: name of the shard.
         survey: receives the counts.
         keep: ids of the images to count, uint64 [N]; None: all.
 
     Raises:
         ShardError: the index is missing or damaged.
     """
-    for batch in _batches(shard, ("image_id", "width", "height", *_NUMBERS)):
+    for batch in _batches(reader, shard, ("image_id", "width", "height", *_NUMBERS)):
         if keep is not None:
             rows = batch.filter(pa.array(np.isin(batch["image_id"].to_numpy(), keep)))
         else:
@@ -175,12 +187,13 @@ def _survey(shard: Path, survey: Survey, keep: npt.NDArray[np.uint64] | None) ->
         survey.add(rows["width"].to_numpy(), rows["height"].to_numpy(), counts.astype(np.int64), **flat)
 
 
-def _batches(shard: Path, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
-    index = index_path(shard)
+def _batches(reader: Reader, shard: str, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    name = shard_files(shard)[1]
+    index = reader.url(name)
     try:
-        with pq.ParquetFile(index) as file:
+        with pq.ParquetFile(index_file(reader, name), pre_buffer=True) as file:
             yield from file.iter_batches(_BATCH_IMAGES, columns=list(columns))
-    except FileNotFoundError:
+    except (FileNotFoundError, MissingError):
         raise ShardError(f"{index}: missing; run `{command('index')}` to rebuild it from the tar") from None
     except (pa.ArrowException, KeyError) as error:
         raise ShardError(f"{index}: {error}; run `{command('index')}` to rebuild it from the tar") from None
@@ -191,8 +204,10 @@ def _indexed_shard(shard: Path, choice: Choice, progress: Bar) -> Gathered:
     index_bytes = index_path(shard).stat().st_size
     progress.total = index_bytes
     gathered = Gathered("Shard", shard.name)
-    _survey(shard, gathered.survey, None)
-    tables = [pa.Table.from_batches([batch]) for batch in _batches(shard, ("image_id", *_LOCATIONS))]
+    reader = Reader(shard.parent)
+    _survey(reader, shard.name, gathered.survey, None)
+    batches = _batches(reader, shard.name, ("image_id", *_LOCATIONS))
+    tables = [pa.Table.from_batches([batch]) for batch in batches]
     located = pa.concat_tables(tables) if tables else pa.table({"image_id": pa.array([], pa.uint64())})
     ids = located["image_id"].to_numpy()
     best = choice.best(ids)

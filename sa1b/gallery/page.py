@@ -41,7 +41,7 @@ _SIZES_LISTED = 3
 
 
 def write_gallery(
-    path: Path,
+    path: Path | str,
     out: Path,
     choice: Choice,
     *,
@@ -58,7 +58,7 @@ def write_gallery(
     """Write the gallery of an input; the same input and options give the same bytes.
 
     Args:
-        path: dataset directory, shard, source tar, folder of pairs or of tars.
+        path: dataset directory (also a URL), shard, source tar, folder of pairs or of tars.
         out: path of the page. A page of the same input is replaced.
         choice: the images to show.
         sort: order of the images, one of SORTS.

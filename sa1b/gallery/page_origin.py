@@ -9,16 +9,17 @@ from sa1b.errors import UsageError
 _HEAD = 4096  # bytes; the mark is in the first lines of a page
 
 
-def origin_mark(source: Path, out: Path) -> str:
+def origin_mark(source: Path | str, out: Path) -> str:
     """The mark in the head of a page: a digest of the path of its input, relative to the page's folder.
 
     The path itself may contain private names, and pages are sent to others.
     """
-    relative = os.path.relpath(source.resolve(), out.resolve().parent)
+    is_url = "://" in str(source)
+    relative = str(source) if is_url else os.path.relpath(Path(source).resolve(), out.resolve().parent)
     return f"sa1b gallery {hashlib.sha256(os.fsencode(relative)).hexdigest()[:16]}"
 
 
-def check_replaceable(source: Path, out: Path, *, overwrite: bool) -> None:
+def check_replaceable(source: Path | str, out: Path, *, overwrite: bool) -> None:
     """Refuse to replace a file that is not a gallery page of the same input.
 
     Raises:
@@ -27,7 +28,7 @@ def check_replaceable(source: Path, out: Path, *, overwrite: bool) -> None:
     """
     if out.is_dir():
         raise UsageError(f"--out {out}: is a folder; pass the path of a file")
-    if out.exists() and out.samefile(source):
+    if "://" not in str(source) and out.exists() and out.samefile(source):
         raise UsageError(f"--out {out}: is the input; choose another --out")
     if overwrite:
         return

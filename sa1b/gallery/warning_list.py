@@ -1,14 +1,13 @@
 """The images that ingest kept with warnings, by image; see sa1b.shards.warning_list."""
 
-from pathlib import Path
-
 from sa1b.errors import UsageError
 from sa1b.shards import warning_list
+from sa1b.storage.store import Root
 
 Warnings = dict[int, list[tuple[str, str]]]  # image id -> reasons with their messages
 
 
-def read_warnings(root: Path) -> Warnings:
+def read_warnings(root: Root) -> Warnings:
     """All warnings of a dataset directory, by image.
 
     Raises:

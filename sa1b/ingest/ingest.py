@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from sa1b.errors import OutOfMemoryError, SourceError, SystematicError
 from sa1b.ingest.source_pass import Counts, Policy, SourcePass
-from sa1b.ingest.staging import make_staging, remove_staging
 from sa1b.shards.commit import check_clash, commit_quarantine, commit_task
 from sa1b.shards.manifest import PARTIAL, Options, Task, task_name
+from sa1b.shards.staging import make_staging, remove_staging
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.store import Root, open_store

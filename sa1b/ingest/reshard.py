@@ -24,11 +24,11 @@ from sa1b.ingest.admission import (
 )
 from sa1b.ingest.finish import finish, read_failed, record_expected, record_failure
 from sa1b.ingest.ingest import Counts, Policy
-from sa1b.ingest.staging import remove_leftovers, remove_local_leftovers
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Outcome, Run, is_unchanged, work_on
 from sa1b.progress import bar
 from sa1b.shards.manifest import PARTIAL, Options, Task, read_tasks, task_name
+from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.sources.remote_sources import named_links, remote_sources
 from sa1b.sources.source import Source, digest_of_source, read_checklist
 from sa1b.storage.claim import observe

@@ -11,9 +11,9 @@ from typing import Literal
 from sa1b.errors import LockedError, SourceError
 from sa1b.ingest.finish import record_failure
 from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
-from sa1b.ingest.staging import remove_staging_of
 from sa1b.shards.commit import abort_uploads, shard_files
 from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
+from sa1b.shards.staging import remove_staging_of
 from sa1b.sources.link_list import Link
 from sa1b.sources.source import Source, digest_of_source
 from sa1b.storage.claim import TIMEOUT, Claim, holder

@@ -7,9 +7,7 @@ lists it. A process that dies at any point leaves a directory that readers can o
 
 import contextlib
 import hashlib
-import logging
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
@@ -36,12 +34,10 @@ from sa1b.shards.manifest import (
 from sa1b.shards.sample_table import SampleTable, encode, open_table, read_facts, write_table
 from sa1b.shards.shard import index_path
 from sa1b.storage.atomic import flush, naming_path
-from sa1b.storage.claim import Claim, holder
+from sa1b.storage.claim import exclusive
 from sa1b.storage.store import Root, Store, each, open_store, temporary_path
 
 _DATASET_CLAIM = ".dataset.claim"  # the process that writes dataset.json now
-_POLL, _QUIET = 0.2, 5.0  # seconds between two checks, and before a wait is reported
-_LOG = logging.getLogger(__name__)
 _COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
 
 
@@ -58,7 +54,7 @@ def commit_task(task: Task, staged: Path, root: Root, progress: Callable[[int], 
         progress: during an upload to a bucket, called with the number of bytes whenever some are stored.
     """
     store = open_store(root)
-    rows = _rows_of_indexes([index_path(staged / shard.name) for shard in task.shards])
+    rows = rows_of_indexes([index_path(staged / shard.name) for shard in task.shards])
     task = replace(task, samples={"bytes": len(rows), "sha256": _sha256(rows)})
     _withdraw(task, store)
     store.remove(task_name(task.name))
@@ -139,18 +135,7 @@ def _clash_message(image_id: int, source: str, owner: str) -> str:
 def dataset_claim(root: Root) -> Iterator[None]:
     """Become the only process that writes dataset.json; wait for another one to end."""
     store = open_store(root)
-    began = time.monotonic()
-    told = False
-    while (claim := Claim.take(store, _DATASET_CLAIM)) is None:
-        time.sleep(_POLL)
-        if not told and time.monotonic() - began > _QUIET:
-            told = True
-            found = holder(store, _DATASET_CLAIM)
-            path = store.url(_DATASET_CLAIM)
-            terms = path if found is None else found.terms(path)
-            other = found or "another process"
-            _LOG.warning("waiting for %s, which writes %s (%s)", other, store.url(DATASET), terms)
-    with claim:
+    with exclusive(store, _DATASET_CLAIM, store.url(DATASET)):
         store.abort_uploads(_is_table)  # of a process that was killed
         yield
 
@@ -238,7 +223,7 @@ def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
             if {"bytes": facts.bytes, "sha256": facts.sha256} == task.samples:
                 return task, open_table(path)
     with store.files(*(shard_files(shard.name)[1] for shard in task.shards)) as indexes:
-        rows = _rows_of_indexes(indexes)
+        rows = rows_of_indexes(indexes)
     store.put(name, rows)
     samples = {"bytes": len(rows), "sha256": _sha256(rows)}
     if task.samples != samples:
@@ -327,7 +312,7 @@ def _is_table(name: str) -> bool:
     return name == OLD_SAMPLES or (name.startswith("samples-") and name.endswith(".bin"))
 
 
-def _rows_of_indexes(indexes: Sequence[Path]) -> bytes:
+def rows_of_indexes(indexes: Sequence[Path]) -> bytes:
     """The bytes of a source's sample table, from the indexes of its shards in their order."""
     read = [pq.read_table(path, columns=_COLUMNS) for path in indexes]
     rows = pa.concat_tables(read)

@@ -1,5 +1,6 @@
 """A shard index read back, one row group in memory at a time."""
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.shards.index import schema
+from sa1b.storage.reader import Reader
 
 UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError)
 
@@ -25,6 +27,45 @@ class MemberLocation:
     offset: int
     bytes: int
     crc32c: int
+
+
+def index_file(reader: Reader, name: str) -> Any:
+    """What pyarrow opens an index from: its path or, of a URL, a file that reads the ranges it needs.
+
+    The ranges of a URL are not verified, because an index has one digest for the whole file.
+
+    Raises:
+        sa1b.storage.errors.StorageError: the URL cannot be read; also during reads.
+    """
+    return reader.url(name) if reader.is_local else pa.PythonFile(_RangeFile(reader, name), mode="r")
+
+
+class _RangeFile(io.RawIOBase):
+    """An object of a URL as a file."""
+
+    def __init__(self, reader: Reader, name: str) -> None:
+        super().__init__()
+        self._reader, self._name, self._size, self._at = reader, name, reader.size(name), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        length = left if size is None or size < 0 else min(size, left)
+        data = self._reader.read_range(self._name, self._at, length)
+        self._at += length
+        return data
 
 
 class IndexReader:

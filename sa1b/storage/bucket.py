@@ -68,6 +68,10 @@ class BucketStore(Store):
         self._requests = BucketRequests(self.root, options, retry_policy)
         self._conditions = Conditions(self._requests)
 
+    @property
+    def reader(self) -> Reader:
+        return self._reader
+
     def close(self) -> None:
         """Close the connections of this process. A later request opens new ones."""
         self._requests.reader.close()

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from sa1b.errors import LockedError
 from sa1b.storage.atomic import commit, lock
-from sa1b.storage.errors import DamageError, StorageError
-from sa1b.storage.reader import PIECE, Reader, pieces_of
+from sa1b.storage.errors import StorageError
+from sa1b.storage.fetch import fetch
+from sa1b.storage.reader import Reader
 
 _PARTIAL = ".partial"
-_PREFETCH = 8  # pieces in memory: 64 MiB
 
 
 def default_folder() -> Path:
@@ -88,32 +88,7 @@ def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) ->
     partial = folder / _PARTIAL
     try:
         with _naming(partial), partial.open("w+b") as file:
-            size = reader.size(name)
-            sha256 = hashlib.sha256()
-            for data in reader.read_ranges(pieces_of(name, size), prefetch=_PREFETCH):
-                file.write(data)
-                sha256.update(data)
-            found = sha256.hexdigest()
-            if found != digest:
-                # The damage is in the store or in transit: accept a piece once two reads of it agree.
-                sha256 = hashlib.sha256()
-                for start in range(0, size, PIECE):
-                    file.seek(start)
-                    data = file.read(PIECE)
-                    data = reader.read_agreed(name, start, len(data), data)
-                    file.seek(start)
-                    file.write(data)
-                    sha256.update(data)
-                found = sha256.hexdigest()
-            if found != digest:
-                raise DamageError(
-                    f"{reader.url(name)}: sha256 {found}, {digest} expected; restore the file "
-                    "from a copy, or open the dataset again if it was replaced",
-                    url=reader.url(name),
-                    length=size,
-                    expected=digest,
-                    found=found,
-                )
+            fetch(reader, name, digest, file)
             file.flush()
             os.fsync(file.fileno())
         commit(partial, final)

@@ -16,12 +16,14 @@ correct in any order.
 
 import contextlib
 import json
+import logging
 import math
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -35,7 +37,9 @@ ENDING = ".claim"
 TIMEOUT = 120.0  # seconds without a heartbeat
 _BEATS = 6  # heartbeats in a timeout
 _CLOCKS = 1.0  # seconds by which two readings of a file server's clock may differ
+_POLL, _QUIET = 0.2, 5.0  # seconds between two checks, and before a wait is reported
 LONGEST = 1e6  # seconds; a longer timeout is a mistake
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,29 @@ class Claim:
             # A missing claim or a temporary error of the store is ignored here; `check` detects a lost claim.
             with contextlib.suppress(OSError, StorageError):
                 self._store.renew(self.name, self._data)
+
+
+@contextlib.contextmanager
+def exclusive(store: Store, name: str, written: str) -> Iterator[None]:
+    """Hold a claim; wait for another process to release it.
+
+    Args:
+        name: name of the claim.
+        written: what the holder writes, for the message of a long wait.
+    """
+    began = time.monotonic()
+    told = False
+    while (claim := Claim.take(store, name)) is None:
+        time.sleep(_POLL)
+        if not told and time.monotonic() - began > _QUIET:
+            told = True
+            found = holder(store, name)
+            path = store.url(name)
+            terms = path if found is None else found.terms(path)
+            other = found or "another process"
+            _LOG.warning("waiting for %s, which writes %s (%s)", other, written, terms)
+    with claim:
+        yield
 
 
 def holder(store: Store, name: str) -> Holder | None:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from sa1b.storage.atomic import commit, flush, naming_final, write_whole
 from sa1b.storage.objects import Upload
 from sa1b.storage.processes import this_process
+from sa1b.storage.reader import Reader
 
 
 class Store(ABC):
@@ -42,6 +43,11 @@ class Store(ABC):
 
     def __str__(self) -> str:
         return self.root
+
+    @property
+    @abstractmethod
+    def reader(self) -> Reader:
+        """Verified reads of ranges of the objects."""
 
     def url(self, name: str) -> str:
         """The path or URL of an object."""
@@ -182,6 +188,10 @@ class FolderStore(Store):
     def __init__(self, root: Path) -> None:
         self.folder = self.scratch = root
         self.root = os.fspath(root)
+
+    @property
+    def reader(self) -> Reader:
+        return Reader(self.folder)  # a new one, because a reader keeps files open that may be replaced
 
     def path(self, name: str) -> Path:
         """The path of an object."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,11 @@ import pyarrow.parquet as pq
 from sa1b.console import command
 from sa1b.errors import ShardError
 from sa1b.progress import bar
+from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.index_reader import UNREADABLE
-from sa1b.shards.shard import index_path
+from sa1b.shards.index_reader import UNREADABLE, index_file
+from sa1b.storage.errors import MissingError
+from sa1b.storage.reader import Reader
 from sa1b.views.predicate import MASK_FIELDS, Predicate, mask_values
 
 _IN_FLIGHT = 4  # index files waiting for each thread
@@ -63,8 +64,8 @@ def scan(
         with bar(len(shards), "view", "shard", quiet) as progress:
             while True:
                 for shard in islice(waiting, _IN_FLIGHT * workers - len(running)):
-                    path = index_path(Path(dataset.root) / dataset.shards[shard])
-                    running.add(pool.submit(_part, path, masks_where, images_where))
+                    name = shard_files(dataset.shards[shard])[1]
+                    running.add(pool.submit(_part, dataset.reader, name, masks_where, images_where))
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -75,7 +76,9 @@ def scan(
         pool.shutdown(cancel_futures=True)
 
 
-def _part(path: Path, masks_where: Predicate | None, images_where: Predicate | None) -> ShardPart:
+def _part(
+    reader: Reader, name: str, masks_where: Predicate | None, images_where: Predicate | None
+) -> ShardPart:
     """Evaluate the conditions over one index file."""
     images = images_where.fields - {"masks"} if images_where is not None else frozenset()
     fields = masks_where.fields if masks_where is not None else frozenset()
@@ -84,7 +87,8 @@ def _part(path: Path, masks_where: Predicate | None, images_where: Predicate | N
         per_image |= {"width", "height"}
     per_mask = {MASK_FIELDS[name][0] for name in fields} - {"width", "height"} or {"runs_count"}
     try:
-        table = pq.read_table(path, columns=sorted(per_image | per_mask), use_threads=False)
+        with pq.ParquetFile(index_file(reader, name), pre_buffer=True) as file:
+            table = file.read(sorted(per_image | per_mask), use_threads=False)
         columns = {name: table[name].to_numpy() for name in per_image}
         lists = {name: table[name].combine_chunks() for name in per_mask}
         if any(isinstance(column, pa.ChunkedArray) for column in lists.values()):
@@ -100,9 +104,9 @@ def _part(path: Path, masks_where: Predicate | None, images_where: Predicate | N
             passed = np.concatenate([[0], np.cumsum(masks_where(mask_values(fields, column)))])
             ends = np.cumsum(counts)
             left = passed[ends] - passed[ends - counts]
-    except UNREADABLE as error:
+    except (*UNREADABLE, MissingError) as error:
         raise ShardError(
-            f"{path}: {error}; `{command('verify')}` lists the damage, "
+            f"{reader.url(name)}: {error}; `{command('verify')}` lists the damage, "
             f"`{command('index')}` rebuilds the index"
         ) from None
     passes = np.ones(len(counts), np.bool_)

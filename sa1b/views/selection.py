@@ -18,14 +18,15 @@ import numpy.typing as npt
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
 from sa1b.hashing import Purpose, random_words
+from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import no_dataset
-from sa1b.shards.shard import index_path
+from sa1b.storage.store import open_store
 from sa1b.views.index_scan import scan
 from sa1b.views.predicate import image_predicate, mask_predicate
 from sa1b.views.view import View, write_view
-from sa1b.views.view_document import check_free, check_name, document_path, views_at
+from sa1b.views.view_document import check_free, check_name, document_path, view_target
 
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _COUNTS = ("masks", "of_masks", "without_masks")
@@ -69,7 +70,7 @@ class Selected:
 
     Attributes:
         view: the images and their masks.
-        path: path of the view's document.
+        path: path or URL of the view's document.
         of_images: images in the dataset directory.
         masks, of_masks: masks of the view's images that pass the mask condition, and all their masks. None if
             not counted, because no condition needs the numbers.
@@ -81,7 +82,7 @@ class Selected:
     """
 
     view: View
-    path: Path
+    path: str
     of_images: int
     masks: int | None
     of_masks: int | None
@@ -101,7 +102,7 @@ class Selected:
             **({"missing_ids": self.missing.tolist()} if self.list_missing else {}),
             "digest": self.view.digest,
             "ids_sha256": self.view.ids_digest,
-            "path": str(self.path),
+            "path": self.path,
             "view": self.opens,
         }
 
@@ -138,8 +139,7 @@ def select(
 ) -> Selected:
     """Select images of a dataset directory and write the view; the directory itself is only read.
 
-    Conditions read only their columns of the index files. Without conditions only the sample table is read;
-    then the directory may be a URL if `out` is a local path.
+    Conditions read only their columns of the index files. Without conditions only the sample table is read.
 
     Args:
         name: readable alias of the view.
@@ -159,20 +159,14 @@ def select(
     low, high = _range(selection)
     if name is not None:
         check_name(name)
-    is_url = "://" in str(root)
-    if is_url and (out is None or scanned):
-        raise UsageError(
-            f"{root}: a URL is only read: pass --out, and select by --ids, --subset or --held-out; "
-            "conditions need the index files on this machine"
-        )
-    if not is_url and not Path(root).is_dir():
+    if "://" not in str(root) and not Path(root).is_dir():
         raise no_dataset(root)
     if out is not None and out.suffix != ".json" and out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder, or a path that ends with .json")
-    folder = Path(root)
+    store = open_store(root)
     dataset = Dataset(root)
     if scanned:  # the selection takes minutes, so a target that cannot be written is refused first
-        views = views_at(folder, out)
+        views = view_target(store, out).views()
         again = selection.flags(), dataset.table.ids_digest  # the view of an earlier, equal selection
         others = [view for view in views if (view.chosen_by, view.dataset.get("ids_sha256")) != again]
         check_free(others, out, name, None, overwrite=overwrite)
@@ -196,7 +190,7 @@ def select(
         _check_seen(dataset, wanted & ~seen)
     try:
         view = write_view(
-            folder,
+            store,
             dataset.table,
             np.flatnonzero(wanted).astype(np.uint32),
             masks_where=masks_where,
@@ -209,8 +203,8 @@ def select(
     except OSError as error:
         if out is not None or error.errno not in _READ_ONLY:
             raise
-        raise UsageError(f"{folder}: cannot be written ({error.strerror}); use --out PATH") from None
-    path = document_path(folder, out, view.digest)
+        raise UsageError(f"{store.root}: cannot be written ({error.strerror}); use --out PATH") from None
+    path = document_path(store, out, view.digest)
     return Selected(
         view,
         path,
@@ -219,14 +213,14 @@ def select(
         missing=missing,
         list_missing=selection.missing == "list",
         name=name,
-        opens=(name or view.digest) if out is None else str(path),
+        opens=(name or view.digest) if out is None else path,
     )
 
 
 def _check_seen(dataset: Dataset, missing: npt.NDArray[np.bool_]) -> None:
     if missing.any():
         row = int(missing.argmax())
-        path = index_path(Path(dataset.root) / dataset.shards[int(dataset.table.shard[row])])
+        path = dataset.reader.url(shard_files(dataset.shards[int(dataset.table.shard[row])])[1])
         raise ShardError(
             f"{path}: image {int(dataset.table.image_id[row])} is in samples.bin and not in this index; "
             f"`{command('index')}` rebuilds both"

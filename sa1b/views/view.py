@@ -22,10 +22,11 @@ import numpy.typing as npt
 from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.sample_table import SampleTable
-from sa1b.storage.atomic import lock, write_whole
 from sa1b.storage.cache import fetch_once
+from sa1b.storage.claim import exclusive
 from sa1b.storage.errors import DamageError, MissingError
 from sa1b.storage.reader import Reader
+from sa1b.storage.store import Root
 from sa1b.views.predicate import Predicate, PredicateError
 from sa1b.views.view_document import (
     PREFIX,
@@ -34,11 +35,10 @@ from sa1b.views.view_document import (
     check_free,
     check_name,
     document_at,
-    document_path,
     find,
     is_path,
     read_documents,
-    views_at,
+    view_target,
 )
 
 SHOWN_DIGEST = 12  # characters of a digest in a repr; `open_view` accepts this abbreviation
@@ -144,15 +144,10 @@ def open_view(
     if which is None or which == table.ids_digest:
         return whole(table)
     reader = root if isinstance(root, Reader) else Reader(root)
-    if isinstance(which, Path) or is_path(which):
-        source, document = document_at(str(which))
-    else:
-        source, documents = reader, read_documents(reader)
-        prefix = len(which) >= PREFIX and table.ids_digest.startswith(which)
-        known = {document.digest for document in documents if document.digest.startswith(which)}
-        if prefix and known <= {table.ids_digest} and not any(which in one.names for one in documents):
-            return whole(table)
-        document = find(documents, which, reader.root)
+    found = find_view(reader, table, which)
+    if found is None:
+        return whole(table)
+    source, document = found
     again = f"rebuild it: `{command('view')} {reader.root} {document.flags()}".rstrip() + "`"
     path = source.url(f"{document.stem}.json")
     try:
@@ -178,8 +173,24 @@ def open_view(
     return View(rows, document.images, document.digest, document.ids_sha256, table.digest, condition)
 
 
+def find_view(
+    reader: Reader, table: SampleTable, which: str | Path | None
+) -> tuple[Reader, ViewDocument] | None:
+    """The document of a view and the reader of its files; None: all images. The arguments of `open_view`."""
+    if which is None or which == table.ids_digest:
+        return None
+    if isinstance(which, Path) or is_path(which):
+        return document_at(str(which))
+    documents = read_documents(reader)
+    prefix = len(which) >= PREFIX and table.ids_digest.startswith(which)
+    known = {document.digest for document in documents if document.digest.startswith(which)}
+    if prefix and known <= {table.ids_digest} and not any(which in one.names for one in documents):
+        return None
+    return reader, find(documents, which, reader.root)
+
+
 def write_view(
-    root: Path,
+    root: Root,
     table: SampleTable,
     rows: npt.NDArray[np.uint32],
     *,
@@ -215,10 +226,10 @@ def write_view(
     row_bytes = np.ascontiguousarray(rows, "<u4").tobytes()
     ids_sha256 = ids_digest(ids)
     digest = view_digest(ids_sha256, masks_where)
-    final = document_path(root, out, digest)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with lock(final.parent, wait=True):  # only writers take this lock
-        others = views_at(root, out)
+    target = view_target(root, out)
+    store, final = target.store, target.document(digest)
+    with exclusive(store, target.claim, store.url(final)):  # writers only; readers take no claim
+        others = target.views()
         names = {one for other in others if other.digest == digest for one in other.names}
         check_free(others, out, name, digest, overwrite=overwrite)
         if name is not None:
@@ -234,14 +245,15 @@ def write_view(
             dataset={"images": len(table), "ids_sha256": table.ids_digest},
             counts=counts or {},
         )
-        write_whole(final.with_suffix(".ids"), ids.tobytes())
-        write_whole(final.with_suffix(".rows"), row_bytes)
-        write_whole(final, document.encode())
+        store.put(f"{final.removesuffix('.json')}.ids", ids.tobytes())
+        store.put(f"{final.removesuffix('.json')}.rows", row_bytes)
+        store.put(final, document.encode())
         for other in others:
-            if name in other.names and other.digest != digest and out != final:
+            if name in other.names and other.digest != digest and target.file is None:
                 left = replace(other, names=tuple(one for one in other.names if one != name))
-                write_whole(document_path(root, out, other.digest), left.encode())
-    return open_view(root, table, final.absolute(), check=False)
+                store.put(target.document(other.digest), left.encode())
+    which = digest if out is None else Path(store.url(final))
+    return open_view(store.reader, table, which, check=False)
 
 
 def _map(

@@ -18,6 +18,7 @@ from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.document_fields import VIEW_SEAL, check_view, view_seal
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.reader import Reader
+from sa1b.storage.store import Root, Store, open_store
 from sa1b.views.predicate import Predicate, mask_predicate
 
 FORMAT = "sa1b-view-2"
@@ -174,19 +175,54 @@ def is_path(which: str) -> bool:
     return "/" in which or which.endswith(".json")
 
 
-def document_path(root: Path, out: Path | None, digest: str) -> Path:
-    """The path at which the document of a view is written, see write_view."""
-    if out is not None and out.suffix == ".json":
-        return out
-    return (root / VIEWS if out is None else out) / f"{digest}.json"
+@dataclass(frozen=True, slots=True)
+class ViewTarget:
+    """Where `write_view` writes a view.
+
+    Attributes:
+        store: a dataset directory, or a folder of this machine.
+        folder: folder in the store; "" if the view has a file name.
+        file: name of the document in the store; None: the digest is its name.
+    """
+
+    store: Store
+    folder: str
+    file: str | None = None
+
+    @property
+    def claim(self) -> str:
+        """Name of the claim of the process that writes here."""
+        return f"{self.folder}/.views.claim" if self.folder else ".views.claim"
+
+    def document(self, digest: str) -> str:
+        """Name of the document of a view in the store."""
+        return self.file or f"{self.folder}/{digest}.json"
+
+    def views(self) -> list[ViewDocument]:
+        """The views that are there: those of the folder, or the one in the file."""
+        if self.file is None:
+            return read_documents(self.store.reader, self.folder)
+        return [read_document(self.store.reader, self.file)] if self.store.exists(self.file) else []
 
 
-def views_at(root: Path, out: Path | None) -> list[ViewDocument]:
-    """The existing views at the target of `write_view`; if `out` is a file, the view in it."""
+def view_target(root: Root, out: Path | None) -> ViewTarget:
+    """Where a view is written.
+
+    Args:
+        root: the dataset directory.
+        out: a folder, or a path that ends with .json, on this machine; None: ROOT/views.
+    """
+    if out is None:
+        return ViewTarget(open_store(root), VIEWS)
+    path = out.absolute()
+    return ViewTarget(open_store(path.parent), *(("", path.name) if path.suffix == ".json" else (path.name,)))
+
+
+def document_path(root: Root, out: Path | None, digest: str) -> str:
+    """The path or URL of the document of a view, as it is printed."""
     if out is not None and out.suffix == ".json":
-        return [read_document(Reader(out.absolute().parent), out.name)] if out.exists() else []
-    folder = (root / VIEWS if out is None else out).absolute()
-    return read_documents(Reader(folder.parent), folder.name)
+        return str(out)
+    return f"{open_store(root).url(VIEWS) if out is None else out}/{digest}.json"
 
 
 def check_free(

@@ -4,13 +4,12 @@ import inspect
 import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import sa1b
-from sa1b.cli import VERBS
+from sa1b.cli import VERBS, module_of
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = {"numpy", "numba", "pyarrow", "torch", "cv2", "fsspec", "tqdm", "PIL"}
@@ -84,7 +83,7 @@ def test_help_teaches_and_imports_nothing_that_takes_long(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", LIGHT_VERBS)
 def test_every_argument_has_a_help_text_of_its_own(verb: str) -> None:
-    main = import_module(f"sa1b.cli.{verb}").main
+    main = module_of(verb).main
     explained = inspect.cleandoc(main.__doc__ or "").partition("Args:\n")[2]
     assert re.findall(r"^    (\w+): ", explained, re.MULTILINE) == list(inspect.signature(main).parameters)
 
@@ -98,7 +97,7 @@ def test_help_shows_no_empty_default_and_no_two_empty_lines() -> None:
 
 @pytest.mark.parametrize("verb", LIGHT_VERBS)
 def test_the_scripts_of_a_clone_are_the_same_commands(verb: str) -> None:
-    script = [sys.executable, f"tools/{verb}.py", "--help"]
+    script = [sys.executable, f"tools/{module_of(verb).__name__.rpartition('.')[2]}.py", "--help"]
     done = subprocess.run(script, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == run(verb, "--help").stdout
 

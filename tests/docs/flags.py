@@ -3,9 +3,10 @@
 import functools
 import re
 import shlex
-from importlib import import_module
 
 import tyro
+
+from sa1b.cli import module_of
 
 
 def commands_of(code: str) -> list[list[str]]:
@@ -57,7 +58,7 @@ def _check_verb(verb: str, arguments: list[str]) -> None:
 
         parse(arguments, None, PRESETS)
         return
-    main = import_module(f"sa1b.cli.{verb}").main
+    main = module_of(verb).main
 
     @functools.wraps(main)
     def nothing(*_: object, **__: object) -> int:

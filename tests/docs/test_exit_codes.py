@@ -5,13 +5,13 @@ from importlib import import_module
 
 import pytest
 
-from sa1b.cli import VERBS
+from sa1b.cli import VERBS, module_of
 from tests.docs.blocks import REPOSITORY
 
 
 def of_help(verb: str) -> dict[str, str]:
     """Code -> meaning, from the first part of a command's help."""
-    module = import_module("sa1b.train" if verb == "train" else f"sa1b.cli.{verb}")
+    module = import_module("sa1b.train") if verb == "train" else module_of(verb)
     (said,) = re.findall(r"Exit code (.*?)\.(?: |$)", " ".join((module.__doc__ or "").split()))
     return dict(part.split(": ", 1) for part in said.split("; "))
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from sa1b.ingest.finish import finish
 from sa1b.ingest.ingest import Policy, ingest
-from sa1b.ingest.staging import remove_leftovers
 from sa1b.shards import manifest
 from sa1b.shards.manifest import Options
+from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover
 from sa1b.storage import processes
 from tests.faults.power import power as replayed

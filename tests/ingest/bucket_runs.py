@@ -20,9 +20,9 @@ from typing import Any
 from sa1b.ingest.admission import OPTIONS
 from sa1b.ingest.finish import finish
 from sa1b.ingest.ingest import Policy
-from sa1b.ingest.staging import remove_leftovers
 from sa1b.ingest.worker import Run, work_on
 from sa1b.shards.manifest import Options
+from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover
 from sa1b.storage import upload
 from sa1b.storage.bucket import BucketStore

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sa1b.ingest.finish import drop_source, finish
-from sa1b.ingest.staging import make_staging, remove_leftovers, remove_staging_of
 from sa1b.shards.manifest import Options
+from sa1b.shards.staging import make_staging, remove_leftovers, remove_staging_of
 from sa1b.storage.claim import Holder
 from sa1b.storage.store import FolderStore
 from tests.shards.tiny_source import make_root, pairs, write_source

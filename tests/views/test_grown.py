@@ -3,11 +3,12 @@
 import json
 import shutil
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sa1b.errors import ManifestError, UsageError
+from sa1b.errors import ManifestError, ShardError, UsageError
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import Options
 from sa1b.storage.atomic import lock
@@ -166,10 +167,10 @@ def test_a_view_of_a_read_only_directory_is_written_and_opened_elsewhere(root, t
         two = select(root, Selection(images_where="masks >= 2"), name="some", out=out, quiet=True)
         three = select(root, Selection(subset="50%", masks_where="area > 3"), out=file, quiet=True)
     assert sorted(path.name for path in root.iterdir()) == names
-    assert (one.path, three.path) == (out / f"{one.view.digest}.json", file)
+    assert (one.path, three.path) == (str(out / f"{one.view.digest}.json"), str(file))
     table = Dataset(root).table
     for which, expected in (
-        (one.path, one), (str(one.path), one), (f"{out}/half", one), (f"{out}/{one.view.digest[:7]}", one),
+        (Path(one.path), one), (one.path, one), (f"{out}/half", one), (f"{out}/{one.view.digest[:7]}", one),
         (out / "some", two), (file, three),
     ):  # fmt: skip
         found = open_view(root, table, which)
@@ -203,17 +204,36 @@ def test_a_view_on_this_machine_of_a_directory_at_a_url(root, tmp_path, monkeypa
     one = select(url, Selection(subset="50%"), name="half", out=tmp_path / "out", quiet=True)
     here = select(root, Selection(subset="50%"), quiet=True)
     assert ids_of(root, one.view) == ids_of(root, here.view)
-    assert (
-        trained(url, str(one.path))[0]
-        == trained(url, one.view.digest)[0]
-        == trained(root, one.view.digest)[0]
-    )
-    for selection, out in (
-        (Selection(subset="50%"), None),
-        (Selection(masks_where="area > 1"), tmp_path / "out"),
-    ):
-        with pytest.raises(UsageError, match="a URL is only read: pass --out"):
-            select(url, selection, out=out, quiet=True)
+    assert trained(url, one.path)[0] == trained(url, one.view.digest)[0] == trained(root, one.view.digest)[0]
+
+
+def test_a_view_in_a_directory_at_a_url_is_that_of_the_folder(root, tmp_path, monkeypatch):
+    """Selected by conditions, written to the views of the URL, renamed, and opened by name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(root, tmp_path / "bucket")
+    (tmp_path / "bucket" / "views").mkdir()  # as a bucket, this file system has no other way to get folders
+    url = f"local://{tmp_path}/bucket"
+    selection = Selection(masks_where="area > 40 and area_fraction < 0.5", images_where="masks >= 1")
+    here, there = (select(one, selection, name="good", quiet=True) for one in (root, url))
+    assert there.path == f"{url}/views/{there.view.digest}.json"
+    assert there.opens == "good"
+    assert ids_of(root, there.view) == ids_of(root, here.view)
+    views = {path.name: path.read_bytes() for path in (root / "views").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "bucket" / "views").iterdir()} == views
+    assert trained(url, "good")[0] == trained(root, "good")[0]
+    with pytest.raises(UsageError, match="--name 'good': belongs to view"):
+        select(url, Selection(subset="50%"), name="good", quiet=True)
+    other = select(url, Selection(subset="50%"), name="good", overwrite=True, quiet=True).view
+    assert open_view(url, Dataset(url).table, "good").digest == other.digest
+
+
+def test_a_missing_index_of_a_url_is_named(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(root, tmp_path / "bucket")
+    gone = next(path for path in sorted((tmp_path / "bucket").glob("*.parquet")))
+    gone.unlink()
+    with pytest.raises(ShardError, match=f"{gone.name}.*`.*index` rebuilds"):
+        select(f"local://{tmp_path}/bucket", Selection(masks_where="area > 40"), quiet=True)
 
 
 def test_what_is_printed_opens_the_view_it_was_printed_for(root):
@@ -223,6 +243,6 @@ def test_what_is_printed_opens_the_view_it_was_printed_for(root):
     printed = one.document()["digest"]
     assert printed in one.table()
     assert open_view(root, Dataset(root).table, printed).masks_where.text == "area > 1"
-    assert one.path.stem == printed
+    assert Path(one.path).stem == printed
     with pytest.raises(ManifestError, match="stands for more than one view|is no view"):
         open_view(root, Dataset(root).table, printed[:5])

@@ -1,0 +1,1 @@
+"""Transfer: verified copies of dataset directories between folders and buckets."""

@@ -1,0 +1,171 @@
+"""The plan of a copy: which shards of each source the copy will have, and which sources are there already.
+
+A copy may have some of the sources, and some of the shards of a source. It never loses one: the plan has the
+selected shards and those that the destination already has. A destination with anything else is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.console import command
+from sa1b.errors import ManifestError, UsageError
+from sa1b.shards.commit import shard_files
+from sa1b.shards.manifest import (
+    DATASET,
+    ShardInfo,
+    Task,
+    parse_task,
+    read_dataset,
+    read_tasks,
+    task_digest,
+    task_name,
+)
+from sa1b.shards.sample_table import open_table
+from sa1b.storage.store import Store
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The contents of a copy.
+
+    Attributes:
+        tasks: task files of the source directory, by source.
+        wanted: source -> its shards in the copy, in order.
+        finished: sources that the destination has with exactly these shards.
+        failed, pending: of dataset.json of the source directory; empty if the copy is a selection.
+    """
+
+    tasks: dict[str, Task]
+    wanted: dict[str, list[ShardInfo]]
+    finished: set[str]
+    failed: dict[str, str] = field(default_factory=dict)
+    pending: list[str] = field(default_factory=list)
+
+    def left(self) -> list[str]:
+        """Sources to copy, in order."""
+        return [name for name in self.wanted if name not in self.finished]
+
+    def is_whole(self, source: str) -> bool:
+        """Whether the copy has all shards of a source."""
+        return self.wanted[source] == self.tasks[source].shards
+
+
+def make_plan(
+    source: Store, target: Store, patterns: Sequence[str], images: npt.NDArray[np.uint64] | None
+) -> Plan:
+    """Read both directories and decide what to copy.
+
+    Args:
+        patterns: of names of shards; empty: all.
+        images: ids, ascending: only the shards that hold one of them; None: all.
+
+    Raises:
+        ManifestError: a file of `source` is missing or damaged.
+        UsageError: a pattern matches nothing, or the destination is another dataset.
+    """
+    document = read_dataset(source)
+    tasks = {name: _task(source, name, digest) for name, digest in document["sources"].items()}
+    names = [str(shard["name"]) for shard in document["shards"]]
+    chosen = _matching(source, names, patterns)
+    if images is not None:
+        chosen &= _holding(source, str(document["samples"]["name"]), names, images)
+    present = _present(source, target, tasks)
+    wanted = {}
+    for name, task in tasks.items():
+        there = {shard.name for shard in present[name].shards} if name in present else set()
+        shards = [shard for shard in task.shards if shard.name in chosen or shard.name in there]
+        if shards:
+            wanted[name] = shards
+    stored = set(target.names("")) if present else set()
+    finished = {
+        name
+        for name, task in present.items()
+        if task.shards == wanted[name]
+        and (task.shards != tasks[name].shards or _same_but_rows(task, tasks[name]))
+        and all(file in stored for shard in task.shards for file in shard_files(shard.name))
+    }
+    if patterns or images is not None:
+        return Plan(tasks, wanted, finished)
+    failed = {str(name): str(why) for name, why in document.get("failed", {}).items()}
+    return Plan(tasks, wanted, finished, failed, [str(name) for name in document.get("pending", [])])
+
+
+def _task(source: Store, name: str, digest: str) -> Task:
+    path = source.url(task_name(name))
+    try:
+        task = parse_task(source.read(task_name(name)), name, path)
+    except FileNotFoundError:
+        raise ManifestError(
+            f"{path}: not there, but {DATASET} lists the source; `{command('index')} {source.root}` "
+            "rebuilds it"
+        ) from None
+    if task_digest(task) != digest:
+        raise ManifestError(
+            f"{path}: not the one that {DATASET} lists; `{command('verify')} {source.root}` names the repair"
+        )
+    return task
+
+
+def _matching(source: Store, names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """Names of shards that match one of the patterns, with or without their ending."""
+    if not patterns:
+        return set(names)
+    found = set()
+    for pattern in patterns:
+        own = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(Path(name).stem, pattern)}
+        if not own:
+            raise UsageError(
+                f"--shards {pattern}: no shard of {source.root} matches; they have names such as "
+                f"{', '.join(names[:_SHOWN])}"
+            )
+        found |= own
+    return found
+
+
+def _holding(
+    source: Store, table_name: str, names: Sequence[str], images: npt.NDArray[np.uint64]
+) -> set[str]:
+    """Names of the shards that hold one of the images."""
+    with source.files(table_name) as (path,):
+        table = open_table(path)
+    numbers = np.unique(table.shard[np.isin(table.image_id, images, assume_unique=True)])
+    return {names[number] for number in numbers.tolist()}
+
+
+def _present(source: Store, target: Store, tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """The finished sources of the destination; refuses any other than those of the source directory."""
+    found = read_tasks(target)
+    listed = set(found)
+    if target.exists(DATASET):
+        listed |= read_dataset(target)["sources"].keys()
+    other = sorted(listed - tasks.keys())
+    advice = "choose another DEST"
+    if other:
+        raise UsageError(
+            f"{target.root}: is another dataset: {source.root} has no {', '.join(other[:_SHOWN])}; {advice}"
+        )
+    for name, task in found.items():
+        known = {shard.name: shard for shard in tasks[name].shards}
+        drop = f"{advice}, or remove it there with `{command('reshard')} --out {target.root} --drop {name}`"
+        if (differs := tasks[name].options.difference(task.options)) is not None:
+            raise UsageError(
+                f"{target.root}: has {name} with {differs[1]}, {source.root} has it with {differs[0]}; {drop}"
+            )
+        strange = [shard.name for shard in task.shards if known.get(shard.name) != shard]
+        if strange:
+            raise UsageError(
+                f"{target.root}: has {name} with another {strange[0]} than {source.root}; {drop}"
+            )
+    return found
+
+
+def _same_but_rows(task: Task, other: Task) -> bool:
+    """Whether two task files differ at most in the digest of their rows, which older directories lack."""
+    return replace(task, samples=None) == replace(other, samples=None)
