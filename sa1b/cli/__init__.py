@@ -20,6 +20,7 @@ VERBS = (
     "verify",
     "gallery",
     "view",
+    "locate",
     "bench",
     "train",
     "convert",
@@ -46,6 +47,7 @@ Make shards
 See and select
   gallery     show images with masks        sa1b gallery shards
   view        select images and masks       sa1b view shards --held-out 1% --name train
+  locate      find images by id             sa1b locate shards 223750
   bench       measure images per second     sa1b bench shards
 
 Train

@@ -1,0 +1,223 @@
+"""Locations of images by id: which shard and source contains an image.
+
+    found = locate(ids, ["shards"])
+    found.shard[found.is_stored]
+
+An image is searched in dataset directories (folders and URLs), indexes of shards, and task files. For an
+image that none of them contains, the source is estimated: by the range of ids of each known source, or else
+by the usual blocks of ids, see sa1b.sources.id_blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.errors import UsageError
+from sa1b.names import parse_shard_name, source_name, source_stem
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.index_reader import UNREADABLE, IndexReader
+from sa1b.shards.manifest import DATASET, read_task, task_name
+from sa1b.shards.sample_table import open_table
+from sa1b.sources.id_blocks import TARS, estimated_numbers, estimated_source
+
+STORED, ESTIMATED, UNKNOWN = "stored", "estimated", "unknown"
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The images of a place: columns of [N], sorted by id.
+
+    Attributes:
+        image_id, offset, jpg_bytes, masks_bytes: as in sa1b.shards.sample_table.
+        shard: position in `shards`.
+        shards: path or URL of each shard.
+        sources: name of each shard's source.
+    """
+
+    image_id: npt.NDArray[np.uint64]
+    shard: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.uint64]
+    jpg_bytes: npt.NDArray[np.uint32]
+    masks_bytes: npt.NDArray[np.uint32]
+    shards: list[str]
+    sources: list[str]
+
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """Source -> its first and last image id."""
+        found: dict[str, tuple[int, int]] = {}
+        order = np.argsort(self.shard, kind="stable")  # ids stay ascending within a shard
+        starts = np.searchsorted(self.shard[order], np.arange(len(self.shards) + 1))
+        for number, (start, end) in enumerate(pairwise(starts.tolist())):
+            if end > start:
+                first, last = int(self.image_id[order[start]]), int(self.image_id[order[end - 1]])
+                before = found.get(self.sources[number], (first, last))
+                found[self.sources[number]] = min(first, before[0]), max(last, before[1])
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class Located:
+    """The locations of images.
+
+    Attributes:
+        image_id: uint64 [N], ascending.
+        status: [N] of STORED, ESTIMATED (only the source is known, by an estimate) or UNKNOWN.
+        source, shard: [N] of names and paths; "" if unknown.
+        offset, jpg_bytes, masks_bytes: int64 [N]; -1 if unknown. One read of the shard from `offset` returns
+            the image and its masks.
+    """
+
+    image_id: npt.NDArray[np.uint64]
+    status: npt.NDArray[np.object_] = field(init=False)
+    source: npt.NDArray[np.object_] = field(init=False)
+    shard: npt.NDArray[np.object_] = field(init=False)
+    offset: npt.NDArray[np.int64] = field(init=False)
+    jpg_bytes: npt.NDArray[np.int64] = field(init=False)
+    masks_bytes: npt.NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = len(self.image_id)
+        self.status = np.full(count, UNKNOWN, object)
+        self.source, self.shard = np.full(count, "", object), np.full(count, "", object)
+        self.offset, self.jpg_bytes, self.masks_bytes = (np.full(count, _NONE, np.int64) for _ in range(3))
+
+    @property
+    def is_stored(self) -> npt.NDArray[np.bool_]:
+        """[N]: whether the shard is known."""
+        return np.asarray(self.status == STORED)
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """The columns by name, in the order of tables."""
+        names = ("image_id", "status", "source", "shard", "offset", "jpg_bytes", "masks_bytes")
+        return {name: getattr(self, name) for name in names}
+
+
+def locate(ids: npt.NDArray[np.uint64], places: Sequence[str], listed: Sequence[str] = ()) -> Located:
+    """Search images in all places; the first place that contains an image counts.
+
+    A million ids take 2 s.
+
+    Args:
+        ids: image ids, ascending, each once.
+        places: dataset directories (folders or URLs), index files (.parquet), task files (.json, .samples).
+        listed: names of sources; without `places`, only these are estimated. Empty: all tars of SA-1B.
+
+    Raises:
+        UsageError: a place is none of these.
+        Sa1bError: a dataset or table is damaged.
+    """
+    found = Located(ids)
+    searched = []
+    for place in places:
+        searched.append(read_rows(place))
+        _take(found, searched[-1])
+    if not found.is_stored.all():
+        blocks = {source: block for rows in searched for source, block in rows.blocks().items()}
+        _estimate(found, blocks, set(listed))
+    return found
+
+
+def read_rows(place: str) -> Rows:
+    """The images of a dataset directory, index or task file. Errors as `locate`."""
+    path = Path(place)
+    if path.suffix == ".parquet" and path.is_file():
+        return _of_index(path)
+    if path.suffix in (".samples", ".json") and path.parent.name == "tasks" and path.is_file():
+        return _of_task(path)
+    if path.is_file() and not (path.name == DATASET or path.name.startswith("samples")):
+        raise UsageError(
+            f"{place}: not an index, task file or dataset directory; pass the --out folder of reshard, a "
+            "shard's .parquet file, or a file of tasks/"
+        )
+    dataset = Dataset(str(path.parent) if path.is_file() else place)
+    table = dataset.table
+    by_stem = {source_stem(name): name for name in dataset.manifest["sources"]}
+    return Rows(
+        table.image_id,
+        table.shard.astype(np.int64),
+        table.offset,
+        table.jpg_bytes,
+        table.masks_bytes,
+        [dataset.reader.url(name) for name in dataset.shards],
+        [_source_of(name, by_stem) for name in dataset.shards],
+    )
+
+
+def _of_index(path: Path) -> Rows:
+    try:
+        index = IndexReader(path)
+    except UNREADABLE as error:
+        raise UsageError(f"{path}: not the index of a shard ({error}); pass a dataset directory") from None
+    columns = index.columns
+    index.close()
+    order = np.argsort(columns["image_id"], kind="stable")
+    return Rows(
+        columns["image_id"][order].astype(np.uint64),
+        np.zeros(len(order), np.int64),
+        columns["jpg_offset"][order].astype(np.uint64),
+        columns["jpg_bytes"][order],
+        columns["masks_bytes"][order],
+        [str(path.with_suffix(".tar"))],
+        [_source_of(path.with_suffix(".tar").name, {})],
+    )
+
+
+def _of_task(path: Path) -> Rows:
+    root, name = path.parent.parent, path.stem
+    try:
+        task = read_task(root, name)
+        table = open_table(root / task_name(name, "samples"))
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{path}: {PurePath(str(error.filename)).name} is missing; pass the dataset directory {root}"
+        ) from None
+    return Rows(
+        table.image_id,
+        table.shard.astype(np.int64),
+        table.offset,
+        table.jpg_bytes,
+        table.masks_bytes,
+        [str(root / shard.name) for shard in task.shards],
+        [name] * len(task.shards),
+    )
+
+
+def _source_of(shard: str, by_stem: dict[str, str]) -> str:
+    parsed = parse_shard_name(shard)
+    return "" if parsed is None else by_stem.get(parsed.stem, source_name(parsed.stem))
+
+
+def _take(found: Located, rows: Rows) -> None:
+    """Fill in the images that are not located yet."""
+    if not len(rows.image_id):
+        return
+    at = np.minimum(np.searchsorted(rows.image_id, found.image_id), len(rows.image_id) - 1)
+    new = np.flatnonzero((rows.image_id[at] == found.image_id) & ~found.is_stored)
+    at = at[new]
+    shard = rows.shard[at]
+    found.status[new] = STORED
+    found.source[new] = np.array(rows.sources, object)[shard]
+    found.shard[new] = np.array(rows.shards, object)[shard]
+    for name in ("offset", "jpg_bytes", "masks_bytes"):
+        getattr(found, name)[new] = getattr(rows, name)[at].astype(np.int64)
+
+
+def _estimate(found: Located, blocks: dict[str, tuple[int, int]], listed: set[str]) -> None:
+    """Estimate the sources of images that are in no place."""
+    for name, (first, last) in blocks.items():
+        inside = slice(*np.searchsorted(found.image_id, np.array([first, last + 1], np.uint64)))
+        new = np.flatnonzero(found.status[inside] == UNKNOWN) + inside.start
+        found.status[new], found.source[new] = ESTIMATED, name
+    left = np.flatnonzero(found.status == UNKNOWN)
+    numbers = estimated_numbers(found.image_id[left])
+    for number in np.unique(numbers[numbers < TARS]).tolist():
+        name = estimated_source(number)
+        if not listed or name in listed:
+            new = left[numbers == number]
+            found.status[new], found.source[new] = ESTIMATED, name
