@@ -28,6 +28,7 @@ from sa1b.storage.errors import MissingError, StorageError, UnavailableError
 from sa1b.storage.file_system import protocol_of
 from sa1b.storage.objects import Upload
 from sa1b.storage.processes import process_of
+from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from sa1b.storage.s3_objects import S3Objects
 from sa1b.storage.store import Store, temporary_path
@@ -70,7 +71,7 @@ class BucketStore(Store):
 
     @property
     def reader(self) -> Reader:
-        return self._reader
+        return self._requests.reader
 
     def close(self) -> None:
         """Close the connections of this process. A later request opens new ones."""
