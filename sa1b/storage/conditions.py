@@ -26,6 +26,7 @@ _LOCK = ".lock-"  # first part of the content of a lock object
 _REMOVED = b"sa1b: removed "  # begins the content that replaces an object before it is removed
 _REMOVAL = 10.0  # seconds in which a process that replaced an object may remove it
 _STALE = 60.0  # seconds after which another process may finish a removal, or remove a lock object
+_LOCK_WAIT = 0.2  # longest wait in seconds before another attempt to create a lock object
 _REFUSED = (StorageError, NotImplementedError, TypeError, ValueError)  # a condition that is not supported
 
 
@@ -95,17 +96,21 @@ class Conditions:
             except ConditionError:
                 return self._bucket.has(name, data)  # an attempt may have been applied, and its response lost
             return True
+        return self._swap_locked(name, data, found)
+
+    def _swap_locked(self, name: str, data: bytes, found: bytes) -> bool:
+        """As `_swap`, for the holder of a lock object."""
         folder, _, last = name.rpartition("/")
         lock = f"{folder}/.{last}.lock" if folder else f".{last}.lock"
-        began = time.monotonic()
         token = temporary_name(_LOCK).encode()
-        if not self._bucket.put_absent(lock, token) and not self._bucket.has(lock, token):
-            with contextlib.suppress(FileNotFoundError):
-                found, stat = self._bucket.get(lock)
-                owner = process_of(found.decode("latin-1"))
-                if is_of_dead_process(owner) or self._bucket.age(stat) > _STALE:
-                    self._bucket.remove(lock)
-            return False
+        policy = self._bucket.reader.retry_policy
+        end = time.monotonic() + _REMOVAL
+        while not self._bucket.put_absent(lock, token) and not self._bucket.has(lock, token):
+            self._remove_stale(lock)
+            if time.monotonic() > end or not self._bucket.has(name, found):
+                return False
+            policy.sleep(policy.random() * _LOCK_WAIT)
+        began = time.monotonic()
         try:
             if not self._bucket.has(name, found) or time.monotonic() - began > _REMOVAL:
                 return False
@@ -113,6 +118,14 @@ class Conditions:
             return True
         finally:
             if time.monotonic() - began < _STALE:
+                self._bucket.remove(lock)
+
+    def _remove_stale(self, lock: str) -> None:
+        """Remove a lock object whose process has ended or was stopped."""
+        with contextlib.suppress(FileNotFoundError):
+            found, stat = self._bucket.get(lock)
+            owner = process_of(found.decode("latin-1"))
+            if is_of_dead_process(owner) or self._bucket.age(stat) > _STALE:
                 self._bucket.remove(lock)
 
     def _check_conditions(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.bucket_requests import BucketRequests
 from sa1b.storage.claim import Claim, holder, live_holders
+from sa1b.storage.conditions import Conditions
 from sa1b.storage.errors import DeniedError, StorageError
 from sa1b.storage.objects import Objects, Upload
 from sa1b.storage.s3_objects import S3Objects
@@ -157,13 +158,30 @@ def test_a_lock_object_of_an_ended_process_is_removed(
 ) -> None:
     bucket.put("tasks/a", b"one")
     bucket.put("tasks/.a.lock", b"")
-    assert not bucket.replace_if("tasks/a", b"two", b"one".__eq__)
-    monkeypatch.setattr("sa1b.storage.conditions._STALE", -60)
-    assert not bucket.replace_if("tasks/a", b"two", b"one".__eq__)  # removes the lock
+    monkeypatch.setattr("sa1b.storage.conditions._REMOVAL", 0.1)
+    assert not bucket.replace_if("tasks/a", b"two", b"one".__eq__)  # in use
     monkeypatch.undo()
+    monkeypatch.setattr(BucketRequests, "age", lambda self, stat: 61.0)
     assert bucket.replace_if("tasks/a", b"two", b"one".__eq__)
     assert bucket.read("tasks/a") == b"two"
     assert not bucket.exists("tasks/.a.lock")
+
+
+def test_a_lock_object_in_use_is_waited_for(bucket: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.put("tasks/a", b"one")
+    bucket.put("tasks/.a.lock", b"")
+    remove_stale = Conditions._remove_stale
+    turns: list[str] = []
+
+    def release(self: Conditions, lock: str) -> None:
+        remove_stale(self, lock)
+        turns.append(lock)
+        if len(turns) == 3:
+            bucket.remove(lock)
+
+    monkeypatch.setattr(Conditions, "_remove_stale", release)
+    assert bucket.replace_if("tasks/a", b"two", b"one".__eq__)
+    assert turns == ["tasks/.a.lock"] * 3
 
 
 def test_an_interrupted_removal_is_finished_by_the_next_writer(

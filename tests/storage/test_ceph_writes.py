@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -132,6 +133,40 @@ def test_one_of_many_processes_takes_over_a_claim(ceph_bucket: BucketStore) -> N
         found = holder(ceph_bucket, name)
         assert found is not None
         assert [found.token] == [row[turn] for row in tokens if row[turn]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("if_match", [True, False])
+def test_holders_exclude_each_other(ceph_bucket: BucketStore, if_match: bool) -> None:
+    """A counter that only the holder of an object increments, by a read and a write, loses no increment."""
+    ceph_bucket.put("count", b"0")
+    assert ceph_bucket.put_if_absent("used", b"")
+    assert ceph_bucket._conditions._obeys
+    ceph_bucket._conditions._obeys = if_match
+
+    def count(number: int, barrier: Any) -> int:
+        held = 0
+        end = time.monotonic() + 20
+        for turn in itertools.count():
+            token = b"%d-%d" % (number, turn)
+            if time.monotonic() > end:
+                return held
+            taken = ceph_bucket.put_if_absent("held", token)
+            if not taken and turn % 5 == 0:  # as after the end of a claim, by the agreement of its holder
+                taken = ceph_bucket.replace_if("held", token, b"released".__eq__)
+            if taken:
+                assert ceph_bucket.renew("held", token)
+                ceph_bucket.put("count", b"%d" % (int(ceph_bucket.read("count")) + 1))
+                held += 1
+                if turn % 2:
+                    assert ceph_bucket.remove_if("held", token.__eq__)
+                else:
+                    assert ceph_bucket.replace_if("held", b"released", token.__eq__)
+        raise AssertionError
+
+    held = in_processes(count)
+    print(f"\n{sum(held)} times held, by each process {held}")
+    assert int(ceph_bucket.read("count")) == sum(held) > PROCESSES
 
 
 def test_lost_answers_leave_one_winner(ceph_bucket: BucketStore) -> None:
