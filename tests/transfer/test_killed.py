@@ -1,0 +1,50 @@
+"""A copy that is killed at any point is completed by the same command, with the same bytes."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def killed(settings, folder):
+    """What copy_runs.py found."""
+    (folder / "settings.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.transfer.copy_runs", str(folder / "settings.json")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def points(count, last, seed):
+    """Steps at which a copy is killed, in all parts of it."""
+    found = random.Random(seed)
+    return sorted({1 + int(last * (number + found.random()) / count) for number in range(count)})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_copy_to_a_folder_that_is_killed_is_completed(root, tmp_path, workers):
+    settings = {"root": str(root), "dest": str(tmp_path / "copies"), "scratch": str(tmp_path / "scratch")}
+    whole = killed({**settings, "points": [10**9]}, tmp_path)
+    assert whole["wrong"] == []
+    at = points(15, whole["steps"], workers)
+    found = killed({**settings, "points": at, "workers": workers}, tmp_path)
+    assert found["wrong"] == []
+    assert found["killed"] >= len(at) - 1
+
+
+@pytest.mark.slow
+def test_a_copy_to_a_folder_is_killed_at_every_step(root, tmp_path):
+    settings = {"root": str(root), "dest": str(tmp_path / "copies"), "scratch": str(tmp_path / "scratch")}
+    whole = killed({**settings, "points": [10**9]}, tmp_path)
+    found = killed({**settings, "points": list(range(1, whole["steps"] + 1))}, tmp_path)
+    assert (found["wrong"], found["killed"]) == ([], whole["steps"])
