@@ -38,6 +38,7 @@ from sa1b.shards.manifest import (
     DATASET,
     PARTIAL,
     QUARANTINE,
+    TASKS,
     ShardInfo,
     Task,
     is_current,
@@ -47,7 +48,7 @@ from sa1b.shards.manifest import (
 )
 from sa1b.shards.staging import make_staging, remove_leftovers, remove_staging
 from sa1b.storage.atomic import naming_path
-from sa1b.storage.claim import Claim, holder
+from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.errors import DamageError, MissingError
 from sa1b.storage.fetch import digest, fetch
 from sa1b.storage.store import Root, Store, open_store
@@ -111,6 +112,7 @@ def copy_dataset(
     try:
         with bar(total, "copy", "B", quiet) as progress:
             copy = _Copy(source, target, plan, staging, summary, progress)
+            copy.release_claims()
             copy.sources(workers)
             if not shards and images is None:
                 copy.views()
@@ -181,6 +183,14 @@ class _Copy:
         self.summary.images = sum(shard.images for shard in shards)
         self.summary.masks = sum(shard.masks for shard in shards)
         self.summary.partial = [name for name in self.plan.wanted if not self.plan.is_whole(name)]
+
+    def release_claims(self) -> None:
+        """Remove claims of finished sources, left by a process that was killed while it released them."""
+        left = {name.removesuffix(ENDING) for name in self.target.names(TASKS, ENDING)}
+        for name in left & self.plan.finished:
+            claim = Claim.take(self.target, task_name(name, "claim"))
+            if claim is not None:
+                claim.release()
 
     def _source(self, name: str) -> None:
         """Copy a source; its task file is written last."""

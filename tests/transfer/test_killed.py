@@ -48,3 +48,18 @@ def test_a_copy_to_a_folder_is_killed_at_every_step(root, tmp_path):
     whole = killed({**settings, "points": [10**9]}, tmp_path)
     found = killed({**settings, "points": list(range(1, whole["steps"] + 1))}, tmp_path)
     assert (found["wrong"], found["killed"]) == ([], whole["steps"])
+
+
+def test_a_copy_to_a_bucket_that_is_killed_is_completed(root, tmp_path):
+    """A bucket of fsspec's local file system."""
+    settings = {
+        "root": str(root),
+        "dest": f"local://{tmp_path}/copies",
+        "options": {"auto_mkdir": True},
+        "scratch": str(tmp_path / "scratch"),
+    }
+    whole = killed({**settings, "points": [10**9]}, tmp_path)
+    assert whole["wrong"] == []
+    found = killed({**settings, "points": points(15, whole["steps"], 3)}, tmp_path)
+    assert found["wrong"] == []
+    assert found["killed"] >= 14
