@@ -8,11 +8,12 @@ reading process is the cost of the reader alone.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import fsspec
 
@@ -43,6 +44,7 @@ class Server:
     name: str
     port: int
     upload: Callable[[Path, str], object]
+    options: Mapping[str, Any] = field(default_factory=lambda: {"key": ceph.KEY, "secret": ceph.SECRET})
 
 
 def measure(
@@ -52,7 +54,7 @@ def measure(
     folder.mkdir()
     others = CONTENDERS["webdataset"]
     rows = []
-    with _running(folder) as server:
+    with running(folder) as server:
         for kind, root in material.roots.items():
             server.upload(root, kind)
             tars = None if others.missing() else material.place(others, kind)
@@ -66,7 +68,15 @@ def measure(
 
 
 @contextlib.contextmanager
-def _running(folder: Path) -> Iterator[Server]:
+def by_s3fs() -> Iterator[None]:
+    """Reads are requests of s3fs, as of stores that take no presigned requests."""
+    with patch("sa1b.storage.file_system.can_presign", lambda root, options: False):
+        yield
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Server]:
+    """The best store there is, with an empty bucket `bucket`."""
     if ceph.missing():
         (folder / "bucket").mkdir()
         with Service("range_server", folder) as service:
@@ -94,7 +104,7 @@ def _row(
     folder: Path, kind: str, root: Path, tars: Place | None, options: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
     found: dict[str, list[float]] = {"local": [], "s3": [], "s3_far_ahead": [], "webdataset": []}
-    ratios, busy = [], []
+    ratios, busy, busy_s3fs = [], [], []
     for _ in range(rounds):
         local, local_busy = _ours(str(root), {}, folder, FAR_AHEAD)
         found["local"].append(local)
@@ -103,6 +113,8 @@ def _row(
         found["s3_far_ahead"].append(far)
         ratios.append(far / local)
         busy.append(local_busy / far_busy)
+        with by_s3fs():
+            busy_s3fs.append(local_busy / _ours(f"s3://bucket/{kind}", options, folder, FAR_AHEAD)[1])
         if tars:
             found["webdataset"].append(_webdataset(f"bucket/{kind}-tars", tars, options))
     return {
@@ -110,6 +122,8 @@ def _row(
         "of_local": median(ratios),
         "of_local_range": [min(ratios), max(ratios)],
         "busy_of_local": median(busy),
+        "busy_of_local_range": [min(busy), max(busy)],
+        "busy_of_local_by_s3fs": median(busy_s3fs),
     }
 
 

@@ -130,6 +130,27 @@ def _order(found: dict[str, float]) -> Iterator[Row]:
     yield "a position of the order, 11.2 million samples", f"{min(each):.0f} to {max(each):.0f} ns", ""
 
 
+def _range_reads(found: dict[str, Any]) -> Iterator[Row]:
+    for size, label in ((16_384, "16 kB"), (65_536, "64 kB"), (330_000, "330 kB"), (2_000_000, "2 MB")):
+        plain, tls = (found["requests"][f"{size} bytes, {name}"] for name in ("plain", "TLS"))
+        yield (
+            f"processor time of a range of {label} from {found['server']}, plain / TLS",
+            f"{plain['signed']:.2f} / {tls['signed']:.2f} ms",
+            f"s3fs: {plain['s3fs']:.2f} / {tls['s3fs']:.2f} ms, {plain['times_less']:.1f} / "
+            f"{tls['times_less']:.1f} times longer",
+        )
+
+
+def _far_loader(found: dict[str, dict[str, Any]]) -> Iterator[Row]:
+    for kind, row in found.items():
+        size = {"original": "original size", "1024": "1024 pixels"}[kind]
+        yield (
+            f"loader from {row['server']}, {1e3 * row['latency_seconds']:.0f} ms away, JPEGs of {size}",
+            f"{row['busy_of_local']:.2f} of local by its processor time, {row['of_local']:.2f} by the clock",
+            f"s3fs: {row['busy_of_local_by_s3fs']:.2f} by its processor time",
+        )
+
+
 def _demo(found: dict[str, float]) -> Iterator[Row]:
     yield "`make demo` after the installation, training included", f"{found['seconds']:.0f} s", ""
 
@@ -157,5 +178,7 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Iterator[Row]], str]] = [
     ("mask record", _record, "test_record"),
     ("stream", _stream, "test_stream"),
     ("order", _order, "test_order"),
+    ("range reads", _range_reads, "test_range_reads"),
+    ("loader at 20 ms", _far_loader, "test_range_reads"),
     ("demo", _demo, "test_demo"),
 ]  # fmt: skip

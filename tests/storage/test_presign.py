@@ -1,5 +1,6 @@
 """Signed reads of an S3 store: each object is signed once, and refusals are answered with a new signature."""
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -11,8 +12,9 @@ import s3fs
 
 from sa1b.storage import presign
 from sa1b.storage.errors import DeniedError, UnavailableError
-from sa1b.storage.file_system import can_presign
+from sa1b.storage.file_system import can_presign, connect
 from sa1b.storage.reader import Reader
+from sa1b.storage.retry import RetryPolicy
 from tests.storage.conftest import SIZE, UNHURRIED, Store, WaitedTime
 
 
@@ -81,6 +83,18 @@ def test_an_object_is_signed_again_when_its_credentials_are_renewed(
             clock.now = 1e9 + seconds
             reader.read_range("a.bin", 0, 10)
             assert signings["data/a.bin"] == signed
+
+
+def test_the_credentials_of_a_client_are_found(store: Store) -> None:
+    async def found(options: dict[str, Any]) -> Any:
+        system = connect("s3://data", options, RetryPolicy(), 1)
+        client = await system.set_session()
+        credentials = await presign._current_credentials(client)
+        await client.close()
+        return credentials
+
+    assert asyncio.run(found({**store.signed(), "token": "t"}))[:3] == ("KEY", "secret", "t")
+    assert asyncio.run(found(store.options())) is None
 
 
 def test_a_signature_that_the_store_refuses_is_renewed_in_the_middle(store: Store, requests: Any) -> None:
