@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sa1b.storage import presign
 from sa1b.storage.counters import Counters
 from sa1b.storage.errors import ReplacedError, UnavailableError
 from sa1b.storage.reader import Range, Reader
@@ -61,7 +62,9 @@ def test_bytes_and_sequence_are_those_of_the_clean_run(store: Store, rate: float
         assert counters.faults == 0
 
 
-def test_refused_signatures_among_other_faults_change_nothing(store: Store) -> None:
+def test_refused_signatures_among_other_faults_change_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranges = store.ranges(300, seed=12)
     kinds = [kind for kind in KINDS if not kind.startswith("stall")]
     with (
@@ -72,7 +75,8 @@ def test_refused_signatures_among_other_faults_change_nothing(store: Store) -> N
         for number, read in enumerate(reader.read_ranges(ranges)):
             data.append(read)
             if number in (60, 180):
-                time.sleep(1.1)  # a signature in the same second would be the same
+                # Otherwise a signature of the same second is the same.
+                monkeypatch.setattr(presign, "LIFETIME", 1000 + number)
                 store.service.ask({"do": "revoke"})
         assert data == store.slices(ranges)
         assert len(proxy.ask({"do": "log"})["faults"]) > 15

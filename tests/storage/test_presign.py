@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -97,12 +96,14 @@ def test_the_credentials_of_a_client_are_found(store: Store) -> None:
     assert asyncio.run(found(store.options())) is None
 
 
-def test_a_signature_that_the_store_refuses_is_renewed_in_the_middle(store: Store, requests: Any) -> None:
+def test_a_signature_that_the_store_refuses_is_renewed_in_the_middle(
+    store: Store, requests: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranges = store.ranges(200, seed=2)
     with Reader("s3://data", options=store.signed(), retry_policy=UNHURRIED) as reader:
         reads = reader.read_ranges(ranges)
         found = [next(reads) for _ in range(20)]
-        time.sleep(1.1)  # a signature in the same second would be the same
+        monkeypatch.setattr(presign, "LIFETIME", 1000)  # otherwise the signature of this second is the same
         store.service.ask({"do": "revoke"})
         found += reads
         assert found == store.slices(ranges)

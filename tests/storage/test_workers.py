@@ -36,7 +36,7 @@ def read_by_workers(reader: Reader, ranges: list[Range], workers: int, way: str 
 
     def read() -> None:
         try:
-            while not stop.is_set():
+            while not stop.wait(0.005):
                 reader.read_range(ranges[0].name, ranges[0].start, ranges[0].length, ranges[0].crc)
         except BaseException as error:
             failed.append(error)
