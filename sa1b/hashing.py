@@ -51,6 +51,7 @@ class Purpose(IntEnum):
     CLICK = 20  # a pixel of the error region
     DROP_PATH = 21  # which residual branches are dropped for an image
     GALLERY = 22  # which images a gallery shows; the key's only other number is the image id
+    CACHE = 23  # which shards a local cache holds; the key's other numbers are the bytes of the name
 
 
 @kernel

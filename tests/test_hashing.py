@@ -48,6 +48,7 @@ def test_purposes_keep_their_numbers():
         "CLICK": 20,
         "DROP_PATH": 21,
         "GALLERY": 22,
+        "CACHE": 23,
     }
 
 

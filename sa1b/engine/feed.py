@@ -45,6 +45,9 @@ class DataConfig:
         prefetch: Micro-batches that are prepared in advance.
         endpoint: URL of an object store other than Amazon's.
         deadline: Seconds that a read may take over all its attempts before training stops.
+        cache: Folder on a local disk that keeps what is read of a URL, so that later epochs read it from
+            there. Samples do not change.
+        cache_bytes: Limit of the cache for the dataset directory, in bytes; required with a cache.
     """
 
     root: str = ""
@@ -61,6 +64,8 @@ class DataConfig:
     prefetch: int = 2
     endpoint: str | None = None
     deadline: float = 300.0
+    cache: str | None = None
+    cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for flag in (
@@ -70,6 +75,7 @@ class DataConfig:
             "target_size",
             "threads",
             "prefetch",
+            "cache_bytes",
         ):
             value = getattr(self, flag)
             if value is not None and value < 1:
@@ -81,6 +87,12 @@ class DataConfig:
             raise UsageError(f"--data.flip {self.flip}: must be from 0 to 1")
         if not self.deadline > 0:
             raise UsageError(f"--data.deadline {self.deadline}: must be more than 0 seconds")
+        if self.cache is not None and self.cache_bytes is None:
+            raise UsageError(f"--data.cache {self.cache}: needs a limit; also pass --data.cache-bytes")
+        if self.cache is None and self.cache_bytes is not None:
+            raise UsageError(
+                f"--data.cache-bytes {self.cache_bytes}: is the limit of a cache; also pass --data.cache"
+            )
 
 
 class Feed:
@@ -127,6 +139,8 @@ class Feed:
                 world_size=rank_info.world_size,
                 deadline=config.deadline,
                 storage_options=_options(config),
+                cache=config.cache,
+                cache_bytes=config.cache_bytes,
                 image_size=image_size,
                 masks=config.masks,
                 strategy=config.strategy,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sa1b.arguments import path as check_path
+from sa1b.arguments import whole_number
 from sa1b.console import command
 from sa1b.errors import ManifestError, TableError
 from sa1b.shards import manifest
@@ -21,6 +22,7 @@ from sa1b.shards.sample_read import PendingRead, location_of, submit
 from sa1b.shards.sample_table import SampleTable, is_intact, open_table
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import MissingError, ReplacedError
+from sa1b.storage.range_cache import RangeCache, StoredObject, open_cache
 from sa1b.storage.reader import Reader
 
 if TYPE_CHECKING:
@@ -43,9 +45,14 @@ class Dataset(Displayed):
             this machine once, see sa1b.storage.cache.
         deadline: seconds that one read may take over all its attempts.
         storage_options: for fsspec's file system, see sa1b.storage.reader.
+        cache: folder on a local disk that keeps what is read of the URL, see sa1b.storage.range_cache. Which
+            shards it keeps is a formula of their names and of the limit. It can be shared by any number of
+            processes and datasets, and removed at any time.
+        cache_bytes: limit of the cache for this dataset directory, in bytes.
 
     Raises:
         ManifestError, TableError: no dataset there, or its files do not belong together.
+        ValueError: only one of cache and cache_bytes, or the cache is a URL or on the disk of the dataset.
         sa1b.storage.errors.StorageError: the URL cannot be read.
     """
 
@@ -55,7 +62,10 @@ class Dataset(Displayed):
         *,
         deadline: float = 300.0,
         storage_options: Mapping[str, Any] | None = None,
+        cache: Path | str | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
+        cache_bytes = check_cache(cache, cache_bytes)
         self._open(root, deadline, storage_options)
         for attempt in range(_ATTEMPTS):
             self.manifest = self._read_manifest()
@@ -68,6 +78,13 @@ class Dataset(Displayed):
                     raise TableError(f"{name}: missing; run `{command('index')}` to rebuild it") from None
             else:
                 break
+        if cache is not None:
+            self.reader.cache = open_cache(cache, cache_bytes, self.root, self._stored_shards())
+
+    def _stored_shards(self) -> list[StoredObject]:
+        """The shards whose digests are known: an early version wrote none."""
+        shards = self.manifest["shards"]
+        return [StoredObject(one["name"], one["bytes"], one["sha256"]) for one in shards if "sha256" in one]
 
     def _open(self, root: Path | str, deadline: float, storage_options: Mapping[str, Any] | None) -> None:
         check_path("root", root, "the folder that `sa1b reshard` made, or its URL")
@@ -103,7 +120,7 @@ class Dataset(Displayed):
     def __reduce__(self) -> tuple[Callable[..., "Dataset"], tuple[Any, ...]]:
         # Another process reads manifest and table itself; they are not copied.
         kept = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._files if file is not None]
-        return _reopen, (self._arguments, self.table.digest, kept)
+        return _reopen, (self._arguments, self.table.digest, kept, self.reader.cache)
 
     def __repr__(self) -> str:
         counts = [f"{len(self):,} images"]
@@ -284,16 +301,21 @@ def _sample(pending: PendingRead) -> Sample:
 
 
 def _reopen(
-    arguments: tuple[Path | str, float, Mapping[str, Any] | None], digest: str, kept: list[str]
+    arguments: tuple[Path | str, float, Mapping[str, Any] | None],
+    digest: str,
+    kept: list[str],
+    cache: RangeCache | None,
 ) -> Dataset:
     """The same version of a dataset in another process.
 
     Args:
         digest: of its table.
         kept: the files of the table and of the manifest, as the first process has them open.
+        cache: of the first process.
     """
     dataset = Dataset.__new__(Dataset)
     dataset._open(*arguments)
+    dataset.reader.cache = cache
     with contextlib.suppress(FileNotFoundError, MissingError):
         dataset.manifest = dataset._read_manifest()
         if dataset.manifest["samples"]["columns_sha256"] == digest:
@@ -311,7 +333,37 @@ def _reopen(
     )
 
 
-def open_dataset(root: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> Dataset:
+def check_cache(cache: object, cache_bytes: object, *, is_open: bool = False) -> int:
+    """The limit of a cache; 0 without a cache.
+
+    Args:
+        cache, cache_bytes: the arguments of a caller.
+        is_open: whether the dataset is open already, so that a cache comes too late.
+
+    Raises:
+        ValueError: one of the arguments is invalid, or missing.
+    """
+    if cache is None and cache_bytes is None:
+        return 0
+    if cache is None:
+        raise ValueError(f"cache_bytes={cache_bytes!r} is the limit of a cache; also pass cache, its folder")
+    check_path("cache", cache, "a folder on a local disk")
+    if cache_bytes is None:
+        raise ValueError(f"cache={str(cache)!r} needs a limit; also pass cache_bytes")
+    if is_open:
+        raise ValueError(
+            f"cache={str(cache)!r}: the dataset is open already; pass it to sa1b.open(cache=...)"
+        )
+    return whole_number("cache_bytes", cache_bytes, 1)
+
+
+def open_dataset(
+    root: str | Path,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: str | Path | None = None,
+    cache_bytes: int | None = None,
+) -> Dataset:
     """Open a dataset directory: read its manifest and map its sample table.
 
         dataset = sa1b.open("shards")
@@ -320,9 +372,12 @@ def open_dataset(root: str | Path, *, storage_options: Mapping[str, Any] | None 
     Args:
         root: the folder that `sa1b reshard` made, or its URL (s3://...).
         storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
+        cache: folder on a local disk that keeps what is read of the URL, see `Dataset`.
+        cache_bytes: limit of the cache for this dataset directory, in bytes.
 
     Raises:
         ManifestError, TableError: no dataset there, or its files do not belong together.
+        ValueError: the arguments for the cache are invalid.
         StorageError: the URL cannot be read.
     """
-    return Dataset(root, storage_options=storage_options)
+    return Dataset(root, storage_options=storage_options, cache=cache, cache_bytes=cache_bytes)

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -16,7 +15,6 @@ from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.checksum import Part
 from sa1b.storage.errors import DamageError, MissingError
-from sa1b.storage.local import LocalRead
 from sa1b.storage.reader import Range, Reader
 
 NEAR = 1 << 20  # largest gap between two samples, in bytes, that one read includes
@@ -31,7 +29,7 @@ class _Begun(Protocol):
 class _Shared:
     """One read for several samples; their threads may request it at the same time."""
 
-    def __init__(self, begun: "Future[bytes] | LocalRead") -> None:
+    def __init__(self, begun: _Begun) -> None:
         self._begun = begun
         self._lock = threading.Lock()
         self._data: bytes | None = None
@@ -195,6 +193,6 @@ def submit(reader: Reader, locations: Sequence[SampleLocation]) -> list[PendingR
         checks = tuple(part for location in run for part in location.parts(origin))
         begun = reader.submit(Range(run[0].shard, origin, run[-1].stop - origin, checks))
         shared = len(run) > 1
-        read = _Shared(begun) if shared else begun
+        read: _Begun = _Shared(begun) if shared else begun
         readings += [PendingRead(location, reader, read, origin, shared) for location in run]
     return readings

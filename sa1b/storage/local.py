@@ -22,18 +22,71 @@ _LONGEST = 2**63 - 1  # bytes of a file; a damaged table may point beyond
 OPEN_FILES = 256  # a quarter of the usual limit of a process
 
 
-class _File:
+class OpenFile:
     """An open file. It is closed once unreferenced, not when it leaves the table of open files."""
 
     __slots__ = ("descriptor",)
 
-    def __init__(self, path: str) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: str, flags: int) -> None:
+        self.descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def __del__(self) -> None:
         descriptor = getattr(self, "descriptor", None)  # None if opening failed
         if descriptor is not None:
             os.close(descriptor)
+
+    def read(self, start: int, length: int) -> bytes:
+        """The bytes of a range, or fewer if the file ends before."""
+        data = os.pread(self.descriptor, length, start)
+        if len(data) == length or not data:
+            return data
+        pieces = [data]  # Linux reads at most 2 GiB at once
+        got = len(data)
+        while got < length and (piece := os.pread(self.descriptor, length - got, start + got)):
+            pieces.append(piece)
+            got += len(piece)
+        return b"".join(pieces)
+
+
+class OpenFiles:
+    """The open files of a process: at most OPEN_FILES, those used last. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: OrderedDict[str, OpenFile] = OrderedDict()
+
+    def find(self, path: str) -> OpenFile | None:
+        """The file of a path, if it is open."""
+        with self._lock:
+            file = self._files.get(path)
+            if file is not None:
+                self._files.move_to_end(path)
+            return file
+
+    def open(self, path: str, flags: int = os.O_RDONLY) -> OpenFile:
+        """Open a file, and keep it open. Raises OSError."""
+        try:
+            file = OpenFile(path, flags)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self.clear()
+            file = OpenFile(path, flags)
+        with self._lock:
+            self._files[path] = file
+            if len(self._files) > OPEN_FILES:
+                self._files.popitem(last=False)
+        return file
+
+    def forget(self, path: str) -> None:
+        """Open the file again at its next use."""
+        with self._lock:
+            self._files.pop(path, None)
+
+    def clear(self) -> None:
+        """Close all files."""
+        with self._lock:
+            self._files.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +119,7 @@ class LocalOrigin:
         self.counters = counters
         self._root = os.fspath(root)
         self._policy = policy
-        self._lock = threading.Lock()
-        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._files = OpenFiles()
 
     def read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
         """See Reader.read_range."""
@@ -125,44 +177,17 @@ class LocalOrigin:
 
     def close(self) -> None:
         """Close the files."""
-        with self._lock:
-            self._files.clear()
+        self._files.clear()
 
     def _pread(self, path: str, start: int, length: int, *, fresh: bool) -> bytes:
         if fresh:
-            with self._lock:
-                self._files.pop(path, None)
+            self._files.forget(path)
         file = self._open(path)
         if start + length > _LONGEST:
             return b""
         if fresh:
             os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_DONTNEED)
-        data = os.pread(file.descriptor, length, start)
-        if len(data) == length or not data:
-            return data
-        pieces = [data]  # Linux reads at most 2 GiB at once
-        got = len(data)
-        while got < length and (piece := os.pread(file.descriptor, length - got, start + got)):
-            pieces.append(piece)
-            got += len(piece)
-        return b"".join(pieces)
+        return file.read(start, length)
 
-    def _open(self, path: str) -> _File:
-        with self._lock:
-            file = self._files.get(path)
-            if file is not None:
-                self._files.move_to_end(path)
-                return file
-        try:
-            file = _File(path)
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            with self._lock:
-                self._files.clear()
-            file = _File(path)
-        with self._lock:
-            self._files[path] = file
-            if len(self._files) > OPEN_FILES:
-                self._files.popitem(last=False)
-        return file
+    def _open(self, path: str) -> OpenFile:
+        return self._files.find(path) or self._files.open(path)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import google_crc32c
 
@@ -25,6 +25,9 @@ from sa1b.storage.local import LocalOrigin, LocalRead
 from sa1b.storage.loop import generation
 from sa1b.storage.remote import RemoteOrigin
 from sa1b.storage.retry import RetryPolicy
+
+if TYPE_CHECKING:  # numpy, which its formula imports, is not needed to read
+    from sa1b.storage.range_cache import CachedRead, RangeCache
 
 T = TypeVar("T")
 PIECE = 8 << 20  # bytes of one request for a large object
@@ -68,6 +71,9 @@ class Reader:
         options: options of fsspec's file system, e.g. {"anon": True} or
             {"endpoint_url": "http://127.0.0.1:9000"}.
         retry_policy: all times and the clock; overrides deadline and attempt_timeout.
+
+    Attributes:
+        cache: a cache on a local disk through which `submit` reads; None: every range is read from the root.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Reader:
         self.root = text.rstrip("/") if not self.is_local else (text.rstrip("/") or "/")
         self.retry_policy = retry_policy or RetryPolicy(deadline=deadline, attempt_timeout=attempt_timeout)
         self.attempts_in_flight = attempts_in_flight
+        self.cache: RangeCache | None = None
         self._options = dict(options or {})
         self._prepare()
 
@@ -116,12 +123,15 @@ class Reader:
         _check(name, start, length)
         return self._origin().read(name, start, length, crc) if length else b""
 
-    def submit(self, item: Range) -> "Future[bytes] | LocalRead":
+    def submit(self, item: Range) -> "Future[bytes] | LocalRead | CachedRead":
         """Start to read a range: `result()` returns or raises as read_range, `cancel()` drops the read."""
         _check(item.name, item.start, item.length)
-        return (
-            self._origin().submit(item.name, item.start, item.length, item.crc) if item.length else _nothing()
-        )
+        if not item.length:
+            return _nothing()
+        origin = self._origin()
+        if self.cache is not None:
+            return self.cache.submit(origin, item.name, item.start, item.length, item.crc)
+        return origin.submit(item.name, item.start, item.length, item.crc)
 
     def read_ranges(self, ranges: Iterable[Range], *, prefetch: int | None = None) -> Iterator[bytes]:
         """The bytes of many ranges, in their order, with many requests in flight.
@@ -138,7 +148,7 @@ class Reader:
         Raises:
             StorageError: as read_range.
         """
-        pending: deque[Future[bytes] | LocalRead] = deque()
+        pending: deque[Future[bytes] | LocalRead | CachedRead] = deque()
         try:
             for item in ranges:
                 pending.append(self.submit(item))
@@ -264,6 +274,8 @@ class Reader:
 
         Pending reads of other threads are cancelled. A later read opens new connections.
         """
+        if self.cache is not None:
+            self.cache.close()
         _close(self._origins)
 
     def __enter__(self) -> "Reader":

@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.arguments import number, path, whole_number
-from sa1b.shards.dataset import Dataset
+from sa1b.shards.dataset import Dataset, check_cache
 from sa1b.stream.batch import Batch, send_errors
 from sa1b.stream.buffers import fresh
 from sa1b.stream.columns import open_columns
@@ -72,6 +72,9 @@ class Stream(IterableDataset[Batch]):
         deadline: seconds that one read may take over all its attempts. After that the stream stops and
             reports the URL and the error. Samples are never substituted for unavailable data.
         storage_options: for fsspec's file system, if root is a URL, such as {"endpoint_url": ...}.
+        cache: folder on a local disk that keeps what is read of the URL, so that later epochs read it from
+            there; it does not change the samples. See sa1b.storage.range_cache.
+        cache_bytes: limit of the cache for this dataset directory, in bytes; required with `cache`.
         join: columns of other tables by image or mask id, such as {"caption": "captions.parquet"}; the values
             are in `batch.extra["caption"]`; see sa1b.stream.columns.
         options: fields of sa1b.stream.sample.SampleOptions: image_size, masks, strategy, flip, resize,
@@ -101,6 +104,8 @@ class Stream(IterableDataset[Batch]):
         world_size: int | None = None,
         deadline: float = 300.0,
         storage_options: Mapping[str, Any] | None = None,
+        cache: str | Path | None = None,
+        cache_bytes: int | None = None,
         join: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -135,6 +140,7 @@ class Stream(IterableDataset[Batch]):
                 f"join={join!r} must be a mapping of names of columns to their files, such as "
                 'join={"caption": "captions.parquet"}'
             )
+        check_cache(cache, cache_bytes, is_open=isinstance(root, Dataset))
         found_rank, found_size = process_rank()
         self.rank = found_rank if rank is None else whole_number("rank", rank)
         self.world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
@@ -153,6 +159,8 @@ class Stream(IterableDataset[Batch]):
             "world_size": self.world_size,
             "deadline": deadline,
             "storage_options": storage_options,
+            "cache": cache,
+            "cache_bytes": cache_bytes,
             "join": join,
             **options,
         }
@@ -163,7 +171,9 @@ class Stream(IterableDataset[Batch]):
         if isinstance(root, Dataset):
             self.dataset = root
         else:
-            self.dataset = Dataset(root, deadline=deadline, storage_options=storage_options)
+            self.dataset = Dataset(
+                root, deadline=deadline, storage_options=storage_options, cache=cache, cache_bytes=cache_bytes
+            )
             if self.dataset.lacks():
                 warnings.warn(f"{self.dataset.root} is {self.dataset.lacks()}", stacklevel=2)
         self.root = self.dataset.root
@@ -184,7 +194,7 @@ class Stream(IterableDataset[Batch]):
         share = -(-global_batch // self.world_size)
         self.plan = Plan(formula, global_batch, micro_batch or share, self.rank, self.world_size)
         self.damage_log = DamageLog(Path(damage_log), self.rank)
-        self.stats = PipelineStats()
+        self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self._iterations = Iterations()
 
     @classmethod
@@ -199,7 +209,7 @@ class Stream(IterableDataset[Batch]):
 
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], Iterations]]:
         # A worker process maps table and view of the same version of the dataset that was opened here.
-        opened = {"root": self.dataset, "join": self.columns}
+        opened = {"root": self.dataset, "join": self.columns, "cache": None, "cache_bytes": None}
         check_pickles(self.options.transforms)
         return _reopen, ({**self._arguments, **opened}, self._iterations)
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sa1b.storage.range_cache import RangeCache
+
 STAGES = ("read", "pick", "decode", "collate", "device")
 
 
@@ -45,6 +47,8 @@ class Snapshot(dict[str, Any]):
         waited = (
             f"the caller waited {self['waited_seconds']:.2f} s, {self['ready_batches']:.1f} batches ready"
         )
+        if (cache := self["cache"]) is not None:
+            lines.append("cache: {hits:,} hits, {misses:,} misses, {outside:,} reads outside".format(**cache))
         return "\n".join([*lines, limiting, waited])
 
 
@@ -57,12 +61,14 @@ class PipelineStats:
         waited_seconds: seconds that the caller waited for batches.
         ready: complete batches at a request for a batch, mean.
         looks: number of requests for a batch.
+        cache: the local cache of the dataset directory, which counts its reads.
     """
 
     stages: dict[str, Stage] = field(default_factory=lambda: {name: Stage() for name in STAGES})
     waited_seconds: float = 0.0
     ready: float = 0.0
     looks: int = 0
+    cache: RangeCache | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
@@ -103,12 +109,15 @@ class PipelineStats:
         seconds. `limiting_share`: its share of all busy seconds, from 0 to 1; the other stages would take
         1 - share of the time. `waited_seconds`: seconds that the caller of a Loader waited, about 0 if the
         caller is the bottleneck. `ready_batches`: complete batches at a request for a batch, mean; about
-        `prefetch` if the caller is the bottleneck.
+        `prefetch` if the caller is the bottleneck. `cache`: reads of this process from the local cache
+        (`hits`), from the store (`misses`), and from the store of shards that the limit of the cache leaves
+        out (`outside`); None without a cache.
         """
         with self._lock:
             found = Snapshot({name: asdict(stage) for name, stage in self.stages.items()})
             seconds = {name: stage.seconds for name, stage in self.stages.items()}
             found["waited_seconds"], found["ready_batches"] = self.waited_seconds, self.ready
+        found["cache"] = None if self.cache is None else asdict(self.cache.counts())
         total = sum(seconds.values())
         limiting = max(seconds, key=lambda name: seconds[name])
         found["limiting"] = limiting if total else None
