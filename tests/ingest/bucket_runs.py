@@ -27,7 +27,6 @@ from sa1b.sources.discovery import discover
 from sa1b.storage import upload
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.objects import Objects
-from sa1b.storage.reader import PIECE
 from sa1b.storage.s3_objects import S3Objects
 
 _LONGEST = 120  # seconds; a run takes one
@@ -140,6 +139,9 @@ def kill_everywhere(settings: Settings, expected: dict[str, bytes]) -> dict[str,
         make(settings, settings.store(name))
         return killer.steps
 
+    def unfinished(name: str) -> int:
+        return len(settings.store(name).uploads())
+
     def check(name: str) -> list[str] | None:
         store = settings.store(name)
         found = contents(store)
@@ -150,7 +152,7 @@ def kill_everywhere(settings: Settings, expected: dict[str, bytes]) -> dict[str,
         store.remove(*found)
         return wrong or None
 
-    found: dict[str, Any] = {"killed": 0, "steps": 0, "wrong": []}
+    found: dict[str, Any] = {"killed": 0, "steps": 0, "uploads": 0, "wrong": []}
     k, survived = 0, False
     while not survived if settings.points is None else k < len(settings.points):
         at = k + 1 if settings.points is None else settings.points[k]
@@ -164,6 +166,7 @@ def kill_everywhere(settings: Settings, expected: dict[str, bytes]) -> dict[str,
                 found["wrong"].append([at, text])
             else:
                 survived, found["steps"] = True, int(text)
+        found["uploads"] += int(forked(functools.partial(unfinished, name))[1])
         for last in (functools.partial(run, name, None), functools.partial(check, name)):
             status, text = forked(last)
             if status or text.startswith("["):
@@ -175,7 +178,7 @@ def kill_everywhere(settings: Settings, expected: dict[str, bytes]) -> dict[str,
 def main() -> None:
     document = json.loads(Path(sys.argv[1]).read_text())
     expected = Path(document.pop("expected"))
-    upload.PART = PIECE  # so that shards of a few megabytes are uploaded in parts
+    upload.PART = upload.PIECE = 5 << 20  # the least that S3 accepts
     files = {
         str(path.relative_to(expected)): path.read_bytes() for path in expected.rglob("*") if path.is_file()
     }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simplejpeg
 
 from sa1b.errors import UsageError
 from sa1b.ingest.finish import drop_source, finish
@@ -241,13 +242,18 @@ def killed_at(
     """
     sources = folder / "in"
     for number in range(2):
-        ids = range(100 * number, 100 * number + 6)
-        size = (1800, 1800) if large else tiny.SIZE
-        members = [
-            (f"./sa_{one}.{ending}", data)
-            for one in ids
-            for ending, data in zip(("jpg", "json"), tiny.pair(one, size=size), strict=True)
-        ]
+        members = tiny.pairs(range(100 * number, 100 * number + 6))
+        if large:  # 3 images of 7 MB
+            size = (1500, 1500)
+            members = [
+                member
+                for one in range(100 * number, 100 * number + 3)
+                for member in tiny.pair_members(
+                    one,
+                    simplejpeg.encode_jpeg(tiny.picture(one, size=size), 100, "RGB", "444"),
+                    tiny.encode(tiny.document(one, size=size)),
+                )
+            ]
         tiny.write_tar(sources / f"sa_00000{number}.tar", members, gzip=False)
     alone = folder / "alone"
     options_of_run = Options(images_per_shard=4)
