@@ -149,7 +149,7 @@ def test_a_trace_that_was_cut_off_is_a_failed_write(tmp_path: Path, monkeypatch:
     trace.before(0)
     trace.after(0)
     with pytest.raises(
-        WriteError, match=r"trace-0\.json: cannot be written .the trace was not written to its"
+        WriteError, match=r"trace-0\.json: cannot be written .the trace was not written completely"
     ):
         control.check()
 
