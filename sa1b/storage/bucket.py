@@ -26,7 +26,7 @@ from sa1b.storage.bucket_requests import CLOCK, BucketRequests
 from sa1b.storage.conditions import PROBE, Conditions, is_removed
 from sa1b.storage.errors import MissingError, StorageError, UnavailableError
 from sa1b.storage.file_system import protocol_of
-from sa1b.storage.objects import Upload
+from sa1b.storage.objects import Stat, Upload
 from sa1b.storage.processes import process_of
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
@@ -122,6 +122,7 @@ class BucketStore(Store):
                 path.parent.mkdir()
                 if stat is not None:
                     download(self._requests.reader, name, stat, path)
+                    self._check_unchanged(name, stat)
             yield paths
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -202,6 +203,14 @@ class BucketStore(Store):
     def _scratch(self) -> Path:
         self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
         return self.scratch
+
+    def _check_unchanged(self, name: str, stat: Stat) -> None:
+        """Raise StorageError if an object was replaced during a copy that did not compare its entity tag."""
+        again = self._requests.stat(name) if stat.written is not None else stat
+        if again != stat:
+            raise StorageError(
+                f"{self.url(name)}: replaced during the copy; run the command again", url=self.url(name)
+            )
 
     def _check_space(self, size: int, names: str) -> None:
         free = shutil.disk_usage(self._scratch()).free

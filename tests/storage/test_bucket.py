@@ -16,9 +16,11 @@ from sa1b.storage.bucket_requests import BucketRequests
 from sa1b.storage.claim import Claim, holder, live_holders
 from sa1b.storage.conditions import Conditions
 from sa1b.storage.errors import DeniedError, StorageError
-from sa1b.storage.objects import Objects, Upload
+from sa1b.storage.objects import Objects, Stat, Upload
+from sa1b.storage.reader import Reader
 from sa1b.storage.s3_objects import S3Objects
 from sa1b.storage.store import FolderStore, Store, open_store
+from sa1b.storage.upload import download
 from tests.storage.ceph import wait_for
 from tests.storage.service import Service
 
@@ -118,6 +120,21 @@ def test_temporary_copies_are_removed(bucket: BucketStore) -> None:
     bucket.put("a", b"one")
     with bucket.files("a") as (path,):
         assert path.read_bytes() == b"one"
+    assert list(bucket.scratch.iterdir()) == []
+
+
+def test_an_object_that_is_replaced_during_its_copy_is_named(
+    bucket: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(reader: Reader, name: str, stat: Stat, path: Path) -> None:
+        download(reader, name, stat, path)
+        bucket.put(name, b"two")
+
+    monkeypatch.setattr("sa1b.storage.bucket.download", copy)
+    bucket.put("samples.bin", b"one")
+    message = r"shards/samples\.bin: replaced during the copy; run the command again"
+    with pytest.raises(StorageError, match=message), bucket.files("samples.bin"):
+        pass
     assert list(bucket.scratch.iterdir()) == []
 
 

@@ -214,6 +214,36 @@ def test_faults_change_no_byte_of_an_upload(
     assert not list(ceph_bucket.scratch.iterdir())
 
 
+def test_flipped_bits_change_no_byte_of_a_read(
+    ceph_bucket: BucketStore, tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = file_of(tmp_path / "staged", 43_000_000)
+    ceph_bucket.commit([path])
+    ceph_bucket.put("tasks/a.json", data[:5000])
+    with (
+        Service("fault_proxy", _port(ceph_bucket), 3, 0.1, "flip", "short") as proxy,
+        through(proxy, ceph_bucket) as store,
+    ):
+        for _ in range(3):
+            assert contents(store, "a.tar") == data
+        monkeypatch.setattr("sa1b.storage.upload.composite_etag", lambda etags: "another")
+        assert contents(store, "a.tar") == data  # by a second read
+        assert [store.read("tasks/a.json") for _ in range(30)] == [data[:5000]] * 30
+        assert len(proxy.ask({"do": "log"})["faults"]) > 5
+    assert not list(ceph_bucket.scratch.iterdir())
+
+
+def test_an_object_that_another_process_replaced_is_copied_again(
+    ceph_bucket: BucketStore, tmp_path: Path
+) -> None:
+    with contextlib.closing(
+        BucketStore(ceph_bucket.root, scratch=tmp_path, options=ceph_bucket.options)
+    ) as other:
+        for content in (b"one", b"two2"):
+            other.put("samples.bin", content)
+            assert contents(ceph_bucket, "samples.bin") == content
+
+
 def test_an_upload_is_read_back_where_entity_tags_are_no_md5(
     ceph_bucket: BucketStore, tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
