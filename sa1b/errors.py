@@ -18,6 +18,10 @@ class SourceError(Sa1bError):
     """A source cannot be read at all."""
 
 
+class NoPairError(SourceError):
+    """A source has no usable pair, or none of the wanted ones."""
+
+
 class ManifestError(Sa1bError):
     """dataset.json, a task file or a view is missing, damaged, or does not belong to its dataset."""
 

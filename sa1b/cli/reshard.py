@@ -13,23 +13,21 @@ interrupted.
 """
 
 import json
-import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from sa1b.console import counted, loading
+from sa1b.cli.source_flags import check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
-from sa1b.sources.link_list import CONNECTIONS, Link, is_url, read_links
+from sa1b.sources.link_list import CONNECTIONS, Link
 from sa1b.storage.claim import LONGEST, TIMEOUT
-from sa1b.storage.store import Store, open_store
+from sa1b.storage.store import Store
 from sa1b.workers import Supervise, supervise
 
 
@@ -132,12 +130,11 @@ def main(
         no_space_check: Start even if the disk seems too small.
         json_output: Print the summary as JSON, without progress.
     """
-    options = {"endpoint_url": endpoint} if endpoint else {}
     if drop or (finish and task is None):
-        store = _store(out, scratch, endpoint, source)
+        store = store_of(out, scratch, endpoint, source)
         with loading():
-            found = _linked(source, links, Link("", "", "", options=options))
-        return _without_ingest(_paths(source), found, store, drop, finish, task, json_output)
+            found = linked(source, links, CONNECTIONS, None, endpoint)
+        return _without_ingest(paths_of(source), found, store, drop, finish, task, json_output)
     if not source and links is None and not rename:
         raise UsageError(f"--out {out}: no SOURCE to convert; add tars, folders or --links, see --help")
     for flag, number in (
@@ -152,15 +149,9 @@ def main(
             raise UsageError(f"{flag} {seconds:g}: must be above 0 and at most {LONGEST:,.0f} seconds")
     if not 1 <= max_pixels <= MAX_STORED_PIXELS:
         raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
-    if quality is not None and (image_size is None or not 1 <= quality <= 100):
-        raise UsageError(f"--quality {quality}: must be from 1 to 100, and needs --image-size")
-    if image_size is not None:
-        if not 16 <= image_size <= 65500:
-            raise UsageError(f"--image-size {image_size}: must be from 16 to 65500 pixels")
-        quality = quality or 95
-    if max_rate is not None and not 0 < max_rate < math.inf:
-        raise UsageError(f"--max-rate {max_rate:g}: must be above 0")
-    store = _store(out, scratch, endpoint, source)
+    quality = checked_quality(image_size, quality)
+    check_rate("--max-rate", max_rate)
+    store = store_of(out, scratch, endpoint, source)
     if address is not None and engine != "ray":
         raise UsageError(f"--address {address}: is for --engine ray; add it, or omit --address")
     with loading():
@@ -171,7 +162,7 @@ def main(
     with _engine(engine, address, workers) as (count, supervise):
         rate = None if max_rate is None else max_rate * 1e6 / count
         summary = reshard(
-            _paths(source),
+            paths_of(source),
             store,
             Options(images_per_shard, image_size, quality, keep_json, not no_index_runs, decode_images),
             Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
@@ -183,7 +174,7 @@ def main(
                 redo=redo,
                 rename=_renamed(rename),
                 ignore=ignore,
-                links=_linked(source, links, Link("", "", "", None, connections, rate, options)),
+                links=linked(source, links, connections, rate, endpoint),
                 task=_part(task),
                 finish=finish,
                 claim_timeout=claim_timeout,
@@ -242,43 +233,6 @@ def _without_ingest(
     else:
         print(finished.line(store))
     return code
-
-
-def _paths(source: tuple[str, ...]) -> tuple[Path, ...]:
-    return tuple(Path(text) for text in source if not is_url(text))
-
-
-def _linked(source: tuple[str, ...], path: Path | None, like: Link) -> tuple[Link, ...]:
-    """The links of the URLs in SOURCE and of --links; each is read in the same way as `like`."""
-    from sa1b.sources.remote_sources import links_at
-
-    found = [link for text in source if is_url(text) for link in links_at(text, like.options)]
-    if path is not None:
-        listed, others = read_links(path)
-        found += listed
-        if others:
-            names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-            sys.stderr.write(f"note: {path}: {counted(len(others), 'other file')} left out ({names})\n")
-    return tuple(
-        replace(one, connections=like.connections, max_rate=like.max_rate, options=like.options)
-        for one in found
-    )
-
-
-def _store(out: str, scratch: Path | None, endpoint: str | None, source: tuple[str, ...]) -> Store:
-    """The store of --out."""
-    if out.startswith(("http://", "https://")):
-        raise UsageError(
-            f"--out {out}: http(s) can only be read; pass a folder, or a URL such as s3://BUCKET/FOLDER"
-        )
-    if not is_url(out):
-        if scratch is not None:
-            raise UsageError(
-                f"--scratch {scratch}: only if --out is a URL; the temporary files of a folder are in it"
-            )
-        if endpoint is not None and not any(map(is_url, source)):
-            raise UsageError(f"--endpoint {endpoint}: only if --out or SOURCE is a URL; omit it")
-    return open_store(out, scratch=scratch, options={"endpoint_url": endpoint} if endpoint else None)
 
 
 def _renamed(pairs: tuple[str, ...]) -> dict[Path, str]:

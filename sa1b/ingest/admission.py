@@ -4,8 +4,8 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sa1b.errors import UsageError
@@ -13,6 +13,8 @@ from sa1b.names import is_source_name, parse_shard_name, source_stem
 from sa1b.shards.manifest import FORMAT, PARTIAL, QUARANTINE, TASKS, Options, Task
 from sa1b.sources.discovery import Discovered, discover, is_tar_name
 from sa1b.sources.folder import is_pair_name
+from sa1b.sources.link_list import Link
+from sa1b.sources.remote_sources import named_links
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING
@@ -52,6 +54,23 @@ def admitted(
                 f"{_NAME_LENGTH}"
             )
     return discover([*rename, *paths], ignore, skip=skip, rename=rename)
+
+
+def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, Source], dict[str, Link]]:
+    """The local sources, and the links to other sources, by name.
+
+    Raises:
+        SourceError: a name is not valid.
+        UsageError: two have the same name.
+    """
+    local = {source.name: source for source in discovered.sources}
+    remote = named_links(links)
+    if both := local.keys() & remote.keys():
+        raise UsageError(
+            f"{local[min(both)].label}: has the name of {remote[min(both)].label}; leave one of them out, or "
+            "give the file another name with --rename"
+        )
+    return local, remote
 
 
 def check_out(paths: Sequence[Path], root: Path) -> None:
@@ -152,11 +171,19 @@ def check_names(root: Root, tasks: Mapping[str, Task], sources: list[Source]) ->
 
 
 def check_space(
-    sources: list[Source], root: Root, options: Options, spill: Path | None, workers: int
+    sources: list[Source],
+    root: Root,
+    options: Options,
+    spill: Path | None,
+    workers: int,
+    fraction: float = 1.0,
 ) -> None:
     """Raise UsageError if a disk is too small for the shards or the spill; both are estimates.
 
     A folder receives the shards of all sources. Shards for a URL need scratch space until their source ends.
+
+    Args:
+        fraction: the part of the pairs that is stored.
     """
     if not sources:
         return
@@ -164,22 +191,45 @@ def check_space(
     folder = store.scratch
     for needed in (folder, spill or folder):
         needed.mkdir(parents=True, exist_ok=True)
-    factor = _OUT_FACTOR
-    if options.image_size is not None:
-        factor = min(factor, _ANNOTATIONS + (options.image_size / _LONGER_SIDE) ** 2)
-    sizes = sorted((source.size for source in sources), reverse=True)
-    out = int(factor * sum(sizes if store.is_local else sizes[:workers]))
-    largest = sorted((one.size for one in sources if one.kind == "tar"), reverse=True)[:workers]
-    waits = int(_SPILL_FACTOR * sum(largest))
+    needs = needed_space(sources, options, workers)
+    out = int(fraction * (needs.shards if store.is_local else needs.staged))
+    waits = int(fraction * needs.spill)
     same = spill is None or folder.stat().st_dev == spill.stat().st_dev
     flag, fewer = ("--out", "sources at a time") if store.is_local else ("--scratch", "--workers")
-    needs = [(folder, out + waits * same, flag, fewer)]
+    required = [(folder, out + waits * same, flag, fewer)]
     if spill is not None:
-        needs.append((spill, waits, "--spill", "sources at a time"))
-    for disk, need, option, less in needs:
+        required.append((spill, waits, "--spill", "sources at a time"))
+    for disk, need, option, less in required:
         free = shutil.disk_usage(disk).free
         if free < need:
             raise UsageError(
                 f"{disk}: {free / 1e6:,.0f} MB free, about {need / 1e6:,.1f} MB needed; name a larger disk "
                 f"with {option}, take fewer {less}, or skip this check with --no-space-check"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Estimated bytes that an ingest needs.
+
+    Attributes:
+        shards: of all sources.
+        staged: of the sources that are processed at the same time.
+        spill: of the members that wait for their partners.
+    """
+
+    shards: int
+    staged: int
+    spill: int
+
+
+def needed_space(sources: Sequence[Source], options: Options, workers: int) -> Space:
+    """The estimated space for shards and spill."""
+    factor = _OUT_FACTOR
+    if options.image_size is not None:
+        factor = min(factor, _ANNOTATIONS + (options.image_size / _LONGER_SIDE) ** 2)
+    sizes = sorted((source.size for source in sources), reverse=True)
+    tars = sorted((one.size for one in sources if one.kind == "tar"), reverse=True)
+    return Space(
+        int(factor * sum(sizes)), int(factor * sum(sizes[:workers])), int(_SPILL_FACTOR * sum(tars[:workers]))
+    )

@@ -15,6 +15,7 @@ from pathlib import Path
 from sa1b.errors import UsageError
 from sa1b.ingest.admission import (
     admitted,
+    by_name,
     check_names,
     check_options,
     check_out,
@@ -29,7 +30,7 @@ from sa1b.ingest.worker import Outcome, Run, is_unchanged, work_on
 from sa1b.progress import bar
 from sa1b.shards.manifest import PARTIAL, Options, Task, read_tasks, task_name
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
-from sa1b.sources.remote_sources import named_links, remote_sources
+from sa1b.sources.remote_sources import remote_sources
 from sa1b.sources.source import Source, digest_of_source, read_checklist
 from sa1b.storage.claim import observe
 from sa1b.storage.errors import StorageError
@@ -72,13 +73,7 @@ def reshard(
     if store.is_local:
         check_out([*paths, *(run.rename or {})], store.scratch)
     discovered = admitted(paths, run.rename or {}, own, run.ignore)
-    local = {source.name: source for source in discovered.sources}
-    remote = named_links(run.links)
-    if both := local.keys() & remote.keys():
-        raise UsageError(
-            f"{local[min(both)].label}: has the name of {remote[min(both)].label}; leave one of them out, or "
-            "give the file another name with --rename"
-        )
+    local, remote = by_name(discovered, run.links)
     named = sorted(local.keys() | remote.keys())
     if strangers := set(run.redo) - set(named):
         listed = ", ".join(named[:10])
@@ -126,7 +121,7 @@ def reshard(
         fix_options(store, tasks, options)
     summary.tasks = tasks
     try:
-        _work_on(waiting, store, options, policy, md5, run, summary, supervise)
+        work_through(waiting, store, options, policy, md5, run, summary, supervise)
         if not summary.disk_full and not summary.store_error and _finishes(run, store, named):
             summary.end(finish(store, named))
     except KeyboardInterrupt:
@@ -145,7 +140,7 @@ def reshard(
     return summary
 
 
-def _work_on(
+def work_through(
     sources: list[Source],
     store: Store,
     options: Options,
@@ -155,11 +150,15 @@ def _work_on(
     summary: ReshardSummary,
     supervise: Supervise,
 ) -> None:
-    """Ingest sources, several at a time, and wait for the sources that other runs have claimed."""
-    totals = Counts()
+    """Ingest sources, several at a time, and wait for the sources that other runs have claimed.
+
+    The results are added to the summary. A reason that would stop every source ends the work early.
+    """
+    totals, earlier = Counts(), summary.stored_bytes
     told: set[str] = set()
     total = sum(source.size for source in sources)
-    with bar(total, "reshard", "B", run.quiet or not sources) as progress:
+    name = "fetch" if any(source.wanted is not None for source in sources) else "reshard"
+    with bar(total, name, "B", run.quiet or not sources) as progress:
         while sources:
             held: dict[str, str] = {}
             jobs = [(one, store, options, replace(policy, md5=md5.get(one.name)), run) for one in sources]
@@ -198,8 +197,10 @@ def _work_on(
                     progress.set_postfix(
                         images=totals.images, masks=totals.masks, refused=totals.refused, refresh=False
                     )
+                    if event.kind == "done" and sources[event.task].wanted is not None:
+                        progress.total -= sources[event.task].size - counts.stored_bytes
                     progress.update(totals.stored_bytes - progress.n)
-            summary.stored_bytes = totals.stored_bytes
+            summary.stored_bytes = earlier + totals.stored_bytes
             sources = [source for source in sources if source.name in held]
             for name in sorted(held.keys() - told):
                 _say(f"note: waiting for {name}, which {held[name]}", run.quiet)
@@ -232,6 +233,8 @@ def _take(outcome: Outcome, name: str, held: dict[str, str], summary: ReshardSum
         (summary.done if outcome.kind == "done" else summary.skipped).append(name)
         if outcome.task is not None:
             summary.tasks[name] = outcome.task
+        if outcome.searched is not None:
+            summary.searched[name] = outcome.searched
         if outcome.note:
             _say(f"note: {outcome.note}", quiet)
 

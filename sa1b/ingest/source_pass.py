@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from sa1b.errors import BadSample, RefusedError, SourceError
+from sa1b.errors import BadSample, NoPairError, RefusedError, SourceError
 from sa1b.ingest.pair_check import check_pair
 from sa1b.ingest.pipeline import Pipeline
 from sa1b.ingest.quarantine import Quarantine
@@ -110,7 +110,7 @@ class SourcePass:
         """Write all shards into the temporary folder and return the task, which lists them.
 
         Raises:
-            SourceError, SystematicError, RefusedError, OSError, MemoryError: see `ingest`.
+            NoPairError, SourceError, SystematicError, RefusedError, OSError, MemoryError: see `ingest`.
             ShardError: a shard differs from what was written when it is read back.
         """
         reader = SourceReader(self.source, md5=self.policy.md5 is not None, progress=self._read_bytes)
@@ -131,7 +131,7 @@ class SourcePass:
             raise
         finally:
             reader.close()
-        if self.policy.md5 is not None and digests["md5"] != self.policy.md5:
+        if self.policy.md5 is not None and digests.get("md5", self.policy.md5) != self.policy.md5:
             raise SourceError(
                 f"{self.source.label}: md5 is {digests['md5']}, the checklist has {self.policy.md5}; "
                 "download it again"
@@ -139,18 +139,19 @@ class SourcePass:
         self._check_sums()
         self.systematic.check(self.quarantine, self.counts.images)
         if not self.sealed:
-            raise SourceError(f"{self.source.label}: no usable pair; {self._problems()}")
+            raise NoPairError(f"{self.source.label}: no usable pair; {self._problems()}")
         self.quarantine.flush()  # the task file, written later, counts its contents
-        return self._task(digests["sha256"])
+        return self._task(digests.get("sha256"))
 
-    def _task(self, sha256: str) -> Task:
+    def _task(self, sha256: str | None) -> Task:
         source, quarantine = self.source, self.quarantine
+        is_all = source.wanted is None
         return Task(
             source={
                 "name": source.name,
                 "kind": source.kind,
-                "size": source.size,
-                "mtime_ns": source.mtime_ns,
+                "size": source.size if is_all else None,  # None: reshard does not skip the source
+                "mtime_ns": source.mtime_ns if is_all else None,
                 "sha256": sha256,
                 "md5": self.policy.md5,
             },

@@ -6,6 +6,7 @@ from typing import Any
 
 from sa1b.console import command, counted
 from sa1b.ingest.finish import Finished
+from sa1b.ingest.search import Searched
 from sa1b.shards.manifest import DATASET, QUARANTINE, Task
 from sa1b.sources.discovery import NotTaken
 from sa1b.storage.store import Root, open_store
@@ -33,6 +34,7 @@ class ReshardSummary:
         disk_full: the run stopped because the disk was full or cannot be written to.
         store_error: the run stopped with this error, because the store of the dataset directory was
             unreachable or denied access; "" if it did not.
+        searched: what is known about the sources of which only some pairs were wanted.
         finishes: with `task`: the run finishes the dataset if it is the last one.
     """
 
@@ -50,6 +52,7 @@ class ReshardSummary:
     interrupted: bool = False
     disk_full: bool = False
     store_error: str = ""
+    searched: dict[str, Searched] = field(default_factory=dict)
     finishes: bool = False
 
     @property

@@ -11,6 +11,8 @@ from typing import Literal
 from sa1b.errors import LockedError, SourceError
 from sa1b.ingest.finish import record_failure
 from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
+from sa1b.ingest.part import ingest_wanted
+from sa1b.ingest.search import Searched
 from sa1b.shards.commit import abort_uploads, shard_files
 from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
 from sa1b.shards.staging import remove_staging_of
@@ -70,12 +72,14 @@ class Outcome:
         counts: of this pass.
         note: details, or the error of the store.
         task: the finished source; None: it is not finished, or its task file was not changed.
+        searched: of a source of which only some pairs were wanted.
     """
 
     kind: Literal["done", "skipped", "held", "stopped"]
     counts: Counts
     note: str = ""
     task: Task | None = None
+    searched: Searched | None = None
 
 
 def work_on(
@@ -154,13 +158,28 @@ def _claimed(
     if source.name not in run.redo:
         with contextlib.suppress(FileNotFoundError):
             previous = read_task(root, source.name)
+    reports = _Reports(report)
+
+    def check(task: Task) -> None:
+        claim.check()
+        if previous is None or run.replace:
+            return
+        recorded, found = previous.source["sha256"], task.source["sha256"]
+        if recorded is not None and found is not None and recorded != found:
+            raise _refused(source, previous, root)
+
+    if source.wanted is not None:
+        if previous is not None and not is_partial(previous) and missing_file(previous, root) is None:
+            return Outcome("skipped", Counts())  # the dataset has all images of this source
+        task, searched = ingest_wanted(source, root, options, policy, reports, check, previous)
+        return Outcome("done", reports.newest, "", task, searched)
     note = ""
     if previous is not None:
         if (missing := missing_file(previous, root)) is not None:
             note = f"{missing} is missing or truncated; {source.name} is converted again"
         elif not run.recheck and is_unchanged(previous, source, root):
             return Outcome("skipped", Counts())  # another run finished it in the meantime
-        elif previous.source["sha256"] is not None:
+        elif previous.source["sha256"] is not None and not is_partial(previous):
             if previous.source["size"] != source.size and not run.replace:
                 raise _refused(source, previous, root)
             if digest_of_source(source) == previous.source["sha256"]:
@@ -170,33 +189,43 @@ def _claimed(
                 return Outcome("skipped", Counts(), note)
             if not run.replace:
                 raise _refused(source, previous, root)
-    last = time.monotonic()
-    newest = Counts()
+    task = ingest(source, root, options, policy, reports, check)
+    return Outcome("done", reports.newest, note, task)
 
-    def throttled(counts: Counts) -> None:
-        nonlocal last, newest
-        newest = counts
-        if time.monotonic() - last >= _REPORT_SECONDS:
-            last = time.monotonic()
-            report(counts)
 
-    def check(task: Task) -> None:
-        claim.check()
-        recorded = None if previous is None else previous.source["sha256"]
-        if previous is not None and recorded not in (None, task.source["sha256"]) and not run.replace:
-            raise _refused(source, previous, root)
+class _Reports:
+    """Passes on the newest counts, at most every _REPORT_SECONDS."""
 
-    task = ingest(source, root, options, policy, throttled, check)
-    return Outcome("done", newest, note, task)
+    def __init__(self, report: Callable[[Counts], None]) -> None:
+        self.newest = Counts()
+        self._report, self._last = report, time.monotonic()
+
+    def __call__(self, counts: Counts) -> None:
+        self.newest = counts
+        if time.monotonic() - self._last >= _REPORT_SECONDS:
+            self._last = time.monotonic()
+            self._report(counts)
 
 
 def _refused(source: Source, previous: Task, root: Store) -> SourceError:
     return SourceError(
         f"{source.label}: {root} already has a source named {source.name!r} with other content "
-        f"({previous.source['size']:,} bytes, sha256 {str(previous.source['sha256'])[:12]}…; this source has "
+        f"({_size_text(previous)}, sha256 {str(previous.source['sha256'])[:12]}…; this source has "
         f"{source.size:,} bytes); to replace the finished source, add --replace; to keep both, add "
         f"--rename {shlex.quote(f'{source.path}=NEW_NAME')}"
     )
+
+
+def _size_text(task: Task) -> str:
+    return "some of its pairs" if is_partial(task) else f"{task.source['size']:,} bytes"
+
+
+def is_partial(task: Task) -> bool:
+    """Whether a finished source may lack pairs, because only some pairs or shards of it were taken.
+
+    The task file of a source that `sa1b index` has rebuilt from shards looks the same.
+    """
+    return task.source["size"] is None
 
 
 def is_unchanged(

@@ -64,7 +64,7 @@ class Link:
         if self.listed is None:
             return why
         return (
-            f"the link has expired or is wrong ({why.rpartition(';')[0] or why}); download the list of "
+            f"the link has expired or is wrong ({why.partition(';')[0]}); download the list of "
             "links again and pass it with --links: finished sources are kept"
         )
 

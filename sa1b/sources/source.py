@@ -13,6 +13,7 @@ from sa1b.sources.links import resolve_links
 from sa1b.sources.stored_file import open_stored
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import Damage, Member, StoredStream
+from sa1b.sources.wanted import WantedPairs
 
 _CHUNK = 1 << 20  # bytes
 
@@ -26,6 +27,7 @@ class Source:
         path: file or folder; the name of the tar if it has a link.
         kind: "tar" or "folder".
         link: source of the tar's bytes if the tar is not a file; `path` is then only its name.
+        wanted: the only pairs that are read; None: all.
         size: stored bytes of the tar, or of all files of the folder.
         mtime_ns: modification time in nanoseconds of the tar, or of the newest file of the folder.
         ignore: patterns of the files of a folder that are left out.
@@ -38,6 +40,7 @@ class Source:
     mtime_ns: int
     ignore: Ignore | None = None
     link: Link | None = None
+    wanted: WantedPairs | None = None
 
     @property
     def label(self) -> str:
@@ -66,12 +69,20 @@ class SourceReader:
 
     def items(self) -> Iterator[Member | Damage]:
         """Members and damage: for a tar in its order, hard links last; for a folder sorted by image id."""
+        items: Iterator[Member | Damage]
         if isinstance(self._reader, FolderReader):
-            return self._reader.items()
-        return resolve_links(members(self._reader), self._again)
+            items = self._reader.items()
+        else:
+            items = resolve_links(members(self._reader), self._again)
+        return items if self.source.wanted is None else self.source.wanted.filter(items)
 
     def digests(self) -> dict[str, str]:
-        """sha256 of a tar as stored (and md5 if requested), or of the names and contents of a folder."""
+        """sha256 of a tar as stored (and md5 if requested), or of the names and contents of a folder.
+
+        Empty if only some pairs were wanted and the source was not read to its end.
+        """
+        if self.source.wanted is not None and not self.source.wanted.is_whole:
+            return {}
         return self._reader.digests()
 
     def check_unchanged(self) -> None:

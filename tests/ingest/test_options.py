@@ -41,7 +41,7 @@ def test_a_run_with_other_options_beside_the_first_one_is_refused_by_flag(
         said.append(str(error.value))
         raise SystemExit  # killed
 
-    monkeypatch.setattr("sa1b.ingest.reshard._work_on", meanwhile)
+    monkeypatch.setattr("sa1b.ingest.reshard.work_through", meanwhile)
     (root / "tasks").mkdir(parents=True)
     (root / "tasks" / "sa_000009.claim").touch()  # of a third run
     with pytest.raises(SystemExit):

@@ -1,0 +1,74 @@
+"""Flags of the commands that read source tars: checks, sources, and the store of --out."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from sa1b.console import counted
+from sa1b.errors import UsageError
+from sa1b.sources.link_list import Link, is_url, read_links
+from sa1b.storage.store import Store, open_store
+
+
+def checked_quality(image_size: int | None, quality: int | None) -> int | None:
+    """The JPEG quality; None if images are not re-encoded."""
+    if quality is not None and (image_size is None or not 1 <= quality <= 100):
+        raise UsageError(f"--quality {quality}: must be from 1 to 100, and needs --image-size")
+    if image_size is None:
+        return None
+    if not 16 <= image_size <= 65500:
+        raise UsageError(f"--image-size {image_size}: must be from 16 to 65500 pixels")
+    return quality or 95
+
+
+def check_rate(flag: str, megabytes: float | None) -> None:
+    """Refuse a rate in MB per second that is not above 0."""
+    if megabytes is not None and not 0 < megabytes < math.inf:
+        raise UsageError(f"{flag} {megabytes:g}: must be above 0")
+
+
+def paths_of(source: tuple[str, ...]) -> tuple[Path, ...]:
+    """The paths in SOURCE."""
+    return tuple(Path(text) for text in source if not is_url(text))
+
+
+def linked(
+    source: tuple[str, ...],
+    path: Path | None,
+    connections: int,
+    rate: float | None = None,
+    endpoint: str | None = None,
+) -> tuple[Link, ...]:
+    """The links of the URLs in SOURCE and of --links.
+
+    Args:
+        source: SOURCE.
+        path: value of --links.
+        connections: requests at the same time for each link.
+        rate: limit of each link, in bytes per second.
+        endpoint: value of --endpoint.
+    """
+    from sa1b.sources.remote_sources import links_at
+
+    options = {"endpoint_url": endpoint} if endpoint else {}
+    found = [link for text in source if is_url(text) for link in links_at(text, options)]
+    if path is not None:
+        listed, others = read_links(path)
+        found += listed
+        if others:
+            names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+            sys.stderr.write(f"note: {path}: {counted(len(others), 'other file')} left out ({names})\n")
+    return tuple(replace(one, connections=connections, max_rate=rate, options=options) for one in found)
+
+
+def store_of(out: str, scratch: Path | None, endpoint: str | None, source: tuple[str, ...]) -> Store:
+    """The store of --out."""
+    if not is_url(out):
+        if scratch is not None:
+            raise UsageError(
+                f"--scratch {scratch}: only if --out is a URL; the temporary files of a folder are in it"
+            )
+        if endpoint is not None and not any(map(is_url, source)):
+            raise UsageError(f"--endpoint {endpoint}: only if --out or SOURCE is a URL; omit it")
+    return open_store(out, scratch=scratch, options={"endpoint_url": endpoint} if endpoint else None)

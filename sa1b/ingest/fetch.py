@@ -1,0 +1,278 @@
+"""A dataset directory of the wanted images only: the sources that contain them are found and read.
+
+Which tar contains an image is not known, see sa1b.ingest.search. The sources are read in passes: each pass
+reads the sources that may contain a missing image, several at a time, each only as far as needed, see
+sa1b.sources.wanted. The next pass looks for the images that are still missing.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sa1b.console import counted
+from sa1b.errors import UsageError
+from sa1b.ingest.admission import (
+    admitted,
+    by_name,
+    check_names,
+    check_options,
+    check_out,
+    check_space,
+    fix_options,
+    release_options,
+)
+from sa1b.ingest.finish import finish, record_failure
+from sa1b.ingest.ingest import Policy
+from sa1b.ingest.part import read_searched, stored_ids
+from sa1b.ingest.reshard import work_through
+from sa1b.ingest.search import Ids, Search, Searched, homes_of, no_ids
+from sa1b.ingest.summary import ReshardSummary
+from sa1b.ingest.worker import Run, is_partial, missing_file
+from sa1b.shards.image_ids import listing
+from sa1b.shards.locate import read_rows
+from sa1b.shards.manifest import DATASET, PARTIAL, Options, read_tasks
+from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
+from sa1b.sources.id_blocks import IDS_PER_TAR, tar_number
+from sa1b.sources.link_list import Link
+from sa1b.sources.remote_sources import remote_sources
+from sa1b.sources.source import Source
+from sa1b.sources.wanted import WantedPairs
+from sa1b.storage.errors import StorageError
+from sa1b.storage.store import Root, Store, open_store
+from sa1b.workers import supervise
+
+_FAILED_SHOWN = 10
+
+
+@dataclass(slots=True, eq=False)
+class FetchSummary:
+    """The results of a run.
+
+    Attributes:
+        root: path or URL of the dataset directory.
+        wanted: number of wanted images.
+        before: number of those that were stored before the run.
+        stored: number of those that are stored now.
+        refused: wanted images that were found and cannot be used.
+        missing: the other wanted images: in no source that was read, or their source failed.
+        sources: number of sources that could be read.
+        work: sources read and failed, and the end of the run.
+    """
+
+    root: str
+    wanted: int
+    sources: int
+    before: int = 0
+    stored: int = 0
+    refused: Ids = field(default_factory=no_ids)
+    missing: Ids = field(default_factory=no_ids)
+    work: ReshardSummary = field(default_factory=ReshardSummary)
+
+    def exit_code(self) -> int:
+        """0: every wanted image is stored; 1: a source or the store failed; 3: an image is missing or
+        refused; 130: interrupted.
+        """
+        if self.work.interrupted:
+            return 130
+        if self.work.failed or self.work.store_error or self.work.disk_full:
+            return 1
+        return 3 if len(self.missing) or len(self.refused) else 0
+
+    def document(self) -> dict[str, Any]:
+        """The summary as a JSON document."""
+        return {
+            "exit_code": self.exit_code(),
+            "wanted": self.wanted,
+            "stored_before": self.before,
+            "stored": self.stored,
+            "refused": self.refused.tolist(),
+            "missing": self.missing.tolist(),
+            "sources": self.sources,
+            "read": self.work.done,
+            "bytes_read": self.work.stored_bytes,
+            "failed": self.work.failed,
+            "store_error": self.work.store_error,
+            "seconds": round(self.work.seconds, 3),
+        }
+
+    def table(self) -> str:
+        """The summary as a table of text."""
+        seconds = self.work.seconds
+        rate = self.work.stored_bytes / 1e6 / seconds if seconds else 0.0
+        lines = [
+            f"  wanted   {counted(self.wanted, 'image')}",
+            f"  stored   {self.stored:,} ({self.stored - self.before:,} now, {self.before:,} before)",
+            f"  sources  {len(self.work.done):,} of {self.sources:,} read",
+            f"  bytes    {self.work.stored_bytes:,} ({rate:,.1f} MB/s, {seconds:,.1f} s)",
+        ]
+        if len(self.refused):
+            lines.append(
+                f"refused: {listing(self.refused)}; see {self.root}/quarantine/<source>/refused.jsonl"
+            )
+        if len(self.missing):
+            lines.append(f"missing: {listing(self.missing)}; --json prints all of them")
+        failed = list(self.work.failed.items())
+        lines += [f"FAILED {name}: {why}" for name, why in failed[:_FAILED_SHOWN]]
+        if len(failed) > _FAILED_SHOWN:
+            lines.append(f"and {len(failed) - _FAILED_SHOWN:,} more failed, all printed with --json")
+        return "\n".join([*lines, self._ending()])
+
+    def _ending(self) -> str:
+        again = "run the same command again to resume"
+        if self.work.interrupted:
+            return f"Interrupted. Nothing is damaged; {again}."
+        if self.work.disk_full:
+            return f"Stopped: the disk is full or not writable. Free some space, then {again}."
+        if self.work.store_error:
+            return f"Stopped: {self.work.store_error}. Nothing is damaged; {again}."
+        if not self.stored:
+            return f"None of the images is stored: {self.root}/{DATASET} was not written."
+        if self.work.failed:
+            return f"Not all sources were read: {self.root}/{DATASET} can be read; {again}."
+        return f"Complete: {self.root}/{DATASET}"
+
+
+def fetch(
+    ids: Ids,
+    paths: Sequence[Path],
+    root: Root,
+    options: Options,
+    policy: Policy,
+    run: Run,
+    *,
+    index: str | None = None,
+    everywhere: bool = False,
+) -> FetchSummary:
+    """Store the wanted pairs in the dataset directory `root`, with those that it has already.
+
+    A source whose task file has a size is complete, and is not read.
+
+    Args:
+        ids: image ids, ascending, each once.
+        paths: files and folders with sources.
+        root: dataset directory; a folder is created if it is missing.
+        options: options that determine the bytes of the shards.
+        policy: handling of bad input.
+        run: settings of the run, with the links to further sources.
+        index: a dataset directory, index or task file of the same sources, which determines the source of
+            each image that it contains.
+        everywhere: read sources to their end, and for images that are not found, read all sources.
+
+    Raises:
+        SourceError, UsageError, StorageError: see sa1b.ingest.reshard.reshard.
+    """
+    began = time.monotonic()
+    store = open_store(root)
+    if store.is_local:
+        check_out(paths, store.scratch)
+    own = [path for path in (store.scratch, store.scratch / PARTIAL, policy.spill) if path is not None]
+    found = admitted(paths, {}, own, run.ignore)
+    local, remote = by_name(found, run.links)
+    names = sorted(local.keys() | remote.keys())
+    homes = None
+    if index is not None:
+        rows = read_rows(index)
+        homes = homes_of(names, rows.image_id, np.array(rows.sources, object)[rows.shard])
+    if store.is_local:
+        if store.scratch.exists() and not store.scratch.is_dir():
+            raise UsageError(f"--out {root}: is a file; pass a folder")
+        store.scratch.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(store, policy.spill)
+    tasks = read_tasks(store)
+    check_options(store, tasks, options)
+    summary = FetchSummary(store.root, len(ids), len(names))
+    work = summary.work = ReshardSummary(sources=[], tasks=tasks)
+    search = Search(names, homes, everywhere=everywhere)
+    search.learn(read_searched(store))
+    stored = {name: stored_ids(store, task) for name, task in tasks.items()}
+    search.learn(
+        {
+            name: Searched(int(own_ids[0]), int(own_ids[-1]), has_all=True)
+            for name, own_ids in stored.items()
+            if not is_partial(tasks[name]) and missing_file(tasks[name], store) is None
+        }
+    )
+    missing = np.setdiff1d(ids, _joined(stored.values()), assume_unique=True)
+    summary.before = len(ids) - len(missing)
+    if len(missing):
+        fix_options(store, tasks, options)
+    checked = not run.space_check
+    try:
+        while names_now := search.next_sources(missing):
+            sources = _sources(names_now, local, remote, missing, store, work, everywhere=everywhere)
+            check_names(store, tasks, sources)
+            if not checked and sources:
+                checked = True
+                share = min(1.0, len(missing) / (IDS_PER_TAR * len(sources)))
+                check_space(sources, store, options, policy.spill, run.workers, share)
+            work_through(sources, store, options, policy, {}, run, work, supervise)
+            for name in names_now:
+                searched = work.searched.pop(name, None)
+                search.record(name, searched)
+                if searched is not None:
+                    missing = np.setdiff1d(missing, searched.found, assume_unique=True)
+            ended = {*work.done, *work.skipped, *work.failed}
+            if work.disk_full or work.store_error or not set(names_now) <= ended:
+                break  # the other sources would fail alike
+        if not work.disk_full and not work.store_error:
+            work.finished = finish(store)
+    except KeyboardInterrupt:
+        work.interrupted = True
+    except StorageError as error:
+        if not error.url.startswith(store.root):
+            raise
+        work.store_error = str(error)
+    finally:
+        remove_local_leftovers(store, policy.spill)
+        if not work.store_error:  # otherwise every operation would wait until the deadline
+            remove_leftovers(store, policy.spill)
+            release_options(store)
+    if not work.store_error:
+        _count(summary, ids, missing, store)
+    work.seconds = time.monotonic() - began
+    return summary
+
+
+def _sources(
+    names: Sequence[str],
+    local: dict[str, Source],
+    remote: dict[str, Link],
+    missing: Ids,
+    store: Store,
+    work: ReshardSummary,
+    *,
+    everywhere: bool,
+) -> list[Source]:
+    """The sources of these names, which are read for the missing images; broken links count as failed."""
+    linked, broken = remote_sources({name: remote[name] for name in names if name in remote})
+    for name, why in broken.items():
+        work.failed[name] = why
+        record_failure(store, name, "SourceError", why)
+    of_links = {source.name: source for source in linked}
+    chosen = [local.get(name) or of_links[name] for name in names if name not in broken]
+    return [
+        replace(
+            one,
+            wanted=WantedPairs(
+                missing, is_block=one.kind == "tar" and tar_number(one.name) is not None and not everywhere
+            ),
+        )
+        for one in chosen
+    ]
+
+
+def _count(summary: FetchSummary, ids: Ids, missing: Ids, store: Store) -> None:
+    """The state of the dataset directory after the run."""
+    stored = _joined(stored_ids(store, task) for task in read_tasks(store).values())
+    left = np.setdiff1d(ids, stored, assume_unique=True)
+    summary.stored = len(ids) - len(left)
+    summary.missing = np.intersect1d(left, missing, assume_unique=True)
+    summary.refused = np.setdiff1d(left, missing, assume_unique=True)
+
+
+def _joined(parts: Any) -> Ids:
+    return np.concatenate([no_ids(), *parts])

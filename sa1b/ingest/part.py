@@ -1,0 +1,102 @@
+"""Ingest of the wanted pairs of a source; the result is a source of the dataset with only these images.
+
+The task file of such a source has no size and time of the source, like that of a source of which only some
+shards were copied. So `sa1b reshard` with this source converts it completely. The digest is recorded if the
+source was read to its end.
+
+tasks/<source>.searched records what a source that was read to its end does not contain, so that the next run
+does not read it again for the same images.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from sa1b.console import command
+from sa1b.errors import NoPairError, SourceError
+from sa1b.ingest.ingest import Counts, Policy, ingest
+from sa1b.ingest.search import Ids, Searched
+from sa1b.shards.commit import task_rows
+from sa1b.shards.manifest import TASKS, Options, Task, task_name
+from sa1b.sources.source import Source
+from sa1b.sources.wanted import WantedPairs
+from sa1b.storage.atomic import json_bytes
+from sa1b.storage.store import Store
+
+_ENDING = ".searched"
+
+
+def ingest_wanted(
+    source: Source,
+    root: Store,
+    options: Options,
+    policy: Policy,
+    report: Callable[[Counts], None],
+    check: Callable[[Task], None],
+    previous: Task | None,
+) -> tuple[Task | None, Searched]:
+    """Convert the wanted pairs of a source, and those of it that the dataset directory has already.
+
+    Args:
+        source: with `wanted`.
+        previous: the source in the dataset directory.
+        root, options, policy, report, check: see `ingest`.
+
+    Returns:
+        The task, None if the source has none of the pairs; and what is known about the source.
+
+    Raises:
+        SourceError: the source lacks an image that the dataset directory has from it, or see `ingest`.
+    """
+    assert source.wanted is not None
+    stored = stored_ids(root, previous)
+    part = WantedPairs(np.union1d(source.wanted.ids, stored), is_block=source.wanted.is_block)
+
+    def check_stored() -> None:
+        lost = np.setdiff1d(stored, part.found(), assume_unique=True)
+        if len(lost):
+            raise SourceError(
+                f"{source.label}: {root} has image {int(lost[0])} of a source named {source.name!r}, and "
+                "this source lacks it: its content differs; use another --out, or remove the finished source "
+                f"with `{command('reshard')} --out {root} --drop {source.name}`"
+            )
+
+    def check_all(task: Task) -> None:
+        check_stored()
+        check(task)
+
+    task: Task | None = None
+    try:
+        task = ingest(replace(source, wanted=part), root, options, policy, report, check_all)
+    except NoPairError:
+        check_stored()
+        root.remove(task_name(source.name, "failed"))
+    searched = Searched(part.first, part.last, part.found(), part.absent())
+    name = f"{TASKS}/{source.name}{_ENDING}"
+    if part.is_whole:
+        record = {"first": part.first, "last": part.last, "absent": searched.absent.tolist()}
+        root.put(name, json_bytes(record))
+    else:
+        root.remove(name)
+    return task, searched
+
+
+def stored_ids(root: Store, task: Task | None) -> Ids:
+    """The image ids of a finished source, ascending."""
+    return np.empty(0, np.uint64) if task is None else task_rows(root, task)[1].image_id
+
+
+def read_searched(root: Store) -> dict[str, Searched]:
+    """The sources that earlier runs have read to the end, by name."""
+    found = {}
+    for name in root.names(TASKS, _ENDING):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, FileNotFoundError):
+            document = json.loads(root.read(f"{TASKS}/{name}"))
+            absent = np.array(document["absent"], np.uint64)
+            found[name.removesuffix(_ENDING)] = Searched(
+                document["first"], document["last"], np.empty(0, np.uint64), absent
+            )
+    return found

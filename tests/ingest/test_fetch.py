@@ -1,0 +1,197 @@
+"""`sa1b fetch`: a dataset directory of some images only."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sa1b
+from tests.cli.verb import runner
+from tests.shards import tiny
+from tests.storage.range_server import LINKED
+from tests.storage.service import Service
+
+fetch = runner("fetch")
+reshard = runner("reshard")
+verify = runner("verify")
+FIRST = {"sa_000019": 212_562, "sa_000020": 223_750, "sa_000021": 234_937}
+
+
+@pytest.fixture
+def downloads(tmp_path: Path) -> Path:
+    folder = tmp_path / "host" / "linked"
+    folder.mkdir(parents=True)
+    for name, first in FIRST.items():
+        tiny.make_tar(folder / f"{name}.tar", range(first, first + 6), gzip=name != "sa_000019")
+    return folder
+
+
+@pytest.fixture
+def host(downloads: Path) -> Iterator[Service]:
+    service = Service("range_server", downloads.parent)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+def write_ids(path: Path, *ids: int) -> Path:
+    path.write_text("\n".join(map(str, ids)))
+    return path
+
+
+def write_links(path: Path, host: Service, query: str = LINKED) -> Path:
+    path.write_text("\n".join(f"{name}.tar\t{host.url}/linked/{name}.tar?{query}" for name in FIRST))
+    return path
+
+
+def stored(root: Path) -> list[int]:
+    return list(sa1b.open(root).table.image_id.tolist())
+
+
+def source_of(root: Path, name: str) -> dict[str, object]:
+    return dict(json.loads((root / "tasks" / f"{name}.json").read_text())["source"])
+
+
+def test_the_wanted_images_and_no_others(tmp_path: Path, downloads: Path, host: Service) -> None:
+    root = tmp_path / "root"
+    ids = write_ids(tmp_path / "ids.txt", 223_752, 212_562, 223_752)
+    links = write_links(tmp_path / "links.txt", host)
+    done = fetch("--ids", ids, "--links", links, "--out", root, "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    assert stored(root) == [212_562, 223_752]
+    assert f"Complete: {root}/dataset.json" in done.stdout
+    assert verify(root, "--deep").returncode == 0
+    for name in ("sa_000019", "sa_000020"):
+        source = source_of(root, name)
+        assert (source["size"], source["mtime_ns"]) == (None, None)
+    # The records are those of a complete conversion.
+    whole = tmp_path / "whole"
+    assert reshard(downloads, "--out", whole).returncode == 0
+    for image_id in stored(root):
+        mine, other = sa1b.open(root).by_id(image_id), sa1b.open(whole).by_id(image_id)
+        assert mine.jpeg == other.jpeg
+        assert mine.annotations.rle.tobytes() == other.annotations.rle.tobytes()
+    stream = sa1b.Stream(root, global_batch=2, image_size=32, masks=2, epochs=1)
+    assert sum(len(batch) for batch in sa1b.Loader(stream, threads=1, quiet=True)) == 2
+
+
+def test_more_images_later_and_then_all_of_a_source(tmp_path: Path, downloads: Path) -> None:
+    root, ids = tmp_path / "root", tmp_path / "ids.txt"
+    assert fetch(downloads, "--ids", write_ids(ids, 223_752), "--out", root).returncode == 0
+    done = fetch(downloads, "--ids", write_ids(ids, 223_753, 223_752, 234_937), "--out", root, "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["stored_before"], summary["stored"]) == (1, 3)
+    assert summary["read"] == ["sa_000020", "sa_000021"]
+    assert stored(root) == [223_752, 223_753, 234_937]
+    done = fetch(downloads, "--ids", ids, "--out", root, "--json")
+    assert json.loads(done.stdout)["read"] == []
+    # reshard does not take the source for finished, and fetch does not read a finished one.
+    done = reshard(downloads / "sa_000020.tar", "--out", root)
+    assert done.returncode == 0, done.stderr
+    assert "1 now, 0 found finished" in done.stdout
+    assert stored(root) == [*range(223_750, 223_756), 234_937]
+    assert source_of(root, "sa_000020")["size"] == (downloads / "sa_000020.tar").stat().st_size
+    done = fetch(downloads, "--ids", write_ids(ids, 223_755), "--out", root, "--json")
+    assert json.loads(done.stdout)["read"] == []
+    assert verify(root, "--deep").returncode == 0
+
+
+def test_missing_images_are_reported_and_not_searched_again(tmp_path: Path, downloads: Path) -> None:
+    root = tmp_path / "root"
+    lacking = [223_750, 223_751, 223_753, 223_754]
+    tiny.make_tar(downloads / "sa_000020.tar", lacking)
+    ids = write_ids(tmp_path / "ids.txt", 223_750, 223_752)
+    done = fetch(downloads, "--ids", ids, "--out", root, "--json")
+    assert done.returncode == 3, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["missing"], summary["refused"]) == ([223_752], [])
+    assert len(str(source_of(root, "sa_000020")["sha256"])) == 64  # the tar was read to its end
+    done = fetch(downloads, "--ids", ids, "--out", root, "--json")
+    assert (done.returncode, json.loads(done.stdout)["read"]) == (3, [])
+    assert verify(root, "--deep").returncode == 0
+    # Nothing at all: no dataset, and nothing left behind.
+    ids.write_text("1")
+    done = fetch(downloads / "sa_000020.tar", "--ids", ids, "--out", tmp_path / "none")
+    assert done.returncode == 3
+    assert "missing: 1" in done.stdout
+    assert "None of the images is stored" in done.stdout
+    assert not (tmp_path / "none" / "dataset.json").exists()
+
+
+def test_a_refused_image(tmp_path: Path, downloads: Path) -> None:
+    members = [*tiny.pair_members(223_750, jpeg=b"no image"), *tiny.pair_members(223_751)]
+    tiny.write_tar(downloads / "sa_000020.tar", members, True)
+    ids = write_ids(tmp_path / "ids.txt", 223_750, 223_751)
+    done = fetch(downloads, "--ids", ids, "--out", tmp_path / "root", "--json")
+    assert done.returncode == 3, done.stdout
+    assert json.loads(done.stdout)["refused"] == [223_750]
+    assert verify(tmp_path / "root", "--deep").returncode == 0
+
+
+def test_a_tar_with_other_content_is_refused(tmp_path: Path, downloads: Path) -> None:
+    root, ids = tmp_path / "root", tmp_path / "ids.txt"
+    assert fetch(downloads, "--ids", write_ids(ids, 223_752), "--out", root).returncode == 0
+    tiny.make_tar(downloads / "sa_000020.tar", range(223_753, 223_756))
+    done = fetch(downloads, "--ids", write_ids(ids, 223_753), "--out", root)
+    assert done.returncode == 1
+    assert "has image 223752" in done.stdout
+    assert "its content differs" in done.stdout
+    assert stored(root) == [223_752]
+
+
+def test_expired_links_and_a_newer_list(tmp_path: Path, host: Service) -> None:
+    root, links = tmp_path / "root", write_links(tmp_path / "links.txt", host)
+    links.write_text(links.read_text().replace(f"20.tar?{LINKED}", "20.tar?Signature=SECRET"))
+    ids = write_ids(tmp_path / "ids.txt", 212_562, 223_752)
+    done = fetch("--ids", ids, "--links", links, "--out", root)
+    assert done.returncode == 1
+    assert f"{links}, line 2: sa_000020.tar: the link has expired" in done.stdout
+    assert "=SECRET" not in done.stdout + done.stderr
+    assert "AWS" not in done.stdout
+    assert "SECRET" not in "".join(path.read_text() for path in (root / "tasks").glob("*.[fj]*"))
+    assert stored(root) == [212_562]
+    write_links(links, host)
+    done = fetch("--ids", ids, "--links", links, "--out", root, "--json")
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout)["read"] == ["sa_000020"]
+
+
+def test_links_that_are_not_needed_are_not_used(tmp_path: Path, host: Service) -> None:
+    links = write_links(tmp_path / "links.txt", host)
+    links.write_text(links.read_text().replace(f"19.tar?{LINKED}", "19.tar?old"))
+    ids = write_ids(tmp_path / "ids.txt", 223_752)
+    assert fetch("--ids", ids, "--links", links, "--out", tmp_path / "root").returncode == 0
+
+
+def test_an_index_of_the_same_tars(tmp_path: Path, downloads: Path) -> None:
+    for number, name in enumerate(FIRST):
+        (downloads / f"{name}.tar").rename(downloads / f"sa_{2 - number:06d}.tar")
+    small = tmp_path / "small"
+    assert reshard(downloads, "--out", small, "--image-size", 32).returncode == 0
+    ids = write_ids(tmp_path / "ids.txt", 212_563)
+    done = fetch(downloads, "--ids", ids, "--out", tmp_path / "root", "--index", small, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["read"] == ["sa_000002"]
+
+
+def test_wrong_arguments(tmp_path: Path, downloads: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    ids = write_ids(tmp_path / "ids.txt", 1)
+    for arguments, words in (
+        (("--ids", ids), "no SOURCE to read"),
+        ((downloads, "--ids", tmp_path / "empty.txt"), "contains no image id"),
+        ((downloads, "--ids", tmp_path / "no.txt"), "no such file"),
+        ((downloads,), "--ids FILE[:COLUMN]: missing"),
+        ((downloads, "--ids", ids, "--workers", 0), "--workers 0: must be at least 1"),
+        ((downloads, "--ids", ids, "--max-rate", 0), "--max-rate 0: must be above 0"),
+        ((downloads, "--ids", ids, "--quality", 5), "needs --image-size"),
+        ((downloads, "--ids", ids, "--index", downloads), "no dataset there"),
+        ((downloads / "none.tar", "--ids", ids), "no such file or folder"),
+    ):
+        done = fetch(*arguments, "--out", tmp_path / "root")
+        assert done.returncode == 2, (arguments, done.stdout)
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
