@@ -15,6 +15,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
+from sa1b.cli.paths import check_scratch_flag
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
@@ -50,6 +51,7 @@ def main(
         raise UsageError(f"--workers {workers}: must be at least 1")
     if view is not None and shards:
         raise UsageError("--shards: cannot be combined with --view, which selects shards itself; omit one")
+    check_scratch_flag(scratch, root, dest)
     with loading():
         from sa1b.transfer.dataset_copy import copy_dataset
         from sa1b.views.view_copy import copy_view, images_of

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
+from sa1b.cli.paths import check_here
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
@@ -53,6 +54,7 @@ def main(
     if images_per_tar is not None and images_per_tar < 1:
         raise UsageError(f"--images-per-tar {images_per_tar}: must be at least 1")
     assert to == "sa1b"  # the only format so far
+    check_here("--out", out)
     with loading():
         from sa1b.export.source_tars import export_sa1b
         from sa1b.shards.dataset import open_dataset

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
+from sa1b.cli.paths import check_here
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
@@ -64,6 +65,7 @@ def main(
     chosen = tuple(dict.fromkeys(image_id for some in ids for image_id in some))
     if any(not 0 <= image_id < 1 << 63 for image_id in chosen):
         raise UsageError(f"--id ({len(chosen)} ids): every id must be from 0 to 2**63 - 1")
+    check_here("--out", out)
     with loading():
         from sa1b.gallery.inputs import is_dataset
         from sa1b.gallery.page import write_gallery

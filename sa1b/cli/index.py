@@ -17,6 +17,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from sa1b.cli.paths import check_scratch_flag
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
@@ -56,6 +57,7 @@ def main(
             raise UsageError(f"{one}: not a shard; pass a file with the ending .tar")
         if "://" not in one and not Path(one).exists():
             raise UsageError(f"{one}: no such file; check the path")
+    check_scratch_flag(scratch, *path)
     if workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1")
     with loading():

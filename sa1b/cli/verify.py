@@ -15,6 +15,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from sa1b.cli.paths import check_scratch_flag
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
@@ -50,6 +51,7 @@ def main(
         raise UsageError(f"--workers {workers}: must be at least 1")
     if warnings and (deep or state is not None):
         raise UsageError("--warnings: checks nothing; omit --deep and --state")
+    check_scratch_flag(scratch, root)
     with loading():
         from sa1b.verify.quarantine_check import SHOWN, WarningList
         from sa1b.verify.verify import check_is_dataset, verify

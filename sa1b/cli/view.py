@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
+from sa1b.cli.paths import check_here
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
@@ -73,6 +74,7 @@ def main(
             f"{root}: the view would have all images; pass --masks-where, --images-where, --subset, "
             "--held-out or --ids, or give a view of all images a --name"
         )
+    check_here("--out", out)
     with loading():
         from sa1b.views.selection import Selection, select
     selection = Selection(masks_where, images_where, subset, held_out, split, ids, missing)

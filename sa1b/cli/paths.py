@@ -1,0 +1,30 @@
+"""Checks of paths and URLs on the command line."""
+
+import re
+from pathlib import Path
+
+from sa1b.errors import UsageError
+
+
+def check_here(flag: str, value: Path | None) -> None:
+    """Refuse a URL as the value of a flag that needs a path of this machine.
+
+    Raises:
+        UsageError: the path was made from a URL, so that it begins with a scheme.
+    """
+    if value is not None and re.match(r"[a-z][a-z0-9+.-]*:/", str(value)):
+        raise UsageError(f"{flag} {value}: must be a path of this machine, not a URL")
+
+
+def check_scratch_flag(scratch: Path | None, *roots: str) -> None:
+    """Refuse --scratch if no dataset directory is at a URL.
+
+    Raises:
+        UsageError: no root is a URL, or the folder is one.
+    """
+    check_here("--scratch", scratch)
+    if scratch is not None and not any("://" in root for root in roots):
+        raise UsageError(
+            f"--scratch {scratch}: only for a dataset directory at a URL; the files of a folder are read "
+            "where they are"
+        )

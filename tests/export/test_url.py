@@ -1,0 +1,39 @@
+"""Export and gallery of a dataset directory in a bucket: those of the folder."""
+
+import secrets
+
+import fsspec
+import numpy as np
+import pytest
+
+from sa1b.export.source_tars import export_sa1b
+from sa1b.shards.dataset import Dataset
+from tests.shards.tiny_source import ROOTS, make_root, two_sources
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    return make_root(folder / "shards", two_sources(folder), ROOTS["plain"])
+
+
+@pytest.fixture
+def url(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    memory, name = fsspec.filesystem("memory"), secrets.token_hex(4)
+    memory.put(str(root), f"/{name}/shards", recursive=True)
+    yield f"memory://{name}/shards"
+    memory.rm(f"/{name}", recursive=True)
+
+
+def tars(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.tar")}
+
+
+def test_the_tars_are_those_of_the_folder(root, url, tmp_path):
+    images = Dataset(root).table.image_id[::2].astype(np.uint64)
+    for one, name in ((root, "here"), (url, "there")):
+        export_sa1b(one, tmp_path / name, images=images, quiet=True)
+    assert len(tars(tmp_path / "here")) == 2
+    assert tars(tmp_path / "there") == tars(tmp_path / "here")
+    assert len(export_sa1b(url, tmp_path / "there", images=images, quiet=True).skipped) == 2
