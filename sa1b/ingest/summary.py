@@ -132,6 +132,7 @@ class ReshardSummary:
             "skipped": self.skipped,
             "failed": self.failed,
             "retried": self.retried,
+            **({"store_error": self.store_error} if self.store_error else {}),
             "not_taken": [{"path": str(one.path), "reason": one.reason} for one in self.not_taken],
             **self.totals(),
         }

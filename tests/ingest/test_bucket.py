@@ -22,10 +22,11 @@ from sa1b.ingest.finish import drop_source, finish
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.summary import ReshardSummary
-from sa1b.ingest.worker import Run
+from sa1b.ingest.worker import Run, work_on
 from sa1b.shards.manifest import Options
+from sa1b.sources.discovery import discover
 from sa1b.storage.bucket import BucketStore
-from sa1b.storage.errors import DeniedError, UnavailableError
+from sa1b.storage.errors import DeniedError, StorageError, UnavailableError
 from tests import processes
 from tests.ingest.test_several_runs import files
 from tests.shards import tiny
@@ -289,6 +290,15 @@ class _Unavailable(BucketStore):
         super().commit(files, *arguments, **more)
 
 
+class _TakenOver(BucketStore):
+    """A store in which another machine takes over the claim during an upload, and removes the upload."""
+
+    def commit(self, staged: Any, *arguments: Any, **more: Any) -> None:
+        other = {"host": "node7", "pid": 4711, "process": "another-1", "token": "theirs", "timeout": 120}
+        self.put("tasks/sa_000000.claim", json.dumps(other).encode())
+        raise StorageError("the store has removed this upload", url=self.url("sa1b-000000-0000.tar"))
+
+
 class _Denied(BucketStore):
     """A store that can only be read."""
 
@@ -309,11 +319,25 @@ def test_a_store_that_stays_unreachable_stops_the_run_and_the_next_one_resumes(
     assert "sa_000002" not in summary.failed  # it was not tried
     text = summary.table(bucket(tmp_path))
     assert f"Stopped: {url}: unavailable. Nothing is damaged; run the same command again to resume." in text
-    assert summary.document()["images"] == 20
+    document = summary.document()
+    assert (document["images"], document["store_error"]) == (20, f"{url}: unavailable")
     assert bucket(tmp_path).names("tasks", ".failed") == []  # the source is not at fault
     assert left(tmp_path) == []
     assert convert([tars], bucket(tmp_path)).skipped == ["sa_000000"]
     assert files(tmp_path / "root") == alone
+
+
+def test_a_process_whose_claim_was_taken_over_during_its_upload_leaves_the_source_to_the_other(
+    tars: Path, tmp_path: Path
+) -> None:
+    store = bucket(tmp_path, _TakenOver)
+    (source,) = discover([tars / "sa_000000.tar"]).sources
+    outcome = work_on(source, store, OPTIONS, Policy(), Run(), lambda counts: None)
+    assert outcome.kind == "held"
+    assert "node7:4711 works on" in outcome.note
+    assert store.names("tasks") == ["sa_000000.claim"]
+    assert b"theirs" in store.read("tasks/sa_000000.claim")
+    assert left(tmp_path) == []
 
 
 def test_a_store_that_denies_writes_is_named_before_anything_is_converted(tars: Path, tmp_path: Path) -> None:
