@@ -66,7 +66,7 @@ bluestore block size = 4294967296
 osd memory target = 939524096
 osd op queue = wpq
 [client.rgw.a]
-rgw frontends = beast endpoint=127.0.0.1:{gateway}
+rgw frontends = beast endpoint=127.0.0.1:{gateway} tcp_nodelay=1
 rgw run sync thread = false
 rgw enable ops log = false
 rgw thread pool size = 32
