@@ -121,7 +121,11 @@ class Objects:
             entries = await _call(system, "ls", folder, detail=True)
         found = {entry["name"]: entry["size"] for entry in entries if entry["type"] != "directory"}
         start = f"{folder}/"
-        return {name.removeprefix(start): int(size) for name, size in found.items() if name.startswith(start)}
+        below = {name: size for name, size in found.items() if name.startswith(start)}
+        for name, size in below.items():
+            if size is None:  # the listings of web servers have names only
+                below[name] = (await self.stat(system, name)).size
+        return {name.removeprefix(start): int(size) for name, size in below.items()}
 
     async def is_folder(self, system: Any, url: str) -> bool:
         """Whether there is an object below a folder."""

@@ -42,6 +42,7 @@ from sa1b.shards.manifest import (
     ShardInfo,
     Task,
     is_current,
+    no_dataset,
     read_tasks,
     task_name,
     write_task,
@@ -330,7 +331,13 @@ class _Copy:
 
 
 def _check_apart(source: Store, target: Store) -> None:
-    """Refuse a copy of a directory to itself, or into itself."""
+    """Refuse a copy of no directory, to itself or into itself, or to where nothing can be written."""
+    if source.is_local and not Path(source.root).is_dir():
+        raise no_dataset(source.root)
+    if target.root.startswith(("http://", "https://")):
+        raise UsageError(
+            f"{target.root}: http(s) can only be read; name a folder, or a URL of s3://, gs:// or az://"
+        )
     one, other = source.root.rstrip("/"), target.root.rstrip("/")
     if source.is_local and target.is_local:
         one, other = str(Path(one).resolve()), str(Path(other).resolve())

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -68,6 +70,42 @@ def test_a_damaged_source_is_left_out(root, tmp_path):
         in done.stdout
     )
     assert done.stdout.splitlines()[-1].startswith(f"Not complete: {tmp_path}/copy/dataset.json")
+
+
+def test_from_a_web_server(root, tmp_path):
+    """Its listings have no sizes."""
+    (tmp_path / "quiet.py").write_text(
+        "import functools, http.server, sys\n"
+        "kind = http.server.SimpleHTTPRequestHandler\n"
+        "kind.log_message = lambda *_: None\n"
+        "server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), functools.partial(kind, directory=sys.argv[1]))\n"
+        "print(server.server_port, flush=True)\n"
+        "server.serve_forever()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "quiet.py"), str(root)], stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            done = run(url, tmp_path / "copy")
+            assert done.returncode == 0, done.stderr
+            assert files(tmp_path / "copy") == files(root)
+            assert "Clean" in verify(url).stdout
+            done = run(root, f"{url}/new")
+            assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+            assert "http(s) can only be read; name a folder" in done.stderr
+        finally:
+            server.kill()
+
+
+def test_a_path_without_a_dataset_is_refused(root, tmp_path):
+    for path, message in (
+        (root / "dataset.json", "a file; pass its folder"),
+        (tmp_path / "no", "no dataset there"),
+    ):
+        done = run(path, tmp_path / "copy")
+        assert done.returncode == 2
+        assert f"error: {path}: {message}" in done.stderr
 
 
 @pytest.mark.parametrize(
