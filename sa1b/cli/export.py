@@ -14,6 +14,8 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_here
+from sa1b.cluster import engine as engines
+from sa1b.cluster.engine import Address, Engine
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
@@ -28,7 +30,9 @@ def main(
     ids: Annotated[str | None, tyro.conf.arg(metavar="FILE[:COLUMN]")] = None,
     plain: bool = False,
     overwrite: bool = False,
-    workers: int = 1,
+    workers: int | None = None,
+    engine: Engine = "processes",
+    address: Address = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Write the images of a dataset directory as SA-1B source tars.
@@ -48,7 +52,8 @@ def main(
             ids, or the .ids file of a view; see `sa1b view`.
         plain: Write plain tars instead of gzip.
         overwrite: Replace existing tars, also complete ones.
-        workers: Worker processes, each with one tar at a time. The bytes do not depend on the number.
+        workers: Workers, each with one tar at a time. The bytes do not depend on the number. By default 1;
+            with Ray one for each CPU of the cluster.
         json_output: Print the summary as JSON, without progress.
     """
     if images_per_tar is not None and images_per_tar < 1:
@@ -63,16 +68,18 @@ def main(
     if view is not None:
         table = open_dataset(root).table
         images = open_view(root, table, view).image_ids(table)
-    summary = export_sa1b(
-        root,
-        out,
-        images_per_tar=images_per_tar,
-        ids=ids,
-        images=images,
-        plain=plain,
-        overwrite=overwrite,
-        workers=workers,
-        quiet=json_output,
-    )
+    with engines.engine(engine, address, workers) as (count, supervise):
+        summary = export_sa1b(
+            root,
+            out,
+            images_per_tar=images_per_tar,
+            ids=ids,
+            images=images,
+            plain=plain,
+            overwrite=overwrite,
+            workers=count,
+            quiet=json_output,
+            supervise=supervise,
+        )
     print(json.dumps(summary.document(), indent=1) if json_output else summary.table())
     return 0

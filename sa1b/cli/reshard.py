@@ -13,8 +13,6 @@ interrupted.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,13 +20,14 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.cli.source_flags import check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.cluster import engine as engines
+from sa1b.cluster.engine import Address, Engine
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.link_list import CONNECTIONS, Link
 from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store
-from sa1b.workers import Supervise, supervise
 
 
 def main(
@@ -43,8 +42,8 @@ def main(
     decode_images: bool = False,
     max_pixels: int = MAX_IMAGE_PIXELS,
     workers: int | None = None,
-    engine: Literal["processes", "ray"] = "processes",
-    address: str | None = None,
+    engine: Engine = "processes",
+    address: Address = None,
     spill: Path | None = None,
     scratch: Path | None = None,
     endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
@@ -89,10 +88,6 @@ def main(
             gallery.
         workers: Workers, each with one source at a time and up to 600 MB of memory. By default 1; with Ray
             one for each CPU of the cluster.
-        engine: Where the workers run: in processes of this machine, or on a Ray cluster (sa1b[ray]), whose
-            machines must reach SOURCE and --out under the same paths.
-        address: With --engine ray: address of the cluster, or `auto` on one of its machines. By default a
-            cluster on this machine is started for this run.
         spill: Folder for images that wait for their annotation, about a third of a tar per worker; by default
             inside --out, or inside --scratch if --out is a URL.
         scratch: With a URL as --out: local folder for the shards of a source until they are uploaded at its
@@ -139,7 +134,6 @@ def main(
         raise UsageError(f"--out {out}: no SOURCE to convert; add tars, folders or --links, see --help")
     for flag, number in (
         ("--images-per-shard", images_per_shard),
-        ("--workers", 1 if workers is None else workers),
         ("--connections", connections),
     ):
         if number < 1:
@@ -152,14 +146,12 @@ def main(
     quality = checked_quality(image_size, quality)
     check_rate("--max-rate", max_rate)
     store = store_of(out, scratch, endpoint, source)
-    if address is not None and engine != "ray":
-        raise UsageError(f"--address {address}: is for --engine ray; add it, or omit --address")
     with loading():
         from sa1b.ingest.ingest import Policy
         from sa1b.ingest.reshard import reshard
         from sa1b.ingest.worker import Run
         from sa1b.shards.manifest import Options
-    with _engine(engine, address, workers) as (count, supervise):
+    with engines.engine(engine, address, workers) as (count, supervise):
         rate = None if max_rate is None else max_rate * 1e6 / count
         summary = reshard(
             paths_of(source),
@@ -186,18 +178,6 @@ def main(
         )
     print(json.dumps(summary.document(), indent=1) if json_output else summary.table(store))
     return summary.exit_code()
-
-
-@contextmanager
-def _engine(engine: str, address: str | None, workers: int | None) -> Iterator[tuple[int, Supervise]]:
-    """The number of workers, and the function that runs them."""
-    if engine == "ray":
-        from sa1b.cluster import ray_tasks
-
-        with ray_tasks.cluster(address, workers) as count:
-            yield count, ray_tasks.supervise
-    else:
-        yield workers or 1, supervise
 
 
 def _without_ingest(

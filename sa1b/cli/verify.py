@@ -16,6 +16,8 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_scratch_flag
+from sa1b.cluster import engine as engines
+from sa1b.cluster.engine import Address, Engine
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
@@ -24,7 +26,9 @@ def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     /,
     deep: bool = False,
-    workers: int = 1,
+    workers: int | None = None,
+    engine: Engine = "processes",
+    address: Address = None,
     state: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     warnings: bool = False,
@@ -39,7 +43,8 @@ def main(
     Args:
         root: Dataset directory that `sa1b reshard` made: a folder or a URL (s3://...).
         deep: Also decode every JPEG and every mask, and compare the masks in records and index.
-        workers: Worker processes, each with one shard at a time and up to 500 MB of memory.
+        workers: Workers, each with one shard at a time and up to 500 MB of memory. By default 1; with Ray
+            one for each CPU of the cluster.
         state: File outside ROOT that records the progress. After an interruption, the same command resumes
             from it and prints the same report; the file is removed at the end.
         scratch: For a URL: local folder for the shards that are being checked, one per worker; by default in
@@ -47,8 +52,6 @@ def main(
         warnings: Check nothing; list the images and masks that reshard stored with a warning, by reason.
         json_output: Print the report as JSON, without progress; with --warnings, all warnings.
     """
-    if workers < 1:
-        raise UsageError(f"--workers {workers}: must be at least 1")
     if warnings and (deep or state is not None):
         raise UsageError("--warnings: checks nothing; omit --deep and --state")
     check_scratch_flag(scratch, root)
@@ -60,6 +63,15 @@ def main(
         found = WarningList.read(root, limit=None if json_output else SHOWN)
         print(json.dumps(found.document(), indent=1) if json_output else found.table())
         return 0
-    report = verify(root, deep=deep, workers=workers, state=state, scratch=scratch, quiet=json_output)
+    with engines.engine(engine, address, workers) as (count, supervise):
+        report = verify(
+            root,
+            deep=deep,
+            workers=count,
+            state=state,
+            scratch=scratch,
+            quiet=json_output,
+            supervise=supervise,
+        )
     print(json.dumps(report.document(), indent=1) if json_output else report.table())
     return report.exit_code()

@@ -1,10 +1,11 @@
 """Writer of one source tar: `./sa_<id>.jpg` and `./sa_<id>.json` in turn; equal images give equal bytes."""
 
+import glob
 import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from sa1b.shards.dataset import open_dataset
 from sa1b.shards.sample import Sample
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import commit, flush, naming_path
+from sa1b.storage.store import temporary_path
 
 _GZIP_LEVEL = 2  # isal has levels 0 to 3; JPEGs hardly shrink at any level
 _REPORT_BYTES = 8 << 20
@@ -44,9 +46,11 @@ def content_digest(table: SampleTable, rows: Rows, plain: bool) -> str:
     return digest.hexdigest()
 
 
-def partial_path(path: Path) -> Path:
-    """The temporary path of a tar that is being written."""
-    return path.with_name(f".{path.name}.partial")
+def remove_partial(out: Path, names: Iterable[str]) -> None:
+    """Remove the temporary files of these tars, which processes that were killed have left."""
+    for name in names:
+        for path in out.glob(f".{glob.escape(name)}.*partial"):
+            path.unlink(missing_ok=True)
 
 
 def write_source_tar(
@@ -65,7 +69,7 @@ def write_source_tar(
         ShardError: a sample is damaged.
     """
     dataset = open_dataset(root)
-    partial = partial_path(path)
+    partial = temporary_path(path)  # of this process only: a lost worker may still write
     masks = done = 0
     try:
         with (

@@ -18,14 +18,15 @@ import numpy.typing as npt
 from sa1b.console import command, counted
 from sa1b.errors import ManifestError, ShardError, UsageError
 from sa1b.export.export_record import ExportRecord, read_record
-from sa1b.export.source_tar import Rows, Written, content_digest, partial_path, write_source_tar
+from sa1b.export.source_tar import Rows, Written, content_digest, remove_partial, write_source_tar
 from sa1b.names import shard_order, source_stem
 from sa1b.progress import Bar, bar
 from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import DATASET
 from sa1b.storage.atomic import lock
-from sa1b.workers import Event, Failure, supervise
+from sa1b.workers import Event, Failure, Supervise
+from sa1b.workers import supervise as processes
 
 _SHOWN = 5
 
@@ -95,6 +96,7 @@ def export_sa1b(
     overwrite: bool = False,
     workers: int = 1,
     quiet: bool = False,
+    supervise: Supervise = processes,
 ) -> ExportSummary:
     """Write the images of a dataset directory as source tars to the folder `out`.
 
@@ -112,6 +114,7 @@ def export_sa1b(
         overwrite: replace existing tars, also the complete ones of an earlier export.
         workers: worker processes; each writes one tar at a time.
         quiet: show no progress bar.
+        supervise: runs the workers.
 
     Raises:
         UsageError: the shards were made with an image size, `out` is a dataset directory, an id is unknown,
@@ -144,7 +147,7 @@ def export_sa1b(
         total = sum(int(table.jpg_bytes[tars[name]].sum(dtype=np.int64)) for name in left)
         tasks = [(root, out / name, tars[name], plain) for name in left]
         with bar(total, "export", "B", quiet) as progress:
-            _run(tasks, workers, record, summary, progress)
+            _run(tasks, workers, record, summary, progress, supervise)
     summary.tars.sort()
     summary.skipped.sort()
     summary.seconds = time.monotonic() - began
@@ -164,8 +167,10 @@ def _run(
     record: ExportRecord,
     summary: ExportSummary,
     progress: Bar,
+    supervise: Supervise,
 ) -> None:
-    events = _here(tasks, progress) if workers == 1 else supervise(write_source_tar, tasks, workers=workers)
+    here = workers == 1 and supervise is processes
+    events = _here(tasks, progress) if here else supervise(write_source_tar, tasks, workers=workers)
     try:
         for event in events:
             name = tasks[event.task][1].name
@@ -183,8 +188,7 @@ def _run(
                 summary.failed[name] = f"the worker process died: {event.value}"
     finally:
         events.close()
-        for _, path, _, _ in tasks:  # left by processes that were killed
-            partial_path(path).unlink(missing_ok=True)
+        remove_partial(record.out, [path.name for _, path, _, _ in tasks])
 
 
 def _here(tasks: list[tuple[Path | str, Path, Rows, bool]], progress: Bar) -> Generator[Event, None, None]:

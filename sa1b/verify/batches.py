@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sa1b.errors import Sa1bError
-from sa1b.workers import Failure, supervise
+from sa1b.workers import Failure, Supervise, supervise
 
 BATCH = 16  # shards
 _DEATHS = 2  # attempts at one shard whose process dies
@@ -44,6 +44,7 @@ def in_batches(
     *,
     workers: int,
     advance: Callable[[int], object],
+    supervise: Supervise = supervise,
 ) -> Iterator[tuple[str, Any]]:
     """Call function(*tasks[name], progress) for every shard; yield its name with the result or `Died`.
 
@@ -52,6 +53,7 @@ def in_batches(
         tasks: shard -> arguments.
         workers: processes at a time; 0: in this process.
         advance: called with the number of bytes after each read.
+        supervise: runs the workers.
 
     Raises:
         Sa1bError, RuntimeError: what `function` raised, with its message; the other processes are ended.

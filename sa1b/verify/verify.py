@@ -1,5 +1,7 @@
 """The check of a whole dataset directory: its own files, then every shard, several at a time."""
 
+import atexit
+import contextlib
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +22,7 @@ from sa1b.verify.resume import ResumeRecord
 from sa1b.verify.root_check import RootCheck
 from sa1b.verify.scratch import check_scratch
 from sa1b.verify.shard_check import check_shard
+from sa1b.workers import Supervise, supervise
 
 
 def verify(
@@ -30,6 +33,7 @@ def verify(
     state: Path | None = None,
     scratch: Path | None = None,
     quiet: bool = False,
+    supervise: Supervise = supervise,
 ) -> Report:
     """Check everything in a dataset directory; damage is collected in the report, not raised.
 
@@ -45,6 +49,7 @@ def verify(
         scratch: of a URL: local folder for the shards that are being checked; by default in the system's
             folder for temporary files.
         quiet: no progress bar.
+        supervise: runs the workers.
 
     Raises:
         ManifestError: `root` contains no dataset.
@@ -64,10 +69,10 @@ def verify(
         expected = check.expected()
         check_scratch(store, [one.info.bytes + one.info.index_bytes for one in expected], workers)
         if state is None:
-            results = _check_shards(expected, check, deep, workers, None, quiet)
+            results = _check_shards(expected, check, deep, workers, None, quiet, supervise)
         else:
             with ResumeRecord(state, {"check": where, "deep": deep}) as record:
-                results = _check_shards(expected, check, deep, workers, record, quiet)
+                results = _check_shards(expected, check, deep, workers, record, quiet, supervise)
         for result in results.values():
             if result.unchecked is not None:
                 report.unchecked[result.name] = result.unchecked
@@ -104,6 +109,7 @@ def _check_shards(
     workers: int,
     record: ResumeRecord | None,
     quiet: bool,
+    supervise: Supervise,
 ) -> dict[str, ShardResult]:
     """The results in the order of `expected`."""
     results: dict[str, ShardResult | None] = {one.info.name: None for one in expected}
@@ -124,7 +130,8 @@ def _check_shards(
     with bar(total, "verify", "B", quiet) as progress:
         progress.update(done_bytes)
         done_shards = len(results) - len(tasks)
-        for name, value in in_batches(_check, tasks, workers=workers, advance=progress.update):
+        found = in_batches(_check, tasks, workers=workers, advance=progress.update, supervise=supervise)
+        for name, value in found:
             if isinstance(value, Died):
                 result = _died(name, value.why)
             else:
@@ -147,6 +154,8 @@ def _check(
 ) -> ShardResult:
     """Run check_shard; an unexpected error is also a finding."""
     try:
+        if table is not None and not table.exists():  # on another machine than the caller's copy
+            table = _table_copy(store, table.name)
         with store.files(*shard_files(expected.info.name)) as (tar, index):
             result = check_shard(expected, remedy, tar, index, table, deep=deep, progress=progress)
         if store.is_local or not len(result.findings):
@@ -164,13 +173,25 @@ def _check(
         return _unfinished(expected.info.name, "check_failed", f"the check ended with {short(error)}")
 
 
+_copies: dict[tuple[str, str], Path] = {}  # copies of sample tables that this process keeps until it ends
+
+
+def _table_copy(store: Store, name: str) -> Path:
+    """A local copy of the sample table of a bucket."""
+    if (store.root, name) not in _copies:
+        files = contextlib.ExitStack()
+        (_copies[store.root, name],) = files.enter_context(store.files(name))
+        atexit.register(files.close)
+    return _copies[store.root, name]
+
+
 def _died(name: str, why: str) -> ShardResult:
     """The result for a shard whose processes died: damage, or unchecked if memory or threads were short.
 
     Without memory or threads a process is killed, aborts, or ends before it can answer. Another signal comes
-    from code that read the shard.
+    from code that read the shard. A worker of Ray does not tell its signal.
     """
-    if any(sign in why for sign in ("SIGKILL", "SIGABRT", "without an answer")):
+    if any(sign in why for sign in ("out of memory", "without an answer", "the machine was lost")):
         return ShardResult(name, unchecked=why)
     return _unfinished(name, "check_died", why)
 

@@ -18,6 +18,8 @@ from tests.shards import tiny
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 reshard = runner("reshard")
+verify = runner("verify")
+export = runner("export")
 SOURCES = 6
 
 
@@ -94,7 +96,41 @@ def test_a_run_on_ray_makes_the_dataset_of_a_local_run(tmp_path: Path, downloads
     assert contents(tmp_path / "root") == contents(tmp_path / "local")
 
 
+@pytest.mark.slow
+def test_verify_and_export_on_ray_report_and_write_what_processes_do(tmp_path: Path, downloads: Path) -> None:
+    assert reshard(downloads, "--out", tmp_path / "root").returncode == 0
+    shard = next((tmp_path / "root").glob("sa1b-000003-*.tar"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:3000] + bytes([whole[3000] ^ 1]) + whole[3001:])
+    ray = ("--engine", "ray", "--workers", 2)
+    reports = []
+    for engine in (ray, ()):
+        done = verify(tmp_path / "root", "--deep", "--json", *engine)
+        assert done.returncode == 1, done.stderr
+        reports.append(json.loads(done.stdout) | {"seconds": 0})
+    assert reports[0] == reports[1]
+    assert reports[0]["shards"] == SOURCES
+    shard.write_bytes(whole)
+    for out, engine in (("ray", ray), ("here", ())):
+        done = export(tmp_path / "root", "--to", "sa1b", "--out", tmp_path / out, *engine)
+        assert done.returncode == 0, done.stderr
+    names = sorted(path.name for path in (tmp_path / "here").glob("*.tar"))
+    assert names == sorted(path.name for path in (tmp_path / "ray").iterdir() if path.name[0] != ".")
+    assert len(names) == SOURCES
+    for name in names:
+        assert (tmp_path / "ray" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
+
+
 def test_wrong_flags(tmp_path: Path, downloads: Path) -> None:
-    done = reshard(downloads, "--out", tmp_path / "root", "--address", "auto")
-    assert done.returncode == 2
-    assert "--address auto: is for --engine ray" in done.stderr
+    for verb, words in (
+        (reshard, (downloads, "--out", tmp_path / "root")),
+        (verify, (tmp_path,)),
+        (export, (tmp_path, "--to", "sa1b", "--out", tmp_path / "out")),
+    ):
+        for flags, message in (
+            (("--address", "auto"), "--address auto: is for --engine ray"),
+            (("--workers", 0), "--workers 0: must be at least 1"),
+        ):
+            done = verb(*words, *flags)
+            assert done.returncode == 2
+            assert message in done.stderr
