@@ -22,10 +22,11 @@ from sa1b.console import broken_pipe, end_at_interrupt
 if __name__ == "__main__":
     end_at_interrupt()  # until the run has a state to save
 
+import torch
 from torch import Tensor, nn
 
 from sa1b.engine import config as settings
-from sa1b.engine import estimate
+from sa1b.engine import estimate, network
 from sa1b.engine.checkpoint import files
 from sa1b.engine.config import Config, build
 from sa1b.engine.control import StepTime
@@ -94,10 +95,13 @@ def train(run: Run) -> None:
 
 def run(config: Config) -> None:
     """Train, evaluate or print estimates on this rank, according to the settings."""
+    gpus = config.parallel.device != "cpu" and torch.cuda.is_available()
+    connection = network.choose(config.parallel.network, gpus=gpus, out=config.out)
+    connection.apply()
     rank_info = start(config.parallel)
     config = settings.agree(config, rank_info)
     if config.dry_run:
-        estimate.plan(config, rank_info)
+        estimate.plan(config, rank_info, connection)
     elif config.evaluate_only:
         score(config, partial(scored_model, config), rank_info)
     else:

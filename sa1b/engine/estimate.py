@@ -10,6 +10,7 @@ from sa1b.engine.config import Config, build, initial_weights, load_initial
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.feed import Feed
 from sa1b.engine.model import Model, declared
+from sa1b.engine.network import Connection
 from sa1b.engine.optim import freeze, lr_line
 from sa1b.engine.ranks import RankInfo
 
@@ -39,7 +40,7 @@ def peak_seconds(model: Model, images: float, masks: float, rank_info: RankInfo)
     return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None
 
 
-def plan(config: Config, rank_info: RankInfo) -> None:
+def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
     """Open the data and the initial weights, and print the estimates of a run.
 
     Raises:
@@ -57,6 +58,7 @@ def plan(config: Config, rank_info: RankInfo) -> None:
                 load_initial(declared(module), weights)
         print(describe(config, rank_info, module, feed.micro_batches, len(feed.stream.view)))
         print(lr_line(config.optim, config.data.global_batch))
+        print(connection)
 
 
 def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batches: int, images: int) -> str:

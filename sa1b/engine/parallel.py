@@ -51,6 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.gradients import Precision, compute_dtype, set_float32
 from sa1b.engine.model import declared
+from sa1b.engine.network import Network
 from sa1b.engine.ranks import RankInfo, agree
 from sa1b.errors import UsageError
 from sa1b.stream.plan import process_rank
@@ -77,6 +78,9 @@ class ParallelConfig:
             --data.deadline: while the storage of one rank is down, that rank retries and the others wait for
             it.
         sync_batchnorm: Compute the statistics of BatchNorm layers over all ranks; GPUs only.
+        network: Network between the machines; --dry-run prints the variables of NCCL and gloo that are set,
+            and why. Variables that are set already are kept. auto: infiniband if a port is active, else
+            ethernet.
     """
 
     mode: Literal["none", "ddp", "fsdp"] = "none"
@@ -90,6 +94,7 @@ class ParallelConfig:
     timeout_first: float = 1800.0
     timeout: float = 600.0
     sync_batchnorm: bool = False
+    network: Network = "auto"
 
 
 def start(config: ParallelConfig) -> RankInfo:
