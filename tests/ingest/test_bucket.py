@@ -220,6 +220,28 @@ def test_a_command_that_is_killed_at_any_time_is_resumed(
     assert left(tmp_path) == []
 
 
+def test_ctrl_c_leaves_no_claim_and_no_file_in_scratch(tmp_path: Path) -> None:
+    tiny.make_tar(tmp_path / "in" / "sa_000000.tar", range(400))
+    process = processes.Process(
+        command(tmp_path / "in", "--out", prepared(tmp_path), "--scratch", tmp_path / "scratch"),
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("scratch/.partial/*/sa_000000/*.tar")):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Interrupted. Nothing is damaged; run the same command again to resume." in out
+    assert list(tmp_path.glob("root/tasks/*")) == []
+    assert left(tmp_path) == []
+
+
 def test_runs_killed_at_requests_are_resumed(tmp_path: Path) -> None:
     result = killed_at(tmp_path, f"local://{tmp_path}/bucket", {"auto_mkdir": True}, list(range(5, 130, 17)))
     assert result["killed"] >= 7
