@@ -16,6 +16,7 @@ from sa1b.console import command, end, end_at_interrupt, loading, run, run_direc
 
 VERBS = (
     "synthesize",
+    "plan",
     "reshard",
     "fetch",
     "verify",
@@ -42,6 +43,7 @@ usage: sa1b VERB [ARGUMENTS]         sa1b VERB --help explains the arguments of 
 
 Make shards
   synthesize  make synthetic source tars    sa1b synthesize downloads --long-side 640
+  plan        estimate disk and time        sa1b plan downloads --out shards
   reshard     convert source tars           sa1b reshard downloads --out shards --workers 4
   fetch       convert some images only      sa1b fetch downloads --ids ids.txt --out some
   verify      check a dataset directory     sa1b verify shards --deep

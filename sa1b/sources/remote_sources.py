@@ -1,10 +1,12 @@
 """The sources at URLs: single tars, folders of tars, and the tars of a list of links."""
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sa1b.errors import Sa1bError, SourceError
 from sa1b.names import is_source_name
@@ -12,9 +14,11 @@ from sa1b.sources.discovery import is_tar_name, tar_name
 from sa1b.sources.link_list import Link, link_of
 from sa1b.sources.source import Source
 from sa1b.sources.stored_file import naming_link
+from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Reader
 
-_REQUESTS = 16  # sizes requested at the same time
+_REQUESTS = 4  # sizes requested at the same time: servers of signed links block hosts that ask for more
+_DEADLINE = 60.0  # seconds until a server counts as unreachable
 
 
 def links_at(url: str, options: Mapping[str, Any] | None = None) -> list[Link]:
@@ -58,36 +62,84 @@ def named_links(links: Iterable[Link]) -> dict[str, Link]:
 
 
 def remote_sources(
-    named: Mapping[str, Link], known: Mapping[str, tuple[int, int]] | None = None
+    named: Mapping[str, Link],
+    known: Mapping[str, tuple[int, int]] | None = None,
+    *,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[list[Source], dict[str, str]]:
     """The sources of links, and the links that do not work: source -> error message.
+
+    A size is one request for a byte. All links into a folder share their connections. After a server could
+    not be reached, its other links fail without a request.
 
     Args:
         named: links by the names of their sources, see `named_links`.
         known: size and mtime_ns of finished sources by name. Their links are not used.
+        progress: called with 1 for each link.
     """
     finished = known or {}
+    with _Sizes() as sizes:
 
-    def measured(name: str) -> Source | str:
-        link = named[name]
-        try:
-            size, mtime_ns = finished.get(name) or (_size(link), 0)
-        except Sa1bError as error:
-            return str(error)
-        return Source(name, Path(link.file_name), "tar", size, mtime_ns, link=link)
+        def measured(name: str) -> Source | str:
+            link = named[name]
+            try:
+                size, mtime_ns = finished.get(name) or (sizes.of(link), 0)
+            except Sa1bError as error:
+                return str(error)
+            finally:
+                progress(1)
+            return Source(name, Path(link.file_name), "tar", size, mtime_ns, link=link)
 
-    found: list[Source] = []
-    failed: dict[str, str] = {}
-    with ThreadPoolExecutor(_REQUESTS) as threads:
-        for name, source in zip(named, threads.map(measured, named), strict=True):
-            if isinstance(source, Source):
-                found.append(source)
-            else:
-                failed[name] = source
+        found: list[Source] = []
+        failed: dict[str, str] = {}
+        with ThreadPoolExecutor(_REQUESTS) as threads:
+            try:
+                for name, source in zip(named, threads.map(measured, named), strict=True):
+                    if isinstance(source, Source):
+                        found.append(source)
+                    else:
+                        failed[name] = source
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
     return found, failed
 
 
-def _size(link: Link) -> int:
-    root, name = link.split()
-    with naming_link(link), Reader(root, attempts_in_flight=1, options=link.reader_options) as reader:
-        return reader.size(name)
+class _Sizes:
+    """Requests the sizes of objects, with one reader for each folder."""
+
+    def __init__(self) -> None:
+        self._readers: dict[tuple[str, str], Reader] = {}
+        self._unreachable: dict[str, str] = {}  # host -> error
+        self._lock = threading.Lock()
+
+    def of(self, link: Link) -> int:
+        """Size in bytes. Raises the errors of `naming_link`."""
+        root, name = link.split()
+        host = urlsplit(root).netloc
+        with naming_link(link):
+            if host in self._unreachable:
+                raise UnavailableError(self._unreachable[host], url=link.url)
+            with self._lock:
+                key = root, repr(link.reader_options)
+                reader = self._readers.get(key) or self._readers.setdefault(
+                    key,
+                    Reader(
+                        root,
+                        deadline=_DEADLINE,
+                        attempts_in_flight=_REQUESTS,
+                        options=link.reader_options,
+                    ),
+                )
+            try:
+                return reader.size(name)
+            except UnavailableError as error:
+                self._unreachable[host] = f"{link.label}: unavailable; last: {error.last_error}"
+                raise
+
+    def __enter__(self) -> "_Sizes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers.values():
+            reader.close()

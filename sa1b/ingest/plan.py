@@ -1,0 +1,243 @@
+"""What a conversion will take: bytes, disk space and hours, estimated before it starts. Writes no file."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sa1b.console import counted
+from sa1b.ingest.admission import Space, admitted, by_name, check_options, needed_space
+from sa1b.ingest.worker import is_partial, is_unchanged
+from sa1b.progress import bar
+from sa1b.shards.manifest import Options, read_tasks
+from sa1b.sources.discovery import Discovered
+from sa1b.sources.link_list import Link
+from sa1b.sources.remote_sources import remote_sources
+from sa1b.storage.store import Root, Store, open_store
+from sa1b.workers import available_cpus
+
+# Bytes of source per second, from benchmarks/results/intel-xeon-2-cores-parts.json, "reshard": of one worker,
+# which uses more than one processor, and of one processor.
+WORKER_RATE = 197e6
+PROCESSOR_RATE = 146e6
+# Processor time with --image-size 1024 / time without it, both measured in one process on a tar of 192
+# synthetic images of 2250 x 1500 pixels: 7.1 s and 1.45 s.
+RESIZING = 4.9
+EXAMPLE_SIZE = 1024  # of --image-size, if none is given
+_SHOWN = 10
+_HOUR = 3600.0
+
+
+@dataclass(slots=True)
+class Plan:
+    """The estimates.
+
+    Attributes:
+        out: path or URL of the dataset directory; None: not given.
+        workers, cpus: worker processes, and processors that this process may use.
+        rate: bytes per second at which the sources can be read; None: not given.
+        image_size: longer side of re-encoded images in pixels, of --image-size or as an example.
+        resizes: the conversion re-encodes the images.
+        sources: names of all sources.
+        finished: names of the sources that are finished in `out`.
+        failed: source -> the error of its link.
+        not_taken: number of files that are not sources.
+        bytes: of the sources that are left.
+        original, resized: space without and with re-encoding.
+        is_local: `out` is a folder.
+        scratch: folder whose free space counts.
+        free: bytes free there; None if `out` is None.
+    """
+
+    out: str | None
+    workers: int
+    cpus: int
+    rate: float | None
+    image_size: int
+    resizes: bool
+    sources: list[str]
+    finished: list[str]
+    failed: dict[str, str]
+    not_taken: int
+    bytes: int
+    original: Space
+    resized: Space
+    is_local: bool = True
+    scratch: str = ""
+    free: int | None = None
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the conversion needs on the disk of `scratch`."""
+        space = self.resized if self.resizes else self.original
+        return space.spill + (space.shards if self.is_local else space.staged)
+
+    @property
+    def processor_rate(self) -> float:
+        """Bytes of source per second that the processors can convert."""
+        rate = min(self.workers * WORKER_RATE, self.cpus * PROCESSOR_RATE)
+        return rate / RESIZING if self.resizes else rate
+
+    @property
+    def hours(self) -> float:
+        """Hours of the conversion, by the smaller one of the two rates."""
+        return self.bytes / min(self.processor_rate, self.rate or self.processor_rate) / _HOUR
+
+    def exit_code(self) -> int:
+        """0; 1 if a link does not work or the disk is too small."""
+        return 1 if self.failed or (self.free is not None and self.free < self.needed) else 0
+
+    def document(self) -> dict[str, Any]:
+        """The estimates as a JSON document."""
+        return {
+            "exit_code": self.exit_code(),
+            "sources": len(self.sources),
+            "finished": self.finished,
+            "failed": self.failed,
+            "not_taken": self.not_taken,
+            "bytes_to_read": self.bytes,
+            "shard_bytes": self.original.shards,
+            "image_size": self.image_size,
+            "shard_bytes_with_image_size": self.resized.shards,
+            "spill_bytes": self.original.spill,
+            "staged_bytes": 0 if self.is_local else (self.resized if self.resizes else self.original).staged,
+            "needed_bytes": self.needed,
+            "free_bytes": self.free,
+            "workers": self.workers,
+            "cpus": self.cpus,
+            "bytes_per_second": {"processor": self.processor_rate, "reading": self.rate},
+            "hours": self.hours,
+        }
+
+    def table(self) -> str:
+        """The estimates as a table of text."""
+        left = len(self.sources) - len(self.finished) - len(self.failed)
+        state = [f"{left:,} to convert"]
+        if self.out is not None:
+            state.append(f"{len(self.finished):,} finished in {self.out}")
+        if self.failed:
+            state.append(f"{len(self.failed):,} whose link does not work")
+        space = self.resized if self.resizes else self.original
+        resized = f"with --image-size {self.image_size}"
+        rows = [
+            ("sources", f"{len(self.sources):,}: {', '.join(state)}"),
+            ("to read", _size(self.bytes)),
+            ("shards", f"{_size(self.original.shards)}; {resized} {_size(self.resized.shards)}"),
+            ("spill", f"{_size(space.spill)} for {counted(self.workers, 'worker')}"),
+        ]
+        if not self.is_local:
+            rows.append(("scratch", f"{_size(space.staged)} until the shards are uploaded"))
+        if self.free is not None:
+            enough = "" if self.free >= self.needed else f", too little: {_size(self.needed)} needed"
+            rows.append(("free", f"{_size(self.free)} in {self.scratch}{enough}"))
+        rows.append(("time", self._time()))
+        lines = [f"  {name:<7}  {value}" for name, value in rows]
+        if self.not_taken:
+            lines.append(f"not taken: {counted(self.not_taken, 'path')}; reshard lists them")
+        failed = list(self.failed.items())
+        lines += [f"FAILED {name}: {why}" for name, why in failed[:_SHOWN]]
+        if len(failed) > _SHOWN:
+            lines.append(f"and {len(failed) - _SHOWN:,} more failed, all printed with --json")
+        return "\n".join(lines)
+
+    def _time(self) -> str:
+        processors = f"the processors: {self.processor_rate / 1e6:,.0f} MB/s"
+        if self.rate is None:
+            return f"{_hours(self.hours)}, limited by {processors}; pass --rate for the time of reading"
+        reading = f"reading: {self.rate / 1e6:,.0f} MB/s"
+        first, second = (reading, processors) if self.rate < self.processor_rate else (processors, reading)
+        return f"{_hours(self.hours)}, limited by {first} ({second})"
+
+
+def plan(
+    paths: Sequence[Path],
+    links: Sequence[Link],
+    root: Root | None,
+    *,
+    image_size: int | None = None,
+    workers: int = 1,
+    rate: float | None = None,
+    ignore: Sequence[str] = (),
+    quiet: bool = False,
+) -> Plan:
+    """Estimate a conversion. The estimates of space are those that reshard compares with the free space.
+
+    Args:
+        paths: files and folders with sources.
+        links: links to further sources; their sizes are requested.
+        root: dataset directory, which need not exist; None: none.
+        image_size: longer side of re-encoded images in pixels; None: images keep their bytes.
+        workers: worker processes.
+        rate: bytes per second at which the sources can be read.
+        ignore: patterns of files that are left out.
+        quiet: show no progress.
+
+    Raises:
+        SourceError, UsageError: a path, link or option is not valid.
+        sa1b.storage.errors.StorageError: the store of `root` cannot be read.
+    """
+    store = None if root is None else open_store(root)
+    own = [store.scratch] if store is not None and store.is_local else []
+    discovered = admitted(paths, {}, own, ignore) if paths else Discovered()
+    local, remote = by_name(discovered, links)
+    tasks = {} if store is None else read_tasks(store)
+    options = Options(image_size=image_size, quality=None if image_size is None else 95)
+    if store is not None and tasks:
+        used = next(iter(tasks.values())).options
+        check_options(store, tasks, replace(used, image_size=image_size, quality=used.quality))
+    known = {
+        name: (int(task.source["size"]), int(task.source["mtime_ns"]))
+        for name, task in tasks.items()
+        if not is_partial(task)
+    }
+    with bar(len(remote), "sizes", " links", quiet or not remote) as progress:
+        linked, failed = remote_sources(remote, known, progress=progress.update)
+    sources = sorted([*local.values(), *linked], key=lambda source: source.name)
+    sizes = None if store is None or store.is_local or not tasks else store.sizes().get
+    finished = [
+        one.name
+        for one in sources
+        if store is not None and one.name in tasks and is_unchanged(tasks[one.name], one, store, sizes)
+    ]
+    left = [one for one in sources if one.name not in set(finished)]
+    size = image_size or EXAMPLE_SIZE
+    found = Plan(
+        None if store is None else str(store),
+        workers,
+        available_cpus(),
+        rate,
+        size,
+        image_size is not None,
+        sorted([*local, *remote]),
+        finished,
+        failed,
+        len(discovered.not_taken),
+        sum(one.size for one in left),
+        needed_space(left, replace(options, image_size=None, quality=None), workers),
+        needed_space(left, replace(options, image_size=size, quality=95), workers),
+    )
+    if store is not None:
+        _add_disk(found, store)
+    return found
+
+
+def _add_disk(found: Plan, store: Store) -> None:
+    """The free space of the folder of shards or, for a URL, of the scratch folder."""
+    found.is_local = store.is_local
+    folder = store.scratch.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    found.scratch, found.free = str(store.scratch), shutil.disk_usage(folder).free
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest unit of which there is at least one."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:,.1f} {unit}"
+    return f"{count:,} bytes"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
