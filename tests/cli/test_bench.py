@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 
 import pytest
@@ -7,12 +6,13 @@ import pytest
 import sa1b
 from sa1b.errors import UsageError
 from sa1b.stream.throughput import limiting, measure
+from tests import processes
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
 
 def run(*arguments):
     command = [sys.executable, "-m", "sa1b", "bench", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return processes.run(command, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from tests.engine import small_run
 from tests.engine.small_run import FUNCTIONS, Hostile, SmallRun, place, resume, write_run
 from tests.processes import REPOSITORY, Process
 
-MUTATIONS = 500
 KILLS = 20
 
 
@@ -36,13 +35,14 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.parametrize("mutations", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_no_mutated_checkpoint_is_accepted_and_none_runs_code(
-    pristine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    mutations: int, pristine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     canary = tmp_path / "canary"
     good = digest(place(pristine, 2))
     done = set()
-    for seed in range(MUTATIONS):
+    for seed in range(mutations):
         run = tmp_path / "run"
         shutil.copytree(pristine, run)
         what = small_run.spoil(place(run, 2), place(run, 1), canary, Random(seed))
