@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sa1b.cli import VERBS
+from tests import processes
 
 COMPLETE = """
 source "$1"
@@ -19,7 +20,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 def sa1b(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "sa1b", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return processes.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")

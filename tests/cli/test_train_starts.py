@@ -1,4 +1,8 @@
-"""All ways to start training are the same command."""
+"""All ways to start training are the same command.
+
+A module of the package is started in a forked process. A script is started in a new interpreter, and by torchrun too:
+its folder is first in Python's path, and must not hide other packages.
+"""
 
 import subprocess
 import sys
@@ -6,6 +10,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 REPOSITORY = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
@@ -17,7 +23,9 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
         (["-m", "sa1b", "train"], "-m sa1b train [-h]"),
         (["-m", "sa1b.train"], "usage: python -m sa1b.train [-h]"),
         (["sa1b/train.py"], "usage: python sa1b/train.py [-h]"),
-        ([*TORCHRUN, "-m", "sa1b.train"], "usage: torchrun -m sa1b.train [-h]"),
+        pytest.param(
+            [*TORCHRUN, "-m", "sa1b.train"], "usage: torchrun -m sa1b.train [-h]", marks=pytest.mark.slow
+        ),
         ([*TORCHRUN, "sa1b/train.py"], "usage: torchrun sa1b/train.py [-h]"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -26,7 +34,8 @@ def test_every_way_to_start_has_the_flags_and_the_package_that_is_installed(
     start: list[str], usage: str
 ) -> None:
     command = [sys.executable, *start, "--help"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)
+    run = processes.run if start[0] == "-m" else subprocess.run
+    done = run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert usage in done.stdout.splitlines()[0]
     assert "--data.root" in done.stdout

@@ -71,7 +71,14 @@ def two_ranks() -> dict[str, Any]:
             FSDP, "model.prompt_encoder.pe_layer.positional_encoding_gaussian_matrix"
         ),
         "errors": checks.errors_of_a_wait_for_silent_ranks(DDP, 1.0),
+        "evaluated, ddp": checks.evaluated_with_means(DDP),
+        "evaluated, fsdp": checks.evaluated_with_means(FSDP),
     }
+
+
+def two_ranks_slow() -> dict[str, Any]:
+    config = ParallelConfig(mode="fsdp", shard="grad_op")
+    return {"evaluated, fsdp, gradients and optimizer only": checks.evaluated_with_means(config)}
 
 
 def three_ranks() -> dict[str, Any]:
@@ -100,6 +107,7 @@ def four_ranks_slow() -> dict[str, Any]:
 
 WORKS: dict[Work, Callable[[], dict[str, Any]]] = {
     (2, False): two_ranks,
+    (2, True): two_ranks_slow,
     (3, False): three_ranks,
     (3, True): three_ranks_slow,
     (4, False): four_ranks,
@@ -244,13 +252,25 @@ def test_a_single_process_without_torchrun_is_a_group_of_one(
         stop()
 
 
-@pytest.mark.parametrize("config", [DDP, FSDP, ParallelConfig(mode="fsdp", shard="grad_op")])
+@pytest.fixture(scope="module")
+def evaluated_alone() -> dict[str, Any]:
+    return checks.evaluated_with_means(NONE)
+
+
+@pytest.mark.parametrize(
+    ("work", "mode"),
+    [
+        ((2, False), "ddp"),
+        ((2, False), "fsdp"),
+        pytest.param((2, True), "fsdp, gradients and optimizer only", marks=pytest.mark.slow),
+    ],
+)
 def test_an_evaluation_with_the_running_mean_of_weights_is_that_of_one_process(
-    config: ParallelConfig,
+    ranks: Ranks, evaluated_alone: dict[str, Any], work: Work, mode: str
 ) -> None:
-    single = checks.evaluated_with_means(NONE)
+    single = evaluated_alone
     assert float((single["found"] - single["own"]).abs().max()) > 1e-3
-    for rank in launch(checks.evaluated_with_means, 2, config):
+    for rank in (one[f"evaluated, {mode}"] for one in ranks(work)):
         for name in ("own", "found"):
             torch.testing.assert_close(rank[name], single[name], rtol=1e-4, atol=1e-5)
         assert torch.equal(rank["again"], rank["own"])

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -148,17 +147,13 @@ def test_accelerate_resumes_only_from_a_checkpoint(folder: Path) -> None:
 
 @pytest.mark.parametrize("package", ["lightning", "accelerate"])
 def test_a_missing_extra_is_named(package: str, folder: Path) -> None:
-    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
-    path = os.pathsep.join([str(folder), str(REPOSITORY)])
-    command = [sys.executable, str(EXAMPLES / f"{package}.py"), "shards"]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**environment(), "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
+    example = str(EXAMPLES / f"{package}.py")
+    program = (
+        f"import runpy, sys\nsys.modules[{package!r}] = None\n"
+        f"sys.argv, sys.path[0] = [{example!r}, 'shards'], {str(EXAMPLES)!r}\n"
+        f"runpy.run_path({example!r}, run_name='__main__')\n"
     )
+    done = processes.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
         f"error: the package {package} is missing; install it with: pip install 'sa1b[examples]'\n"

@@ -137,7 +137,8 @@ def test_a_run_that_is_asked_to_stop_while_it_evaluates_ends_there_with_a_checkp
     ]
 
 
-@pytest.mark.parametrize("step", [0, pytest.param(STEPS, marks=pytest.mark.slow)])
+@pytest.mark.slow  # quick ones: the stop above, without torchrun, and test_stop.py, with it
+@pytest.mark.parametrize("step", [0, STEPS])
 def test_torchrun_that_is_told_to_end_during_the_first_or_last_evaluation_leaves_a_checkpoint(
     parted: Path, trained: Path, tmp_path: Path, step: int
 ) -> None:

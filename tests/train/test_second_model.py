@@ -19,11 +19,7 @@ from tests.train.command import (
 )
 
 Run = Callable[[str, int], Path]
-MODES = [
-    ("none", 1),
-    ("fsdp", 2),
-    *(pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsdp", 3))),
-]
+SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsdp", 3))]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +43,15 @@ def test_it_learns_and_its_own_figures_are_recorded(second: Run) -> None:
     assert [error for _, error in figures(second("none", 1), "error")] != found
 
 
-@pytest.mark.parametrize(("mode", "ranks"), MODES[1:])
+@pytest.mark.parametrize(("mode", "ranks"), [("fsdp", 2), *SLOW])
 def test_losses_are_those_of_a_single_process(second: Run, mode: str, ranks: int) -> None:
     assert losses(second(mode, ranks)) == pytest.approx(losses(second("none", 1)), rel=1e-5, abs=0)
 
 
-@pytest.mark.parametrize(("mode", "ranks"), MODES)
+# With fsdp, test_resume.py and test_ema.py have quick ones.
+@pytest.mark.parametrize(
+    ("mode", "ranks"), [("none", 1), pytest.param("fsdp", 2, marks=pytest.mark.slow), *SLOW]
+)
 def test_a_stopped_run_goes_on_bit_for_bit(
     root: Path, second: Run, tmp_path: Path, mode: str, ranks: int
 ) -> None:

@@ -16,11 +16,13 @@ RECOMPUTE = ("--model.checkpoint-blocks",)
 @pytest.mark.parametrize(
     ("mode", "ranks", "recompute"),
     [
-        ("none", 1, ()),
-        ("fsdp", 2, RECOMPUTE),
+        ("fsdp", 2, ()),  # a single process: tests/engine/test_compile.py
         *(
             pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("none", 1, RECOMPUTE), ("fsdp", 2, ()), ("ddp", 2, ()), ("ddp", 2, RECOMPUTE))
+            for one in (
+                *(("none", 1, ()), ("none", 1, RECOMPUTE), ("fsdp", 2, RECOMPUTE)),
+                *(("ddp", 2, ()), ("ddp", 2, RECOMPUTE)),
+            )
         ),
     ],
 )
