@@ -151,6 +151,18 @@ def _far_loader(found: dict[str, dict[str, Any]]) -> Iterator[Row]:
         )
 
 
+def _local_cache(found: dict[str, dict[str, float]]) -> Iterator[Row]:
+    for kind, row in found.items():
+        size = {"original": "original size", "1024": "1024 pixels"}[kind]
+        yield (
+            f"loader with two threads, from the local cache of a store, JPEGs of {size}",
+            f"{row['busy of local']:.2f} of local by its processor time, {row['images/s of local']:.2f} by "
+            "the clock",
+            f"processor time of a read: {1e6 * row['cached, busy s a read']:.0f} us, from a folder "
+            f"{1e6 * row['local, busy s a read']:.0f} us",
+        )
+
+
 def _demo(found: dict[str, float]) -> Iterator[Row]:
     yield "`make demo` after the installation, training included", f"{found['seconds']:.0f} s", ""
 
@@ -180,5 +192,6 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Iterator[Row]], str]] = [
     ("order", _order, "test_order"),
     ("range reads", _range_reads, "test_range_reads"),
     ("loader at 20 ms", _far_loader, "test_range_reads"),
+    ("local cache", _local_cache, "test_local_cache"),
     ("demo", _demo, "test_demo"),
 ]  # fmt: skip

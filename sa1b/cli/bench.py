@@ -3,7 +3,8 @@
 Example: sa1b bench shards
          sa1b bench s3://bucket/shards --threads 8 --dense 256 --seconds 60
 
-Measures storage alone, the JPEG decoder alone and the complete loader, on random images. Writes no files.
+Measures storage alone, the JPEG decoder alone and the complete loader, on random images. Writes no files
+except those of --cache.
 Exit code 0: measured; 2: not measured; 130: interrupted.
 """
 
@@ -29,6 +30,8 @@ def main(
     threads: int | None = None,
     device: str = "cpu",
     seconds: float = 15.0,
+    cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    cache_bytes: int | None = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Measure how many images per second this machine reads from a dataset directory, and the limiting stage.
@@ -43,12 +46,24 @@ def main(
         threads: Threads of the loader; by default one for each CPU that this job may use.
         device: Device of the batches: cpu or cuda.
         seconds: Duration of the three measurements together, 1 to 3600.
+        cache: Folder on a local disk that keeps what is read of a URL, as in training; a first
+            run fills it.
+        cache_bytes: Limit of the cache, in bytes; required with --cache.
         json_output: Print the result as JSON, without progress.
     """
-    counts = {"--image-size": image_size, "--batch": batch, "--dense": dense, "--threads": threads}
+    counts = {
+        "--image-size": image_size,
+        "--batch": batch,
+        "--dense": dense,
+        "--threads": threads,
+        "--cache-bytes": cache_bytes,
+    }
     for flag, value in counts.items():
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value}: must be at least 1")
+    if (cache is None) != (cache_bytes is None):
+        given, other = ("--cache", "--cache-bytes") if cache_bytes is None else ("--cache-bytes", "--cache")
+        raise UsageError(f"{given}: needs {other} as well; pass both or none")
     if masks < 0:
         raise UsageError(f"--masks {masks}: must be at least 0")
     if device != "cpu" and not device.startswith("cuda"):
@@ -73,6 +88,8 @@ def main(
         rank=0,
         world_size=1,
         damage_log=os.devnull,
+        cache=cache,
+        cache_bytes=cache_bytes,
     )
     found = measure(stream, seconds=seconds, threads=threads, dense=dense, device=device, quiet=json_output)
     print(json.dumps(found.document(), indent=1) if json_output else found.table())

@@ -59,6 +59,8 @@ class Throughput:
         shares: share of the threads' busy time in each stage of the loader.
         limit: "storage", or the stage of the loader with the largest share of the busy time.
         advice: how to increase the throughput.
+        cache: reads of the loader from the local cache (`hits`) and from the store (`misses`, `outside`), see
+            sa1b.storage.range_cache; None without a cache.
     """
 
     root: str
@@ -73,6 +75,7 @@ class Throughput:
     shares: dict[str, float]
     limit: str
     advice: str
+    cache: dict[str, int] | None
 
     def document(self) -> dict[str, Any]:
         """The measurement as JSON values."""
@@ -85,6 +88,11 @@ class Throughput:
         shares = ", ".join(
             f"{LABELS[name]} {share:.0%}" for name, share in self.shares.items() if share >= 0.01
         )
+        cache = ""
+        if self.cache is not None:
+            cache = "Cache: {hits:,} hits, {misses:,} misses, {outside:,} reads outside.\n".format(
+                **self.cache
+            )
         return (
             f"images of {self.image_size} pixels, up to {counted(self.masks, 'mask')} as {output}, "
             f"{counted(self.threads, 'thread')}, {self.device}\n\n"
@@ -93,6 +101,7 @@ class Throughput:
             f"  decode   {rates['decode']:10,.0f} images/s\n"
             f"  loader   {rates['loader']:10,.0f} images/s\n\n"
             f"Busy time of the loader: {shares}.\n"
+            f"{cache}"
             f"Limit: {LABELS.get(self.limit, self.limit)}. {self.advice}"
         )
 
@@ -150,6 +159,9 @@ def measure(
     busy = {name: after[name]["seconds"] - before[name]["seconds"] for name in STAGES}
     shares = {name: value / sum(busy.values()) for name, value in busy.items()}
     limit = limiting(storage, rate, shares)
+    cache = None
+    if after["cache"] is not None:
+        cache = {name: count - before["cache"][name] for name, count in after["cache"].items()}
     mean_bytes = sum(sizes) / max(len(sizes), 1)
     return Throughput(
         root=str(stream.root),
@@ -164,6 +176,7 @@ def measure(
         shares=shares,
         limit=limit,
         advice=_advice(limit, threads, dense, stream.options.image_size, images),
+        cache=cache,
     )
 
 

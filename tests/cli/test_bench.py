@@ -1,6 +1,7 @@
 import json
 import sys
 
+import fsspec
 import pytest
 
 import sa1b
@@ -50,6 +51,8 @@ def test_rates_and_what_limits_as_json_and_as_a_table(root):
         (["--seconds", "0.5"], "--seconds 0.5: must be from 1 to 3600"),
         (["--device", "tpu"], "--device tpu: must be cpu or cuda"),
         (["--view", "nothing"], "no view 'nothing'"),
+        (["--cache", "x"], "--cache: needs --cache-bytes as well"),
+        (["--cache-bytes", 9], "--cache-bytes: needs --cache as well"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_line(root, arguments, message):
@@ -76,3 +79,21 @@ def test_storage_limits_where_it_delivers_little_more_than_the_loader_takes():
     shares = {"read": 0.2, "decode": 0.7, "pick": 0.1}
     assert limiting(110.0, 100.0, shares) == "storage"
     assert limiting(1000.0, 100.0, shares) == "decode"
+
+
+def test_reads_from_a_local_cache_are_counted(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tables"))
+    memory = fsspec.filesystem("memory")
+    memory.put(str(root), "/bench", recursive=True)
+    stream = sa1b.Stream(
+        "memory://bench",
+        global_batch=3,
+        epochs=None,
+        image_size=64,
+        cache=tmp_path / "cache",
+        cache_bytes=1 << 30,
+    )
+    found = measure(stream, seconds=1, threads=2, quiet=True)
+    assert found.cache["hits"] > 0
+    assert found.cache["misses"] == found.cache["outside"] == 0  # the first measurement has filled it
+    assert f"Cache: {found.cache['hits']:,} hits, 0 misses, 0 reads outside.\n" in found.table()
