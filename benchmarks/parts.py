@@ -146,8 +146,8 @@ def _far_loader(found: dict[str, dict[str, Any]]) -> Iterator[Row]:
         size = {"original": "original size", "1024": "1024 pixels"}[kind]
         yield (
             f"loader from {row['server']}, {1e3 * row['latency_seconds']:.0f} ms away, JPEGs of {size}",
-            f"{row['busy_of_local']:.2f} of local by its processor time, {row['of_local']:.2f} by the clock",
-            f"s3fs: {row['busy_of_local_by_s3fs']:.2f} by its processor time",
+            f"{row['busy_of_local']:.2f} of the local speed by its processor time",
+            f"s3fs: {row['busy_of_local_by_s3fs']:.2f}",
         )
 
 

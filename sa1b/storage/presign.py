@@ -1,7 +1,8 @@
 """Presigned URLs of the objects of an S3 store, and the session that requests them.
 
 Each object is signed once, for some hours, with the credentials that s3fs has found. A range request to a
-presigned URL needs no signature of its own and no client of botocore.
+presigned URL needs no signature of its own and no client of botocore: 0.30 ms of the processor for 16 kB
+instead of 1.3 by s3fs (Ceph on a busy machine, benchmarks/test_range_reads.py).
 """
 
 import asyncio
