@@ -64,6 +64,10 @@ def linked(
 
 def store_of(out: str, scratch: Path | None, endpoint: str | None, source: tuple[str, ...]) -> Store:
     """The store of --out."""
+    if out.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--out {out}: http(s) can only be read; pass a folder, or a URL such as s3://BUCKET/FOLDER"
+        )
     if not is_url(out):
         if scratch is not None:
             raise UsageError(
