@@ -17,7 +17,8 @@ from sa1b.storage.errors import StorageError
 
 CONNECTIONS = 4  # requests of one source at the same time
 _TAR = re.compile(r"sa_[0-9]+\.tar")
-_QUERY = re.compile(r"\?[^\s'\"),;]*")
+_QUERY = re.compile(r"\?[^\s'\"<>]*?(?=[),;:.]*(?:[\s'\"<>]|$))")  # up to the end of the URL
+_USER = re.compile(r"(?<=://)[^\s/?'\"<>]*@")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
@@ -35,7 +36,7 @@ class Link:
         options: options of fsspec's file system.
     """
 
-    url: str
+    url: str = field(repr=False)
     file_name: str
     label: str
     listed: Path | None = None
@@ -55,18 +56,24 @@ class Link:
         return {"encoded": True, **self.options} if self.url.startswith("http") else dict(self.options)
 
     def without_query(self, message: str) -> str:
-        """A message of the reader with the label instead of the URL, and without queries."""
-        return _QUERY.sub("", message.replace(self.url, self.label)).removeprefix(f"{self.label}: ")
+        """A message of the reader with the label instead of the URL, without queries, users and passwords."""
+        return public(message.replace(self.url, self.label)).removeprefix(f"{self.label}: ")
 
     def problem(self, error: StorageError) -> str:
         """The second and third part of a message about a link that the server refuses."""
         why = self.without_query(str(error))
-        if self.listed is None:
-            return why
-        return (
-            f"the link has expired or is wrong ({why.partition(';')[0]}); download the list of "
-            "links again and pass it with --links: finished sources are kept"
-        )
+        if self.listed is not None:
+            return (
+                f"the link has expired or is wrong ({why.partition(';')[0]}); download the list of "
+                "links again and pass it with --links: finished sources are kept"
+            )
+        # Servers without an object store have none of the credentials that the message lists.
+        return f"{why.partition(';')[0]}; check the URL" if self.url.startswith("http") else why
+
+
+def public(text: str) -> str:
+    """A text without the queries, users and passwords of its URLs, which are secrets."""
+    return _USER.sub("", _QUERY.sub("", text))
 
 
 def is_url(text: str) -> bool:
@@ -82,9 +89,10 @@ def link_of(url: str) -> Link:
     """
     parts = urlsplit(url)
     name = parts.path.rpartition("/")[2]
+    label = public(url.partition("?")[0])
     if not parts.netloc or not name:
-        raise SourceError(f"{url.partition('?')[0]}: names no file; pass the URL of a tar")
-    return Link(url, name, url.partition("?")[0])
+        raise SourceError(f"{label}: names no file; pass the URL of a tar")
+    return Link(url, name, label)
 
 
 def read_links(path: Path) -> tuple[list[Link], list[str]]:
@@ -104,8 +112,8 @@ def read_links(path: Path) -> tuple[list[Link], list[str]]:
         name, url = name.strip(), url.strip()
         if not tab or not name or not is_url(url) or len(url.split()) != 1:
             raise SourceError(
-                f"{path}, line {number}: {line[:60]!r} must be a file name, a tab and a URL; download the "
-                "list of links again"
+                f"{path}, line {number}: {public(line)[:60]!r} must be a file name, a tab and a URL; "
+                "download the list of links again"
             )
         if not _TAR.fullmatch(name):
             others.append(name)

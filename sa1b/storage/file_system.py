@@ -83,7 +83,9 @@ def connect(root: str, options: Mapping[str, Any], policy: RetryPolicy, in_fligh
             **options.get("config_kwargs", {}),
         }
     if protocol in HTTP:
-        options["client_kwargs"] = {"trust_env": True, **options.get("client_kwargs", {})}  # for proxies
+        # For proxies; and the signature in the URL of a redirection must be sent unchanged.
+        defaults = {"trust_env": True, "requote_redirect_url": False}
+        options["client_kwargs"] = {**defaults, **options.get("client_kwargs", {})}
     system = kind(**options)
     if hasattr(system, "retries"):
         system.retries = 1

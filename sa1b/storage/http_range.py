@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import yarl
 
 _PLAIN = {"Accept-Encoding": "identity"}  # a range of a compressed response is another range
+# A tar that is stored as gzip may be sent with Content-Encoding: gzip. Its stored bytes are wanted.
+_STORED: Mapping[str, Any] = {"auto_decompress": False}
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
 _DOCUMENT = 4096  # bytes of an error document that are read
 _FIELD = re.compile(rb"<(Code|Message)>([^<]*)<")
@@ -104,7 +106,7 @@ class HttpRanges:
         if etag is not None and self._conditional and not etag.startswith("W/"):  # weak ones never match
             headers["If-Match"] = etag
         # Nothing is read before the response is complete, which takes less time than to read it in pieces.
-        options = {**target.options, "read_bufsize": end - start}
+        options = {**target.options, **_STORED, "read_bufsize": end - start}
         async with target.session.get(target.url, headers=headers, **options) as response:
             if response.status not in (200, 206):
                 if response.status != 412 or "If-Match" not in headers:
@@ -135,7 +137,7 @@ class HttpRanges:
         """
         target = await self._targets.target(url)
         headers = {**target.headers, "Range": "bytes=0-0"}
-        async with target.session.get(target.url, headers=headers, **target.options) as response:
+        async with target.session.get(target.url, headers=headers, **target.options, **_STORED) as response:
             if response.status == 416:  # an empty object has no first byte
                 return 0
             if response.status not in (200, 206):
