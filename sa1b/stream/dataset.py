@@ -283,6 +283,10 @@ class Stream(IterableDataset[Batch]):
                         yield batch
             while in_flight:  # the end of an epoch
                 yield self._finish(in_flight.popleft())
+        except Exception:
+            if info:
+                self._iterations.fail()
+            raise
         finally:
             for one in in_flight:
                 one.cancel()

@@ -56,7 +56,7 @@ class Iterations:
 
     def __init__(self, position: int = 0) -> None:
         self._file = _closed_with(self, _anonymous_file())
-        self._write({"position": position, "unknown": False, "joined": [], "closed": False})
+        self._write({"position": position, "unknown": False, "joined": [], "failed": None, "closed": False})
         _MADE.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,6 +92,7 @@ class Iterations:
             if one is None:
                 # Position None: all workers refuse this iteration.
                 one = {"position": None if state["unknown"] else state["position"]}
+                state["failed"] = None
                 if worker is not None:
                     one |= {"seed": worker.seed - worker.id, "workers": [worker.id]}
                     state["joined"] = [*state["joined"], one][-_REMEMBERED:]
@@ -105,25 +106,39 @@ class Iterations:
         return int(one["position"])
 
     def ignore_signals(self) -> None:
-        """In a worker process: ignore SIGTERM and SIGUSR1 until the main process exits.
+        """In a worker process: ignore SIGTERM and SIGUSR1 until the main process exits or the iteration fails.
 
         Schedulers and torchrun send these signals to the whole process group, and the main process needs its
         workers until it has saved a checkpoint. When the main process exits, SIGTERM ends a worker again, as
-        multiprocessing expects.
+        multiprocessing expects; and after an error in a worker, as a DataLoader that is deleted expects.
         """
+        seed = self._seed()
 
         def terminate(number: int, frame: object) -> None:
             # Read without the lock: this process may already hold it.
-            if b'"closed": true' in os.pread(self._file.fileno(), 1 << 16, 0):
+            state = os.pread(self._file.fileno(), 1 << 16, 0)
+            if b'"closed": true' in state or b'"failed": %d,' % seed in state:
                 os._exit(0)
 
         signal.signal(signal.SIGTERM, terminate)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
+    def fail(self) -> None:
+        """In a worker process: record that its iteration ends with an error; SIGTERM ends all its workers."""
+        with self._locked():
+            self._write({**self._read(), "failed": self._seed()})
+
     def close(self) -> None:
         """Record that the main process exits: from now on, SIGTERM ends worker processes."""
         with self._locked():
             self._write({**self._read(), "closed": True})
+
+    @staticmethod
+    def _seed() -> int:
+        """The number that identifies the iterator of this worker process."""
+        worker = get_worker_info()
+        assert worker is not None
+        return int(worker.seed - worker.id)
 
     def _joined(self, state: dict[str, Any], seed: int, worker: int) -> dict[str, Any] | None:
         """Add this worker to the iteration that another worker of its iterator has begun, if there is one."""

@@ -1,5 +1,6 @@
 """Reads through a proxy that breaks requests: the bytes are those of the clean run, and the counters show it."""
 
+import asyncio
 import http.client
 import threading
 import time
@@ -171,11 +172,18 @@ def test_an_outage_is_waited_out(store: Store) -> None:
 
 @pytest.mark.slow
 def test_an_outage_of_a_minute_is_waited_out(store: Store) -> None:
+    waits = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        await asyncio.sleep(seconds)
+
     began = time.monotonic()
-    counters = outage(store, 60, RetryPolicy())
+    counters = outage(store, 60, RetryPolicy(async_sleep=sleep))
     took = time.monotonic() - began
     print(f"\noutage of 60 s: {took:.1f} s for all, {counters}")
-    assert 60 <= took < 85
+    assert took >= 60
+    assert 0 < max(waits) <= 10  # after the outage no read waits longer
 
 
 def test_an_outage_longer_than_the_deadline_names_url_and_last_error(

@@ -204,10 +204,11 @@ def gone(server: Service, damage_log: Path, way: str) -> None:
         with pytest.raises(UnavailableError, match=r"s3://data/root/sa1b-000001-.*unavailable: .* in 10 s"):
             list(islice(batches, STEPS))
     assert not damage_log.exists()
-    # torch waits for its workers, four times 5 s, in whatever thread the iterator is collected: in ours the next
-    # test's requests would come too late.
+    # After an error a deleted DataLoader waits 5 s for each worker, then sends SIGTERM: it must not wait again.
     for worker in getattr(batches, "_workers", ()):
-        worker.kill()
+        worker.terminate()
+        worker.join(300)
+        assert worker.exitcode == 0
     del batches
     gc.collect()
 
