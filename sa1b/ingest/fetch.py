@@ -187,7 +187,8 @@ def fetch(
     summary = FetchSummary(store.root, len(ids), len(names))
     work = summary.work = ReshardSummary(sources=[], tasks=tasks)
     search = Search(names, homes, everywhere=everywhere)
-    search.learn(read_searched(store))
+    if not everywhere:
+        search.learn(read_searched(store))
     stored = {name: stored_ids(store, task) for name, task in tasks.items()}
     search.learn(
         {

@@ -206,7 +206,7 @@ def drop_source(root: Root, name: str) -> Finished:
     with claim:
         abort_uploads(store, name)
         finished = finish(store, without=name)
-        store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed")))
+        store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed", "searched")))
         own = sorted(stored_shards(store, name))
         store.remove(*(file for shard in own for file in shard_files(shard)))
         if store.is_folder(f"{QUARANTINE}/{name}"):

@@ -1,6 +1,11 @@
 """`sa1b fetch`: a dataset directory of some images only."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +14,7 @@ import pytest
 import sa1b
 from tests.cli.verb import runner
 from tests.shards import tiny
+from tests.sources.strange_server import SECRET, StrangeServer
 from tests.storage.range_server import LINKED
 from tests.storage.service import Service
 
@@ -164,6 +170,35 @@ def test_links_that_are_not_needed_are_not_used(tmp_path: Path, host: Service) -
     links.write_text(links.read_text().replace(f"19.tar?{LINKED}", "19.tar?old"))
     ids = write_ids(tmp_path / "ids.txt", 223_752)
     assert fetch("--ids", ids, "--links", links, "--out", tmp_path / "root").returncode == 0
+
+
+def test_after_an_interrupt_the_same_command_resumes(tmp_path: Path, downloads: Path) -> None:
+    root, links = tmp_path / "root", tmp_path / "links.txt"
+    ids = write_ids(tmp_path / "ids.txt", 212_562, 223_752)
+
+    def list_links(first: StrangeServer, second: StrangeServer) -> None:
+        names = ((first, "sa_000019.tar"), (second, "sa_000020.tar"))
+        links.write_text("\n".join(f"{name}\t{server.url}/a/{name}?{SECRET}" for server, name in names))
+
+    with StrangeServer(downloads) as good, StrangeServer(downloads, "stalls") as stalling:
+        list_links(good, stalling)
+        command = [sys.executable, "-m", "sa1b", "fetch", "--ids", ids, "--links", links, "--out", root]
+        process = subprocess.Popen(
+            [*map(str, command), "--json"], start_new_session=True, stdout=subprocess.PIPE, text=True
+        )
+        while len(stalling.requests) < 3 or not (root / "tasks" / "sa_000019.json").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert json.loads(out)["exit_code"] == 130
+        list_links(good, good)
+        done = fetch("--ids", ids, "--links", links, "--out", root, "--json")
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout)["read"] == ["sa_000020"]
+    assert stored(root) == [212_562, 223_752]
+    assert verify(root, "--deep").returncode == 0
 
 
 def test_an_index_of_the_same_tars(tmp_path: Path, downloads: Path) -> None:

@@ -3,6 +3,7 @@
 import re
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ class StrangeServer:
         mode: "usual"; "no ranges": 200 and the whole file for every request; "no length": the same in chunks,
             without a length; "chunks": ranges in chunks, without a length; "no HEAD": 405; "replaced": another
             ETag from the third request on; "cut": the first requests of a range end after a part of it;
-            "redirect": to `target`; "encoding": Content-Encoding: gzip; "expires": 403 from the third request on; "echo": 403 with the URL in the
+            "redirect": to `target`; "encoding": Content-Encoding: gzip; "expires": 403 from the third request on; "stalls": every request after the second one; "echo": 403 with the URL in the
             message; "echo 400": the same with 400.
         target: base URL that "redirect" names.
     """
@@ -69,6 +70,8 @@ class StrangeServer:
             _head(handler, 400 if mode == "echo 400" else 403, {"Content-Length": str(len(text))})
             handler.wfile.write(text if body else b"")
             return
+        if mode == "stalls" and len(self.requests) > 2:
+            time.sleep(600)
         if mode == "redirect":
             _head(handler, 302, {"Location": f"{target}{handler.path}", "Content-Length": "0"})
             return
