@@ -10,6 +10,8 @@ Flags that are not listed here are those of `sa1b reshard` and `sa1b train`. The
 the job starts. Exit code 0: printed; 2: a flag is wrong; 130: interrupted.
 """
 
+import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -78,6 +80,22 @@ def main(
             f"--tasks {tasks}: must be at most {max_array}, the largest array of most sites; a task converts "
             "several sources. Raise --max-array if this site allows more"
         )
+    for flag, value in (
+        ("--partition", partition),
+        ("--account", account),
+        ("--time", time),
+        ("--memory", memory),
+        ("--name", name),
+        ("--logs", logs),
+        *[("--sbatch", option) for option in sbatch],
+    ):
+        if value is not None and (
+            not value or not value.isprintable() or any(sign in value for sign in '"\\')
+        ):
+            raise UsageError(f'{flag} {value!r}: cannot be an option of sbatch; use no line breaks, " and \\')
+    for option in sbatch:
+        if not option.startswith("-"):
+            raise UsageError(f"--sbatch={option}: is no option of sbatch; write it as --sbatch=--{option}")
     site = Site(partition, account, time, cpus, memory, name, logs.rstrip("/") or "/", setup, sbatch)
     if verb == "reshard":
         text = reshard_script(arguments, site, tasks=tasks, workers=_checked_reshard(arguments))
@@ -85,6 +103,10 @@ def main(
         _check_train(arguments)
         text = train_script(arguments, site, nodes=nodes, gpus=gpus, grace=grace)
     print(text, end="")
+    if not Path(logs).is_dir():
+        sys.stderr.write(
+            f"note: --logs {logs}: no such folder; make it before sbatch, without it SLURM runs no task\n"
+        )
     return 0
 
 
@@ -96,6 +118,8 @@ def _checked_reshard(arguments: tuple[str, ...]) -> int:
     for flag, name in (("--task", "task"), ("--finish", "finish"), ("--drop", "drop")):
         if call.keywords[name]:
             raise UsageError(f"{flag}: is not for an array job; omit it, the script adds --task and --finish")
+    if not (call.args[0] or call.keywords["links"] or call.keywords["rename"]):
+        raise UsageError("no SOURCE to convert; add tars, folders or --links, see --help")
     return int(call.keywords["workers"] or 1)
 
 

@@ -9,7 +9,10 @@ Progress goes to an actor on the driver's machine. A report that was sent is not
 dies.
 """
 
+import math
 import os
+import re
+import socket
 import sys
 import time
 from collections import Counter, deque
@@ -17,6 +20,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from sa1b.errors import UsageError
@@ -24,6 +28,8 @@ from sa1b.workers import STALL_RETRIES, Event, failure_of
 
 MEMORY = 700 << 20  # bytes that a task reserves: ingest of a source takes up to 600 MB
 _POLL = 0.2  # seconds between two looks at the progress reports
+_CONNECT = 5.0  # seconds; Ray itself tries for 35 s
+_IDLE = 30.0  # seconds without a running task until the user is told what may be missing
 
 
 @contextmanager
@@ -47,12 +53,14 @@ def cluster(address: str | None, workers: int | None) -> Iterator[int]:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
     if address is None:
         settings |= {
+            "address": "local",  # a new cluster, even if this machine is part of one
             "num_cpus": workers or os.cpu_count(),
             "_node_ip_address": "127.0.0.1",
             "include_dashboard": False,
             "object_store_memory": 100 << 20,
         }
     else:
+        _probe(address)
         settings["address"] = address
     with redirect_stdout(sys.stderr):  # Ray prints notes about dead workers to stdout, where --json prints
         try:
@@ -66,6 +74,26 @@ def cluster(address: str | None, workers: int | None) -> Iterator[int]:
             yield workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
         finally:
             ray.shutdown()
+
+
+def _probe(address: str) -> None:
+    """Raise UsageError if nothing listens at HOST:PORT. Other forms of an address are left to Ray."""
+    if "://" in address:
+        raise UsageError(
+            f"--address {address}: is of the Ray client, which is not supported; run the command on a "
+            "machine of the cluster with --address auto, or pass HOST:PORT as `ray start --head` printed it"
+        )
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"--address {address}: {port!r} is no port; pass HOST:PORT or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT).close()
+    except OSError as error:
+        raise UsageError(
+            f"--address {address}: no Ray cluster answers there ({error}); check the address"
+        ) from None
 
 
 @dataclass(slots=True)
@@ -97,6 +125,7 @@ def supervise(
             for one in ended:
                 yield pool.end(one)
             pool.cancel_stalled()
+            pool.note_idle()
     finally:
         pool.close()
 
@@ -119,8 +148,14 @@ class _Pool:
         self.attempts: Counter[int] = Counter()
         self.deaths: Counter[int] = Counter()
         self.stalls: Counter[int] = Counter()
+        self.last = time.monotonic()  # when a task was running, or had not waited for long
+        self.folder = str(Path.cwd())
         here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self.board: Any = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here).remote()
+        try:
+            ray.get(self.board.take.remote())
+        except ray.exceptions.RayError as error:
+            raise UsageError(f"--engine ray: {_described(error)}") from None
         self.work = ray.remote(_work).options(
             num_cpus=1, memory=MEMORY, max_retries=0, scheduling_strategy="SPREAD"
         )
@@ -130,7 +165,7 @@ class _Pool:
         task = self.waiting.popleft()
         self.attempts[task] += 1
         name = (task, self.attempts[task])
-        reference = self.work.remote(self.board, name, self.function, self.tasks[task])
+        reference = self.work.remote(self.board, name, self.folder, self.function, self.tasks[task])
         self.running[reference] = _Running(*name, reference, time.monotonic())
 
     def wait(self) -> list[_Running]:
@@ -168,6 +203,17 @@ class _Pool:
                 one.stalled = True
                 self.ray.cancel(one.reference, force=True)
 
+    def note_idle(self) -> None:
+        """Tell the user once if the cluster has started no task for long."""
+        if not self.running or any(one.started for one in self.running.values()):
+            self.last = time.monotonic()
+        elif time.monotonic() > self.last + _IDLE:
+            self.last = math.inf
+            sys.stderr.write(
+                f"\nnote: no worker has started for {_IDLE:.0f} s; each needs a machine of the cluster with "
+                f"a free CPU and {MEMORY / 1e6:.0f} MB of free memory, see `ray status`. Waiting\n"
+            )
+
     def close(self) -> None:
         """Kill the workers of all tasks."""
         for reference in self.running:
@@ -201,9 +247,16 @@ class _Board:
 
 
 def _work(
-    board: Any, name: tuple[int, int], function: Callable[..., Any], arguments: tuple[Any, ...]
+    board: Any,
+    name: tuple[int, int],
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> tuple[str, Any]:
-    """A Ray task: returns ("done", result) or ("failed", Failure)."""
+    """A Ray task: returns ("done", result) or ("failed", Failure).
+
+    Relative paths refer to `folder`, that of the command. Ray starts workers elsewhere.
+    """
     ray = import_module("ray")
     last = board.report.remote(name, None)  # the task has started
 
@@ -213,6 +266,7 @@ def _work(
 
     answer: tuple[str, Any]
     try:
+        _enter(folder)
         answer = ("done", function(*arguments, report))
     except Exception as error:
         answer = ("failed", failure_of(error))
@@ -220,11 +274,26 @@ def _work(
     return answer
 
 
+def _enter(folder: str) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise UsageError(
+            f"{socket.gethostname()}: cannot enter {folder}, the folder of the command ({error.strerror}); "
+            "all machines of the cluster must reach the same paths; run the command in a shared folder"
+        ) from None
+
+
 def _described(error: Exception) -> str:
-    name = type(error).__name__
+    name, text = type(error).__name__, str(error)
+    if missing := re.search(r"No module named '[\w.]+'|cannot import name '\w+'", text):
+        return (
+            f"a machine of the cluster cannot import this package ({missing[0]}); install the same sa1b on "
+            "all machines, and start Ray from that environment"
+        )
     known = {
         "OutOfMemoryError": "killed because the machine was out of memory; use fewer workers",
         "WorkerCrashedError": "the worker process died, perhaps out of memory",
         "NodeDiedError": "the machine was lost",
     }
-    return known.get(name, f"{name}: {' '.join(str(error).split())[:200]}")
+    return known.get(name, f"{name}: {' '.join(text.split())[:200]}")

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sa1b.console import command
+from sa1b.console import command, counted
 
 # The exit code of the last background process. A signal interrupts `wait`, which is then called again.
 _WAIT = (
@@ -68,7 +68,11 @@ def reshard_script(arguments: Sequence[str], site: Site, *, tasks: int, workers:
                 f"0-{tasks - 1}",
                 f"task I converts the sources I, I + {tasks}, I + {2 * tasks} and so on",
             ),
-            ("cpus-per-task", site.cpus or 2 * workers, f"{workers} worker processes use two cores each"),
+            (
+                "cpus-per-task",
+                site.cpus or 2 * workers,
+                f"{counted(workers, 'worker process', 'es')} with two cores each",
+            ),
             ("mem", site.memory or f"{workers + 1}G", "a worker process uses up to 600 MB"),
             ("requeue", None, "a task that is preempted, or whose node fails, starts again"),
             ("open-mode", "append", "keeps the log of the first start"),
@@ -176,13 +180,19 @@ def _head(site: Site, name: str, settings: Sequence[tuple[str, object, str | Non
         ("job-name", site.name or name, None),
         *[(flag, value, None) for flag, value in given if value is not None],
         *settings,
-        ("output", f"{site.logs}/{log}", "this folder must exist when the job starts"),
+        ("output", f"{site.logs.replace('%', '%%')}/{log}", "this folder must exist when the job starts"),
     ]
-    lines = ["#!/bin/bash", "# Submit with: sbatch FILE"]
+    lines = ["#!/bin/bash", "# Submit with: sbatch FILE, in the folder to which relative paths refer."]
     for flag, value, why in own:
         if why is not None:
             lines.append(f"# {why[:1].upper()}{why[1:]}.")
-        lines.append(f"#SBATCH --{flag}" + ("" if value is None else f"={value}"))
+        lines.append(f"#SBATCH --{flag}" + ("" if value is None else f"={_quoted(str(value))}"))
     lines += [f"#SBATCH {option}" for option in site.options]
-    lines += ["", "set -euo pipefail", *site.setup]
+    # Scripts that activate an environment may read variables that are not set.
+    lines += ["", "set -eo pipefail", *site.setup, "set -u"]
     return lines
+
+
+def _quoted(value: str) -> str:
+    """The value of an option of sbatch, which splits at spaces and ends at a number sign."""
+    return f'"{value}"' if any(sign in value for sign in " #'") else value

@@ -3,9 +3,11 @@
     python -m tests.cluster.drill --launcher ray --fault driver --runs 10 --seed 1
 
 Launchers: processes (`sa1b reshard`), ray (`--engine ray`, a cluster of its own in each run), nodes (a Ray
-cluster of two nodes on this machine). Faults: worker (SIGKILL of a process that holds a claim), driver (SIGKILL
-of the command, which then runs again), holder (SIGSTOP of a process that holds a claim until another machine has
-done its work, then SIGCONT), node (only with nodes: SIGKILL of all processes of the second node).
+cluster of two nodes on this machine), slurm (an array of two tasks of `sa1b slurm reshard` on a SLURM of one
+node). Faults: worker (SIGKILL of a process that holds a claim), driver (SIGKILL of the command, which then runs
+again; with slurm: of a task, which is then queued again), holder (SIGSTOP of a process that holds a claim until
+another machine has done its work, then SIGCONT), node (only with nodes: SIGKILL of all processes of the second
+node).
 """
 
 import argparse
@@ -13,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.cluster import slurm_node
 from tests.ingest.test_links import contents
 from tests.processes import REPOSITORY
 from tests.shards import tiny
@@ -67,14 +71,19 @@ def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
     return summary
 
 
+def holders(root: Path) -> list[int]:
+    """The processes that hold claims."""
+    pids = []
+    for path in (root / "tasks").glob("*.claim"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            pids.append(int(json.loads(path.read_text())["pid"]))
+    return pids
+
+
 def holder(root: Path, process: subprocess.Popen[str], rng: random.Random) -> int | None:
     """A process that holds the claim of a source; None if the command has ended before."""
     while process.poll() is None:
-        pids = []
-        for path in (root / "tasks").glob("*.claim"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                pids.append(int(json.loads(path.read_text())["pid"]))
-        if pids:
+        if pids := holders(root):
             return rng.choice(pids)
         time.sleep(0.005)
     return None
@@ -129,9 +138,7 @@ def run_once(launcher: str, fault: str, downloads: Path, expected: dict[str, byt
             ended(other)
             send(pid, signal.SIGCONT)
         ended(process)
-        found = contents(root)
-        assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
-        assert found == expected, [name for name in found if found[name] != expected[name]]
+        compare(root, expected)
         return done
     finally:
         if cluster is not None:
@@ -139,23 +146,91 @@ def run_once(launcher: str, fault: str, downloads: Path, expected: dict[str, byt
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def compare(root: Path, expected: dict[str, bytes]) -> None:
+    found = contents(root)
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
+    assert found == expected, [name for name in found if found[name] != expected[name]]
+
+
+def run_slurm(
+    node: slurm_node.Node, fault: str, downloads: Path, expected: dict[str, bytes], seed: int
+) -> str:
+    """Like `run_once`, with an array of two tasks."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="sa1b-drill-") as folder:
+        root, path = Path(folder, "root"), Path(folder, "job.sh")
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "sa1b", "slurm", "reshard", "--tasks", "2", "--cpus", "1"),
+                *("--memory", "1G", "--logs", folder, str(downloads), "--out", str(root)),
+                *("--setup", f"export OMP_NUM_THREADS=1 PYTHONPATH={shlex.quote(str(REPOSITORY))}"),
+                *("--claim-timeout", CLAIM_TIMEOUT, "--images-per-shard", "50", "--stall-timeout", "60"),
+            ],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        path.write_text(done.stdout)
+        job = node.submit(path)
+        pid = None
+        while pid is None and node.state(job):
+            pid = next(iter(holders(root)), None)
+            time.sleep(0.005)
+        time.sleep(rng.random() * 2)
+        pids = holders(root)
+        if not pids:
+            what = "too late"
+        elif fault == "holder":
+            pid, what = rng.choice(pids), "stopped"
+            send(pid, signal.SIGSTOP)
+            other = start(downloads, root, "--workers", "2", elsewhere=True)
+            ended(other)
+            send(pid, signal.SIGCONT)
+        else:
+            pid, what = rng.choice(pids), "killed"
+            try:  # the command is the first process of the group
+                send(os.getpgid(pid) if fault == "driver" else pid, signal.SIGKILL)
+            except ProcessLookupError:
+                what = "too late"
+        deadline = time.monotonic() + PATIENCE
+        while node.state(job):
+            assert time.monotonic() < deadline, "the job hangs"
+            time.sleep(0.2)
+        if fault == "driver":
+            for task in (f"{job}_0", f"{job}_1"):
+                if node.task_state(task) == "FAILED":
+                    node.run("scontrol", "requeue", task, folder=Path(folder))
+            while node.state(job):
+                assert time.monotonic() < deadline, "the job hangs"
+                node.start_now(job)
+                time.sleep(0.2)
+        logs = "\n".join(log.read_text() for log in sorted(Path(folder).glob("*.log")))
+        assert set(node.exit_codes(job)) == {"0:0"}, logs
+        compare(root, expected)
+        return what
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--launcher", choices=("processes", "ray", "nodes"), required=True)
+    parser.add_argument("--launcher", choices=("processes", "ray", "nodes", "slurm"), required=True)
     parser.add_argument("--fault", choices=("worker", "driver", "holder", "node"), required=True)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="sa1b-drill-") as folder:
+    with tempfile.TemporaryDirectory(prefix="sa1b-drill-") as folder, contextlib.ExitStack() as stack:
         downloads = make_sources(Path(folder, "downloads"))
         ended(start(downloads, Path(folder, "local")))
         expected = contents(Path(folder, "local"))
+        node = stack.enter_context(slurm_node.Node()) if chosen.launcher == "slurm" else None
         for number in range(chosen.runs):
             began = time.monotonic()
-            done = run_once(chosen.launcher, chosen.fault, downloads, expected, chosen.seed + number)
-            line = f"{chosen.launcher} {chosen.fault} seed {chosen.seed + number}: {done}, dataset identical"
+            seed = chosen.seed + number
+            if node is not None:
+                done = run_slurm(node, chosen.fault, downloads, expected, seed)
+            else:
+                done = run_once(chosen.launcher, chosen.fault, downloads, expected, seed)
+            line = f"{chosen.launcher} {chosen.fault} seed {seed}: {done}, dataset identical"
             print(f"{line}, {time.monotonic() - began:.1f} s", flush=True)
 
 

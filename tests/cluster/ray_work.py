@@ -14,6 +14,11 @@ def count(limit: int, report: Callable[[int], None]) -> int:
     return limit
 
 
+def folder(report: Callable[[int], None]) -> str:
+    """The folder of the task."""
+    return str(Path.cwd())
+
+
 def fail(report: Callable[[int], None]) -> None:
     raise ValueError("no")
 

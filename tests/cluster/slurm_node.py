@@ -5,6 +5,7 @@ started them ends.
 """
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -135,6 +136,17 @@ class Node:
         """ExitCode of the tasks of a job, as `scontrol` prints it."""
         shown = self._asked("scontrol", "show", "job", job)
         return [word.partition("=")[2] for word in shown.split() if word.startswith("ExitCode=")]
+
+    def task_state(self, task: str) -> str:
+        """The state of one task of an array, JOB_INDEX, or of a job."""
+        return re.findall(r"JobState=(\w+)", self._asked("scontrol", "show", "job", task, "--oneliner"))[0]
+
+    def start_now(self, job: str) -> None:
+        """Let the tasks of a job that were queued again start at once instead of after two minutes."""
+        for line in self._asked("scontrol", "show", "job", job, "--oneliner").splitlines():
+            if "JobState=PENDING" in line and "Reason=BeginTime" in line:
+                number = re.findall(r"^JobId=(\d+)", line)[0]
+                self._asked("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def stop(self) -> None:
         """End the jobs and the daemons, and remove the folder."""

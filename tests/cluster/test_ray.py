@@ -4,12 +4,15 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from sa1b.cluster import ray_tasks
+from sa1b.errors import UsageError
 from sa1b.workers import Event
 from tests.cli.verb import runner
 from tests.ingest.test_links import contents
@@ -86,6 +89,101 @@ def test_events_are_those_of_processes(tmp_path: Path) -> None:
     assert "no progress for 5 s" in next(
         event.value for event in events if (event.task, event.kind) == (4, "died")
     )
+
+
+@pytest.mark.slow
+def test_tasks_run_in_the_folder_of_the_command_and_the_user_is_told_why_none_starts(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    program = """
+import os, sys
+from sa1b.cluster import ray_tasks
+from tests.cluster import ray_work
+with ray_tasks.cluster(None, 1) as workers:
+    os.chdir("below")
+    (event,) = ray_tasks.supervise(ray_work.folder, [()], workers=workers)
+    print(event.value)
+    ray_tasks.MEMORY, ray_tasks._IDLE = 1 << 40, 0.5
+    class Notes:
+        def write(self, text):
+            raise ZeroDivisionError(text)
+    real, sys.stderr = sys.stderr, Notes()
+    try:
+        list(ray_tasks.supervise(ray_work.folder, [()], workers=workers))
+    except ZeroDivisionError as note:
+        sys.stderr = real
+        print(note)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert f"{tmp_path}/below" in done.stderr  # in the context, stdout is stderr
+    assert "no worker has started for" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_machine_without_the_package_is_reported(tmp_path: Path, downloads: Path) -> None:
+    (tmp_path / "fake" / "sa1b").mkdir(parents=True)
+    (tmp_path / "fake" / "sa1b" / "__init__.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'sa1b'\")"
+    )
+    program = """
+import os, sys, time
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 << 20})
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+    other = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "fake")},
+    )  # fmt: skip
+    assert other.stdin is not None
+    assert other.stdout is not None
+    try:
+        address = other.stdout.readline().strip()
+        # Not in the folder of the package, which Ray would make importable for the workers.
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "sa1b", "reshard", str(downloads), "--out", str(tmp_path / "root")),
+                *("--engine", "ray", "--address", address),
+            ],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert "cannot import this package (No module named 'sa1b')" in done.stderr
+        assert "Traceback" not in done.stderr
+        # Without --address, a cluster of its own is started beside the other one.
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("RAY_ADDRESS", address)
+            done = reshard(downloads, "--out", tmp_path / "root", "--engine", "ray", "--workers", 1)
+        assert done.returncode == 0, done.stderr
+    finally:
+        other.stdin.close()
+        other.wait(60)
+
+
+def test_a_folder_that_a_machine_lacks_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot enter .*gone, the folder of the command \(No such file"):
+        ray_tasks._enter(str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "--address 127.0.0.1:1: no Ray cluster answers there"),
+        ("127.0.0.1:x", "'x' is no port"),
+        ("ray://127.0.0.1:10001", "the Ray client, which is not supported"),
+    ],
+)
+def test_an_address_without_a_cluster_is_refused_at_once(address: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        ray_tasks._probe(address)
 
 
 def test_a_run_on_ray_makes_the_dataset_of_a_local_run(tmp_path: Path, downloads: Path) -> None:

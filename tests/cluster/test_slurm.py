@@ -1,6 +1,5 @@
 """Job scripts run by a real SLURM of one node, with tasks that are killed, queued again and preempted."""
 
-import re
 import shlex
 import sys
 import time
@@ -38,20 +37,11 @@ def script(path: Path, *words: object) -> Path:
     return path
 
 
-def start_now(node: slurm_node.Node, job: str, folder: Path) -> None:
-    """Let the tasks of a job that were queued again start at once instead of after two minutes."""
-    shown = node.run("scontrol", "show", "job", job, "--oneliner", folder=folder)
-    for line in shown.splitlines():
-        if "JobState=PENDING" in line and "Reason=BeginTime" in line:
-            number = re.findall(r"^JobId=(\d+)", line)[0]
-            node.run("scontrol", "update", f"JobId={number}", "StartTime=now", folder=folder)
-
-
 def wait(node: slurm_node.Node, job: str, folder: Path, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while node.state(job):
         assert time.monotonic() < deadline, node.run("scontrol", "show", "job", job, folder=folder)
-        start_now(node, job, folder)
+        node.start_now(job)
         time.sleep(0.2)
 
 
@@ -60,16 +50,19 @@ def logs(folder: Path) -> str:
 
 
 def test_an_array_of_tasks_makes_the_dataset_of_one_run(node: slurm_node.Node, tmp_path: Path) -> None:
+    downloads, log_folder = tmp_path / "it's $HOME", tmp_path / "100% #logs"
+    for folder in (downloads, log_folder):
+        folder.mkdir()
     for number in range(3):
-        tiny.make_tar(tmp_path / f"sa_00000{number}.tar", range(100 * number, 100 * number + 3))
-    sources = [f"sa_00000{number}.tar" for number in range(3)]
-    flags = ("--tasks", 2, "--cpus", 1, "--memory", "1G", "--setup", SETUP)
-    job = node.submit(script(tmp_path / "job.sh", "reshard", *flags, *sources, "--out", "root"))
+        tiny.make_tar(downloads / f"sa_00000{number}.tar", range(100 * number, 100 * number + 3))
+    flags = ("--tasks", 2, "--cpus", 1, "--memory", "1G", "--logs", "100% #logs", "--setup", SETUP)
+    job = node.submit(script(tmp_path / "job.sh", "reshard", *flags, downloads.name, "--out", "the root"))
     wait(node, job, tmp_path)
-    assert set(node.exit_codes(job)) == {"0:0"}, logs(tmp_path)
-    done = reshard(*(tmp_path / name for name in sources), "--out", tmp_path / "local")
+    assert set(node.exit_codes(job)) == {"0:0"}, logs(log_folder)
+    assert len(list(log_folder.iterdir())) == 2
+    done = reshard(downloads, "--out", tmp_path / "local")
     assert done.returncode == 0, done.stderr
-    assert contents(tmp_path / "root") == contents(tmp_path / "local")
+    assert contents(tmp_path / "the root") == contents(tmp_path / "local")
 
 
 @pytest.mark.slow
@@ -100,18 +93,13 @@ def test_an_array_whose_task_is_killed_and_queued_again(node: slurm_node.Node, t
         assert node.state(job), logs(tmp_path)
         time.sleep(0.05)
     # A killed task has failed; a node failure or a preemption would have queued it again.
-    while task_state(node, task, tmp_path) == "RUNNING":
+    while node.task_state(task) == "RUNNING":
         time.sleep(0.05)
     node.run("scontrol", "requeue", task, folder=tmp_path)
     wait(node, job, tmp_path)
     assert contents(tmp_path / "root") == contents(tmp_path / "local"), logs(tmp_path)
     assert set(node.exit_codes(job)) == {"0:0"}
     assert "Complete: root/dataset.json" in logs(tmp_path)
-
-
-def task_state(node: slurm_node.Node, task: str, folder: Path) -> str:
-    shown = node.run("scontrol", "show", "job", task, "--oneliner", folder=folder)
-    return re.findall(r"JobState=(\w+)", shown)[0]
 
 
 @pytest.mark.slow

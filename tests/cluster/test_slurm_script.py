@@ -89,7 +89,7 @@ def test_scripts_are_valid(arguments: Sequence[str], tmp_path: Path) -> None:
     assert found.items() >= {
         "partition": "p", "account": "a", "time": "1:00:00", "cpus-per-task": "3", "mem": "7G",
         "job-name": "n", "nodes": "2", "gpus-per-node": "8", "signal": "B:USR1@60", "requeue": "",
-        "qos": "high", "output": "my logs/%x-%j.log",
+        "qos": "high", "output": '"my logs/%x-%j.log"',
     }.items()  # fmt: skip
     assert options(reshard_script(arguments, site, tasks=4, workers=2))["array"] == "0-3"
 
@@ -150,6 +150,23 @@ def test_a_command_of_setup_that_fails_ends_the_job(tmp_path: Path, programs: Pa
     assert not (tmp_path / "started").exists()
 
 
+def test_commands_of_setup_may_read_variables_that_are_not_set(tmp_path: Path, programs: Path) -> None:
+    (tmp_path / "activate").write_text('if [ -z "$NOT_SET" ]; then export FROM_SETUP=1; fi\n')
+    site = Site(setup=(". ./activate", "echo from setup: $FROM_SETUP"))
+    job = start(train_script([], site, nodes=1, gpus=1, grace=60), tmp_path, programs)
+    assert "from setup: 1" in job.communicate(timeout=60)[0]
+    assert job.returncode == 0
+
+
+def test_a_folder_of_logs_that_does_not_exist_is_noted(tmp_path: Path) -> None:
+    for logs, note in ((tmp_path, ""), (tmp_path / "100% of", f"note: --logs {tmp_path}/100% of: no such")):
+        done = slurm("reshard", "--logs", logs, "downloads", "--out", "x")
+        assert done.returncode == 0
+        assert done.stderr.startswith(note)
+        assert bool(done.stderr) == bool(note)
+    assert options(done.stdout)["output"] == f'"{tmp_path}/100%% of/%x-%A_%a.log"'
+
+
 def test_flags_are_checked_when_the_script_is_printed() -> None:
     done = slurm("reshard", "--tasks", "3", "downloads", "--out", "a b", "--workers", "2")
     assert done.returncode == 0, done.stderr
@@ -160,6 +177,11 @@ def test_flags_are_checked_when_the_script_is_printed() -> None:
         (["reshard", "downloads", "--out", "x", "--task", "0/2"], "--task: is not for an array job"),
         (["reshard", "--tasks", "5000", "downloads", "--out", "x"], "--tasks 5000: must be at most 1000"),
         (["reshard", "--tasks", "0", "downloads", "--out", "x"], "--tasks 0: must be at least 1"),
+        (["reshard", "--out", "x"], "no SOURCE to convert"),
+        (["reshard", "--name", "a\nb", "d", "--out", "x"], "--name 'a\\nb': cannot be an option of sbatch"),
+        (["reshard", "--logs", 'a"b', "d", "--out", "x"], "--logs 'a\"b': cannot be an option of sbatch"),
+        (["reshard", "--time", "", "d", "--out", "x"], "--time '': cannot be an option of sbatch"),
+        (["reshard", "--sbatch=qos=high", "d", "--out", "x"], "write it as --sbatch=--qos=high"),
         (["train", "--data.rot", "x"], "--data.rot"),
         (["traim"], "traim"),
     ):
