@@ -94,6 +94,18 @@ def test_a_range_is_read_from_the_store_once(tmp_path: Path) -> None:
     assert cache.counts().hits == 2 * 4 * RANGES
 
 
+def test_a_missing_range_is_requested_before_it_is_needed(tmp_path: Path) -> None:
+    cache, origin = opened(tmp_path, ALL), Memory()
+    begun = []
+    for _ in range(2):  # neighbours first: they share blocks with the range between them
+        for number in (0, 2, 1):
+            start = number * RANGE
+            pending = cache.submit(origin, NAMES[0], start, RANGE, parts(NAMES[0], start, RANGE))
+            begun.append(origin.reads)
+            pending.result()
+    assert begun == [1, 2, 3, 3, 3, 3]
+
+
 def test_files_are_sparse_and_have_the_digest_in_their_names(tmp_path: Path) -> None:
     cache = opened(tmp_path, ALL)
     read(cache, Memory(), NAMES[3], 5)
@@ -330,7 +342,7 @@ def test_a_cache_works_in_a_forked_child_and_after_pickle(tmp_path: Path) -> Non
     if not child:
         try:
             check_all(cache, origin)
-            os._exit(int(origin.reads != 0 or cache.counts().hits != FULL))
+            os._exit(int(origin.reads != 0 or cache.counts() != CacheCounts(hits=FULL)))
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
@@ -375,7 +387,7 @@ def test_eight_processes_share_a_cache_within_its_limit(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_leaves_nothing_to_repair(tmp_path: Path) -> None:
-    for seed in range(12):
+    for seed in range(8):
         folder = tmp_path / str(seed // 4)  # four kills in each folder
         process = start(folder, ALL, seed)
         assert process.stdout is not None

@@ -79,16 +79,15 @@ def half(bucket: Path) -> int:
     return sum(path.stat().st_size for path in (bucket / "data" / "root").glob("*.tar")) // 2
 
 
-@pytest.mark.parametrize("block_size", [1, 3])
-def test_batches_are_those_of_the_folder_with_any_limit(
-    bucket: Path, server: Service, tmp_path: Path, block_size: int
+@pytest.mark.parametrize(("block_size", "is_whole"), [(1, False), (3, True)])
+def test_batches_are_those_of_the_folder(
+    bucket: Path, server: Service, tmp_path: Path, block_size: int, is_whole: bool
 ) -> None:
     expected = epochs(local(bucket, block_size=block_size), 3)
-    for limit in (half(bucket), EVERY):
-        given = {"block_size": block_size, "cache": tmp_path / str(limit), "cache_bytes": limit}
-        assert_same(epochs(remote(server.port, **given), 3), expected)
-        loader = sa1b.Loader(remote(server.port, **given), threads=3, quiet=True)
-        assert_same([batch for _ in range(3) for batch in loader], expected)
+    given = {"block_size": block_size, "cache_bytes": EVERY if is_whole else half(bucket)}
+    assert_same(epochs(remote(server.port, cache=tmp_path / "stream", **given), 3), expected)
+    loader = sa1b.Loader(remote(server.port, cache=tmp_path / "loader", **given), threads=3, quiet=True)
+    assert_same([batch for _ in range(3) for batch in loader], expected)
 
 
 def test_the_second_epoch_makes_no_request(bucket: Path, server: Service, tmp_path: Path) -> None:
