@@ -1,12 +1,12 @@
-"""Reads ranges through a cache in a process of its own, for ever or once over all of them, and checks every byte.
+"""Reads all ranges in random order through a cache, in a process of its own, and checks every byte.
 
-`python -m tests.storage.cache_reader FOLDER LIMIT SEED [once]` writes a line after each read that was right.
+`python -m tests.storage.cache_reader FOLDER LIMIT SEED` reads a range for every line of its standard input, or
+all that are left when it ends with the line `all`. It writes a line after each read that was right.
 """
 
 import random
 import sys
 from concurrent.futures import Future
-from itertools import count
 from pathlib import Path
 
 import google_crc32c
@@ -66,17 +66,15 @@ def check_all(cache: RangeCache, origin: Memory) -> None:
 
 
 def main() -> None:
-    folder, limit, seed, *once = sys.argv[1:]
-    cache, origin, choice = opened(Path(folder), int(limit)), Memory(), random.Random(int(seed))
+    folder, limit, seed = sys.argv[1:]
+    cache, origin = opened(Path(folder), int(limit)), Memory()
     every = [(name, number) for name in NAMES for number in range(RANGES)]
-    choice.shuffle(every)
-    for round_ in count():
-        for name, number in every:
-            assert read(cache, origin, name, number) == CONTENT[name][RANGE * number :][:RANGE]
-            print(round_, name, number, flush=True)
-        if once:
-            print(cache.counts())
-            return
+    random.Random(int(seed)).shuffle(every)
+    waits = True
+    for name, number in every:
+        waits = waits and sys.stdin.readline() != "all\n"
+        assert read(cache, origin, name, number) == CONTENT[name][RANGE * number :][:RANGE]
+        print(name, number, flush=True)
 
 
 if __name__ == "__main__":
