@@ -106,7 +106,7 @@ class Iterations:
         return int(one["position"])
 
     def ignore_signals(self) -> None:
-        """In a worker process: ignore SIGTERM and SIGUSR1 until the main process exits or the iteration fails.
+        """Ignore SIGTERM and SIGUSR1 in a worker until the main process exits or the iteration fails.
 
         Schedulers and torchrun send these signals to the whole process group, and the main process needs its
         workers until it has saved a checkpoint. When the main process exits, SIGTERM ends a worker again, as
