@@ -1,5 +1,8 @@
-"""Uninterrupted runs, made once."""
+"""Uninterrupted runs, made once for all processes of a test run."""
 
+import fcntl
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,21 +10,43 @@ import pytest
 
 from tests.train.command import make_root, train_to_end
 
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_root(tmp_path_factory.mktemp("train"))
+Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="session")
-def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """A function that returns a folder by its name, which the first process that asks for it has filled."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # the processes have a folder each below it
+
+    def folder_of(name: str, make: Callable[[Path], object]) -> Path:
+        folder = base / f"train-{name}"
+        with (base / f"train-{name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not lock.tell():
+                shutil.rmtree(folder, ignore_errors=True)  # what a failure has left
+                folder.mkdir()
+                make(folder)
+                lock.write("complete")
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def root(shared: Shared) -> Path:
+    return shared("root", make_root) / "root"
+
+
+@pytest.fixture(scope="session")
+def whole(root: Path, shared: Shared) -> Callable[[str, int], Path]:
     """The folder of an uninterrupted run in a mode on so many ranks."""
-    made: dict[tuple[str, int], Path] = {}
 
     def run(mode: str, ranks: int) -> Path:
-        if (mode, ranks) not in made:
-            out = tmp_path_factory.mktemp("whole") / "run"
-            made[mode, ranks] = train_to_end(root, out, ranks=ranks, mode=mode)
-        return made[mode, ranks]
+        def make(folder: Path) -> None:
+            train_to_end(root, folder / "run", ranks=ranks, mode=mode)
+
+        return shared(f"{mode}-{ranks}", make) / "run"
 
     return run
