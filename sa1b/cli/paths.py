@@ -24,7 +24,4 @@ def check_scratch_flag(scratch: Path | None, *roots: str) -> None:
     """
     check_here("--scratch", scratch)
     if scratch is not None and not any("://" in root for root in roots):
-        raise UsageError(
-            f"--scratch {scratch}: only for a dataset directory at a URL; the files of a folder are read "
-            "where they are"
-        )
+        raise UsageError(f"--scratch {scratch}: only for a dataset directory at a URL; omit it")

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from sa1b.cli.paths import check_scratch_flag
 from sa1b.console import counted
 from sa1b.errors import UsageError
 from sa1b.sources.link_list import Link, is_url, read_links
@@ -63,16 +64,16 @@ def linked(
 
 
 def store_of(out: str, scratch: Path | None, endpoint: str | None, source: tuple[str, ...]) -> Store:
-    """The store of --out."""
+    """The store of --out, which may be a folder or a URL that can be written.
+
+    Raises:
+        UsageError: a flag does not fit --out, or --out cannot be written.
+    """
     if out.startswith(("http://", "https://")):
         raise UsageError(
             f"--out {out}: http(s) can only be read; pass a folder, or a URL such as s3://BUCKET/FOLDER"
         )
-    if not is_url(out):
-        if scratch is not None:
-            raise UsageError(
-                f"--scratch {scratch}: only if --out is a URL; the temporary files of a folder are in it"
-            )
-        if endpoint is not None and not any(map(is_url, source)):
-            raise UsageError(f"--endpoint {endpoint}: only if --out or SOURCE is a URL; omit it")
+    check_scratch_flag(scratch, out)
+    if endpoint is not None and not any(map(is_url, (out, *source))):
+        raise UsageError(f"--endpoint {endpoint}: only if --out or SOURCE is a URL; omit it")
     return open_store(out, scratch=scratch, options={"endpoint_url": endpoint} if endpoint else None)

@@ -49,7 +49,7 @@ def main(
         workers: Worker processes, each with one tar at a time; by default one for each CPU that this job may
             use.
         overwrite: Replace existing tars.
-        json_output: Print the summary as JSON.
+        json_output: Print the summary as JSON, without progress.
     """
     with loading():
         from sa1b.progress import bar
@@ -57,6 +57,8 @@ def main(
         from sa1b.workers import available_cpus
     if tars < 1:
         raise UsageError(f"--tars {tars}: must be at least 1")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: must be at least 1")
     if not 0 < images_per_tar <= IDS_PER_TAR:
         raise UsageError(f"--images-per-tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")
     if long_side is not None and long_side < 32:
@@ -73,7 +75,7 @@ def main(
             long_side=long_side,
             simple=simple,
             compress=not plain,
-            workers=workers or available_cpus(),
+            workers=available_cpus() if workers is None else workers,
             overwrite=overwrite,
             progress=shown.update,
         )

@@ -40,6 +40,7 @@ class Setting:
     """An environment variable.
 
     Attributes:
+        variable: its name.
         value: the value to set; None: the variable is not set, or is kept.
         reason: why, or what the variable is kept as.
     """
@@ -51,7 +52,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How the ranks are connected; its text is printed by --dry-run."""
+    """How the ranks are connected; its text is printed by --dry-run.
+
+    Attributes:
+        title: the network, and the reason for it.
+        settings: the variables.
+    """
 
     title: str
     settings: tuple[Setting, ...] = ()

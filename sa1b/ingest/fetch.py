@@ -224,7 +224,7 @@ def fetch(
     except KeyboardInterrupt:
         work.interrupted = True
     except StorageError as error:
-        if not error.url.startswith(store.root):
+        if not store.contains(error.url):
             raise
         work.store_error = str(error)
     finally:

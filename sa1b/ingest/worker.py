@@ -96,7 +96,7 @@ def work_on(
     try:
         return _with_claim(source, store, options, policy, run, report)
     except StorageError as error:
-        if not error.url.startswith(store.root):
+        if not store.contains(error.url):
             raise
         return Outcome("stopped", Counts(), str(error))
 
@@ -126,7 +126,7 @@ def _with_claim(
                 raise
             return Outcome("held", Counts(), _held_by(store, name))
         except Exception as error:
-            if isinstance(error, StorageError) and error.url.startswith(store.root):
+            if isinstance(error, StorageError) and store.contains(error.url):
                 # Concerns the store, not the source. The store may be unreachable, or a run that took over
                 # the claim has removed an upload of this process.
                 if isinstance(error, UnavailableError) or claim.is_held():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sa1b.errors import SourceError
 from sa1b.sources.folder import FolderReader, Ignore
+from sa1b.sources.hard_links import resolve_links
 from sa1b.sources.link_list import Link
-from sa1b.sources.links import resolve_links
 from sa1b.sources.stored_file import open_stored
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import Damage, Member, StoredStream

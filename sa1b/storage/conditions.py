@@ -1,11 +1,11 @@
-"""Conditional writes to a bucket: of several processes that create, replace or remove an object, one does.
+"""Conditional writes to a bucket: exactly one of several processes creates, replaces or removes an object.
 
-Everything rests on the store, so the first conditional write of a process checks that the store obeys
-conditions. An object is created by `If-None-Match: *`, and replaced only if it is unchanged, by `If-Match`. A
-store that has only the first gets a lock object, whose holder may change the object.
+The first conditional write of a process checks that the store obeys conditions. An object is created by
+`If-None-Match: *`, and replaced only if it is unchanged, by `If-Match`. In a store that has only the first
+condition, the holder of a lock object may replace the object.
 
-An object is removed in two requests: it is replaced by content that says so, and then removed. A process that
-is killed in between leaves this content, which readers take for no object and the next writer replaces.
+An object is removed in two requests: it is replaced by a tombstone and then removed. A process that is killed
+in between leaves the tombstone. Readers treat it as a missing object, and the next writer replaces it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from sa1b.storage.s3_objects import S3Objects
 
 PROBE = ".probe-"  # first part of the name of the object of a check
 _LOCK = ".lock-"  # first part of the content of a lock object
-_REMOVED = b"sa1b: removed "  # begins the content that replaces an object before it is removed
+_REMOVED = b"sa1b: removed "  # first part of a tombstone
 _REMOVAL = 10.0  # seconds in which a process that replaced an object may remove it
 _STALE = 60.0  # seconds after which another process may finish a removal, or remove a lock object
 _LOCK_WAIT = 0.2  # longest wait in seconds before another attempt to create a lock object
@@ -31,16 +31,16 @@ _REFUSED = (StorageError, NotImplementedError, TypeError, ValueError)  # a condi
 
 
 def is_removed(data: bytes) -> bool:
-    """Whether the content of an object says that the object is removed."""
+    """Whether the content of an object is a tombstone."""
     return data.startswith(_REMOVED)
 
 
 class Conditions:
-    """Conditional writes by names."""
+    """Conditional writes of objects, by name."""
 
     def __init__(self, bucket: BucketRequests) -> None:
         self._bucket = bucket
-        self._obeys: bool | None = None  # whether the store has If-Match; None: not checked yet
+        self._has_if_match: bool | None = None  # None: not checked yet
 
     def create(self, name: str, data: bytes) -> bool:
         """See Store.put_if_absent."""
@@ -88,7 +88,7 @@ class Conditions:
     def _swap(self, name: str, data: bytes, found: bytes, stat: Stat) -> bool:
         """Replace an object unless it differs from `found`, an earlier read; whether it was replaced."""
         url = self._bucket.url(name)
-        if self._obeys:
+        if self._has_if_match:
             try:
                 with self._bucket.writing(name):
                     put = functools.partial(self._bucket.objects.put, url=url, data=data, match=stat.etag)
@@ -129,12 +129,12 @@ class Conditions:
                 self._bucket.remove(lock)
 
     def _check_conditions(self) -> None:
-        """Check once that the store obeys conditions of writes, with an object of an own name.
+        """Check once that the store obeys conditions of writes, with an object that no other process uses.
 
         Raises:
             StorageError: it ignores them.
         """
-        if self._obeys is not None:
+        if self._has_if_match is not None:
             return
         name = temporary_name(PROBE)
         try:
@@ -147,13 +147,17 @@ class Conditions:
                 obeyed = False
             if not obeyed:
                 raise StorageError(_no_conditions(self._bucket.root), url=self._bucket.root)
-            self._bucket.objects, self._obeys = self._kind(name)
+            self._bucket.objects, self._has_if_match = self._kind(name)
         finally:
             with contextlib.suppress(StorageError):
                 self._bucket.remove(name)
 
     def _kind(self, name: str) -> tuple[Objects, bool]:
-        """The form of `If-Match` that the store obeys, tested on an object, and whether there is one."""
+        """The requests with the form of `If-Match` that the store obeys, and whether it obeys one.
+
+        Args:
+            name: name of an object for the test.
+        """
         for quoted in (True, False):
             objects, stat = S3Objects(quoted=quoted), self._bucket.stat(name)
             if not isinstance(self._bucket.objects, S3Objects) or stat is None or not stat.etag:

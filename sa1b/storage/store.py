@@ -53,6 +53,10 @@ class Store(ABC):
         """The path or URL of an object."""
         return f"{self.root}/{name}"
 
+    def contains(self, url: str) -> bool:
+        """Whether a path or URL is the directory or below it."""
+        return url == self.root or url.startswith(f"{self.root}/")
+
     @abstractmethod
     def size(self, name: str) -> int | None:
         """Bytes of an object; None if it does not exist."""

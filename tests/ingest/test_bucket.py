@@ -18,6 +18,7 @@ import pytest
 import simplejpeg
 
 from sa1b.errors import UsageError
+from sa1b.ingest import worker
 from sa1b.ingest.finish import drop_source, finish
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
@@ -362,6 +363,20 @@ def test_a_process_whose_claim_was_taken_over_during_its_upload_leaves_the_sourc
     assert left(tmp_path) == []
 
 
+def test_an_error_of_a_source_beside_the_store_does_not_stop_the_run(
+    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bucket(tmp_path)
+
+    def fail(*arguments: object) -> None:
+        raise UnavailableError("unavailable", url=f"{store.root}-sources/sa_000000.tar")
+
+    monkeypatch.setattr(worker, "_with_claim", fail)
+    (source,) = discover([tars / "sa_000000.tar"]).sources
+    with pytest.raises(UnavailableError):
+        work_on(source, store, OPTIONS, Policy(), Run(), lambda counts: None)
+
+
 def test_a_store_that_denies_writes_is_named_before_anything_is_converted(tars: Path, tmp_path: Path) -> None:
     with pytest.raises(DeniedError, match="root/.*: denied"):
         convert([tars], bucket(tmp_path, _Denied))
@@ -418,7 +433,10 @@ def test_a_full_scratch_disk_stops_the_run_and_the_next_one_resumes(small_disk: 
         (["--out", "http://127.0.0.1:1/shards"], "http(s) can only be read; pass a folder, or a URL"),
         (["--out", "https://127.0.0.1:1/shards", "--finish"], "http(s) can only be read"),
         (["--out", "nonsense://bucket/shards"], "fsspec has no protocol 'nonsense'"),
-        (["--out", "PATH", "--scratch", "elsewhere"], "--scratch elsewhere: only if --out is a URL"),
+        (
+            ["--out", "PATH", "--scratch", "elsewhere"],
+            "--scratch elsewhere: only for a dataset directory at a URL",
+        ),
         (
             ["--out", "PATH", "--endpoint", "http://127.0.0.1:1"],
             "--endpoint http://127.0.0.1:1: only if --out",

@@ -141,8 +141,8 @@ def test_holders_exclude_each_other(ceph_bucket: BucketStore, if_match: bool) ->
     """A counter that only the holder of an object increments, by a read and a write, loses no increment."""
     ceph_bucket.put("count", b"0")
     assert ceph_bucket.put_if_absent("used", b"")
-    assert ceph_bucket._conditions._obeys
-    ceph_bucket._conditions._obeys = if_match
+    assert ceph_bucket._conditions._has_if_match
+    ceph_bucket._conditions._has_if_match = if_match
 
     def count(number: int, barrier: Any) -> int:
         held = 0
