@@ -6,6 +6,9 @@ import pytest
 
 from sa1b.errors import ManifestError
 from sa1b.shards import manifest
+from sa1b.verify import verify
+from sa1b.verify.report import Report
+from sa1b.verify.root_check import RootCheck
 from tests.shards.tiny_source import ROOTS
 from tests.verify.checking import check
 
@@ -29,6 +32,17 @@ def test_an_image_that_was_odd_in_the_source_is_no_damage(roots):
     doubtful = manifest.read_tasks(whole)["sa_000001"].warnings
     assert doubtful["area"] == 1
     assert check(whole, deep=True).findings == []
+
+
+def test_a_worker_on_another_machine_reads_its_own_copy_of_the_sample_table(root, tmp_path):
+    with RootCheck(root, Report(str(root), deep=False)) as state:
+        expected = state.expected()[0]
+        elsewhere = tmp_path / "scratch of another machine" / state.table_path.name
+        given = (state.store, expected, state.remedy, elsewhere, False, lambda count: None)
+        assert (
+            verify._check(*given).document()
+            == verify._check(*given[:3], state.table_path, *given[4:]).document()
+        )
 
 
 def test_shards_that_nothing_claims_are_a_note(root):
