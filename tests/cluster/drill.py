@@ -7,7 +7,8 @@ cluster of two nodes on this machine), slurm (an array of two tasks of `sa1b slu
 node). Faults: worker (SIGKILL of a process that holds a claim), driver (SIGKILL of the command, which then runs
 again; with slurm: of a task, which is then queued again), holder (SIGSTOP of a process that holds a claim until
 another machine has done its work, then SIGCONT), node (only with nodes: SIGKILL of all processes of the second
-node).
+node), finish (as driver, once all sources are converted and dataset.json is being written; with slurm, all tasks
+are queued again).
 """
 
 import argparse
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,12 @@ def holder(root: Path, process: subprocess.Popen[str], rng: random.Random) -> in
     return None
 
 
+def converted(root: Path, alive: Callable[[], bool]) -> None:
+    """Wait until all sources are converted."""
+    while alive() and len(list((root / "tasks").glob("sa_*.json"))) < SOURCES:
+        time.sleep(0.002)
+
+
 def send(pid: int, number: signal.Signals) -> bool:
     """Signal a process; whether it existed."""
     try:
@@ -121,16 +129,19 @@ def run_once(launcher: str, fault: str, downloads: Path, expected: dict[str, byt
         process = start(downloads, root, *flags)
         pid = holder(root, process, rng)
         time.sleep(rng.random() * 0.7)
-        done = "too late"
+        done = "killed" if fault == "finish" else "too late"
         if fault == "worker" and pid is not None:
             done = "killed" if send(pid, signal.SIGKILL) else done
         elif fault == "node" and process.poll() is None:
             cluster.remove_node(node, allow_graceful=False)
             done = "killed"
-        elif fault == "driver":
+        elif fault in ("driver", "finish"):
+            if fault == "finish":
+                converted(root, lambda: process.poll() is None)
+            done = "too late" if (root / "dataset.json").exists() else done
             process.kill()
             process.communicate()
-            done = "killed"
+            done = "killed" if fault == "driver" else done
             process = start(downloads, root, *flags)
         elif fault == "holder" and pid is not None and send(pid, signal.SIGSTOP):
             done = "stopped"
@@ -175,9 +186,17 @@ def run_slurm(
         while pid is None and node.state(job):
             pid = next(iter(holders(root)), None)
             time.sleep(0.005)
-        time.sleep(rng.random() * 2)
+        if fault == "finish":
+            converted(root, lambda: bool(node.state(job)))
+        else:
+            time.sleep(rng.random() * 2)
         pids = holders(root)
-        if not pids:
+        if fault == "finish":
+            what = "too late" if (root / "dataset.json").exists() else "killed"
+            for task in (f"{job}_0", f"{job}_1"):
+                if node.task_state(task) == "RUNNING":
+                    node.run("scontrol", "requeue", task, folder=Path(folder))
+        elif not pids:
             what = "too late"
         elif fault == "holder":
             pid, what = rng.choice(pids), "stopped"
@@ -194,6 +213,7 @@ def run_slurm(
         deadline = time.monotonic() + PATIENCE
         while node.state(job):
             assert time.monotonic() < deadline, "the job hangs"
+            node.start_now(job)
             time.sleep(0.2)
         if fault == "driver":
             for task in (f"{job}_0", f"{job}_1"):
@@ -214,7 +234,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--launcher", choices=("processes", "ray", "nodes", "slurm"), required=True)
-    parser.add_argument("--fault", choices=("worker", "driver", "holder", "node"), required=True)
+    parser.add_argument("--fault", choices=("worker", "driver", "holder", "node", "finish"), required=True)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()

@@ -62,6 +62,7 @@ def kinds(events: list[Event], task: int) -> list[str]:
     return [event.kind for event in events if event.task == task]
 
 
+@pytest.mark.slow
 def test_events_are_those_of_processes(tmp_path: Path) -> None:
     tasks = [
         "(ray_work.count, 50)",
