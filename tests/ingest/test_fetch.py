@@ -9,16 +9,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import sa1b
+from sa1b.ingest.fetch import fetch as fetch_images
+from sa1b.ingest.ingest import Policy
+from sa1b.ingest.worker import Run
+from sa1b.shards.manifest import Options
+from sa1b.storage.bucket import BucketStore
 from tests.cli.verb import runner
+from tests.ingest.test_several_runs import files
 from tests.shards import tiny
 from tests.sources.strange_server import SECRET, StrangeServer
 from tests.storage.range_server import LINKED
 from tests.storage.service import Service
 
 fetch = runner("fetch")
+locate = runner("locate")
 reshard = runner("reshard")
 verify = runner("verify")
 FIRST = {"sa_000019": 212_562, "sa_000020": 223_750, "sa_000021": 234_937}
@@ -118,6 +126,14 @@ def test_missing_images_are_reported_and_not_searched_again(tmp_path: Path, down
     done = fetch(downloads, "--ids", ids, "--out", root, "--json")
     assert (done.returncode, json.loads(done.stdout)["read"]) == (3, [])
     assert verify(root, "--deep").returncode == 0
+    # The digest of a tar that was read to its end protects from a tar with other content.
+    tiny.make_tar(downloads / "sa_000020.tar", range(223_750, 223_756))
+    done = reshard(downloads / "sa_000020.tar", "--out", root)
+    assert done.returncode == 1
+    assert "with other content (some of its pairs, sha256" in done.stdout
+    done = reshard(downloads / "sa_000020.tar", "--out", root, "--replace")
+    assert done.returncode == 0, done.stdout
+    assert stored(root) == list(range(223_750, 223_756))
     # Nothing at all: no dataset, and nothing left behind.
     ids.write_text("1")
     done = fetch(downloads / "sa_000020.tar", "--ids", ids, "--out", tmp_path / "none")
@@ -199,6 +215,19 @@ def test_after_an_interrupt_the_same_command_resumes(tmp_path: Path, downloads: 
     assert json.loads(done.stdout)["read"] == ["sa_000020"]
     assert stored(root) == [212_562, 223_752]
     assert verify(root, "--deep").returncode == 0
+
+
+def test_a_bucket_gets_the_bytes_of_a_folder(tmp_path: Path, downloads: Path) -> None:
+    ids = np.array([212_562, 223_752], np.uint64)
+    url, scratch = f"local://{tmp_path}/bucket", tmp_path / "scratch"
+    store = BucketStore(url, scratch=scratch, options={"auto_mkdir": True})
+    for root in (store, tmp_path / "root"):
+        for wanted in (ids[:1], ids):  # the second run adds an image
+            summary = fetch_images(wanted, [downloads], root, Options(), Policy(), Run(quiet=True))
+            assert (summary.exit_code(), summary.stored) == (0, len(wanted))
+    assert files(tmp_path / "bucket") == files(tmp_path / "root")
+    assert not list(scratch.rglob("*"))
+    assert locate(f"local://{tmp_path}/bucket", 223_752).returncode == 0
 
 
 def test_an_index_of_the_same_tars(tmp_path: Path, downloads: Path) -> None:
