@@ -5,6 +5,7 @@ random order: `pytest --randomly-seed=SEED` repeats a run that printed SEED, `py
 of the files.
 """
 
+import gc
 import os
 
 # Set before torch is imported. Two processes run the tests; more threads than cores would slow them down.
@@ -31,6 +32,12 @@ def _workers_of_tests() -> Iterator[None]:
         patch.setattr(workers, "_CONTEXT", workers._CONTEXT)
         forked_workers.use_server()
         yield
+
+
+def pytest_collection_finish() -> None:
+    """From here on, no collection of garbage visits the objects of modules and tests: here 0.3 s, in a fork 0.4 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,14 @@ import inspect
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import sa1b
 from sa1b.cli import VERBS, module_of
+from tests import processes
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = {"numpy", "numba", "pyarrow", "torch", "cv2", "fsspec", "tqdm", "PIL"}
@@ -18,7 +20,9 @@ LIGHT_VERBS = sorted(
 )  # the flags of train are its settings, whose modules import torch
 
 
+@cache
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The command in a new interpreter; the same arguments give the same result again."""
     command = [sys.executable, "-X", "importtime", "-m", "sa1b", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -89,8 +93,10 @@ def test_every_argument_has_a_help_text_of_its_own(verb: str) -> None:
 
 
 def test_help_shows_no_empty_default_and_no_two_empty_lines() -> None:
-    for verb in ("reshard", "train"):
-        shown = run(verb, "--help").stdout
+    train = [sys.executable, "-m", "sa1b", "train", "--help"]
+    for done in (run("reshard", "--help"), processes.run(train, capture_output=True, text=True)):
+        shown = done.stdout
+        assert "--help" in shown
         assert "(default: )" not in shown
         assert "\n\n\n" not in shown
 

@@ -161,7 +161,13 @@ def interrupted_while_loading(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("reshard", "--help"), ("train", "--help"), ("--version",)]
+    "arguments",
+    [
+        ("--help",),
+        ("reshard", "--help"),
+        pytest.param(("train", "--help"), marks=pytest.mark.slow),
+        ("--version",),
+    ],
 )
 def test_a_reader_that_is_gone_is_no_success_and_no_message(arguments: tuple[str, ...]) -> None:
     read, write = os.pipe()
