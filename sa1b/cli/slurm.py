@@ -119,7 +119,7 @@ def _checked_reshard(arguments: tuple[str, ...]) -> int:
         if call.keywords[name]:
             raise UsageError(f"{flag}: is not for an array job; omit it, the script adds --task and --finish")
     if not (call.args[0] or call.keywords["links"] or call.keywords["rename"]):
-        raise UsageError("no SOURCE to convert; add tars, folders or --links, see --help")
+        raise UsageError("SOURCE or --links: missing; add tars, folders or a list of links")
     return int(call.keywords["workers"] or 1)
 
 

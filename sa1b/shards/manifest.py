@@ -30,6 +30,7 @@ from sa1b.storage.store import Root, each, open_store
 
 FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
+VIEWS = "views"
 OLD_SAMPLES = "samples.bin"  # the sample table of older directories, without a digest in its name
 _TASK_KEYS = {
     "source": {"name", "kind", "size", "mtime_ns", "sha256", "md5"},

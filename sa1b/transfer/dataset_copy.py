@@ -39,6 +39,7 @@ from sa1b.shards.manifest import (
     PARTIAL,
     QUARANTINE,
     TASKS,
+    VIEWS,
     ShardInfo,
     Task,
     is_current,
@@ -52,12 +53,11 @@ from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.errors import DamageError, MissingError
 from sa1b.storage.fetch import digest, fetch
+from sa1b.storage.scratch import check_scratch
 from sa1b.storage.store import Root, Store, open_store
 from sa1b.transfer.partial import partial_task
 from sa1b.transfer.plan import Plan, make_plan
 from sa1b.transfer.summary import CopySummary
-
-VIEWS = "views"
 
 
 class _Stopped(Exception):
@@ -132,7 +132,7 @@ class _Copy:
     ) -> None:
         self.source, self.target, self.plan = source, target, plan
         self.staging, self.summary, self.progress = staging, summary, progress
-        self.busy: list[str] = []  # sources that another process is writing
+        self.busy: list[str] = []  # sources that another process writes
         self._stop = threading.Event()
         self._lock = threading.Lock()
 
@@ -247,7 +247,7 @@ class _Copy:
                 self.summary.bytes_kept += size
             return
         staged = self.staging / name
-        # The bar shows the slower half: what is read, or what is uploaded.
+        # The bar shows the bytes that are read or, for an upload, the bytes that are stored.
         read = self._advance if self.target.is_local else self._check_running
         try:
             with naming_path(staged), staged.open("w+b") as file:
@@ -266,13 +266,13 @@ class _Copy:
         url = self.source.url(name)
         found = self.source.size(name)
         if found is None:
-            raise _Damaged(f"{url}: not there")
+            raise _Damaged(f"{url}: missing")
         if found != size:
             raise _Damaged(f"{url}: {found:,} bytes, {size:,} recorded")
         try:
             fetch(self.source.reader, name, expected, file, progress)
         except (MissingError, FileNotFoundError):
-            raise _Damaged(f"{url}: not there") from None
+            raise _Damaged(f"{url}: missing") from None
         except DamageError as error:
             raise _Damaged(f"{url}: sha256 is {error.found}, {expected} recorded") from None
 
@@ -325,13 +325,13 @@ class _Copy:
             self.progress.update(count)
 
     def _check_running(self, count: int = 0) -> None:
-        """End this thread if the copy is to end."""
+        """End this thread if another one has failed or the user interrupted the copy."""
         if self._stop.is_set():
             raise _Stopped
 
 
 def _check_apart(source: Store, target: Store) -> None:
-    """Refuse a copy of no directory, to itself or into itself, or to where nothing can be written."""
+    """Refuse a missing source directory, a copy to or into itself, and a DEST that cannot be written."""
     if source.is_local and not Path(source.root).is_dir():
         raise no_dataset(source.root)
     if target.root.startswith(("http://", "https://")):
@@ -350,18 +350,16 @@ def _check_apart(source: Store, target: Store) -> None:
 def _check_space(target: Store, plan: Plan, workers: int) -> None:
     """Refuse a copy that does not fit on the disk, or whose objects do not fit on the scratch disk."""
     shards = [shard for name in plan.left() for shard in plan.wanted[name]]
-    if target.is_local:
-        stored = target.sizes()
-        sizes = {shard.name: shard.bytes for shard in shards}
-        sizes |= {shard_files(shard.name)[1]: shard.index_bytes for shard in shards}
-        need = sum(size for name, size in sizes.items() if stored.get(name) != size)
-        advice = "name a larger disk as DEST, or copy fewer shards with --shards"
-    else:
-        need = sum(sorted((shard.bytes for shard in shards), reverse=True)[:workers])
-        advice = "name a larger disk with --scratch, or use fewer --workers"
-        target.scratch.mkdir(parents=True, exist_ok=True)
+    if not target.is_local:
+        check_scratch(target, [shard.bytes for shard in shards], workers)
+        return
+    stored = target.sizes()
+    sizes = {shard.name: shard.bytes for shard in shards}
+    sizes |= {shard_files(shard.name)[1]: shard.index_bytes for shard in shards}
+    need = sum(size for name, size in sizes.items() if stored.get(name) != size)
     free = shutil.disk_usage(target.scratch).free
     if free < need:
         raise UsageError(
-            f"{target.scratch}: {free / 1e6:,.0f} MB free, {need / 1e6:,.1f} MB needed; {advice}"
+            f"{target.scratch}: {free / 1e6:,.0f} MB free, {need / 1e6:,.1f} MB needed; name a larger disk "
+            "as DEST, or copy fewer shards with --shards"
         )

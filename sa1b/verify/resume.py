@@ -78,15 +78,6 @@ class ResumeRecord:
         self.path.unlink(missing_ok=True)
 
 
-def file_key(path: Path) -> list[int] | None:
-    """Size and change time of a file; None if the file cannot be read."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return [stat.st_size, stat.st_mtime_ns]
-
-
 def _is_record(line: bytes) -> bool:
     try:
         document = json.loads(line)

@@ -12,6 +12,7 @@ from sa1b.progress import bar
 from sa1b.shards.commit import shard_files
 from sa1b.shards.manifest import DATASET, TASKS, no_dataset
 from sa1b.storage.errors import StorageError
+from sa1b.storage.scratch import check_scratch
 from sa1b.storage.store import Root, Store, open_store
 from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.leftovers import stored_files
@@ -20,7 +21,6 @@ from sa1b.verify.remedy import Remedy
 from sa1b.verify.report import Finding, Report, short
 from sa1b.verify.resume import ResumeRecord
 from sa1b.verify.root_check import RootCheck
-from sa1b.verify.scratch import check_scratch
 from sa1b.verify.shard_check import check_shard
 from sa1b.workers import Supervise, supervise
 

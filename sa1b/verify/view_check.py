@@ -15,12 +15,12 @@ import numpy as np
 
 from sa1b.console import command
 from sa1b.shards.document_fields import FieldError, check_view
+from sa1b.shards.manifest import VIEWS
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.store import Store
 from sa1b.verify.report import Finding, Findings, short
 
-VIEWS = "views"
 _DIGEST_KEY = {"sa1b-view-1": "key", "sa1b-view-2": "digest"}  # format -> field of its digest
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _GONE = "images_gone"

@@ -16,6 +16,7 @@ from typing import Any
 from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.document_fields import VIEW_SEAL, check_view, view_seal
+from sa1b.shards.manifest import VIEWS
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.reader import Reader
 from sa1b.storage.store import Root, Store, open_store
@@ -23,7 +24,6 @@ from sa1b.views.predicate import Predicate, mask_predicate
 
 FORMAT = "sa1b-view-2"
 ROWS_ONLY = "sa1b-view-1"  # `key` instead of `digest`; row numbers, but no ids
-VIEWS = "views"
 PREFIX = 6  # smallest number of characters of an abbreviated digest
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CAP = 4 << 20  # largest document in bytes

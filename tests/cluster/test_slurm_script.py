@@ -177,7 +177,7 @@ def test_flags_are_checked_when_the_script_is_printed() -> None:
         (["reshard", "downloads", "--out", "x", "--task", "0/2"], "--task: is not for an array job"),
         (["reshard", "--tasks", "5000", "downloads", "--out", "x"], "--tasks 5000: must be at most 1000"),
         (["reshard", "--tasks", "0", "downloads", "--out", "x"], "--tasks 0: must be at least 1"),
-        (["reshard", "--out", "x"], "no SOURCE to convert"),
+        (["reshard", "--out", "x"], "SOURCE or --links: missing"),
         (["reshard", "--name", "a\nb", "d", "--out", "x"], "--name 'a\\nb': cannot be an option of sbatch"),
         (["reshard", "--logs", 'a"b', "d", "--out", "x"], "--logs 'a\"b': cannot be an option of sbatch"),
         (["reshard", "--time", "", "d", "--out", "x"], "--time '': cannot be an option of sbatch"),

@@ -18,7 +18,9 @@ def route(name: str, network: str, mask: str, metric: int = 0) -> str:
     return f"{name}\t{numbers[0]}\t00000000\t0001\t0\t0\t{metric}\t{numbers[1]}\t0\t0\t0\n"
 
 
-def machine(root: Path, *, interfaces: dict[str, int], routes: str = "", ports: dict[str, str] = {}) -> Path:  # noqa: B006
+def machine(
+    root: Path, *, interfaces: dict[str, int], routes: str = "", ports: dict[str, str] | None = None
+) -> Path:
     """A tree of a machine: interface -> speed in Mbit/s, adapter:port -> "state link_layer"."""
     for name, speed in interfaces.items():
         folder = root / "sys/class/net" / name
@@ -29,7 +31,7 @@ def machine(root: Path, *, interfaces: dict[str, int], routes: str = "", ports: 
     (root / "proc/net/route").write_text(
         "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\n" + routes
     )
-    for name, text in ports.items():
+    for name, text in (ports or {}).items():
         adapter, _, port = name.partition(":")
         folder = root / "sys/class/infiniband" / adapter / "ports" / port
         folder.mkdir(parents=True)

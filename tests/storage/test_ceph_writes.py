@@ -176,7 +176,8 @@ def test_lost_answers_leave_one_winner(ceph_bucket: BucketStore) -> None:
         ThreadPoolExecutor(PROCESSES) as pool,
     ):
         for turn in range(ROUNDS):
-            won = list(pool.map(lambda n: store.put_if_absent(f"{turn}", b"%d" % n), range(PROCESSES)))  # noqa: B023
+            values = [b"%d" % n for n in range(PROCESSES)]
+            won = list(pool.map(store.put_if_absent, [f"{turn}"] * PROCESSES, values))
             assert [n for n in range(PROCESSES) if won[n]] == [int(store.read(f"{turn}"))]
             assert store.replace_if(f"{turn}", b"next", lambda data: True)
             assert store.remove_if(f"{turn}", b"next".__eq__)

@@ -1,7 +1,7 @@
 """The threads of a loader: jobs of the smallest priority first, equal ones in order."""
 
 import threading
-from collections.abc import Callable
+from functools import partial
 
 from sa1b.stream.pipeline import Pool
 
@@ -48,8 +48,7 @@ def test_a_job_may_submit_another_one_and_an_error_ends_no_thread() -> None:
     pool, done = Pool(1), list[str]()
     pool.submit(lambda: 1 // 0, FIRST)
     pool.submit(lambda: pool.submit(lambda: done.append("second"), SECOND), SECOND)
-    job: Callable[[], object] = lambda: done.append("first")  # noqa: E731
-    pool.submit(job, FIRST)
+    pool.submit(partial(done.append, "first"), FIRST)
     assert finished(pool).wait(30)
     pool.shutdown()
     assert done == ["first", "second"]

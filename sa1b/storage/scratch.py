@@ -1,8 +1,9 @@
-"""Free space on the local disk for the shards of a bucket that are being read."""
+"""Free space on the local disk for the shards of a bucket that are being downloaded or uploaded."""
 
 import shutil
 from collections.abc import Sequence
 
+from sa1b.console import counted
 from sa1b.errors import UsageError
 from sa1b.storage.store import Store
 
@@ -25,6 +26,7 @@ def check_scratch(store: Store, sizes: Sequence[int], workers: int) -> None:
     free = shutil.disk_usage(store.scratch).free
     if free < need:
         raise UsageError(
-            f"{store.scratch}: {free / 1e6:,.0f} MB free, {need / 1e6:,.1f} MB needed for {max(1, workers)} "
-            "shards at a time; name a larger disk with --scratch, or use fewer --workers"
+            f"{store.scratch}: {free / 1e6:,.0f} MB free, {need / 1e6:,.1f} MB needed for "
+            f"{counted(max(1, workers), 'shard')} at a time; name a larger disk with --scratch, "
+            "or use fewer --workers"
         )
