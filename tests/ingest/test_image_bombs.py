@@ -106,7 +106,7 @@ def ingest_pair(name, root):
 
 
 def frame(content, **options):
-    return zstandard.ZstdCompressor(level=19, **options).compress(content)
+    return zstandard.ZstdCompressor(**options).compress(content)
 
 
 def record_of(header, body=b""):
