@@ -5,6 +5,7 @@ new shell that stops at the first failing command. A `text` block directly after
 output.
 """
 
+import io
 import os
 import subprocess
 import sys
@@ -74,6 +75,11 @@ def main(page: str) -> None:
     Raises:
         AssertionError: a `text` block is not the output of the block before it.
     """
+    # stdout and stderr in the order of a terminal, here and in the commands of the page. The variable is set here
+    # and not by the caller: with it, this process could not be forked from one that started without it.
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(write_through=True)
     blocks = blocks_of(Path(page).read_text(encoding="utf-8"))
     differences = []
     for block, after in zip(blocks, [*blocks[1:], None], strict=True):

@@ -67,7 +67,6 @@ def run_page(page: Path, folder: Path, made: Path, commands: Path) -> subprocess
         cwd=folder,
         env={
             **os.environ,
-            "PYTHONUNBUFFERED": "1",  # stdout and stderr in the order of a terminal
             "PATH": f"{commands}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         },
         stdout=subprocess.PIPE,
