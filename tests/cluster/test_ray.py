@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=
 reshard = runner("reshard")
 verify = runner("verify")
 export = runner("export")
-SOURCES = 6
+SOURCES = 4
 
 
 @pytest.fixture
