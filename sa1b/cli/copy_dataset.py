@@ -43,8 +43,8 @@ def main(
             warnings and quarantine of incomplete sources are not copied.
         view: Copy only the shards that hold an image of this view (its name, digest or path), and the view.
         workers: Sources that are copied at the same time.
-        scratch: With a URL: local folder for the objects that are being copied; by default in the system's
-            folder for temporary files.
+        scratch: With a URL: local folder for the objects that are being copied; by default sa1b-USERID in the
+            system's folder for temporary files.
         json_output: Print the summary as JSON, without progress.
     """
     if workers < 1:

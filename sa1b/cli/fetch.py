@@ -46,7 +46,7 @@ def main(
     connections: int = CONNECTIONS,
     max_rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
     spill: Path | None = None,
-    scratch: Path | None = None,
+    scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
     on_error: Literal["quarantine", "stop"] = "quarantine",
     accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
@@ -86,7 +86,8 @@ def main(
         connections: Requests at the same time for each tar that is read from a URL.
         max_rate: Limit of the bytes read from URLs, in MB per second, over all workers.
         spill: Folder for images that wait for their annotation; by default inside --out or --scratch.
-        scratch: With a URL as --out: local folder for the shards of a source until they are uploaded.
+        scratch: With a URL as --out: local folder for the shards of a source until they are uploaded; by
+            default sa1b-USERID in the system's folder for temporary files.
         endpoint: With s3:// URLs: URL of an object store other than Amazon's; by default $AWS_ENDPOINT_URL.
         on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
         accept: A reason that may be frequent, see `sa1b reshard`. May be repeated.

@@ -41,8 +41,8 @@ def main(
         workers: Worker processes, each with one shard at a time and up to 500 MB of memory.
         tables: Rebuild only the sample table, its parts in tasks/ and dataset.json, from the task files and
             indexes, without reading the shards.
-        scratch: For a URL: local folder for the shards that are being read, one per worker; by default in the
-            system's folder for temporary files.
+        scratch: For a URL: local folder for the shards that are being read, one per worker; by default
+            sa1b-USERID in the system's folder for temporary files.
         json_output: Print the summary as JSON, without progress.
     """
     folders = [one for one in path if Path(one).is_dir() or ("://" in one and not one.endswith(".tar"))]

@@ -31,7 +31,7 @@ def main(
     image_size: int | None = None,
     workers: int = 1,
     rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
-    scratch: Path | None = None,
+    scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
     ignore: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = (),
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
@@ -53,7 +53,8 @@ def main(
             their original bytes, and the estimate for 1024 is also printed.
         workers: Worker processes.
         rate: Rate at which the sources can be read or downloaded, in MB per second, over all workers.
-        scratch: With a URL as --out: local folder for the shards of a source until they are uploaded.
+        scratch: With a URL as --out: local folder for the shards of a source until they are uploaded; by
+            default sa1b-USERID in the system's folder for temporary files.
         endpoint: With s3:// URLs: URL of an object store other than Amazon's; by default $AWS_ENDPOINT_URL.
         ignore: Ignore files and folders whose name, or path below SOURCE, matches this pattern. May be
             repeated.

@@ -45,7 +45,7 @@ def main(
     engine: Engine = "processes",
     address: Address = None,
     spill: Path | None = None,
-    scratch: Path | None = None,
+    scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
     links: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     connections: int = CONNECTIONS,

@@ -47,8 +47,8 @@ def main(
             one for each CPU of the cluster.
         state: File outside ROOT that records the progress. After an interruption, the same command resumes
             from it and prints the same report; the file is removed at the end.
-        scratch: For a URL: local folder for the shards that are being checked, one per worker; by default in
-            the system's folder for temporary files.
+        scratch: For a URL: local folder for the shards that are being checked, one per worker; by default
+            sa1b-USERID in the system's folder for temporary files.
         warnings: Check nothing; list the images and masks that reshard stored with a warning, by reason.
         json_output: Print the report as JSON, without progress; with --warnings, all warnings.
     """

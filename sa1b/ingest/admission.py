@@ -101,7 +101,7 @@ def check_out(paths: Sequence[Path], root: Path) -> None:
 
 
 def _source_file(folder: Path) -> Path | None:
-    """A file below a folder that may be part of a source by its name, relative to the folder."""
+    """The path, relative to a folder, of one file below it whose name may be that of a part of a source."""
     for found, folders, names in os.walk(folder):
         inside = Path(found).relative_to(folder)
         if not inside.parts:

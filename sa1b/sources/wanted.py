@@ -30,7 +30,7 @@ class WantedPairs:
             the range of the members read so far is not in the source.
 
     Attributes:
-        ids, is_block: the arguments.
+        ids, is_block: as above.
         first, last: smallest and largest image id read so far; None before the first member of a pair.
         is_whole: the source was read to its end.
     """

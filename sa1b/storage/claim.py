@@ -187,7 +187,7 @@ def exclusive(store: Store, name: str, written: str) -> Iterator[None]:
 
     Args:
         name: name of the claim.
-        written: what the holder writes, for the message of a long wait.
+        written: the file that the holder writes, for the message of a long wait.
     """
     began = time.monotonic()
     told = False

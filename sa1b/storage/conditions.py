@@ -80,7 +80,7 @@ class Conditions:
         if time.monotonic() - began < _REMOVAL:
             policy = dataclasses.replace(self._bucket.reader.retry_policy, deadline=_REMOVAL / 2)
             url, tag = self._bucket.url(name), md5(tombstone)
-            with contextlib.suppress(StorageError):  # then the next process that needs the name removes it
+            with contextlib.suppress(StorageError):  # the next process that needs the name removes it
                 delete = functools.partial(self._bucket.objects.delete, url=url, match=tag)
                 self._bucket.do(name, delete, policy=policy)
         return True

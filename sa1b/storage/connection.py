@@ -16,7 +16,7 @@ class Connection:
     """Reads objects below a URL; created and used in one event loop.
 
     The objects of S3 stores and web servers are read by plain HTTP requests, all others by the file system.
-    So are those of an S3 store that has refused the first presigned request: the file system follows
+    If an S3 store refuses the first presigned request, the file system reads its objects too: it follows
     redirections to other regions, and its error is the one to report.
 
     Args:
@@ -24,7 +24,7 @@ class Connection:
         options: options of fsspec's file system.
         policy: times of the file system.
         in_flight: connections.
-        etags: ETag of each object's first response, by URL; it is added to.
+        etags: ETag of each object's first response, by URL. New objects are added.
 
     Attributes:
         system: the file system.

@@ -24,9 +24,9 @@ def protocol_of(root: str) -> str:
 def can_presign(root: str, options: Mapping[str, Any]) -> bool:
     """Whether reads of an S3 store can be presigned.
 
-    Not with keys for encryption (SSE-C), which are headers of every request; not in directory buckets
-    (S3 Express), whose credentials last five minutes; not at multi-region access points, which need another
-    signature; not through a proxy with settings of its own.
+    They cannot be presigned with keys for encryption (SSE-C), which are headers of every request, in
+    directory buckets (S3 Express), whose credentials last five minutes, at multi-region access points, which
+    need another signature, and through a proxy that has its own settings.
 
     Args:
         root: s3://BUCKET/FOLDER.

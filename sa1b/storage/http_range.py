@@ -80,7 +80,7 @@ class HttpRanges:
 
     Args:
         targets: how each object is requested.
-        etags: ETag of each object's first response, by URL; it is added to.
+        etags: ETag of each object's first response, by URL. New objects are added.
     """
 
     def __init__(self, targets: Targets, etags: dict[str, str]) -> None:
@@ -179,7 +179,7 @@ def _content_range(response: "aiohttp.ClientResponse") -> tuple[int, int, int | 
         return None
     found = _CONTENT_RANGE.fullmatch(text or "")
     if found is None or found[1] is None:
-        raise FaultError(Fault(ErrorClass.SHORT, f"a response with the Content-Range {text!r}"))
+        raise FaultError(Fault(ErrorClass.SHORT, f"the response has the Content-Range {text!r}"))
     return int(found[1]), int(found[2]) + 1, None if found[3] == "*" else int(found[3])
 
 

@@ -72,7 +72,7 @@ class CacheCounts:
 
 
 class Origin(Protocol):
-    """What the cache reads from."""
+    """The reader of the ranges that the cache lacks."""
 
     def submit(self, name: str, start: int, length: int, crc: Crc) -> "Future[bytes] | LocalRead": ...
 
@@ -335,7 +335,7 @@ def _remove_others(folder: Path, names: set[str]) -> None:
 
 
 def _is_present(file: OpenFile, start: int, parts: tuple[Part, ...]) -> bool:
-    """Whether the middle of every part is no hole, so that the range was probably written.
+    """Whether the file has data in the middle of every part, so that the range was probably written.
 
     One system call of 0.4 us for each part. The first hole after `start` would be exact, but is found by
     passing over all extents up to it, and the ends of a range share blocks with its neighbours.

@@ -206,7 +206,8 @@ class Reader:
         size = self.size(name)
         if size > cap:
             raise StorageError(
-                f"{self.url(name)}: {size:,} bytes; at most {cap:,} expected", url=self.url(name)
+                f"{self.url(name)}: {size:,} bytes, at most {cap:,} expected; restore it from a copy",
+                url=self.url(name),
             )
         if self.is_local or not size:
             return self.read_range(name, 0, size)

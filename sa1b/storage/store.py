@@ -153,7 +153,7 @@ class Store(ABC):
     def renew(self, name: str, data: bytes) -> bool:
         """Date an object now if its content is `data`; whether it was.
 
-        On a folder the content is not compared: two processes never hold the same name there for long.
+        On a folder the content is not compared.
         """
 
     @abstractmethod

@@ -138,8 +138,8 @@ def _upload_parts(
 def _abort_uploads(reader: Reader, objects: S3Objects, name: str, upload: str) -> None:
     """Remove every upload of an object, as far as it is not completed.
 
-    Not only `upload`: the start of another one may have had no response, or its process was killed. What
-    cannot be removed now is removed by the next run, see BucketStore.abort_uploads.
+    Other uploads than `upload` exist if the response to their start was lost or their process was killed. If
+    one cannot be removed now, the next run removes it, see BucketStore.abort_uploads.
     """
     folder, _, last = reader.url(name).rpartition("/")
     policy = replace(reader.retry_policy, deadline=_ABORT_DEADLINE)

@@ -150,7 +150,7 @@ class _Copy:
                 raise
 
     def views(self) -> None:
-        """Copy the files of views, the document of each last."""
+        """Copy the files of views. The document of a view is copied after its other files."""
         names = self.source.names(VIEWS)
         for name in sorted(names, key=lambda name: (Path(name).stem, name.endswith(".json"))):
             with self.source.files(f"{VIEWS}/{name}") as (path,):
@@ -348,7 +348,7 @@ def _check_apart(source: Store, target: Store) -> None:
 
 
 def _check_space(target: Store, plan: Plan, workers: int) -> None:
-    """Refuse a copy that does not fit on the disk, or whose objects do not fit on the scratch disk."""
+    """Refuse a copy that is too large for the disk of DEST or, at a URL, for the scratch disk."""
     shards = [shard for name in plan.left() for shard in plan.wanted[name]]
     if not target.is_local:
         check_scratch(target, [shard.bytes for shard in shards], workers)
