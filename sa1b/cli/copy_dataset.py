@@ -9,6 +9,7 @@ To resume an interrupted copy, run the same command again: copied sources are sk
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -56,9 +57,13 @@ def main(
         from sa1b.transfer.dataset_copy import copy_dataset
         from sa1b.views.view_copy import copy_view, images_of
     images = None if view is None else images_of(root, view)
-    summary = copy_dataset(
-        root, dest, shards=shards, images=images, workers=workers, scratch=scratch, quiet=json_output
-    )
+    try:
+        summary = copy_dataset(
+            root, dest, shards=shards, images=images, workers=workers, scratch=scratch, quiet=json_output
+        )
+    except KeyboardInterrupt:
+        sys.stderr.write("Nothing is damaged; run the same command again to resume.\n")
+        raise
     if view is not None and not summary.failed:
         summary.views.append(copy_view(root, dest, view))
     print(json.dumps(summary.document(), indent=1) if json_output else summary.table())

@@ -207,4 +207,7 @@ class ReshardSummary:
             )
         if self.finished is None:
             return f"This run did not change {dataset}."
-        return self.finished.line(root)
+        line = self.finished.line(root)
+        if self.failed and not self.finished.is_partial:
+            return f"{counted(len(self.failed), 'source')} of this run failed, see above. {line}"
+        return line

@@ -185,7 +185,8 @@ def _claimed(
             if digest_of_source(source) == previous.source["sha256"]:
                 known = {**previous.source, "mtime_ns": source.mtime_ns}
                 write_task(root, replace(previous, source=known))
-                note = f"{source.path} has a new modification time and the same content"
+                if previous.source["mtime_ns"] != source.mtime_ns:
+                    note = f"{source.path} has a new modification time and the same content"
                 return Outcome("skipped", Counts(), note)
             if not run.replace:
                 raise _refused(source, previous, root)

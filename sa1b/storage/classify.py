@@ -95,7 +95,7 @@ def classify_error(error: BaseException) -> Fault | None:
             return Fault(error_class, message)
     if any("Timeout" in name for name in map(_name, chain)):
         return Fault(ErrorClass.TIMEOUTS, message)
-    if any(_name(link) in _REFUSED for link in chain):
+    if any(_name(link) in _REFUSED or str(link).startswith("Invalid endpoint") for link in chain):
         return Fault(ErrorClass.REFUSED, message)
     if isinstance(error, OSError) or any(_origin(link) in _CLIENTS for link in chain):
         return Fault(ErrorClass.RESETS, message)

@@ -9,6 +9,7 @@ retry at the same time (https://aws.amazon.com/blogs/architecture/exponential-ba
 """
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -40,6 +41,9 @@ CERTIFICATES = (
 )
 _MIN_TIMEOUT = 1.0  # seconds that the last attempt before the deadline gets at least
 _system = random.SystemRandom()
+_SILENCE = 15.0  # seconds without success before a warning, and between two warnings of a process
+_warned = [float("-inf")]  # time of the last warning
+_LOG = logging.getLogger(__name__)
 
 
 class _Range(TypedDict):
@@ -223,10 +227,18 @@ class RetryState:
                 counters=counters,
                 **self._range,
             )
+        self._warn(remaining, last_error)
         ceiling = self._policy.initial_backoff * 2.0 ** min(self._attempts - 1, 60)
         seconds = min(self._policy.random() * min(ceiling, self._policy.max_backoff), remaining)
         self._counters.add_wait(seconds)
         return seconds
+
+    def _warn(self, remaining: float, last_error: str) -> None:
+        """Say from time to time that a store does not answer, so that a command does not seem to hang."""
+        now = self._policy.clock()
+        if now - self._read_start >= _SILENCE and abs(now - _warned[0]) >= _SILENCE:
+            _warned[0] = now
+            _LOG.warning("%s: %s; retrying for up to %.0f s more", self, last_error, remaining)
 
     def __str__(self) -> str:
         if not self._is_range:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sa1b.errors import UsageError
 from sa1b.storage.atomic import commit, flush, naming_final, write_whole
 from sa1b.storage.objects import Upload
 from sa1b.storage.processes import this_process
@@ -370,6 +371,8 @@ def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str,
     if "://" in text and not text.startswith("file://"):
         from sa1b.storage.bucket import BucketStore  # imports this module
 
+        if not text.partition("://")[2].strip("/"):
+            raise UsageError(f"{text}: names no bucket; pass a URL such as s3://BUCKET/FOLDER")
         key = (text.rstrip("/"), scratch, repr(sorted((options or {}).items())))
         return _buckets.get(key) or _buckets.setdefault(
             key, BucketStore(text, scratch=scratch, options=options)

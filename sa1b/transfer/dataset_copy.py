@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from sa1b.console import command
 from sa1b.errors import UsageError
+from sa1b.names import SHARD_PREFIX
 from sa1b.progress import Bar, bar
 from sa1b.shards.commit import (
     abort_uploads,
@@ -103,9 +104,9 @@ def copy_dataset(
     _check_apart(source, target)
     plan = make_plan(source, target, shards, images)
     summary = CopySummary(source.root, target.root, target.url(DATASET), skipped=sorted(plan.finished))
-    if target.is_local:
-        target.scratch.mkdir(parents=True, exist_ok=True)
+    _check_content(target)
     _check_space(target, plan, workers)
+    target.scratch.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target)
     with naming_path(target.scratch):
         staging = make_staging(target.scratch / PARTIAL)
@@ -347,6 +348,20 @@ def _check_apart(source: Store, target: Store) -> None:
         raise UsageError(f"{target.root}: is {source.root} or a folder in it; name another DEST")
 
 
+def _check_content(target: Store) -> None:
+    """Refuse a destination with files that belong to no dataset directory."""
+    if target.exists(DATASET) or target.names(TASKS):
+        return
+    # An interrupted copy may have shards without a task file.
+    found = {*target.names(""), *target.folders("")} - {TASKS, VIEWS, QUARANTINE}
+    others = [name for name in found if not name.startswith((SHARD_PREFIX, "samples-"))]
+    if others:
+        raise UsageError(
+            f"{target.root}: contains {min(others)!r}, which is no part of a dataset directory; name an empty "
+            "folder as DEST"
+        )
+
+
 def _check_space(target: Store, plan: Plan, workers: int) -> None:
     """Refuse a copy that is too large for the disk of DEST or, at a URL, for the scratch disk."""
     shards = [shard for name in plan.left() for shard in plan.wanted[name]]
@@ -357,7 +372,9 @@ def _check_space(target: Store, plan: Plan, workers: int) -> None:
     sizes = {shard.name: shard.bytes for shard in shards}
     sizes |= {shard_files(shard.name)[1]: shard.index_bytes for shard in shards}
     need = sum(size for name, size in sizes.items() if stored.get(name) != size)
-    free = shutil.disk_usage(target.scratch).free
+    folder = target.scratch.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free < need:
         raise UsageError(
             f"{target.scratch}: {free / 1e6:,.0f} MB free, {need / 1e6:,.1f} MB needed; name a larger disk "

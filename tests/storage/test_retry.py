@@ -54,6 +54,18 @@ def test_a_wait_is_any_time_from_zero_to_its_limit() -> None:
     )
 
 
+def test_a_store_that_does_not_answer_is_reported_from_time_to_time(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    state = state_of(clock, CounterSet(), deadline=300)
+    run(state, clock, RESET, 3)
+    assert caplog.messages == []  # a short outage is nothing to report
+    clock.now += 100_000
+    state = state_of(clock, CounterSet(), deadline=300)
+    run(state, clock, RESET, 14)
+    assert len(caplog.messages) in (3, 4)
+    assert "s3://bucket/a.tar, bytes 512 to 522: connection reset; retrying for up to 2" in caplog.messages[0]
+
+
 def test_random_waits_come_from_the_system_not_from_a_state_that_a_fork_copies() -> None:
     assert len({random_fraction() for _ in range(100)}) == 100
     assert pickle.loads(pickle.dumps(RetryPolicy())) == RetryPolicy()

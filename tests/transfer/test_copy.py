@@ -248,6 +248,13 @@ def test_a_wrong_task_file_is_refused(root, target, lost):
         copied(root, target)
 
 
+def test_a_destination_with_other_files_is_refused(root, target):
+    target.put("notes.txt", b"mine")
+    with pytest.raises(UsageError, match=r"contains 'notes.txt', which is no part of a dataset directory"):
+        copied(root, target)
+    assert target.names("") == ["notes.txt"]
+
+
 def test_too_little_space_is_refused(root, target, monkeypatch):
     largest = max(path.stat().st_size for path in root.glob("*.tar"))
     usage = type("Usage", (), {"free": largest - 1})
