@@ -357,8 +357,8 @@ def _check_content(target: Store) -> None:
     others = [name for name in found if not name.startswith((SHARD_PREFIX, "samples-"))]
     if others:
         raise UsageError(
-            f"{target.root}: contains {min(others)!r}, which is no part of a dataset directory; name an empty "
-            "folder as DEST"
+            f"{target.root}: contains {min(others)!r}, which is no part of a dataset directory; name an "
+            "empty folder as DEST"
         )
 
 
