@@ -4,9 +4,11 @@ Integers of numpy are accepted as integers; True and 1.0 are not.
 """
 
 import os
+import re
 import reprlib
 from numbers import Real
 from operator import index
+from pathlib import Path
 from typing import SupportsIndex, cast
 
 
@@ -66,3 +68,8 @@ def path(name: str, value: object, what: str = "a path") -> str | os.PathLike[st
 
 def _wrong(name: str, value: object, what: str) -> ValueError:
     return ValueError(f"{name}={reprlib.repr(value)} must be {what}")
+
+
+def was_url(value: Path | str) -> bool:
+    """Whether a path was a URL before `Path` removed one of its slashes: "s3:/BUCKET/FOLDER"."""
+    return re.match(r"[a-z][a-z0-9+.-]+:/", str(value)) is not None

@@ -1,8 +1,8 @@
 """Checks of paths and URLs on the command line."""
 
-import re
 from pathlib import Path
 
+from sa1b.arguments import was_url
 from sa1b.errors import UsageError
 
 
@@ -12,7 +12,7 @@ def check_here(flag: str, value: Path | None) -> None:
     Raises:
         UsageError: the path was made from a URL, so that it begins with a scheme.
     """
-    if value is not None and re.match(r"[a-z][a-z0-9+.-]*:/", str(value)):
+    if value is not None and was_url(value):
         raise UsageError(f"{flag} {value}: must be a path of this machine, not a URL")
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from sa1b.cli.paths import check_here
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
@@ -51,6 +52,7 @@ def main(
         overwrite: Replace existing tars.
         json_output: Print the summary as JSON, without progress.
     """
+    check_here("OUT", out)
     with loading():
         from sa1b.progress import bar
         from sa1b.synthetic.source_tars import IDS_PER_TAR, write_tars

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 
+from sa1b.arguments import was_url
 from sa1b.console import usage_errors
 from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
@@ -201,6 +202,8 @@ def _check(config: Config) -> None:
                 f"--data.deadline {config.data.deadline:g}, so a rank that waits for its storage would "
                 "end the run; raise the first or lower the second"
             )
+    if was_url(config.out):
+        raise UsageError(f"--out {config.out}: must be a folder, not a URL")
     if config.out.exists() and not config.out.is_dir():
         raise UsageError(f"--out {config.out}: is a file; name a folder, new or of a run to resume")
     if (config.out / DATASET).exists() or _is_inside(config.out, config.data.root):

@@ -116,7 +116,7 @@ def check_clash(task: Task, staged: Path, root: Root) -> None:
         return
     for shard in task.shards:
         index = index_path(staged / shard.name)
-        ids = pq.read_table(index, columns=["image_id"])["image_id"].to_numpy().astype(np.uint64)
+        ids = pq.read_table(index.absolute(), columns=["image_id"])["image_id"].to_numpy().astype(np.uint64)
         rows = np.minimum(np.searchsorted(table.image_id, ids), len(table) - 1)
         for row in rows[table.image_id[rows] == ids]:
             owner = owners[int(table.shard[row])]
@@ -314,7 +314,7 @@ def _is_table(name: str) -> bool:
 
 def rows_of_indexes(indexes: Sequence[Path]) -> bytes:
     """The bytes of a source's sample table, from the indexes of its shards in their order."""
-    read = [pq.read_table(path, columns=_COLUMNS) for path in indexes]
+    read = [pq.read_table(path.absolute(), columns=_COLUMNS) for path in indexes]
     rows = pa.concat_tables(read)
     columns = {name: rows[name].to_numpy() for name in _COLUMNS}
     columns["offset"] = columns.pop("jpg_offset")

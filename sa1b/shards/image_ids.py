@@ -149,7 +149,7 @@ def _read_csv(path: Path, read: Any, parse: Any, convert: Any) -> pa.Table:
 
 def _from_parquet(path: Path, column: str | None) -> npt.NDArray[np.uint64]:
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path.absolute()) as file:
             chosen = _column(path, file.schema_arrow.names, column)
             values = file.read([chosen])[chosen]
     except (pa.ArrowException, OSError) as error:

@@ -103,7 +103,7 @@ class IndexWriter:
         }
         runs = {RUNS_PATH: "BYTE_STREAM_SPLIT"} if with_runs else {}
         self._writer = pq.ParquetWriter(
-            path,
+            path.absolute(),
             self._schema,
             compression="zstd",
             compression_level=3,

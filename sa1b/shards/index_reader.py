@@ -37,7 +37,10 @@ def index_file(reader: Reader, name: str) -> Any:
     Raises:
         sa1b.storage.errors.StorageError: the URL cannot be read; also during reads.
     """
-    return reader.url(name) if reader.is_local else pa.PythonFile(_RangeFile(reader, name), mode="r")
+    # A relative path such as "run:1/x.parquet" would be taken for a URI.
+    if reader.is_local:
+        return Path(reader.url(name)).absolute()
+    return pa.PythonFile(_RangeFile(reader, name), mode="r")
 
 
 class _RangeFile(io.RawIOBase):
@@ -77,7 +80,7 @@ class IndexReader:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = pq.ParquetFile(path)
+        self._file = pq.ParquetFile(path.absolute())  # see index_file
         found = self._file.schema_arrow
         self.with_runs = "runs" in found.names
         if not found.equals(schema(with_runs=self.with_runs)):

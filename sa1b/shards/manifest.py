@@ -224,7 +224,7 @@ def is_current(root: Root, tasks: dict[str, Task], failed: Mapping[str, str], pe
 def no_dataset(path: Path | str) -> ManifestError:
     """The error for a path that is not a dataset directory."""
     if PurePath(path).name == DATASET and not Path(path).is_dir():
-        return ManifestError(f"{path}: a file; pass its folder, {str(PurePath(path).parent)!r}")
+        return ManifestError(f"{path}: a file; pass its folder, {(str(path).rpartition('/')[0] or '.')!r}")
     return ManifestError(f"{path}: no dataset there; pass the --out folder of `sa1b reshard`")
 
 

@@ -123,7 +123,7 @@ def seal(shard: Path) -> ShardInfo:
         ShardError: the tar does not read back as it was written, or differs from the index.
     """
     index = index_path(shard)
-    reader = pq.ParquetFile(index)
+    reader = pq.ParquetFile(index.absolute())
     rows = reader.read([name for name in reader.schema_arrow.names if name in _COLUMNS]).to_pylist()
     masks = reader.read(["runs_count"])["runs_count"]
     digest = hashlib.sha256()

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sa1b.arguments import was_url
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import commit, flush, naming_final, write_whole
 from sa1b.storage.objects import Upload
@@ -377,7 +378,11 @@ def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str,
         return _buckets.get(key) or _buckets.setdefault(
             key, BucketStore(text, scratch=scratch, options=options)
         )
-    return FolderStore(Path(text.removeprefix("file://")))
+    text = text.removeprefix("file://")
+    if was_url(text) and not Path(text).exists():
+        scheme, _, path = text.partition(":/")
+        raise UsageError(f"{text}: no such folder; did you mean {scheme}://{path}?")
+    return FolderStore(Path(text))
 
 
 def each(store: Store, function: Callable[[X], Y], items: Iterable[X]) -> Iterator[Y]:

@@ -259,7 +259,7 @@ def _read(path: str, name: str, source: str) -> "pa.Table":
     try:
         if not path.endswith(_PARQUET):
             return pyarrow.json.read_json(path)
-        with pq.ParquetFile(path) as parquet:
+        with pq.ParquetFile(Path(path).absolute()) as parquet:
             names = parquet.schema_arrow.names
             return parquet.read([one for one in (*KEYS, name) if names.count(one)])
     except (pa.ArrowException, ValueError) as error:

@@ -34,7 +34,7 @@ def partial_task(task: Task, shards: Sequence[ShardInfo], indexes: Sequence[Path
     largest = dict.fromkeys(LARGEST, 0)
     jpg_bytes = 0
     for shard, index in zip(shards, indexes, strict=True):
-        rows = pq.read_table(index, columns=_COLUMNS)
+        rows = pq.read_table(index.absolute(), columns=_COLUMNS)
         jpg_bytes += int(rows["jpg_bytes"].to_numpy().sum())
         for name, value in _largest(shard.name, rows, reader).items():
             largest[name] = max(largest[name], value)

@@ -111,6 +111,38 @@ def test_urls_as_sources(tmp_path: Path, downloads: Path, host: Service) -> None
         assert "Traceback" not in done.stderr
 
 
+def test_a_folder_whose_name_has_a_colon(
+    tmp_path: Path, downloads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a relative path is no URI, although it looks like one to other libraries."""
+    monkeypatch.chdir(tmp_path)
+    for verb, words in (
+        (reshard, (downloads, "--out", "my:data/shards")),
+        (verify, ("my:data/shards", "--deep")),
+        (runner("view"), ("my:data/shards", "--masks-where", "area > 3")),
+        (runner("gallery"), ("my:data/shards", "--out", "page.html")),
+        (runner("copy"), ("my:data/shards", "other:copy")),
+    ):
+        done = verb(*words)
+        assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_a_url_where_a_path_belongs(tmp_path: Path, downloads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for verb, words, message in (
+        (reshard, (downloads, "--out", "s3://"), "s3://: names no bucket"),
+        (reshard, (downloads, "--out", "s3:/bucket/x"), "did you mean s3://bucket/x?"),
+        (verify, ("s3:/bucket/x",), "did you mean s3://bucket/x?"),
+        (runner("synthesize"), ("s3://bucket/x",), "must be a path of this machine"),
+        (runner("train"), ("--data.root", "x", "--out", "s3://bucket/run"), "must be a folder, not a URL"),
+    ):
+        done = verb(*words)
+        assert done.returncode == 2, done.stdout
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("s3*"))
+
+
 def test_wrong_flags(tmp_path: Path, downloads: Path) -> None:
     for flags, words in (
         (("--max-rate", "0"), "--max-rate 0: must be above 0"),

@@ -67,6 +67,7 @@ def test_error_responses_of_a_store(status: int, code: str, error_class: ErrorCl
         (botocore.exceptions.ReadTimeoutError(endpoint_url="http://127.0.0.1:1"), ErrorClass.TIMEOUTS),
         (botocore.exceptions.ConnectTimeoutError(endpoint_url="http://127.0.0.1:1"), ErrorClass.TIMEOUTS),
         (botocore.exceptions.NoCredentialsError(), ErrorClass.DENIED),
+        (ValueError("Invalid endpoint: 127.0.0.1:9000"), ErrorClass.REFUSED),
         (botocore.exceptions.ProfileNotFound(profile="p"), ErrorClass.DENIED),
         (botocore.exceptions.CredentialRetrievalError(provider="iam", error_msg="busy"), ErrorClass.RESETS),
         (botocore.exceptions.ParamValidationError(report="bucket"), ErrorClass.REFUSED),
