@@ -100,6 +100,7 @@ def test_a_command_that_is_killed_at_any_time_is_resumed(
     assert left(tmp_path) == []
 
 
+@pytest.mark.slow  # quick ones: the kills above, and uploads of killed processes in storage/test_ceph_writes.py
 def test_a_run_killed_while_it_uploads_a_shard_in_parts_leaves_nothing(
     tmp_path: Path, ceph_bucket: BucketStore
 ) -> None:

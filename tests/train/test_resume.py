@@ -22,7 +22,7 @@ from tests.train.command import (
 Whole = Callable[[str, int], Path]
 SAME = [
     ("none", 1),
-    ("fsdp", 2),
+    pytest.param("fsdp", 2, marks=pytest.mark.slow),  # quick ones: test_ema.py, and engine/test_parallel.py
     pytest.param("ddp", 2, marks=pytest.mark.slow),  # see test_killed.py
     pytest.param("ddp", 3, marks=pytest.mark.slow),
     pytest.param("ddp", 4, marks=pytest.mark.slow),

@@ -48,7 +48,7 @@ def test_losses_are_those_of_a_single_process(second: Run, mode: str, ranks: int
     assert losses(second(mode, ranks)) == pytest.approx(losses(second("none", 1)), rel=1e-5, abs=0)
 
 
-# With fsdp, test_resume.py and test_ema.py have quick ones.
+# With fsdp, test_ema.py has a quick one, of this model too.
 @pytest.mark.parametrize(
     ("mode", "ranks"), [("none", 1), pytest.param("fsdp", 2, marks=pytest.mark.slow), *SLOW]
 )
