@@ -20,6 +20,7 @@ from tyro.conf import Positional
 from sa1b.cli.paths import check_scratch_flag
 from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.sources.link_list import is_url
 
 
 def main(
@@ -45,7 +46,7 @@ def main(
             sa1b-USERID in the system's folder for temporary files.
         json_output: Print the summary as JSON, without progress.
     """
-    folders = [one for one in path if Path(one).is_dir() or ("://" in one and not one.endswith(".tar"))]
+    folders = [one for one in path if Path(one).is_dir() or (is_url(one) and not one.endswith(".tar"))]
     if not path or (folders and len(path) > 1):
         raise UsageError(f"ROOT ({len(path)} paths): must be one folder, or one or more SHARD.tar")
     for one in path:
@@ -55,7 +56,7 @@ def main(
             if Path(one).name == DATASET or not Path(one).exists():
                 raise no_dataset(one)
             raise UsageError(f"{one}: not a shard; pass a file with the ending .tar")
-        if "://" not in one and not Path(one).exists():
+        if not is_url(one) and not Path(one).exists():
             raise UsageError(f"{one}: no such file; check the path")
     check_scratch_flag(scratch, *path)
     if workers < 1:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from sa1b.arguments import was_url
 from sa1b.errors import UsageError
+from sa1b.sources.link_list import is_url
 
 
 def check_here(flag: str, value: Path | None) -> None:
@@ -23,5 +24,5 @@ def check_scratch_flag(scratch: Path | None, *roots: str) -> None:
         UsageError: no root is a URL, or the folder is one.
     """
     check_here("--scratch", scratch)
-    if scratch is not None and not any("://" in root for root in roots):
+    if scratch is not None and not any(map(is_url, roots)):
         raise UsageError(f"--scratch {scratch}: only for a dataset directory at a URL; omit it")

@@ -82,10 +82,8 @@ def test_events_are_those_of_processes(tmp_path: Path) -> None:
     assert kinds(events, 0) == ["progress"] * 50 + ["done"]
     (failed,) = [event.value for event in events if event.task == 1]
     assert (failed.kind, failed.message, failed.expected) == ("ValueError", "no", False)
-    without = lambda task: [kind for kind in kinds(events, task) if kind != "progress"]  # noqa: E731
-    assert without(2) == ["died", "died", "done"]
-    assert without(3) == ["died", "died", "lost"]
-    assert without(4) == ["died", "done"]
+    ends = [[kind for kind in kinds(events, task) if kind != "progress"] for task in (2, 3, 4)]
+    assert ends == [["died", "died", "done"], ["died", "died", "lost"], ["died", "done"]]
     assert "worker process died" in next(event.value for event in events if event.kind == "lost")
     assert "no progress for 5 s" in next(
         event.value for event in events if (event.task, event.kind) == (4, "died")
