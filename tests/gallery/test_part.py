@@ -15,6 +15,7 @@ from sa1b.gallery.page import write_gallery
 from sa1b.gallery.selection import NEVER, Choice
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import Options
+from sa1b.storage.reader import Reader
 from sa1b.views.selection import Selection, select
 from tests import processes
 from tests.gallery.test_gallery import Page, charts_of
@@ -51,9 +52,9 @@ def test_the_images_of_a_dataset_come_from_its_table_and_distributions_from_some
     read = []
     original = inputs._batches
 
-    def batches(shard: Path, columns: tuple[str, ...]) -> object:
-        read.append(shard.name)
-        return original(shard, columns)
+    def batches(reader: Reader, shard: str, columns: tuple[str, ...]) -> object:
+        read.append(shard)
+        return original(reader, shard, columns)
 
     monkeypatch.setattr(inputs, "_batches", batches)
     summary = write_gallery(root, tmp_path / "page.html", Choice(count=5), quiet=True)

@@ -284,12 +284,13 @@ def test_an_error_is_raised_at_the_batch_that_it_belongs_to(
 
 
 def test_an_iterator_that_is_dropped_ends_its_threads(root: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # those of earlier tests may end meanwhile
     batches = iter(sa1b.Loader(stream(root), threads=4, prefetch=4, dense=16, quiet=True))
     next(batches)
+    assert set(threading.enumerate()) - before
     del batches
     gc.collect()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) - before == set()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
