@@ -280,6 +280,8 @@ def open_cache(
         ValueError: the cache is a URL or a file, or is on the disk of the root.
     """
     text = os.fspath(cache)
+    if "://" not in text:
+        text = str(Path(text).expanduser())
     if "://" in text:
         raise ValueError(f"cache={text!r} must be a folder on a local disk, not a URL")
     if "://" not in root and _device(root) == _device(text):

@@ -181,6 +181,7 @@ class _Copy:
                 write_dataset(self.target, tasks, failed, pending)
             remove_old_tables(self.target)
         shards = [shard for task in tasks.values() for shard in task.shards]
+        self.summary.missing = sorted({*self.plan.failed, *self.plan.pending})
         self.summary.sources, self.summary.shards = len(tasks), len(shards)
         self.summary.images = sum(shard.images for shard in shards)
         self.summary.masks = sum(shard.masks for shard in shards)

@@ -20,6 +20,7 @@ class CopySummary:
         bytes_kept: bytes of those that were there already, with the right digest.
         partial: sources of which only some shards were copied.
         failed: source that is not in the copy, or not with all its shards -> the reason.
+        missing: sources that the original dataset directory lists as failed or pending.
         views: names of the copied files of views.
     """
 
@@ -36,6 +37,7 @@ class CopySummary:
     bytes_kept: int = 0
     partial: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
     views: list[str] = field(default_factory=list)
 
     def exit_code(self) -> int:
@@ -65,6 +67,12 @@ class CopySummary:
             lines.append(f"No source was copied: {self.dataset} was not written.")
         elif self.failed:
             lines.append(f"Not complete: {self.dataset} lists the sources that were copied.")
+        elif self.missing:
+            names = ", ".join(self.missing[:5]) + (", ..." if len(self.missing) > 5 else "")
+            lines.append(
+                f"Complete copy: {self.dataset}. As in {self.root}, {counted(len(self.missing), 'source')} "
+                f"failed or pending ({names})."
+            )
         else:
             lines.append(f"Complete: {self.dataset}")
         return "\n".join(lines)

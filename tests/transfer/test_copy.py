@@ -201,6 +201,7 @@ def test_failed_and_pending_sources_are_those_of_the_original(root, target):
     write_dataset(root, tasks, {"sa_000008": "truncated"}, ["sa_000009"])
     summary = copied(root, target)
     assert summary.exit_code() == 0
+    assert "2 sources failed or pending (sa_000008, sa_000009)" in summary.table()
     assert content(target) == content(FolderStore(root))
 
 
