@@ -158,7 +158,7 @@ def release_options(root: Root) -> None:
 
 
 def check_names(root: Root, tasks: Mapping[str, Task], sources: list[Source]) -> None:
-    """Raise UsageError if the shards of a source would have the names of another source's shards."""
+    """Raise UsageError if the shards of two sources would have the same names."""
     taken = {source_stem(name): name for name in tasks}
     for source in sources:
         other = taken.get(source_stem(source.name), source.name)

@@ -46,7 +46,7 @@ def ingest_wanted(
         root, options, policy, report, check: see `ingest`.
 
     Returns:
-        The task, None if the source has none of the pairs; and what is known about the source.
+        The task, or None if the source has none of the pairs, and the ids that were found, read and absent.
 
     Raises:
         SourceError: the source lacks an image that the dataset directory has from it, or see `ingest`.

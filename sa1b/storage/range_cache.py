@@ -160,7 +160,7 @@ class RangeCache:
     ) -> "CachedRead | Future[bytes] | LocalRead":
         """Start to read a range of at least one byte, from the cache if it is there.
 
-        A range without a crc is never cached. Of a cached range only the parts with a crc are verified.
+        A range without a crc is never cached. Parts of a cached range without a crc are not verified.
         """
         parts = parts_of(crc, length)
         if not parts:

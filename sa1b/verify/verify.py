@@ -37,8 +37,8 @@ def verify(
 ) -> Report:
     """Check everything in a dataset directory; damage is collected in the report, not raised.
 
-    No file is changed or locked. Memory does not grow with the images of the dataset. Of a URL, each process
-    holds one shard with its index on the local disk at a time.
+    No file is changed or locked. Memory does not grow with the images of the dataset. With a URL, each
+    process stores one shard and its index on the local disk at a time.
 
     Args:
         root: folder or URL of the dataset directory.
