@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
+from tests.disks import small_disk
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
 SIZE = 16 << 10  # bytes of the full disk
@@ -15,15 +16,9 @@ SIZE = 16 << 10  # bytes of the full disk
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
-    done = subprocess.run(mount, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    """A separate file system."""
+    with small_disk(tmp_path / "disk", SIZE) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from sa1b.storage.errors import UnavailableError
 from sa1b.storage.range_cache import CacheCounts, RangeCache, StoredObject, choose, file_name, open_cache
 from sa1b.storage.reader import Range, Reader
 from tests import processes
+from tests.disks import small_disk
 from tests.storage.cache_reader import (
     CONTENT,
     NAMES,
@@ -44,14 +45,8 @@ FULL = len(NAMES) * RANGES  # ranges
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A separate file system with space for four objects."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={4 * BLOCKS}", "tmpfs", str(folder)]
-    done = subprocess.run(mount, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a failed test has open files
+    with small_disk(tmp_path / "disk", 4 * BLOCKS) as folder:
+        yield folder
 
 
 def taken(folder: Path) -> int:

@@ -1,11 +1,11 @@
 """A full disk: the run stops with an error that names a file, and resumes when there is space."""
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.disks import small_disk
 from tests.train.command import checkpoint_steps, losses, newest, start, train_to_end
 
 SIZE = 24 << 20  # bytes of the disk
@@ -14,14 +14,8 @@ SIZE = 24 << 20  # bytes of the disk
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A separate small file system."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
-    done = subprocess.run(mount, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_disk(tmp_path / "disk", SIZE) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize(
