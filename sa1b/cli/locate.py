@@ -54,14 +54,14 @@ def main(
         json_output: Print the result as JSON.
     """
     words = [_ID.fullmatch(word) for word in where]
-    places = [word for word, found in zip(where, words, strict=True) if found is None]
+    inputs = [word for word, found in zip(where, words, strict=True) if found is None]
     named = [int(found[1]) for found in words if found is not None]
-    if not places and links is None:
+    if not inputs and links is None:
         raise UsageError(
             "ROOT or --links: missing; pass a dataset directory, an index, a task file or a list of links"
         )
     if not named and ids is None:
-        raise UsageError(f"{places[0] if places else links}: no image id; pass ids, or a file with --ids")
+        raise UsageError(f"{inputs[0] if inputs else links}: no image id; pass ids, or a file with --ids")
     if (large := max(named, default=0)) >= 2**63:
         raise UsageError(f"{large}: not an image id; pass a number below 2**63")
     with loading():
@@ -73,7 +73,7 @@ def main(
     if ids is not None:
         wanted = np.concatenate([wanted, read_image_ids(ids)])
     listed = [] if links is None else [link.file_name.removesuffix(".tar") for link in read_links(links)[0]]
-    found = locate(np.unique(wanted), places, listed)
+    found = locate(np.unique(wanted), inputs, listed)
     if json_output:
         print(json.dumps(_document(found), indent=1))
     elif tsv:

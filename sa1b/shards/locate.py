@@ -22,7 +22,7 @@ from sa1b.names import parse_shard_name, source_name, source_stem
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.index_reader import UNREADABLE, IndexReader
 from sa1b.shards.manifest import DATASET, read_task, task_name
-from sa1b.shards.sample_table import open_table
+from sa1b.shards.sample_table import SampleTable, open_table
 from sa1b.sources.id_blocks import TARS, estimated_numbers, estimated_source
 
 STORED, ESTIMATED, UNKNOWN = "stored", "estimated", "unknown"
@@ -31,7 +31,7 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The images of a place: columns of [N], sorted by id.
+    """The images of an input: columns of [N], sorted by id.
 
     Attributes:
         image_id, offset, jpg_bytes, masks_bytes: as in sa1b.shards.sample_table.
@@ -98,23 +98,22 @@ class Located:
         return {name: getattr(self, name) for name in names}
 
 
-def locate(ids: npt.NDArray[np.uint64], places: Sequence[str], listed: Sequence[str] = ()) -> Located:
-    """Search images in all places; the first place that contains an image counts.
-
+def locate(ids: npt.NDArray[np.uint64], inputs: Sequence[str], listed: Sequence[str] = ()) -> Located:
+    """Search images in all inputs; the first input that contains an image counts.
 
     Args:
         ids: image ids, ascending, each once.
-        places: dataset directories (folders or URLs), index files (.parquet), task files (.json, .samples).
-        listed: names of sources; without `places`, only these are estimated. Empty: all tars of SA-1B.
+        inputs: dataset directories (folders or URLs), index files (.parquet), task files (.json, .samples).
+        listed: names of sources; without `inputs`, only these are estimated. Empty: all tars of SA-1B.
 
     Raises:
-        UsageError: a place is none of these.
+        UsageError: an input is none of these.
         Sa1bError: a dataset or table is damaged.
     """
     found = Located(ids)
     searched = []
-    for place in places:
-        searched.append(read_rows(place))
+    for one in inputs:
+        searched.append(read_rows(one))
         _take(found, searched[-1])
     if not found.is_stored.all():
         blocks = {source: block for rows in searched for source, block in rows.blocks().items()}
@@ -122,27 +121,22 @@ def locate(ids: npt.NDArray[np.uint64], places: Sequence[str], listed: Sequence[
     return found
 
 
-def read_rows(place: str) -> Rows:
-    """The images of a dataset directory, index or task file. Errors as `locate`."""
-    path = Path(place)
+def read_rows(text: str) -> Rows:
+    """The images of the dataset directory, index or task file with this path or URL. Errors as `locate`."""
+    path = Path(text)
     if path.suffix == ".parquet" and path.is_file():
         return _of_index(path)
     if path.suffix in (".samples", ".json") and path.parent.name == "tasks" and path.is_file():
         return _of_task(path)
     if path.is_file() and not (path.name == DATASET or path.name.startswith("samples")):
         raise UsageError(
-            f"{place}: not an index, task file or dataset directory; pass the --out folder of reshard, a "
+            f"{text}: not an index, task file or dataset directory; pass the --out folder of reshard, a "
             "shard's .parquet file, or a file of tasks/"
         )
-    dataset = Dataset(str(path.parent) if path.is_file() else place)
-    table = dataset.table
+    dataset = Dataset(str(path.parent) if path.is_file() else text)
     by_stem = {source_stem(name): name for name in dataset.manifest["sources"]}
-    return Rows(
-        table.image_id,
-        table.shard.astype(np.int64),
-        table.offset,
-        table.jpg_bytes,
-        table.masks_bytes,
+    return _of_table(
+        dataset.table,
         [dataset.reader.url(name) for name in dataset.shards],
         [_source_of(name, by_stem) for name in dataset.shards],
     )
@@ -176,14 +170,18 @@ def _of_task(path: Path) -> Rows:
         raise UsageError(
             f"{path}: {PurePath(str(error.filename)).name} is missing; pass the dataset directory {root}"
         ) from None
+    return _of_table(table, [str(root / shard.name) for shard in task.shards], [name] * len(task.shards))
+
+
+def _of_table(table: SampleTable, shards: list[str], sources: list[str]) -> Rows:
     return Rows(
         table.image_id,
         table.shard.astype(np.int64),
         table.offset,
         table.jpg_bytes,
         table.masks_bytes,
-        [str(root / shard.name) for shard in task.shards],
-        [name] * len(task.shards),
+        shards,
+        sources,
     )
 
 

@@ -1,8 +1,8 @@
 """The task file of a source of which only some shards were copied.
 
 Like a task file that was rebuilt from shards, it has no size, time or digest of the source and no counts of
-its members: they are not those of these shards. So reshard treats the source as changed, and verify does not
-compare it with a quarantine. The quarantine and the warnings of the source are not copied.
+its members, because they would be those of all shards. So reshard treats the source as changed, and
+verify does not compare it with a quarantine. The quarantine and the warnings of the source are not copied.
 """
 
 from collections.abc import Sequence
@@ -59,8 +59,8 @@ def partial_task(task: Task, shards: Sequence[ShardInfo], indexes: Sequence[Path
 
 def _largest(shard: str, rows: Any, reader: Reader) -> dict[str, int]:
     """Per image: masks, runs, and bytes of COCO strings, JPEG and mask record; see sa1b.shards.largest."""
-    places = zip(*(rows[name].to_pylist() for name in _COLUMNS[1:4]), strict=True)
-    records = reader.read_ranges(Range(shard, offset, length, crc) for offset, length, crc in places)
+    locations = zip(*(rows[name].to_pylist() for name in _COLUMNS[1:4]), strict=True)
+    records = reader.read_ranges(Range(shard, offset, length, crc) for offset, length, crc in locations)
     counts = rows["runs_count"].to_pylist()
     return {
         "masks": max(map(len, counts), default=0),
