@@ -37,7 +37,7 @@ def main(
     """Check a dataset directory.
 
     Checks the digests and the structure of every shard and every other file of the dataset. Members are
-    compared with index and sample table, mask records with the index. No file is changed or locked.
+    compared with index and sample table, and mask records with the index. No file is changed or locked.
     If reshard runs at the same time, the report lists the sources that it is writing.
 
     Args:

@@ -116,7 +116,7 @@ class BucketRequests:
         )
 
     def put_absent(self, name: str, data: bytes) -> bool:
-        """Write a small object unless it exists. False also after an own attempt whose response was lost."""
+        """Write a small object unless it exists. False too if only the response was lost."""
         url = self.url(name)
         try:
             with self.writing(name):
