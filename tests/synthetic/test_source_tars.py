@@ -362,3 +362,17 @@ def test_interrupt_leaves_no_partial_file(tmp_path, tars):
 def test_importing_brings_no_torch():
     code = "import sys, sa1b.synthetic.source_tars; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--tars", "0"), "--tars 0: must be at least 1"),
+        (("--workers", "0"), "--workers 0: must be at least 1"),
+        (("--images-per-tar", "0"), f"--images-per-tar 0: must be from 1 to {IDS_PER_TAR}"),
+    ],
+)
+def test_wrong_numbers_are_refused_before_anything_is_written(tmp_path, flags, message):
+    done = run_tool(tmp_path / "source", *flags)
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+    assert not (tmp_path / "source").exists()
