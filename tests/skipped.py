@@ -5,12 +5,16 @@ from collections.abc import Iterable
 import pytest
 
 from tests.cluster import slurm_node
-from tests.storage import ceph
+from tests.storage import azurite, ceph, gcs
 
 # Part of the reason for the skip -> how to enable the test.
 WAYS = {
     "Chromium": "install chromium, chromium-browser or google-chrome",
     "radosgw": ceph.INSTALL,
+    azurite.PROGRAM: azurite.INSTALL,
+    gcs.PROGRAM: gcs.INSTALL,
+    "'gcsfs'": "pip install -e '.[gcs]'",
+    "'adlfs'": "pip install -e '.[azure]'",
     "SLURM": slurm_node.INSTALL + " (and run as root)",
     "real samples": "set SA1B_REAL_SAMPLES to a folder with sa_*.jpg and sa_*.json of SA-1B",
     "needs a GPU": "run on a machine with a GPU and a CUDA build of torch",

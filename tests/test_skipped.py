@@ -16,6 +16,14 @@ from tests import processes, skipped
             "no radosgw, ceph-mon: apt-get install radosgw",
             "1 skipped (radosgw): to run them, apt-get install",
         ),
+        (
+            "no azurite-blob: npm install -g azurite",
+            "1 skipped (azurite-blob): to run them, npm install -g azurite",
+        ),
+        (
+            "could not import 'gcsfs': No module named 'gcsfs'",
+            "1 skipped ('gcsfs'): to run them, pip install -e '.[gcs]'",
+        ),
         ("no real samples in /somewhere", "1 skipped (real samples): to run them, set SA1B_REAL_SAMPLES to"),
         ("Skipped: needs a GPU", "1 skipped (needs a GPU): to run them, run on a machine with a GPU"),
     ],

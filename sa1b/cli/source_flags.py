@@ -9,6 +9,7 @@ from sa1b.cli.paths import check_scratch_flag
 from sa1b.console import counted
 from sa1b.errors import UsageError
 from sa1b.sources.link_list import Link, is_url, read_links
+from sa1b.storage.protocols import READ_ONLY, endpoint_options, protocol_of
 from sa1b.storage.store import Store, open_store
 
 
@@ -52,15 +53,18 @@ def linked(
     """
     from sa1b.sources.remote_sources import links_at
 
-    options = {"endpoint_url": endpoint} if endpoint else {}
-    found = [link for text in source if is_url(text) for link in links_at(text, options)]
+    urls = filter(is_url, source)
+    found = [link for url in urls for link in links_at(url, endpoint_options(url, endpoint))]
     if path is not None:
         listed, others = read_links(path)
         found += listed
         if others:
             names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
             sys.stderr.write(f"note: {path}: {counted(len(others), 'other file')} left out ({names})\n")
-    return tuple(replace(one, connections=connections, max_rate=rate, options=options) for one in found)
+    return tuple(
+        replace(one, connections=connections, max_rate=rate, options=endpoint_options(one.url, endpoint))
+        for one in found
+    )
 
 
 def store_of(out: str, scratch: Path | None, endpoint: str | None, source: tuple[str, ...]) -> Store:
@@ -69,11 +73,12 @@ def store_of(out: str, scratch: Path | None, endpoint: str | None, source: tuple
     Raises:
         UsageError: a flag does not fit --out, or --out cannot be written.
     """
-    if out.startswith(("http://", "https://")):
+    if protocol_of(out) in READ_ONLY:
         raise UsageError(
-            f"--out {out}: http(s) can only be read; pass a folder, or a URL such as s3://BUCKET/FOLDER"
+            f"--out {out}: {protocol_of(out)} can only be read; pass a folder, or a URL such as "
+            "s3://BUCKET/FOLDER"
         )
     check_scratch_flag(scratch, out)
     if endpoint is not None and not any(map(is_url, (out, *source))):
         raise UsageError(f"--endpoint {endpoint}: only if --out or SOURCE is a URL; omit it")
-    return open_store(out, scratch=scratch, options={"endpoint_url": endpoint} if endpoint else None)
+    return open_store(out, scratch=scratch, options=endpoint_options(out, endpoint) if is_url(out) else None)

@@ -16,6 +16,7 @@ from sa1b.engine.ranks import RankInfo
 from sa1b.errors import ManifestError, Sa1bError, UsageError
 from sa1b.shards.dataset import Dataset
 from sa1b.storage.errors import MissingError
+from sa1b.storage.protocols import endpoint_options
 from sa1b.stream.batch import Batch
 from sa1b.stream.dataset import Stream
 from sa1b.stream.loader import Loader
@@ -229,4 +230,4 @@ class Feed:
 
 
 def _options(config: DataConfig) -> dict[str, Any] | None:
-    return {"endpoint_url": config.endpoint} if config.endpoint else None
+    return endpoint_options(str(config.root), config.endpoint) or None

@@ -25,9 +25,9 @@ from typing import Any
 from sa1b.storage.bucket_requests import CLOCK, BucketRequests
 from sa1b.storage.conditions import PROBE, Conditions, is_removed
 from sa1b.storage.errors import MissingError, StorageError, UnavailableError
-from sa1b.storage.file_system import protocol_of
 from sa1b.storage.objects import Stat, Upload
 from sa1b.storage.processes import process_of
+from sa1b.storage.protocols import protocol_of
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from sa1b.storage.s3_objects import S3Objects
@@ -175,6 +175,7 @@ class BucketStore(Store):
         names = [name for name in self._requests.sizes("") if name.startswith((CLOCK, PROBE))]
         names = [name for name in names if has_ended(process_of(name), self.age(name) or 0.0)]
         self.remove(*names)
+        self._conditions.remove_stale_locks()
         return len(names)
 
     def uploads(self) -> list[Upload]:

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from sa1b.storage.errors import DamageError, DeniedError, MissingError, StorageError
-from sa1b.storage.file_system import S3, protocol_of
 from sa1b.storage.loop import result_of
 from sa1b.storage.objects import ConditionError, Objects, Stat
 from sa1b.storage.processes import temporary_name
+from sa1b.storage.protocols import READ_ONLY, S3, protocol_of
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from sa1b.storage.s3_objects import S3Objects
@@ -160,9 +160,9 @@ class BucketRequests:
     def writing(self, name: str) -> Iterator[None]:
         """Errors of a write, with the way out."""
         url, protocol = self.url(name), protocol_of(self.root)
-        if protocol in ("http", "https"):
+        if protocol in READ_ONLY:
             raise StorageError(
-                f"{url}: http(s) can only be read; write to a folder, or to s3://, gs:// or az://", url=url
+                f"{url}: {protocol} can only be read; write to a folder, or to s3://, gs:// or az://", url=url
             )
         try:
             yield

@@ -2,7 +2,8 @@
 
 The file systems wrap errors: s3fs turns most error responses into an OSError whose `__cause__` is the
 client's error, and aiohttp and botocore have their own exception classes. None of these libraries is imported
-here. An exception is recognised by its attributes and by the module of its class.
+here. An exception is recognised by its attributes and by the module of its class. gcsfs raises two kinds of
+error responses without their status, so these are recognised by their message.
 """
 
 import errno
@@ -66,7 +67,14 @@ _TIMEOUTS = {"RequestTimeout", "RequestTimeoutException"}
 _DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}  # a write, in transit
 _REFUSED = {"ParamValidationError", "InvalidURL", "InvalidUrlClientError", "SSLCertVerificationError"}
 _LOOKUPS = {"CredentialRetrievalError", "MetadataRetrievalError"}  # the metadata service is not available
-_CLIENTS = {"botocore", "aiobotocore", "aiohttp", "urllib3", "requests", "http", "ssl", "gcsfs", "google"}
+_CLIENTS = {
+    *("botocore", "aiobotocore"),
+    *("gcsfs", "google"),
+    *("adlfs", "azure", "msal"),
+    *("huggingface_hub", "httpx", "httpcore"),
+    *("aiohttp", "urllib3", "requests", "http", "ssl"),
+}
+_GCSFS = (("Forbidden: ", 403), ("Bad Request: ", 400))  # first words of the message -> status
 _DEVICE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO}
 
 
@@ -149,8 +157,14 @@ def _response(link: BaseException) -> tuple[int, str]:
     if isinstance(response, dict):  # botocore's ClientError
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return int(status or 0), str(response.get("Error", {}).get("Code", ""))
-    status = getattr(link, "status", None)  # aiohttp's ClientResponseError
-    return (status if isinstance(status, int) else 0), ""
+    candidates = (
+        getattr(link, "status", None),  # aiohttp's ClientResponseError
+        getattr(link, "status_code", None),  # the HttpResponseError of Azure's clients
+        getattr(response, "status_code", None),  # of httpx and requests
+        getattr(link, "code", None) if _name(link) == "HttpError" else None,  # gcsfs
+        next((status for words, status in _GCSFS if str(link).startswith(words)), None),
+    )
+    return next((status for status in candidates if isinstance(status, int)), 0), ""
 
 
 def class_of_response(status: int, code: str) -> ErrorClass:

@@ -22,6 +22,7 @@ from sa1b.storage.processes import is_of_dead_process, process_of, temporary_nam
 from sa1b.storage.s3_objects import S3Objects
 
 PROBE = ".probe-"  # first part of the name of the object of a check
+_LOCK_ENDING = ".lock"  # of the name of a lock object
 _LOCK = ".lock-"  # first part of the content of a lock object
 _REMOVED = b"sa1b: removed "  # first part of a tombstone
 _REMOVAL = 10.0  # seconds in which a process that replaced an object may remove it
@@ -55,7 +56,7 @@ class Conditions:
             return True  # an attempt was applied and its response was lost
         if is_removed(found):
             remover = process_of(found.removeprefix(_REMOVED).decode("latin-1"))
-            if is_of_dead_process(remover) or self._bucket.age(stat) > _STALE:  # it ended during a removal
+            if is_of_dead_process(remover) or self._age(name, stat) > _STALE:  # it ended during a removal
                 return self._swap(name, data, found, stat)
         return False
 
@@ -85,6 +86,15 @@ class Conditions:
                 self._bucket.do(name, delete, policy=policy)
         return True
 
+    def remove_stale_locks(self) -> None:
+        """Remove the lock objects whose process has ended or was stopped; none where `If-Match` is obeyed."""
+        has_if_match = self._has_if_match
+        if has_if_match or (has_if_match is None and isinstance(self._bucket.objects, S3Objects)):
+            return
+        for name in self._bucket.sizes("", deep=True):
+            if name.rpartition("/")[2].startswith(".") and name.endswith(_LOCK_ENDING):
+                self._remove_stale(name)
+
     def _swap(self, name: str, data: bytes, found: bytes, stat: Stat) -> bool:
         """Replace an object unless it differs from `found`, an earlier read; whether it was replaced."""
         url = self._bucket.url(name)
@@ -101,7 +111,7 @@ class Conditions:
     def _swap_locked(self, name: str, data: bytes, found: bytes) -> bool:
         """As `_swap`, for the holder of a lock object."""
         folder, _, last = name.rpartition("/")
-        lock = f"{folder}/.{last}.lock" if folder else f".{last}.lock"
+        lock = f"{folder}/.{last}{_LOCK_ENDING}" if folder else f".{last}{_LOCK_ENDING}"
         token = temporary_name(_LOCK).encode()
         policy = self._bucket.reader.retry_policy
         end = time.monotonic() + _REMOVAL
@@ -125,8 +135,15 @@ class Conditions:
         with contextlib.suppress(FileNotFoundError):
             found, stat = self._bucket.get(lock)
             owner = process_of(found.decode("latin-1"))
-            if is_of_dead_process(owner) or self._bucket.age(stat) > _STALE:
+            if is_of_dead_process(owner) or self._age(lock, stat) > _STALE:
                 self._bucket.remove(lock)
+
+    def _age(self, name: str, stat: Stat) -> float:
+        """Seconds since the last write of an object that was read; 0 if it does not exist any more."""
+        if stat.age is None and stat.written is None:  # most stores do not send it with the content
+            again = self._bucket.stat(name)
+            return 0.0 if again is None else self._bucket.age(again)
+        return self._bucket.age(stat)
 
     def _check_conditions(self) -> None:
         """Check once that the store obeys conditions of writes, with an object that no other process uses.

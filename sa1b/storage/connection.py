@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from sa1b.storage import file_system
 from sa1b.storage.classify import FaultError
 from sa1b.storage.http_range import HttpRanges, PlainUrls
+from sa1b.storage.protocols import HTTP, S3, protocol_of
 from sa1b.storage.retry import RetryPolicy
 
 T = TypeVar("T")
@@ -42,14 +43,14 @@ class Connection:
     ) -> None:
         self.system = file_system.connect(root, options, policy, in_flight)
         self.is_proven = False
-        protocol = file_system.protocol_of(root)
-        self._is_presigned = protocol in file_system.S3 and file_system.can_presign(root, options)
+        protocol = protocol_of(root)
+        self._is_presigned = protocol in S3 and file_system.can_presign(root, options)
         self._http: HttpRanges | None = None
         if self._is_presigned:
             from sa1b.storage.presign import SignedUrls
 
             self._http = HttpRanges(SignedUrls(self.system, in_flight), etags)
-        elif protocol in file_system.HTTP:
+        elif protocol in HTTP:
             self._http = HttpRanges(PlainUrls(self.system), etags)
         self._uses_http = True
 

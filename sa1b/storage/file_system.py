@@ -6,19 +6,17 @@ used, because they return short and corrupted responses without an error and fil
 
 import asyncio
 import contextlib
+import importlib
+import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from sa1b.storage.errors import StorageError
+from sa1b.storage.classify import classify_error
+from sa1b.storage.credentials import advice
+from sa1b.storage.errors import DeniedError, StorageError
+from sa1b.storage.protocols import AZURE, EXTRAS, GCS, HTTP, HUB, S3, protocol_of
 from sa1b.storage.retry import RetryPolicy
-
-S3 = ("s3", "s3a")
-HTTP = ("http", "https")
-
-
-def protocol_of(root: str) -> str:
-    """The scheme of a URL."""
-    return root.partition("://")[0]
 
 
 def can_presign(root: str, options: Mapping[str, Any]) -> bool:
@@ -51,23 +49,11 @@ def connect(root: str, options: Mapping[str, Any], policy: RetryPolicy, in_fligh
         in_flight: connections to an S3 store.
 
     Raises:
-        StorageError: no such scheme, or its package is not installed.
+        StorageError: no such scheme, its package is not installed, or there are no credentials.
     """
-    import fsspec
-
     protocol = protocol_of(root)
-    options = {**options, "skip_instance_cache": True}
-    try:
-        kind = fsspec.get_filesystem_class(protocol)
-    except ValueError:
-        raise StorageError(
-            f"{root}: fsspec has no protocol {protocol!r}; pass a folder, or a URL such as "
-            "s3://BUCKET/FOLDER or https://HOST/FOLDER",
-            url=root,
-        ) from None
-    except ImportError as error:
-        advice = "run pip install 'sa1b[s3]'" if protocol in S3 else "install it"
-        raise StorageError(f"{root}: {error}; {advice}", url=root) from None
+    kind = _kind(root)
+    options = {**kind._get_kwargs_from_urls(root), **options, "skip_instance_cache": True}
     if kind.async_impl:
         options |= {"asynchronous": True, "use_listings_cache": False}
     if protocol in S3:
@@ -86,16 +72,73 @@ def connect(root: str, options: Mapping[str, Any], policy: RetryPolicy, in_fligh
         # For proxies; and the signature in the URL of a redirection must be sent unchanged.
         defaults = {"trust_env": True, "requote_redirect_url": False}
         options["client_kwargs"] = {**defaults, **options.get("client_kwargs", {})}
-    system = kind(**options)
+    try:
+        system = kind(**options)
+    except Exception as error:
+        fault = classify_error(error)
+        if protocol not in (*GCS, *AZURE, *HUB) or (fault is None and not isinstance(error, ValueError)):
+            raise
+        message = f"{root}: no access ({fault.message if fault else error}); {advice(root)}"
+        raise DeniedError(message, url=root) from error
     if hasattr(system, "retries"):
         system.retries = 1
+    if protocol in AZURE:
+        _adapt_adlfs(system)
     return system
+
+
+def _kind(root: str) -> Any:
+    """The class of the file system of a URL."""
+    import fsspec
+
+    protocol = protocol_of(root)
+    try:
+        if protocol in GCS:
+            # Not the class that gcsfs registers: before each request to a bucket whose type it may not look
+            # up, it asks a second service, which waits up to a minute where only the endpoint is reachable.
+            logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # else it prints every failure
+            return importlib.import_module("gcsfs.core").GCSFileSystem
+        return fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        raise StorageError(
+            f"{root}: fsspec has no protocol {protocol!r}; pass a folder, or a URL such as "
+            "s3://BUCKET/FOLDER or https://HOST/FOLDER",
+            url=root,
+        ) from None
+    except ImportError as error:
+        extra = next((name for protocols, name in EXTRAS.items() if protocol in protocols), None)
+        way = f"run pip install 'sa1b[{extra}]'" if extra else "install it"
+        raise StorageError(f"{root}: {error}; {way}", url=root) from None
+
+
+def protocol_is(system: Any, protocols: tuple[str, ...]) -> bool:
+    """Whether a file system is that of one of the schemes."""
+    own = system.protocol
+    return bool({own} & set(protocols) if isinstance(own, str) else set(own) & set(protocols))
+
+
+def _adapt_adlfs(system: Any) -> None:
+    """Turn off retries and finalizers of an Azure file system.
+
+    The first wait of Azure's client is as long as an attempt may take. The finalizers, which fail in
+    asynchronous use, would print an error when the process ends; `disconnect` does their work.
+    """
+    with contextlib.suppress(AttributeError):
+        system.service_client._config.retry_policy.total_retries = 0
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        found = finalizer.peek()
+        if found is not None and found[0] is system:
+            finalizer.detach()
 
 
 async def disconnect(system: Any) -> None:
     """Close the connections of a file system."""
-    if system.async_impl and hasattr(system, "set_session"):
-        with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):
+        if hasattr(system, "service_client"):  # adlfs
+            await system.service_client.close()
+        elif getattr(system, "_session", None) is not None and protocol_is(system, GCS):
+            await system._session.close()
+        elif system.async_impl and hasattr(system, "set_session"):
             session = await system.set_session()
             await session.close()
     await asyncio.sleep(0)  # transports close in the next iteration of the loop
@@ -106,7 +149,8 @@ async def read_range(system: Any, url: str, start: int, end: int) -> bytes:
     path = system._strip_protocol(url)
     if system.async_impl:
         return bytes(await system._cat_file(path, start=start, end=end))
-    return bytes(await asyncio.to_thread(system.cat_file, path, start=start, end=end))
+    exact = {"cache_type": "none"} if protocol_is(system, HUB) else {}  # the default reads 5 MiB more
+    return bytes(await asyncio.to_thread(system.cat_file, path, start=start, end=end, **exact))
 
 
 async def size(system: Any, url: str) -> int:

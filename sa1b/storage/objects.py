@@ -5,12 +5,15 @@ function may run again after it changed the store and its response was lost.
 """
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from fsspec.callbacks import Callback
 
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")  # keys of `info`, by file system
 
@@ -72,7 +75,7 @@ class Objects:
             written = datetime.fromisoformat(written)
         if isinstance(written, datetime):
             written = written.timestamp()
-        return Stat(int(info["size"]), written=written)
+        return Stat(int(info["size"]), _md5_of(info), written=written)
 
     async def get(self, system: Any, url: str) -> tuple[bytes, Stat]:
         """A small object."""
@@ -98,12 +101,15 @@ class Objects:
             mode = {"mode": "create"} if absent else {}
             await _call(system, "pipe_file", system._strip_protocol(url), data, **mode)
         except FileExistsError:
+            if not absent:
+                raise
             raise ConditionError from None  # not classified by its cause
         return Stat(len(data))
 
-    async def put_file(self, system: Any, url: str, path: Path) -> bool:
-        """Write a large object."""
-        await _call(system, "put_file", str(path), system._strip_protocol(url))
+    async def put_file(self, system: Any, url: str, path: Path, sent: Callback) -> bool:
+        """Write a large object. `sent` has the number of bytes sent by this attempt, if known."""
+        sent.absolute_update(0)
+        await _call(system, "put_file", str(path), system._strip_protocol(url), callback=sent)
         return True
 
     async def delete(self, system: Any, url: str, match: str | None = None) -> bool:
@@ -135,6 +141,11 @@ class Objects:
 def md5(data: bytes) -> str:
     """The md5 of bytes in hexadecimal."""
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _md5_of(info: dict[str, Any]) -> str:
+    """The md5 that Google Cloud Storage computes of an object; "" for other stores."""
+    return base64.b64decode(info.get("md5Hash") or "").hex()
 
 
 async def _call(system: Any, method: str, *arguments: Any, **more: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import TypedDict
 from sa1b.storage.checksum import Crc, parts_of, wrong_parts
 from sa1b.storage.classify import ErrorClass, Fault
 from sa1b.storage.counters import CounterSet
+from sa1b.storage.credentials import advice
 from sa1b.storage.errors import (
     DamageError,
     DeniedError,
@@ -28,13 +29,6 @@ from sa1b.storage.errors import (
     UnavailableError,
 )
 
-CREDENTIALS = (
-    "credentials are looked up in this order: the options key, secret, token, profile or anon; "
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN); the profile AWS_PROFILE in "
-    "~/.aws/credentials and ~/.aws/config; the container's or the machine's role. "
-    "AWS_ENDPOINT_URL names a store other than Amazon's. "
-    "A store that does not allow listing also returns this error for an object that does not exist"
-)
 CERTIFICATES = (
     "a file with the certificate of the store's authority is set with AWS_CA_BUNDLE (s3://) or SSL_CERT_FILE "
     "(https://)"
@@ -182,17 +176,20 @@ class RetryState:
             )
             raise MissingError(f"{self.url}: {what}", **self._range)
         if fault.error_class is ErrorClass.DENIED:
-            advice = CREDENTIALS if "://" in self.url else "change its permissions, or run as another user"
-            raise DeniedError(f"{self.url}: access denied ({fault.message}); {advice}", **self._range)
+            is_remote = "://" in self.url
+            way = advice(self.url) if is_remote else "change its permissions, or run as another user"
+            raise DeniedError(f"{self.url}: access denied ({fault.message}); {way}", **self._range)
         if fault.error_class is ErrorClass.EXPIRED:
             if self.renewed_credentials:
-                raise ExpiredError(f"{self.url}: expired ({fault.message}); {CREDENTIALS}", **self._range)
+                raise ExpiredError(
+                    f"{self.url}: expired ({fault.message}); {advice(self.url)}", **self._range
+                )
             self.renewed_credentials = True
         if fault.error_class is ErrorClass.REFUSED:
-            advice = "check the URL and the credentials"
+            way = "check the URL and the credentials"
             if "CERTIFICATE_VERIFY_FAILED" in fault.message:
-                advice = CERTIFICATES
-            raise StorageError(f"{self}: the request was refused ({fault.message}); {advice}", **self._range)
+                way = CERTIFICATES
+            raise StorageError(f"{self}: the request was refused ({fault.message}); {way}", **self._range)
 
     def check_end(self, size: int) -> None:
         """Compare the range with the size of the object, in bytes, after a short read.

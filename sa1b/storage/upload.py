@@ -2,7 +2,7 @@
 
 A large file is uploaded in parts. At most PARTS_IN_FLIGHT parts are in memory. The store verifies the md5 of
 every part, and the finished object is compared with the file by its size and entity tag. Where the store's
-entity tags are not md5, the object is read back.
+entity tags are not md5, the object is read back. Stores without the S3 protocol get the file from fsspec.
 """
 
 import contextlib
@@ -10,10 +10,12 @@ import functools
 import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from fsspec.callbacks import Callback
 
 from sa1b.storage.errors import DamageError, MissingError, StorageError
 from sa1b.storage.loop import result_of
@@ -26,6 +28,7 @@ PART = 16 << 20  # bytes of a part, a multiple of PIECE; more for objects of mor
 MOST_PARTS = 10_000  # the limit of S3
 PARTS_IN_FLIGHT = 4
 _ABORT_DEADLINE = 20.0  # seconds of each request that removes an upload
+_REPORT = 0.5  # seconds between two reports of an upload by fsspec
 _TRIES = 3  # copies of an object that another process replaces meanwhile
 
 
@@ -67,9 +70,10 @@ def upload(
         result_of(reader.request(name, lambda system: objects.put(system, url, data), size=size))
         progress(size)
     else:
-        result_of(reader.request(name, lambda system: objects.put_file(system, url, path), size=size))
-        progress(size)
+        _upload_whole(reader, objects, name, path, progress)
     stat = result_of(reader.request(name, lambda system: objects.stat(system, url)))
+    if etag is None and stat.etag:
+        etag = _md5_of(path)
     if stat.size != size or (stat.etag != etag and not _is_same(reader, name, path)):
         raise DamageError(
             f"{url}: differs from {path} after the upload; check the memory and network of this machine, and "
@@ -79,6 +83,34 @@ def upload(
             expected=size,
             found=stat.size,
         )
+
+
+def _upload_whole(
+    reader: Reader, objects: Objects, name: str, path: Path, progress: Callable[[int], None]
+) -> None:
+    """Upload a file by one call of fsspec, with progress while it runs.
+
+    An attempt may take as long as a slow connection needs for the file, so the deadline grows with the size.
+    """
+    size = path.stat().st_size
+    url = reader.url(name)
+    policy = reader.retry_policy
+    policy = replace(policy, deadline=policy.deadline + size / policy.min_throughput)
+    sent = Callback()
+    future = reader.request(
+        name, lambda system: objects.put_file(system, url, path, sent), size=size, policy=policy
+    )
+    reported = seen = 0
+    try:
+        while not wait([future], timeout=_REPORT).done:
+            now = min(int(sent.value), size)
+            if now != seen:  # a repeated attempt starts at 0: then 0 bytes are reported, as a sign of life
+                progress(max(now - reported, 0))
+                seen, reported = now, max(now, reported)
+        future.result()
+    finally:
+        future.cancel()
+    progress(size - reported)
 
 
 def _upload_parts(
@@ -193,6 +225,11 @@ def _fetch(reader: Reader, name: str, stat: Stat, path: Path) -> bool:
                 parts.append(part.hexdigest())
                 part = hashlib.md5(usedforsecurity=False)
     return stat.etag == (composite_etag(parts) if in_parts else "".join(parts))
+
+
+def _md5_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def _is_same(reader: Reader, name: str, path: Path) -> bool:

@@ -54,6 +54,7 @@ from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.errors import DamageError, MissingError
 from sa1b.storage.fetch import digest, fetch
+from sa1b.storage.protocols import READ_ONLY, protocol_of
 from sa1b.storage.scratch import check_scratch
 from sa1b.storage.store import Root, Store, open_store
 from sa1b.transfer.partial import partial_task
@@ -336,9 +337,10 @@ def _check_apart(source: Store, target: Store) -> None:
     """Refuse a missing source directory, a copy to or into itself, and a DEST that cannot be written."""
     if source.is_local and not Path(source.root).is_dir():
         raise no_dataset(source.root)
-    if target.root.startswith(("http://", "https://")):
+    protocol = protocol_of(target.root)
+    if protocol in READ_ONLY:
         raise UsageError(
-            f"{target.root}: http(s) can only be read; name a folder, or a URL of s3://, gs:// or az://"
+            f"{target.root}: {protocol} can only be read; name a folder, or a URL of s3://, gs:// or az://"
         )
     one, other = source.root.rstrip("/"), target.root.rstrip("/")
     if source.is_local and target.is_local:

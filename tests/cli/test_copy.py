@@ -93,7 +93,7 @@ def test_from_a_web_server(root, tmp_path):
             assert "Clean" in verify(url).stdout
             done = run(root, f"{url}/new")
             assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-            assert "http(s) can only be read; name a folder" in done.stderr
+            assert "can only be read; name a folder" in done.stderr
         finally:
             server.kill()
 

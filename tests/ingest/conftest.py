@@ -12,9 +12,9 @@ import pytest
 from tests.ingest.bad_pairs import BAD, GOOD, Outcome, typed
 from tests.shards import tiny
 from tests.shards.tiny import pair, pair_members, pairs
-from tests.storage.conftest import ceph_bucket, gateway
+from tests.storage.conftest import azurite_server, ceph_bucket, cloud, cloud_bucket, gateway, gcs_server
 
-__all__ = ["ceph_bucket", "gateway"]
+__all__ = ["azurite_server", "ceph_bucket", "cloud", "cloud_bucket", "gateway", "gcs_server"]
 
 
 @pytest.fixture

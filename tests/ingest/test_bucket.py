@@ -430,8 +430,8 @@ def test_a_full_scratch_disk_stops_the_run_and_the_next_one_resumes(small_disk: 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--out", "http://127.0.0.1:1/shards"], "http(s) can only be read; pass a folder, or a URL"),
-        (["--out", "https://127.0.0.1:1/shards", "--finish"], "http(s) can only be read"),
+        (["--out", "http://127.0.0.1:1/shards"], "can only be read; pass a folder, or a URL"),
+        (["--out", "https://127.0.0.1:1/shards", "--finish"], "can only be read"),
         (["--out", "nonsense://bucket/shards"], "fsspec has no protocol 'nonsense'"),
         (
             ["--out", "PATH", "--scratch", "elsewhere"],

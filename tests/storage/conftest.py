@@ -16,7 +16,7 @@ import pytest
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.reader import Range, Reader
 from sa1b.storage.retry import RetryPolicy
-from tests.storage import ceph
+from tests.storage import azurite, ceph, gcs
 from tests.storage.service import Service
 
 SIZE = 4_000_000
@@ -121,6 +121,44 @@ def ceph_bucket(gateway: ceph.Gateway, tmp_path: Path) -> Iterator[BucketStore]:
         make_bucket(bucket)
         yield bucket
         assert bucket.uploads() == []
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[gcs.Server]:
+    pytest.importorskip("gcsfs")
+    if gcs.missing():
+        pytest.skip(f"no {gcs.PROGRAM}: {gcs.INSTALL}")
+    with gcs.Server() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def azurite_server() -> Iterator[azurite.Server]:
+    pytest.importorskip("adlfs")
+    if azurite.missing():
+        pytest.skip(f"no {azurite.PROGRAM}: {azurite.INSTALL}")
+    with azurite.Server() as running:
+        yield running
+
+
+def directory_of(server: gcs.Server | azurite.Server, scratch: Path) -> BucketStore:
+    """A dataset directory in a new bucket or container of an emulator."""
+    root = f"{server.protocol}://{server.new_bucket()}/shards"
+    return BucketStore(root, scratch=scratch, options=server.options)
+
+
+@pytest.fixture(params=["gs", "az"])
+def cloud(request: pytest.FixtureRequest) -> gcs.Server | azurite.Server:
+    """An emulator of a store without the S3 protocol."""
+    name = {"gs": "gcs_server", "az": "azurite_server"}[request.param]
+    found: gcs.Server | azurite.Server = request.getfixturevalue(name)
+    return found
+
+
+@pytest.fixture
+def cloud_bucket(cloud: gcs.Server | azurite.Server, tmp_path: Path) -> Iterator[BucketStore]:
+    with contextlib.closing(directory_of(cloud, tmp_path / "scratch")) as bucket:
+        yield bucket
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,59 @@ def test_error_responses_of_a_store(status: int, code: str, error_class: ErrorCl
     assert fault.error_class is error_class
 
 
+class HttpError(Exception):
+    """As gcsfs raises an error response; the name is what counts."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"message, {code}")
+        self.code = code
+
+
+class HttpResponseError(Exception):
+    """As Azure's clients raise an error response."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("message")
+        self.status_code = status
+
+
+class HubError(Exception):
+    """As huggingface_hub raises an error response."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("message")
+        self.response = HttpResponseError(status)
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "error_class"),
+    [
+        (OSError("Forbidden: http://x/b/o\nno access"), ErrorClass.DENIED),
+        (ValueError("Bad Request: http://x/b/o\ninvalid"), ErrorClass.REFUSED),
+        (HttpError(401), ErrorClass.DENIED),
+        (HttpError(416), ErrorClass.SHORT),
+        (HttpError(429), ErrorClass.THROTTLED),
+        (HttpError(503), ErrorClass.THROTTLED),
+        (HttpResponseError(403), ErrorClass.DENIED),
+        (HttpResponseError(404), ErrorClass.MISSING),
+        (HttpResponseError(416), ErrorClass.SHORT),
+        (HttpResponseError(500), ErrorClass.SERVER_ERRORS),
+        (HubError(403), ErrorClass.DENIED),
+        (caused(FileNotFoundError("datasets/o/n"), HubError(401)), ErrorClass.DENIED),
+        (caused(FileNotFoundError("a/b"), HttpResponseError(404)), ErrorClass.MISSING),
+    ],
+)
+def test_error_responses_of_other_file_systems(error: Exception, error_class: ErrorClass) -> None:
+    fault = classify_error(error)
+    assert fault is not None
+    assert fault.error_class is error_class
+
+
 @pytest.mark.parametrize(
     ("error", "error_class"),
     [
