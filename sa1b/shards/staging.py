@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from sa1b.shards.manifest import PARTIAL, QUARANTINE, TASKS
@@ -61,6 +62,22 @@ def remove_leftovers(root: Root, spill: Path | None = None) -> None:
     store.remove_temporary(_is_abandoned)
     for name in store.names(TASKS, ENDING):
         remove_dead(store, f"{TASKS}/{name}", timeout=_ABANDONED)
+
+
+@contextlib.contextmanager
+def clean_scratch(store: Store) -> Iterator[None]:
+    """Context of work on copies of objects of a bucket: removes those of ended processes, before and after.
+
+    A worker process that is killed leaves its copies in the scratch folder.
+    """
+    if store.is_local:
+        yield
+        return
+    try:
+        remove_local_leftovers(store)
+        yield
+    finally:
+        remove_local_leftovers(store)
 
 
 def remove_local_leftovers(store: Store, spill: Path | None = None) -> None:

@@ -22,6 +22,7 @@ from sa1b.shards import manifest
 from sa1b.shards.commit import dataset_claim, shard_files, write_dataset
 from sa1b.shards.index_reader import UNREADABLE
 from sa1b.shards.manifest import DATASET, TASKS, ShardInfo
+from sa1b.shards.staging import clean_scratch
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import Claim, live_holders
 from sa1b.storage.scratch import check_scratch
@@ -108,7 +109,7 @@ def rebuild_shards(
     with bar(0, "index", "B", quiet) as progress:
         for folder, names in folders.items():
             store = open_store(folder, scratch=scratch)
-            with _exclusive(store):
+            with clean_scratch(store), _exclusive(store):
                 recorded = Recorded.read(store)
                 sizes = _sizes(store, names, recorded)
                 check_scratch(store, sizes, workers)
@@ -135,7 +136,7 @@ def rebuild_root(
     began = time.monotonic()
     summary = RebuildSummary()
     store = open_store(root, scratch=scratch)
-    with _exclusive(store):
+    with clean_scratch(store), _exclusive(store):
         recorded = Recorded.read(store)
         # Other versions of the libraries write other bytes: only indexes of the installed ones are kept.
         of = {"rebuild": "index", "with_runs": recorded.index_runs, "versions": manifest.versions()}
@@ -170,7 +171,7 @@ def rebuild_tables(root: Root, *, scratch: Path | None = None) -> RebuildSummary
     began = time.monotonic()
     summary = RebuildSummary()
     store = open_store(root, scratch=scratch)
-    with _exclusive(store):
+    with clean_scratch(store), _exclusive(store):
         recorded = Recorded.read(store)
         check_digests(store, recorded, {})
         lost = sorted(recover.lost_sources(store, recorded.tasks, recorded.dataset))

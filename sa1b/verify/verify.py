@@ -11,6 +11,7 @@ from sa1b.errors import UsageError
 from sa1b.progress import bar
 from sa1b.shards.commit import shard_files
 from sa1b.shards.manifest import DATASET, TASKS, no_dataset
+from sa1b.shards.staging import clean_scratch
 from sa1b.storage.errors import StorageError
 from sa1b.storage.scratch import check_scratch
 from sa1b.storage.store import Root, Store, open_store
@@ -65,7 +66,7 @@ def verify(
             f"--state {state}: is inside {store.root}, which a check does not change; name another folder"
         )
     report = Report(store.root, deep)
-    with RootCheck(store, report) as check:
+    with clean_scratch(store), RootCheck(store, report) as check:
         expected = check.expected()
         check_scratch(store, [one.info.bytes + one.info.index_bytes for one in expected], workers)
         if state is None:

@@ -30,6 +30,7 @@ from tests.storage.service import Service
 __all__ = ["alone", "tars"]
 pytestmark = [
     pytest.mark.ceph,
+    pytest.mark.slow,  # tests/ingest/test_bucket.py has the same on a bucket without a server
     pytest.mark.skipif(bool(ceph.missing()), reason=f"no {', '.join(ceph.missing())}: {ceph.INSTALL}"),
 ]
 

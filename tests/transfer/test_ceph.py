@@ -20,6 +20,7 @@ from tests.transfer.test_killed import killed, points
 
 pytestmark = [
     pytest.mark.ceph,
+    pytest.mark.slow,  # tests/transfer/test_copy.py has the same on folders and buckets in memory
     pytest.mark.skipif(bool(ceph.missing()), reason=f"no {', '.join(ceph.missing())}: {ceph.INSTALL}"),
 ]
 REPOSITORY = Path(__file__).parents[2]

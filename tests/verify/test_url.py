@@ -2,6 +2,8 @@
 
 import contextlib
 import secrets
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -55,6 +57,21 @@ def bucket(each_root, tmp_path):
 
 def scratch_files(bucket):
     return [path for path in bucket.store.scratch.rglob("*") if path.is_file()]
+
+
+def test_copies_of_killed_processes_are_removed(bucket):
+    dead = subprocess.run(
+        [sys.executable, "-c", "from sa1b.storage.processes import this_process as p; print(p())"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    for verb in (check, rebuild_root):
+        left = bucket.store.scratch / f".download.{dead}-0123abcd.partial" / "0"
+        left.mkdir(parents=True)
+        (left / "sa1b-000001-0000.tar").write_bytes(bytes(1000))
+        verb(bucket.store)
+        assert not left.parent.exists()
 
 
 def test_a_bucket_has_the_report_of_the_folder(bucket, each_root):
