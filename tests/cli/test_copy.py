@@ -66,8 +66,7 @@ def test_a_damaged_source_is_left_out(root, tmp_path):
     done = run(root, tmp_path / "copy")
     assert done.returncode == 1
     assert (
-        f"FAILED sa_000001: {root}/sa1b-000001-0000.parquet: not there; run `{command('index')} "
-        in done.stdout
+        f"FAILED sa_000001: {root}/sa1b-000001-0000.parquet: missing; run `{command('index')} " in done.stdout
     )
     assert done.stdout.splitlines()[-1].startswith(f"Not complete: {tmp_path}/copy/dataset.json")
 
