@@ -17,7 +17,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from sa1b.cli.paths import check_scratch_flag
+from sa1b.cli.paths import check_scratch_flag, check_writable
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.sources.link_list import is_url
@@ -61,6 +61,8 @@ def main(
     check_scratch_flag(scratch, *path)
     if workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1")
+    for one in path:
+        check_writable("the command writes there", one)
     with loading():
         from sa1b.verify.rebuild import rebuild_root, rebuild_shards, rebuild_tables
     root = folders[0] if folders else None

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from sa1b.arguments import was_url
+from sa1b.console import command
 from sa1b.errors import UsageError
 from sa1b.sources.link_list import is_url
 
@@ -15,6 +16,23 @@ def check_here(flag: str, value: Path | None) -> None:
     """
     if value is not None and was_url(value):
         raise UsageError(f"{flag} {value}: must be a path of this machine, not a URL")
+
+
+def check_writable(what: str, root: str) -> None:
+    """Refuse a dataset directory at a URL that can only be read.
+
+    Args:
+        what: what the command writes, for the message.
+
+    Raises:
+        UsageError: the URL is of a web server or of the Hugging Face Hub.
+    """
+    protocol = root.partition("://")[0]
+    if protocol in ("http", "https", "hf") and "://" in root:
+        raise UsageError(
+            f"{root}: {protocol} can only be read, and {what}; copy it to a folder with "
+            f"`{command('copy')}` first"
+        )
 
 
 def check_scratch_flag(scratch: Path | None, *roots: str) -> None:

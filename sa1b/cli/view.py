@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from sa1b.cli.paths import check_here
+from sa1b.cli.paths import check_here, check_writable
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
@@ -75,6 +75,8 @@ def main(
             "--held-out or --ids, or give a view of all images a --name"
         )
     check_here("--out", out)
+    if out is None:
+        check_writable("a view is written there without --out", root)
     with loading():
         from sa1b.views.selection import Selection, select
     selection = Selection(masks_where, images_where, subset, held_out, split, ids, missing)

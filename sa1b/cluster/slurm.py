@@ -132,6 +132,12 @@ def train_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int,
     ]
     lines += [
         "",
+        "command -v torchrun > /dev/null || {",
+        "    echo 'error: torchrun is not in PATH; print this script again with --setup COMMAND, such as' \\",
+        "        'source venv/bin/activate' >&2",
+        "    exit 127",
+        "}",
+        "",
         "# The ranks meet on the first node. The port depends on the job, so that two jobs can share a node.",
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "port=$((20000 + SLURM_JOB_ID % 20000))",

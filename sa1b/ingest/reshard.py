@@ -28,6 +28,7 @@ from sa1b.ingest.ingest import Counts, Policy
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Outcome, Run, is_unchanged, work_on
 from sa1b.progress import bar
+from sa1b.shards.commit import abort_abandoned_uploads
 from sa1b.shards.manifest import PARTIAL, Options, Task, read_tasks, task_name
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.sources.remote_sources import remote_sources
@@ -132,6 +133,8 @@ def reshard(
         remove_local_leftovers(store, policy.spill)
         if not summary.store_error:  # otherwise every operation would wait until the deadline
             remove_leftovers(store, policy.spill)
+            if summary.interrupted:
+                abort_abandoned_uploads(store, [source.name for source in waiting])
             release_options(store)
     if not summary.store_error:
         summary.tasks = read_tasks(store)

@@ -8,7 +8,7 @@ lists it. A process that dies at any point leaves a directory that readers can o
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
@@ -34,7 +34,7 @@ from sa1b.shards.manifest import (
 from sa1b.shards.sample_table import SampleTable, encode, open_table, read_facts, write_table
 from sa1b.shards.shard import index_path
 from sa1b.storage.atomic import flush, naming_path
-from sa1b.storage.claim import exclusive
+from sa1b.storage.claim import Claim, exclusive
 from sa1b.storage.store import Root, Store, each, open_store, temporary_path
 
 _DATASET_CLAIM = ".dataset.claim"  # the process that writes dataset.json now
@@ -84,6 +84,17 @@ def abort_uploads(store: Store, source: str) -> None:
         return name.startswith(quarantine) or is_shard_of(name.replace(".parquet", ".tar"), source)
 
     store.abort_uploads(matches)
+
+
+def abort_abandoned_uploads(store: Store, sources: Iterable[str]) -> None:
+    """Remove the unfinished uploads of sources that no process is writing: those of killed workers."""
+    left = [one.name.replace(".parquet", ".tar") for one in store.uploads()]
+    for source in sources:
+        if any(is_shard_of(name, source) or f"/{source}/" in name for name in left):
+            claim = Claim.take(store, task_name(source, "claim"))
+            if claim is not None:
+                abort_uploads(store, source)
+                claim.release()
 
 
 def commit_quarantine(name: str, staged: Path, root: Root) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sa1b.console import command
 from sa1b.errors import UsageError
 from sa1b.progress import bar
 from sa1b.shards.commit import shard_files
@@ -60,6 +61,11 @@ def verify(
     began = time.monotonic()
     store = open_store(root, scratch=scratch)
     check_is_dataset(store)
+    if store.root.startswith(("http://", "https://")) and not store.names(TASKS):
+        raise UsageError(
+            f"{store.root}: the server lists no files, so that the directory cannot be checked; copy it to a "
+            f"folder with `{command('copy')}` and check the copy"
+        )
     where = str(Path(store.root).resolve()) if store.is_local else store.root
     if state is not None and store.is_local and state.resolve().is_relative_to(where):
         raise UsageError(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,11 @@ from sa1b.ingest.worker import Run, work_on
 from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import discover
 from sa1b.storage.bucket import BucketStore
+from sa1b.storage.claim import Claim
 from sa1b.storage.errors import DeniedError, StorageError, UnavailableError
+from sa1b.storage.objects import Upload
+from sa1b.storage.store import FolderStore
+from sa1b.workers import Event
 from tests import processes
 from tests.ingest.test_several_runs import files
 from tests.shards import tiny
@@ -241,6 +245,29 @@ def test_ctrl_c_leaves_no_claim_and_no_file_in_scratch(tmp_path: Path) -> None:
     assert "Interrupted. Nothing is damaged; run the same command again to resume." in out
     assert list(tmp_path.glob("root/tasks/*")) == []
     assert left(tmp_path) == []
+
+
+def test_an_interrupted_run_removes_its_unfinished_uploads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed workers cannot: the run does, except for uploads of sources that another process is writing."""
+    for number in range(3):
+        tiny.make_tar(tmp_path / "in" / f"sa_00000{number}.tar", [number])
+    left = {"sa1b-000000-0000.tar", "sa1b-000001-0002.tar", "sa1b-000009-0000.tar"}
+    store = FolderStore(tmp_path / "root")
+    monkeypatch.setattr(store, "uploads", lambda: [Upload(name, "1", 5.0) for name in sorted(left)])
+    monkeypatch.setattr(
+        store, "abort_uploads", lambda matches: left.difference_update([one for one in left if matches(one)])
+    )
+
+    def interrupted(*_: object, **__: object) -> Iterator[Event]:
+        raise KeyboardInterrupt
+        yield
+
+    with Claim.take(store, "tasks/sa_000001.claim") or pytest.fail("the claim is free"):
+        summary = reshard([tmp_path / "in"], store, Options(), Policy(), Run(quiet=True), interrupted)
+    assert summary.interrupted
+    assert left == {"sa1b-000001-0002.tar", "sa1b-000009-0000.tar"}
 
 
 def test_runs_killed_at_requests_are_resumed(tmp_path: Path) -> None:
