@@ -11,9 +11,10 @@ import hashlib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsspec.callbacks import Callback
+if TYPE_CHECKING:
+    from fsspec.callbacks import Callback  # slow; commands import this module for --help
 
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")  # keys of `info`, by file system
 
@@ -106,7 +107,7 @@ class Objects:
             raise ConditionError from None  # not classified by its cause
         return Stat(len(data))
 
-    async def put_file(self, system: Any, url: str, path: Path, sent: Callback) -> bool:
+    async def put_file(self, system: Any, url: str, path: Path, sent: "Callback") -> bool:
         """Write a large object. `sent` has the number of bytes sent by this attempt, if known."""
         sent.absolute_update(0)
         await _call(system, "put_file", str(path), system._strip_protocol(url), callback=sent)
