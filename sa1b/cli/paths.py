@@ -6,6 +6,7 @@ from sa1b.arguments import was_url
 from sa1b.console import command
 from sa1b.errors import UsageError
 from sa1b.sources.link_list import is_url
+from sa1b.storage.protocols import READ_ONLY, protocol_of
 
 
 def check_here(flag: str, value: Path | None) -> None:
@@ -27,8 +28,8 @@ def check_writable(what: str, root: str) -> None:
     Raises:
         UsageError: the URL is of a web server or of the Hugging Face Hub.
     """
-    protocol = root.partition("://")[0]
-    if protocol in ("http", "https", "hf") and "://" in root:
+    protocol = protocol_of(root)
+    if protocol in READ_ONLY:
         raise UsageError(
             f"{root}: {protocol} can only be read, and {what}; copy it to a folder with "
             f"`{command('copy')}` first"

@@ -91,7 +91,7 @@ def _kind(root: str) -> Any:
     """The class of the file system of a URL."""
     import fsspec
 
-    protocol = protocol_of(root)
+    protocol = protocol_of(root) or root  # "s3:" of "s3://", which names no bucket, is no protocol
     try:
         if protocol in GCS:
             # Not the class that gcsfs registers: before each request to a bucket whose type it may not look

@@ -14,8 +14,9 @@ EXTRAS = {S3: "s3", GCS: "gcs", AZURE: "azure"}  # extras of this package with t
 
 
 def protocol_of(root: str) -> str:
-    """The scheme of a URL."""
-    return root.partition("://")[0]
+    """The scheme of a URL; "" for a path, which may have the name of a scheme."""
+    scheme, separator, _ = root.partition("://")
+    return scheme if separator else ""
 
 
 def endpoint_options(url: str, endpoint: str | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sa1b.storage.retry import RetryPolicy
 from tests import processes
 from tests.ingest.bucket_runs import contents
 from tests.ingest.test_bucket import REPOSITORY, TARS, alone, convert, killed_at, left, tars
+from tests.ingest.test_several_runs import ended
 from tests.storage import ceph
 from tests.storage.conftest import HASTY
 from tests.storage.fault_proxy import WRITES
@@ -54,13 +55,6 @@ def start(tars: Path, store: BucketStore, *flags: object, endpoint: str = "") ->
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-
-
-def ended(process: processes.Process, code: int = 0) -> dict[str, object]:
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == code, errors + out
-    found: dict[str, object] = json.loads(out)
-    return found
 
 
 def test_the_bytes_are_those_of_a_local_run(

@@ -127,6 +127,15 @@ def test_a_folder_whose_name_has_a_colon(
         assert done.returncode == 0, done.stderr + done.stdout
 
 
+def test_a_folder_with_the_name_of_a_scheme(
+    tmp_path: Path, downloads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = reshard(downloads, "--out", "http")
+    assert done.returncode == 0, done.stderr
+    assert len(sa1b.open("http")) == 12
+
+
 def test_a_url_where_a_path_belongs(tmp_path: Path, downloads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for verb, words, message in (
