@@ -33,10 +33,10 @@ from sa1b.engine.control import StepTime
 from sa1b.engine.evaluation import score
 from sa1b.engine.gradients import finish, micro_batch, warm_up
 from sa1b.engine.health import HealthError
-from sa1b.engine.metrics import ChromeTrace
 from sa1b.engine.optim import lr_at, set_lr, update_ema
 from sa1b.engine.parallel import set_timeout, start, stop
 from sa1b.engine.presets import PRESETS
+from sa1b.engine.profile_trace import ChromeTrace
 from sa1b.engine.ranks import explain
 from sa1b.engine.run import Run
 from sa1b.errors import CheckpointError, UsageError

@@ -1,29 +1,24 @@
-"""Records of a run: JSON lines, TensorBoard, a progress bar and a Chrome trace."""
+"""Records of a run: JSON lines, curves and a progress line."""
 
-import errno
-import io
 import json
 import math
-import os
 import resource
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import sa1b
 from sa1b.engine.control import Control, StepFigures, StepTime
+from sa1b.engine.curves import Curves
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
-from sa1b.storage.atomic import append, append_line, write_whole
+from sa1b.storage.atomic import append_line, write_whole
 
 PARTS = ("data", "compute", "update", "checkpoint")  # the measured parts of a step
 
@@ -177,41 +172,6 @@ class Metrics:
         return found
 
 
-class Curves:
-    """A TensorBoard event file.
-
-    torch's SummaryWriter writes in a background thread, which ends with a traceback if the disk is full.
-
-    Args:
-        folder: folder of the file; every start of a run has a new file.
-        first: step from which TensorBoard drops the points of earlier files.
-    """
-
-    def __init__(self, folder: Path, first: int) -> None:
-        self._proto: Any = import_module("tensorboard.compat.proto.event_pb2")
-        self._records: Any = import_module("tensorboard.summary.writer.record_writer").RecordWriter
-        folder.mkdir(parents=True, exist_ok=True)
-        number = time.time_ns()
-        self.path = folder / f"events.out.tfevents.{number // 10**9}.{number % 10**9:09d}.{os.getpid()}"
-        start = self._proto.SessionLog(status=self._proto.SessionLog.START)
-        self._append({"file_version": "brain.Event:2"}, {"step": first, "session_log": start})
-
-    def add(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Write a point for each value that is a number."""
-        values = [
-            {"tag": name, "simple_value": float(value)}
-            for name, value in figures.items()
-            if isinstance(value, int | float)
-        ]
-        self._append({"step": step, "summary": {"value": values}})
-
-    def _append(self, *events: dict[str, Any]) -> None:
-        data = io.BytesIO()
-        for event in events:
-            self._records(data).write(self._proto.Event(wall_time=time.time(), **event).SerializeToString())
-        append(self.path, data.getvalue())
-
-
 def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Figures as JSON values: None replaces numbers that are not finite."""
     return {
@@ -294,54 +254,3 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class ChromeTrace:
-    """Records the steps `first` to `last` and writes RUN/trace-<rank>.json after the last one.
-
-    Args:
-        steps: first and last step, counted from 0; None: nothing is recorded.
-    """
-
-    def __init__(
-        self, steps: tuple[int, int] | None, run: Path, rank_info: RankInfo, control: Control
-    ) -> None:
-        self.path = run / f"trace-{rank_info.rank}.json"
-        self._steps = steps
-        self._control = control
-        self._on_gpu = rank_info.device.type == "cuda"
-        self._profile: profile | None = None
-
-    def before(self, step: int) -> None:
-        """Call this before each step."""
-        if self._steps is not None and self._profile is None and self._steps[0] <= step <= self._steps[1]:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-            self._profile = profile(activities=activities)
-            self._profile.start()
-
-    def after(self, step: int) -> None:
-        """Call this after each step."""
-        if self._profile is not None and self._steps is not None and step >= self._steps[1]:
-            self.close()
-
-    def close(self) -> None:
-        """Write the steps recorded so far."""
-        if self._profile is None:
-            return
-        self._profile.stop()
-        with self._control.writing():
-            try:
-                self._profile.export_chrome_trace(str(self.path))
-            except RuntimeError as error:
-                raise OSError(errno.EIO, str(error), str(self.path)) from error
-            if not _ends_as_json(self.path):  # torch's writer does not report failed writes
-                raise OSError(errno.EIO, "the trace was not written completely", str(self.path))
-        self._profile, self._steps = None, None
-
-
-def _ends_as_json(path: Path) -> bool:
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        file.seek(-min(64, path.stat().st_size), os.SEEK_END)
-        return file.read().rstrip().endswith(b"}")

@@ -11,7 +11,8 @@ import torch
 
 import sa1b
 from sa1b.engine.control import Control, StepTime, WriteError
-from sa1b.engine.metrics import ChromeTrace, LoggingConfig, Metrics, about, figures_of, score_line
+from sa1b.engine.metrics import LoggingConfig, Metrics, about, figures_of, score_line
+from sa1b.engine.profile_trace import ChromeTrace
 from sa1b.errors import UsageError
 from tests.engine.stream_root import place_of
 
