@@ -24,6 +24,7 @@ VERBS = (
     "view",
     "locate",
     "bench",
+    "doctor",
     "train",
     "convert",
     "slurm",
@@ -55,6 +56,7 @@ See and select
   bench       measure images per second     sa1b bench shards
 
 Train
+  doctor      check machine and ranks       sa1b doctor shards
   train       train a model                 sa1b train --preset tiny --data.root shards --out run
                 several GPUs: torchrun --nproc_per_node=8 -m sa1b.train ...
   convert     write weights as one file     sa1b convert run --out sam.safetensors

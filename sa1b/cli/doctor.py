@@ -1,0 +1,60 @@
+"""Check that this machine, or all ranks of a job, are set up right for training, and say what to change.
+
+Example: sa1b doctor shards --out run
+         torchrun --nproc_per_node=8 -m sa1b doctor s3://BUCKET/shards
+         sa1b slurm doctor --nodes 4 --gpus 8 shards > job.sh
+
+Writes no files except a temporary one in --out. Exit code 0: no check failed; 1: a check failed; 2: a flag is
+wrong; 130: interrupted.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional, UseAppendAction
+
+from sa1b.console import loading
+from sa1b.errors import UsageError
+
+
+def main(
+    root: Annotated[Positional[str | None], tyro.conf.arg(metavar="ROOT")] = None,
+    /,
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    only: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="CHECK")] = (),
+    skip: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="CHECK")] = (),
+    seconds: float = 5.0,
+    timeout: float = 60.0,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Check that this machine, or all ranks of a job, are set up right for training.
+
+    Args:
+        root: Dataset directory that training reads, or its URL (s3://...). Without it, the checks of storage
+            are skipped.
+        out: Folder in which a run would write, to check its space.
+        only: Run only this check. May be repeated.
+        skip: Do not run this check. May be repeated.
+        seconds: Duration of each measurement of a rate, 0.1 to 600.
+        timeout: Seconds that a rank waits for the others, 1 to 3600.
+        json_output: Print the findings of all ranks as JSON, without progress.
+    """
+    if not 0.1 <= seconds <= 600:
+        raise UsageError(f"--seconds {seconds:g}: must be from 0.1 to 600")
+    if not 1 <= timeout <= 3600:
+        raise UsageError(f"--timeout {timeout:g}: must be from 1 to 3600")
+    with loading():
+        from sa1b.doctor.check import Subject
+        from sa1b.doctor.examination import examine, names
+    for flag, given in (("--only", only), ("--skip", skip)):
+        for name in given:
+            if name not in names():
+                raise UsageError(f"{flag} {name}: no such check; they are: {', '.join(names())}")
+    subject = Subject.of_this_process(root, out, seconds, timeout)
+    report = examine(subject, lambda name: (not only or name in only) and name not in skip, quiet=json_output)
+    if report is None:  # rank 0 prints the findings of this rank
+        return 0
+    print(json.dumps(report.document(), indent=1) if json_output else report.table(), flush=True)
+    return report.exit_code()

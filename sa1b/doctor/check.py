@@ -1,0 +1,88 @@
+"""A check, and the process that it examines."""
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from sa1b.doctor.report import Finding
+from sa1b.stream.plan import process_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """This process among the ranks, and what the user named.
+
+    Attributes:
+        root: dataset directory, a folder or a URL; None: not given.
+        out: folder in which a run would write; None: not given.
+        seconds: duration of each measurement of a rate.
+        timeout: seconds that a rank waits for the others.
+        local_rank, local_world_size: rank on this machine, and number of ranks on it.
+        device: of this rank; a GPU has an index.
+        host: name of this machine.
+        environment: variables of this process.
+        system: folder in which /sys, /proc, /etc and /dev are mounted.
+    """
+
+    root: str | None = None
+    out: Path | None = None
+    seconds: float = 5.0
+    timeout: float = 60.0
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    host: str = field(default_factory=socket.gethostname)
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    system: Path = Path("/")
+
+    @classmethod
+    def of_this_process(cls, root: str | None, out: Path | None, seconds: float, timeout: float) -> "Subject":
+        """This process, by the variables of torchrun.
+
+        Raises:
+            ValueError: the variables contradict each other.
+        """
+        rank, world_size = process_rank()
+        local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        # A launcher may show each task its own GPU only, as number 0 (srun --gpus-per-task=1).
+        index = 0 if visible == 1 else local_rank
+        device = torch.device("cuda", index) if index < visible else torch.device("cpu")
+        return cls(root, out, seconds, timeout, rank, world_size, local_rank, local_world_size, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check by one rank alone.
+
+    Attributes:
+        name: as in the table and in the documentation.
+        work: examines a process; a finding without ranks and host gets those of the process.
+    """
+
+    name: str
+    work: Callable[[Subject], Iterable[Finding]]
+
+    def run(self, subject: Subject) -> list[Finding]:
+        """The findings of this rank. An error of the check itself is a finding too."""
+        try:
+            return list(self.work(subject))
+        except Exception as error:
+            return [crashed(self.name, error)]
+
+
+def crashed(check: str, error: Exception) -> Finding:
+    """The finding that a check ended by an unexpected error, so that the other checks continue."""
+    return Finding(
+        check,
+        "failed",
+        f"the check ended by {type(error).__name__}: {error}".splitlines()[0],
+        "Report this with the output of --json; the other checks are not affected",
+    )

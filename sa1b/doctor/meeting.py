@@ -1,0 +1,79 @@
+"""The exchange of findings between ranks by their key-value store, which needs no process group.
+
+So the findings of each rank reach rank 0 even if no process group can start.
+"""
+
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch.distributed.rendezvous import rendezvous
+
+from sa1b.doctor.check import Subject
+from sa1b.doctor.report import Finding
+
+_INTERVAL = 0.05  # seconds between two looks for an answer; a call of the store cannot be interrupted
+
+
+class KeyValueStore(Protocol):
+    """The part of torch's Store that the checks use."""
+
+    def set(self, key: str, value: str | bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Meeting:
+    """The store of the ranks.
+
+    Attributes:
+        store: keys of this meeting begin with "doctor/".
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        """Connect to the store of MASTER_ADDR and MASTER_PORT.
+
+        Raises:
+            RuntimeError: the store cannot be reached within the timeout.
+        """
+        self._subject = subject
+        wait = timedelta(seconds=subject.timeout)
+        self.store: KeyValueStore = next(
+            rendezvous("env://", subject.rank, subject.world_size, timeout=wait)
+        )[0]
+
+    def send(self, topic: str, value: object) -> None:
+        """Publish a value of this rank."""
+        self.store.set(f"doctor/{topic}/{self._subject.rank}", pickle.dumps(value))
+
+    def receive(self, topic: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """Rank -> its value, of all ranks whose value is there within the timeout.
+
+        Args:
+            ranks: whose values; by default those of all ranks.
+        """
+        wanted = range(self._subject.world_size) if ranks is None else ranks
+        end = time.monotonic() + self._subject.timeout
+        found: dict[int, Any] = {}
+        while len(found) < len(wanted):
+            for rank in wanted:
+                key = f"doctor/{topic}/{rank}"
+                if rank not in found and self.store.check([key]):
+                    found[rank] = pickle.loads(self.store.get(key))
+            if len(found) == len(wanted) or time.monotonic() > end:
+                break
+            time.sleep(_INTERVAL)
+        return found
+
+
+def of_rank(findings: Sequence[Finding], subject: Subject) -> list[Finding]:
+    """Findings with rank and host of this process, where they name none."""
+    if subject.world_size == 1:
+        return list(findings)
+    return [
+        replace(one, ranks=(subject.rank,), host=subject.host) if not one.ranks and not one.host else one
+        for one in findings
+    ]

@@ -1,0 +1,165 @@
+"""The findings of the checks, merged over ranks: table, JSON document, exit code."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from typing import Any, Literal
+
+from sa1b.console import counted
+
+State = Literal["ok", "warning", "failed", "skipped"]
+STATES: tuple[State, ...] = ("failed", "warning", "skipped", "ok")
+SHOWN = 8  # lines of one check in the table
+
+# A number that is not part of a name or a version.
+_NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of a check on one rank, or on several ranks if all of them have the same one.
+
+    Attributes:
+        check: name of the check.
+        state: skipped: the check could not run; `figure` is the reason.
+        figure: one line with the measured value and its unit: "64 MiB free of 64 MiB".
+        remedy: what to do, imperative; empty only if the state is ok.
+        ranks: the ranks that the finding concerns; empty: all of them, or a single process.
+        host: the host that it concerns, or several separated by commas; empty: all.
+        values: the measured values for --json, with SI units in their names.
+    """
+
+    check: str
+    state: State
+    figure: str
+    remedy: str = ""
+    ranks: tuple[int, ...] = ()
+    host: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def where(self) -> str:
+        """Ranks and hosts as text: "rank 3 on gpu-07", "ranks 0-7 on gpu-01, gpu-02"; empty: all."""
+        ranks = "" if not self.ranks else f"rank{'s' if len(self.ranks) > 1 else ''} {ranges(self.ranks)}"
+        return " on ".join(part for part in (ranks, _hosts(self.host)) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The findings of all ranks, in the order of the checks.
+
+    Attributes:
+        findings: of each rank; equal ones need not be merged.
+        title: one line about the examined ranks.
+        hosts: host of each rank.
+    """
+
+    findings: Sequence[Finding]
+    title: str = "1 process"
+    hosts: Sequence[str] = ()
+
+    def exit_code(self) -> int:
+        """0: no check failed. 1: a check failed."""
+        return int(any(one.state == "failed" for one in self.findings))
+
+    def document(self) -> dict[str, Any]:
+        """JSON document for --json, with every finding of every rank."""
+        return {
+            "title": self.title,
+            "hosts": list(self.hosts),
+            "findings": [asdict(one) for one in self.findings],
+            "counts": self._counts(merged(self.findings, len(self.hosts))),
+            "exit_code": self.exit_code(),
+        }
+
+    def table(self) -> str:
+        """Text for the terminal: one line for each check, then what to do, the worst last."""
+        rows = merged(self.findings, len(self.hosts))
+        width = max((len(one.check) for one in rows), default=0)
+        lines = [self.title]
+        for _, same in groupby(rows, key=lambda one: one.check):
+            of_check = list(same)
+            lines += [_row(one, width) for one in of_check[:SHOWN]]
+            if len(of_check) > SHOWN:
+                more = f"and {len(of_check) - SHOWN:,} more; --json lists all"
+                lines.append(f"  {'':<7}  {'':<{width}}  {more}")
+        for state in ("warning", "failed"):
+            advice = dict.fromkeys(
+                f"  {one.check}{f' ({one.where()})' if one.where() else ''}: {one.remedy}"
+                for one in rows
+                if one.state == state
+            )
+            if advice:
+                lines += ["", "Failed:" if state == "failed" else "Warnings:", *advice]
+        counts = self._counts(rows)
+        summary = [f"{counts[state]} {state}" for state in STATES if counts[state]]
+        return "\n".join([*lines, "", ", ".join(summary) or "no check was run"])
+
+    def _counts(self, rows: Sequence[Finding]) -> dict[str, int]:
+        return {state: sum(one.state == state for one in rows) for state in STATES}
+
+
+def _row(one: Finding, width: int) -> str:
+    where = f"  [{one.where()}]" if one.where() else ""
+    state = one.state.upper() if one.state == "failed" else one.state
+    return f"  {state:<7}  {one.check:<{width}}  {one.figure}{where}"
+
+
+def merged(findings: Iterable[Finding], world_size: int) -> list[Finding]:
+    """Findings of several ranks as one where they say the same, sorted by check in order of appearance.
+
+    Findings of state ok may differ in their numbers, which then become a range: "790 to 812 MB/s".
+
+    Args:
+        findings: of all ranks.
+        world_size: number of ranks; a finding of all of them names none.
+    """
+    findings = list(findings)
+    checks = {one.check: number for number, one in reversed(list(enumerate(findings)))}
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for one in sorted(findings, key=lambda one: checks[one.check]):
+        figure = _NUMBER.sub("#", one.figure) if one.state == "ok" else one.figure
+        groups.setdefault((one.check, one.state, figure, one.remedy), []).append(one)
+    rows = []
+    for same in groups.values():
+        ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
+        hosts = dict.fromkeys(host for one in same for host in one.host.split(", ") if host)
+        of_all = any(not one.ranks and not one.host for one in same) or 0 < world_size <= len(ranks)
+        rows.append(
+            replace(
+                same[0],
+                figure=_spread([one.figure for one in same]),
+                ranks=() if of_all else ranks,
+                host="" if of_all else ", ".join(hosts),
+            )
+        )
+    # sorted() is stable: rows of one check are together, the worst first.
+    return sorted(rows, key=lambda one: (checks[one.check], STATES.index(one.state)))
+
+
+def _spread(figures: Sequence[str]) -> str:
+    """Texts that differ only in numbers as one text with ranges."""
+    columns = zip(*(_NUMBER.findall(figure) for figure in figures), strict=True)
+    spread = iter([sorted(set(column), key=lambda text: float(text.replace(",", ""))) for column in columns])
+
+    def shown(_: "re.Match[str]") -> str:
+        numbers = next(spread)
+        return numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+    return _NUMBER.sub(shown, figures[0])
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text: "0-3, 7"."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in groups)
+
+
+def _hosts(host: str) -> str:
+    names = host.split(", ")
+    return host if len(names) <= 4 else f"{', '.join(names[:3])} and {counted(len(names) - 3, 'other host')}"
