@@ -36,7 +36,7 @@ from sa1b.engine.health import HealthError
 from sa1b.engine.optim import lr_at, set_lr, update_ema
 from sa1b.engine.parallel import set_timeout, start, stop
 from sa1b.engine.presets import PRESETS
-from sa1b.engine.profile_trace import ChromeTrace
+from sa1b.engine.profiler import StepProfiler
 from sa1b.engine.ranks import explain
 from sa1b.engine.run import Run
 from sa1b.errors import CheckpointError, UsageError
@@ -49,14 +49,14 @@ def train(run: Run) -> None:
     """The training loop, until the last step or until a rank is asked to stop."""
     config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
     optimizer, scaler, control = run.optimizer, run.scaler, run.control
-    trace = ChromeTrace(config.logging.profile, config.out, rank_info, control)
+    profiler = StepProfiler(config.logging.profile, config.out, rank_info, control, run.metrics.say)
     module.train()
     run.evaluate_what_is_missing()
     if not run.ended:
         warm_up(module, partial(run.forward_backward, feed.peek()))
     first = run.step
     while not run.ended:
-        trace.before(run.step)
+        profiler.before(run.step)
         waited, seconds = feed.waited, StepTime()
         lr = lr_at(config.optim, config.data.global_batch, run.step)
         set_lr(optimizer, lr)
@@ -84,12 +84,12 @@ def train(run: Run) -> None:
                 run.metrics.say(f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}")
             scaler.update()
             optimizer.zero_grad()
-        trace.after(run.step)
+        profiler.after(run.step)
         if run.step == first:
             set_timeout(rank_info, config.parallel.timeout)
         run.step += 1
         run.record(figures, seconds, lr)
-    trace.close()
+    profiler.close()
     run.health.end(run.step)
 
 

@@ -30,7 +30,9 @@ class LoggingConfig:
     Attributes:
         every: Steps between lines of RUN/metrics.jsonl; a line has the figures of its step.
         tensorboard: Write curves to RUN/tensorboard; by default if TensorBoard is installed.
-        profile: First and last step of a Chrome trace, RUN/trace-<rank>.json; open it in Perfetto.
+        profile: First and last step, counted from 0, that torch's profiler records after a step of warm-up:
+            a Chrome trace, RUN/trace-<rank>.json, for Perfetto, and the ten costliest operations,
+            RUN/operations-<rank>.txt.
     """
 
     every: int = 1

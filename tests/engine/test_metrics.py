@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.engine.control import Control, StepTime, WriteError
+from sa1b.engine.control import Control, StepTime
 from sa1b.engine.metrics import LoggingConfig, Metrics, about, figures_of, score_line
-from sa1b.engine.profile_trace import ChromeTrace
 from sa1b.errors import UsageError
 from tests.engine.stream_root import place_of
 
@@ -138,21 +137,6 @@ def test_an_evaluation_that_is_written_down_is_not_missing(tmp_path: Path) -> No
     assert not Metrics(
         LoggingConfig(), tmp_path, place_of(1, 2), Control(place_of(1, 2)), 0, 9
     ).lacks_evaluation(2)
-
-
-def test_a_trace_that_was_cut_off_is_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut(self: object, path: str) -> None:
-        Path(path).write_text('{"traceEvents": [{"ph": "X"')
-
-    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", cut)
-    control = Control(place_of())
-    trace = ChromeTrace((0, 0), tmp_path, place_of(), control)
-    trace.before(0)
-    trace.after(0)
-    with pytest.raises(
-        WriteError, match=r"trace-0\.json: cannot be written .the trace was not written completely"
-    ):
-        control.check()
 
 
 def test_one_line_in_so_many_steps(tmp_path: Path) -> None:

@@ -253,12 +253,15 @@ def test_the_first_line_says_what_the_figures_depend_on(whole: Whole) -> None:
     assert run["device"]
 
 
-def test_a_chrome_trace_has_the_operators_of_the_chosen_steps(root: Path, tmp_path: Path) -> None:
+def test_a_profile_has_the_operators_of_the_chosen_steps(root: Path, tmp_path: Path) -> None:
     out = train_to_end(root, tmp_path / "run", "--logging.profile", "1", "2", "--optim.steps", "3")
     events = json.loads((out / "trace-0.json").read_text())["traceEvents"]
     optimizer_steps = [event for event in events if re.match("Optimizer.step#", str(event.get("name")))]
     assert len(optimizer_steps) == 2
     assert any(event.get("name") == "aten::convolution" for event in events)
+    table = (out / "operations-0.txt").read_text()
+    assert table.startswith("the 10 costliest operations in 2 steps of rank 0")
+    assert "aten::mm" in table or "aten::addmm" in table
 
 
 def test_curves_go_on_without_a_gap_or_a_second_point(root: Path, tmp_path: Path) -> None:
