@@ -7,8 +7,8 @@
         profiler.after(step)
     profiler.close()
 
-With `--logging.profile 20 22` torch's profiler waits until step 18, warms up in step 19, and records the steps
-20, 21 and 22. The first step after its start is slower than the others and is not recorded.
+With `--logging.profile 20 22` torch's profiler waits until step 18, warms up in step 19, and records the
+steps 20, 21 and 22. The first step after its start is slower than the others and is not recorded.
 """
 
 import errno
@@ -115,8 +115,8 @@ class StepProfiler:
         rows.sort(key=lambda row: row[0], reverse=True)
         of_all = sum(own for own, _, _ in rows)
         lines = [
-            f"the {_ROWS} costliest operations in {counted(self._recorded, 'step')} of rank {self._rank_info.rank}, "
-            f"by their own time on the {'GPU' if device == 'device' else 'CPU'}",
+            f"the {_ROWS} costliest operations in {counted(self._recorded, 'step')} of rank "
+            f"{self._rank_info.rank}, by their own time on the {'GPU' if device == 'device' else 'CPU'}",
             f"{'operation':<{_NAME}}{'calls':>10}{'own ms':>12}{'share':>8}{'total ms':>12}",
         ]
         lines += [
