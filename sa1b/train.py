@@ -29,12 +29,12 @@ from sa1b.engine import config as settings
 from sa1b.engine import estimate, network
 from sa1b.engine.checkpoint import files
 from sa1b.engine.config import Config, build
-from sa1b.engine.control import StepTime
 from sa1b.engine.evaluation import score
 from sa1b.engine.gradients import finish, micro_batch, warm_up
 from sa1b.engine.health import HealthError
 from sa1b.engine.optim import lr_at, set_lr, update_ema
 from sa1b.engine.parallel import set_timeout, start, stop
+from sa1b.engine.phase import Phases
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.profiler import StepProfiler
 from sa1b.engine.ranks import explain
@@ -48,34 +48,36 @@ RAISED_TOGETHER = (HealthError, CheckpointError)  # all ranks raise it after the
 def train(run: Run) -> None:
     """The training loop, until the last step or until a rank is asked to stop."""
     config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
-    optimizer, scaler, control = run.optimizer, run.scaler, run.control
+    optimizer, scaler, control, phases = run.optimizer, run.scaler, run.control, run.phases
     profiler = StepProfiler(config.logging.profile, config.out, rank_info, control, run.metrics.say)
     module.train()
+    phases.begin(run.step)
     run.evaluate_what_is_missing()
     if not run.ended:
-        warm_up(module, partial(run.forward_backward, feed.peek()))
+        with phases.part("data"):
+            batch = feed.peek()
+        with phases.part("warm up"):
+            warm_up(module, partial(run.forward_backward, batch))
     first = run.step
     while not run.ended:
         profiler.before(run.step)
-        waited, seconds = feed.waited, StepTime()
+        phases.begin(run.step)
         lr = lr_at(config.optim, config.data.global_batch, run.step)
         set_lr(optimizer, lr)
         totals: dict[str, Tensor] = {}
         ids: list[Tensor] = []
-        with seconds.part("compute"):
-            for number, batch in enumerate(feed.step(), 1):
-                with micro_batch(module, last=number == feed.micro_batches):
-                    sums = run.forward_backward(batch)
-                totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
-                ids.append(batch.ids)
-        seconds.data = feed.waited - waited
-        seconds.compute -= seconds.data
-        with seconds.part("update"):
+        for number, batch in phases.numbered("data", feed.step()):
+            with phases.part("compute", number), micro_batch(module, last=number == feed.micro_batches):
+                sums = run.forward_backward(batch)
+            totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
+            ids.append(batch.ids)
+        with phases.part("sync"):
             norm = finish(
                 module, optimizer, scaler, totals["count"] / run.divisor, rank_info,
                 grad_clip=config.optim.grad_clip,
             )  # fmt: skip
-            figures = control.exchange(totals, norm, sum(map(len, ids)), seconds)  # waits for the device
+            figures = control.exchange(totals, norm, sum(map(len, ids)), phases)  # waits for the device
+        with phases.part("update"):
             loss = figures.means["loss"]
             if run.health.is_good(run.step, loss, figures.norm, figures.own_loss, ids):
                 scaler.step(optimizer)
@@ -88,13 +90,14 @@ def train(run: Run) -> None:
         if run.step == first:
             set_timeout(rank_info, config.parallel.timeout)
         run.step += 1
-        run.record(figures, seconds, lr)
+        run.record(figures, lr)
     profiler.close()
     run.health.end(run.step)
 
 
 def run(config: Config) -> None:
     """Train, evaluate or print estimates on this rank, according to the settings."""
+    phases = Phases()
     gpus = config.parallel.device != "cpu" and torch.cuda.is_available()
     connection = network.choose(config.parallel.network, gpus=gpus, out=config.out)
     connection.apply()
@@ -103,9 +106,9 @@ def run(config: Config) -> None:
     if config.dry_run:
         estimate.plan(config, rank_info, connection)
     elif config.evaluate_only:
-        score(config, partial(scored_model, config), rank_info)
+        score(config, partial(scored_model, config), rank_info, phases)
     else:
-        train_and_close(Run(config, rank_info))
+        train_and_close(Run(config, rank_info, phases))
     stop()  # not after an error, because this rank would wait for the others
 
 

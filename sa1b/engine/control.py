@@ -4,7 +4,7 @@
     control.install()                                              # SIGTERM, SIGINT and SIGUSR1 ask to stop
     while step < steps and not control.stopping:
         ...
-        figures = control.exchange(totals, norm, images, seconds)  # one collective, one copy to the host
+        figures = control.exchange(totals, norm, images, phases)   # one collective, one copy to the host
         with control.writing():
             metrics.step(...)
     control.check()
@@ -17,15 +17,15 @@ the others would wait for it. So each rank sets its own `stop_asked` and `failur
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sa1b.engine.phase import Phases
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import Sa1bError
 
@@ -35,39 +35,6 @@ _LOG = logging.getLogger(__name__)
 
 class WriteError(Sa1bError):
     """A file of the run cannot be written; the message names it and the remedy."""
-
-
-@dataclass(slots=True)
-class StepTime:
-    """Seconds of the parts of a step, on this process's clock.
-
-    On a GPU, kernels of `compute` may end during `update`, which reads the figures and waits for the device.
-    Kernels of the optimizer may end during the next step.
-
-    Attributes:
-        data: waiting for batches.
-        compute: forward and backward passes.
-        update: reduction and clipping of the gradient, exchange with the other ranks, optimizer.
-        checkpoint: saving; an asynchronous save only copies here.
-        began: start of the step on the clock of time.perf_counter.
-    """
-
-    data: float = 0.0
-    compute: float = 0.0
-    update: float = 0.0
-    checkpoint: float = 0.0
-    began: float = field(default_factory=time.perf_counter)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Add the time of a block to a part."""
-        began = time.perf_counter()
-        yield
-        setattr(self, name, getattr(self, name) + time.perf_counter() - began)
-
-    def total(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self.began
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +88,7 @@ class Control:
             signal.signal(number, self._on_signal)
 
     def exchange(
-        self, totals: Mapping[str, Tensor], norm: Tensor, images: int, seconds: StepTime
+        self, totals: Mapping[str, Tensor], norm: Tensor, images: int, phases: Phases
     ) -> StepFigures:
         """The figures of a step over all ranks, once a step: one collective, one wait for the device.
 
@@ -130,13 +97,13 @@ class Control:
                 and their order are the same on all ranks.
             norm: norm of the gradient, the same on all ranks.
             images: number of images of this rank.
-            seconds: timings of this rank so far.
+            phases: timings of this rank's step so far.
         """
         device = self._rank_info.device
         names = [name for name in totals if name != "count"]
         values = [*(totals[name] for name in names), totals["count"], norm]
         own = torch.stack([value.detach().to(device, torch.float64, non_blocking=True) for value in values])
-        rows = self._gather(own, [images, seconds.data, seconds.compute])
+        rows = self._gather(own, [images, phases.seconds["data"], phases.seconds["compute"]])
         *sums, count, _, all_images, _, _ = (sum(column) for column in zip(*rows, strict=True))
         mine = rows[self._rank_info.rank]
         return StepFigures(

@@ -27,6 +27,7 @@ from sa1b.engine.gradients import autocast
 from sa1b.engine.metrics import score_line
 from sa1b.engine.model import declared
 from sa1b.engine.parallel import ParallelConfig, wrap
+from sa1b.engine.phase import Phases
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.gallery.predictions import Predicted
@@ -141,6 +142,7 @@ def evaluate(
     rank_info: RankInfo,
     out: Path,
     control: Control,
+    phases: Phases,
 ) -> dict[str, float] | None:
     """Mean IoU by prompt and mask size, the same figure at any world size; see sa1b.sam.score.
 
@@ -152,6 +154,7 @@ def evaluate(
         config: the protocol, and the number of images whose predicted masks are written.
         out: folder of the run, for predictions.jsonl.
         control: control of the run; polled for each micro-batch.
+        phases: phases of this rank; "evaluation" begins with each micro-batch.
 
     Returns:
         The scores of `Score.result`. "damaged" is the number of images that cannot be read and are left out,
@@ -170,7 +173,9 @@ def evaluate(
     feed.load_state_dict({**feed.state_dict(), "position": 0})
     try:
         # All ranks have the same number of micro-batches, so they poll equally often.
-        for batch in (batch for batches in feed.steps() for batch in batches):
+        batches = (batch for batches in feed.steps() for batch in batches)
+        for number, batch in enumerate(batches, 1):
+            phases.enter("evaluation", number)
             if control.poll():
                 return None
             inputs = model.inputs(batch, seed=0)
@@ -253,7 +258,7 @@ def prediction_lines(
     return made
 
 
-def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo) -> None:
+def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo, phases: Phases) -> None:
     """Evaluate a model without training and print the scores: --evaluate-only.
 
     Args:
@@ -266,7 +271,9 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo)
     assert held_out is not None  # refused by Config.check
     module = wrap(build(), config.parallel, rank_info)
     control = Control(rank_info)
-    scores = evaluate(module, held_out, config.evaluation, config.parallel, rank_info, config.out, control)
+    scores = evaluate(
+        module, held_out, config.evaluation, config.parallel, rank_info, config.out, control, phases
+    )
     control.check()
     if scores is not None:
         _print(config, scores, rank_info)

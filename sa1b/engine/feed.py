@@ -6,7 +6,6 @@ for batch in feed.step():
 state = feed.state_dict()
 """
 
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +162,6 @@ class Feed:
             quiet=True,
         )
         self.micro_batches = self.stream.plan.count
-        self.waited = 0.0
         self._batches: Generator[Batch, None, None] | None = None
         self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before this step
 
@@ -182,9 +180,7 @@ class Feed:
         Every rank has the same number. Batches may be empty.
         """
         for _ in range(self.micro_batches):
-            began = time.perf_counter()
             batch = self._next()
-            self.waited += time.perf_counter() - began
             if batch is None:
                 return
             yield batch

@@ -14,13 +14,12 @@ import torch
 from tqdm import tqdm
 
 import sa1b
-from sa1b.engine.control import Control, StepFigures, StepTime
+from sa1b.engine.control import Control, StepFigures
 from sa1b.engine.curves import Curves
+from sa1b.engine.phase import PARTS, Phases
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import append_line, write_whole
-
-PARTS = ("data", "compute", "update", "checkpoint")  # the measured parts of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,23 +217,23 @@ def score_line(scores: Mapping[str, float]) -> str:
 
 
 def figures_of(
-    figures: StepFigures, seconds: StepTime, lr: float, rank_info: RankInfo, utilisation: float | None
+    figures: StepFigures, phases: Phases, lr: float, rank_info: RankInfo, utilisation: float | None
 ) -> dict[str, float]:
     """The recorded figures of a step.
 
     "seconds" is the time from the start of the step to this call on rank 0's clock, including optimizer,
-    exchange and checkpoint. "seconds_data", "seconds_compute", "seconds_update", "seconds_checkpoint" and
-    "seconds_other" are its parts. "data_wait" is the fraction of the step in which ranks wait for data, a
-    mean over ranks. "slowest_rank" is the rank whose data and computation took longest, "seconds_slowest" its
-    time.
+    exchange and checkpoint. "seconds_data", "seconds_compute", "seconds_sync", "seconds_update",
+    "seconds_checkpoint" and "seconds_other" are its parts, see `sa1b.engine.phase.Phases`. "data_wait" is the
+    fraction of the step in which ranks wait for data, a mean over ranks. "slowest_rank" is the rank whose
+    data and computation took longest, "seconds_slowest" its time.
 
     Args:
         lr: learning rate.
         utilisation: seconds of the step at the devices' peak; divided by the real seconds, it is the MFU.
             None if the peak is unknown.
     """
-    total = seconds.total()
-    parts = {name: getattr(seconds, name) for name in PARTS}
+    total = phases.total()
+    parts = {name: phases.seconds[name] for name in PARTS}
     waits = sum(figures.data) / len(figures.data)
     slowest = figures.slowest
     whole = int(figures.count) if figures.count.is_integer() else figures.count

@@ -11,7 +11,7 @@ from sa1b.engine import estimate, metrics, resume
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.config import Config, build, initial_weights
-from sa1b.engine.control import Control, StepFigures, StepTime
+from sa1b.engine.control import Control, StepFigures
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.feed import Feed
 from sa1b.engine.gradients import autocast, grad_scaler, loss_divisor
@@ -19,6 +19,7 @@ from sa1b.engine.health import Health
 from sa1b.engine.model import declared
 from sa1b.engine.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.parallel import wrap
+from sa1b.engine.phase import Phases
 from sa1b.engine.ranks import RankInfo, agree, check_shared_folder
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
@@ -33,8 +34,8 @@ class Run:
         divisor: see `sa1b.engine.gradients.loss_divisor`.
     """
 
-    def __init__(self, config: Config, rank_info: RankInfo) -> None:
-        self.config, self.rank_info = config, rank_info
+    def __init__(self, config: Config, rank_info: RankInfo, phases: Phases) -> None:
+        self.config, self.rank_info, self.phases = config, rank_info, phases
         self.step = 0
         self.control = Control(rank_info)
         check_shared_folder(config.out, rank_info)
@@ -49,7 +50,8 @@ class Run:
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.divisor = loss_divisor(data.global_batch * max(data.masks, 1))
         self.checkpoints = Checkpoints(config.out, config.checkpoint)
-        last = self._resume()
+        with phases.part("resume"):
+            last = self._resume()
         self.health = Health(config.health, config.out, rank_info, self.control)
         if rank_info.rank == 0 and not self.ended:
             print(lr_line(config.optim, data.global_batch), flush=True)  # before the progress bar
@@ -123,7 +125,7 @@ class Run:
         """Evaluate on the held-out images and record the scores, unless a stop is requested meanwhile."""
         if self.held_out is not None:
             config, began = self.config, time.perf_counter()
-            with averaged(self.module, self.optimizer):
+            with averaged(self.module, self.optimizer), self.phases.part("evaluation"):
                 scores = evaluate(
                     self.module,
                     self.held_out,
@@ -132,6 +134,7 @@ class Run:
                     self.rank_info,
                     config.out,
                     self.control,
+                    self.phases,
                 )
             if scores is not None:
                 self.metrics.evaluation(self.step, scores, time.perf_counter() - began)
@@ -152,17 +155,17 @@ class Run:
         torch.autograd.backward(self.scaler.scale(sums["loss"] / self.divisor))
         return {name: sums[name].detach() for name in (*self.model.figures, "count")}
 
-    def record(self, figures: StepFigures, seconds: StepTime, lr: float) -> None:
+    def record(self, figures: StepFigures, lr: float) -> None:
         """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
         self.checkpoints.poll()
         ideal = estimate.peak_seconds(self.model, figures.images, figures.count, self.rank_info)
         saves = (self.ended or self.step % self.config.checkpoint.every == 0) and not self.health.lost
         if saves:
             # The process may be killed after the checkpoint and before the step's line is written.
-            line = metrics.figures_of(figures, seconds, lr, self.rank_info, ideal)
-            with seconds.part("checkpoint"):
+            line = metrics.figures_of(figures, self.phases, lr, self.rank_info, ideal)
+            with self.phases.part("checkpoint"):
                 self.save(metrics.json_figures({"step": self.step, **line}))
-        self.metrics.step(self.step, metrics.figures_of(figures, seconds, lr, self.rank_info, ideal))
+        self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, self.rank_info, ideal))
         self._evaluate_if_due(saved=saves or bool(self.health.lost))
 
     def evaluate_what_is_missing(self) -> None:
@@ -176,10 +179,12 @@ class Run:
             return
         self.evaluate()
         if self.control.stopping and not saved:
-            self.save(None)
+            with self.phases.part("checkpoint"):
+                self.save(None)
 
     def close(self) -> None:
         """Stop threads and close files; wait for the checkpoint that is being written."""
+        self.phases.enter("closing")
         try:
             self.feed.close()
             self.metrics.close()

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import sa1b.train
-from sa1b.engine.control import StepFigures, StepTime
+from sa1b.engine.control import StepFigures
 from sa1b.engine.metrics import figures_of
+from sa1b.engine.phase import Phases
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.ranks import RankInfo
 from sa1b.sam.interactive import Interactive
@@ -61,5 +62,5 @@ def test_every_field_of_a_step_in_metrics_is_on_the_page_of_training() -> None:
     on_page = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     means = dict.fromkeys(Interactive.figures, 0.0)
     figures = StepFigures(means, 1.0, 1, 1.0, 0.0, [0.0], [0.0])
-    recorded = figures_of(figures, StepTime(), 1e-3, RankInfo(0, 1, 0, torch.device("cpu")), 1.0)
+    recorded = figures_of(figures, Phases(), 1e-3, RankInfo(0, 1, 0, torch.device("cpu")), 1.0)
     assert on_page == {"step", *recorded}

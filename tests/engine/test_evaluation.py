@@ -14,6 +14,7 @@ from sa1b.engine.control import Control
 from sa1b.engine.evaluation import EvaluationConfig, evaluate, held_out_feed
 from sa1b.engine.feed import DataConfig, Feed
 from sa1b.engine.parallel import ParallelConfig, wrap
+from sa1b.engine.phase import Phases
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.gallery.predictions import read_predictions
@@ -86,7 +87,7 @@ def scores_of(
     show: int = 0,
 ) -> dict[str, float]:
     settings = EvaluationConfig(show=show, protocol=protocol)
-    found = evaluate(module, feed, settings, config, rank_info, out, Control(rank_info))
+    found = evaluate(module, feed, settings, config, rank_info, out, Control(rank_info), Phases())
     assert found is not None
     return found
 

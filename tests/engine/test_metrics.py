@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.engine.control import Control, StepTime
+from sa1b.engine.control import Control
 from sa1b.engine.metrics import LoggingConfig, Metrics, about, figures_of, score_line
+from sa1b.engine.phase import Phases
 from sa1b.errors import UsageError
 from tests.engine.stream_root import place_of
 
@@ -21,29 +22,29 @@ FIGURES = {"loss": 0.5, "iou_last": 0.1, "images_per_s": 3.0, "data_wait": 0.2}
 def test_the_clock_of_a_step_stops_when_its_figures_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    seconds = StepTime(began=100.0)
+    phases = Phases()
+    phases.begin(4)
 
     def spend(part: str, amount: float) -> None:
-        with seconds.part(part):
+        with phases.part(part):
             now[0] += amount
 
-    seconds.data = 1.0
-    now[0] += 1.0
+    spend("data", 1.0)
     spend("compute", 2.0)
-    spend("update", 0.5)  # it includes the exchange, but not the optimizer
+    now[0] += 0.25
+    spend("sync", 0.5)
     totals = {"loss": torch.tensor(8.0), "iou_last": torch.tensor(1.0), "count": torch.tensor(4.0)}
-    figures = Control(place_of()).exchange(totals, torch.tensor(2.5), 9, seconds)
+    figures = Control(place_of()).exchange(totals, torch.tensor(2.5), 9, phases)
     spend("update", 0.25)
     spend("checkpoint", 4.0)
-    now[0] += 0.25
-    found = figures_of(figures, seconds, 0.1, place_of(), 1.0)
-    parts = ("data", "compute", "update", "checkpoint", "other")
-    assert [found[f"seconds_{name}"] for name in parts] == [1.0, 2.0, 0.75, 4.0, 0.25]
+    found = figures_of(figures, phases, 0.1, place_of(), 1.0)
+    parts = ("data", "compute", "sync", "update", "checkpoint", "other")
+    assert [found[f"seconds_{name}"] for name in parts] == [1.0, 2.0, 0.5, 0.25, 4.0, 0.25]
     assert found["seconds"] == 8.0
     assert (found["images_per_s"], found["masks_per_s"]) == (9 / 8, 4 / 8)
     assert (found["mfu"], found["data_wait"]) == (1 / 8, 1 / 8)
     assert (found["loss"], found["iou_last"], found["grad_norm"], found["lr"]) == (2.0, 0.25, 2.5, 0.1)
-    assert "mfu" not in figures_of(figures, seconds, 0.1, place_of(), None)
+    assert "mfu" not in figures_of(figures, phases, 0.1, place_of(), None)
 
 
 def written(run: Path) -> list[dict[str, object]]:

@@ -239,7 +239,7 @@ def test_one_line_a_step_with_finite_figures_and_shares_of_its_time(whole: Whole
         assert line["images"] == 5
         assert isinstance(line["masks"], int)
         assert 0 < line["masks"] <= 20
-        parts = ("data", "compute", "update", "checkpoint", "other")
+        parts = ("data", "compute", "sync", "update", "checkpoint", "other")
         assert sum(line[f"seconds_{part}"] for part in parts) == pytest.approx(line["seconds"])
         assert (line["seconds_checkpoint"] > 0) == (line["step"] % 2 == 0)
         assert 0 <= line["data_wait"] <= 1
