@@ -49,7 +49,7 @@ def train(run: Run) -> None:
     """The training loop, until the last step or until a rank is asked to stop."""
     config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
     optimizer, scaler, control, phases = run.optimizer, run.scaler, run.control, run.phases
-    profiler = StepProfiler(config.logging.profile, config.out, rank_info, control, run.metrics.say)
+    profiler = StepProfiler(config.logging.profile, config.folder, rank_info, control, run.metrics.say)
     module.train()
     phases.begin(run.step)
     run.evaluate_what_is_missing()
@@ -99,7 +99,7 @@ def run(config: Config) -> None:
     """Train, evaluate or print estimates on this rank, according to the settings."""
     phases = Phases()
     gpus = config.parallel.device != "cpu" and torch.cuda.is_available()
-    connection = network.choose(config.parallel.network, gpus=gpus, out=config.out)
+    connection = network.choose(config.parallel.network, gpus=gpus, out=config.folder)
     connection.apply()
     rank_info = start(config.parallel)
     config = settings.agree(config, rank_info)
@@ -114,12 +114,12 @@ def run(config: Config) -> None:
 
 def scored_model(config: Config) -> nn.Module:
     """The model for --evaluate-only, with the weights of --init or of the run's newest checkpoint."""
-    if config.init is None and not files.steps(config.out / "checkpoints"):
+    if config.init is None and not files.steps(config.folder / "checkpoints"):
         raise UsageError(
             f"--evaluate-only: --out {config.out} has no checkpoint; pass --init WEIGHTS, or the --out of "
             "a run"
         )
-    return build(config, config.init or config.out)
+    return build(config, config.init or config.folder)
 
 
 def train_and_close(run: Run) -> None:
@@ -127,7 +127,7 @@ def train_and_close(run: Run) -> None:
     config, rank_info, control = run.config, run.rank_info, run.control
     if rank_info.rank == 0:
         with control.writing():
-            write_whole(config.out / "config.json", json_bytes(config.document()))
+            write_whole(config.folder / "config.json", json_bytes(config.document()))
     control.install()
     try:
         train(run)

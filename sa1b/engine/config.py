@@ -66,7 +66,7 @@ class Config(ABC):
     evaluates: ClassVar[bool] = False  # whether sa1b.engine.evaluation can score the model
 
     preset: str = ""
-    out: Path = Path("run")
+    out: str = "run"
     seed: int = 0
     init: Path | None = None
     resume: Literal["auto", "no"] = "auto"
@@ -80,6 +80,11 @@ class Config(ABC):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run on this machine; the ranks of a machine share it."""
+        return Path(self.out)
 
     @property
     @abstractmethod
@@ -134,7 +139,7 @@ def load_initial(model: Model, weights: Path) -> str:
 
 def initial_weights(config: Config) -> Path | None:
     """The initial weights of a new run; None if the run resumes, because the file may be missing then."""
-    return None if files.steps(config.out / "checkpoints") else config.init
+    return None if files.steps(config.folder / "checkpoints") else config.init
 
 
 def parse(
@@ -204,9 +209,9 @@ def _check(config: Config) -> None:
             )
     if was_url(config.out):
         raise UsageError(f"--out {config.out}: must be a folder, not a URL")
-    if config.out.exists() and not config.out.is_dir():
+    if config.folder.exists() and not config.folder.is_dir():
         raise UsageError(f"--out {config.out}: is a file; name a folder, new or of a run to resume")
-    if (config.out / DATASET).exists() or _is_inside(config.out, config.data.root):
+    if (config.folder / DATASET).exists() or _is_inside(config.folder, config.data.root):
         raise UsageError(
             f"--out {config.out}: is a dataset directory or inside one, and a run must not write there; name "
             "another folder"

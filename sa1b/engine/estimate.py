@@ -46,8 +46,8 @@ def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
     Raises:
         Sa1bError: the run could not start.
     """
-    feed = Feed(config.data, config.image_size, rank_info, config.out, config.seed)
-    held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.out, feed.stream)
+    feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed)
+    held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.folder, feed.stream)
     with torch.device("meta"):
         module = build(config, None)
     freeze(module, config.optim)

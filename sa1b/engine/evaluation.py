@@ -267,12 +267,14 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo,
     if config.evaluation.coco is not None:
         _print(config, _coco_scores(config, config.evaluation.coco, build, rank_info), rank_info)
         return
-    held_out = held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.out, None)
+    held_out = held_out_feed(
+        config.evaluation, config.data, config.image_size, rank_info, config.folder, None
+    )
     assert held_out is not None  # refused by Config.check
     module = wrap(build(), config.parallel, rank_info)
     control = Control(rank_info)
     scores = evaluate(
-        module, held_out, config.evaluation, config.parallel, rank_info, config.out, control, phases
+        module, held_out, config.evaluation, config.parallel, rank_info, config.folder, control, phases
     )
     control.check()
     if scores is not None:

@@ -1,6 +1,6 @@
 """The micro-batches of a training step: batches of the stream on the device, with dense masks.
 
-feed = Feed(config.data, config.image_size, rank_info, config.out, config.seed)
+feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed)
 for batch in feed.step():
     module(*model.inputs(batch, config.seed))
 state = feed.state_dict()

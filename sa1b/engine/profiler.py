@@ -1,6 +1,6 @@
 """A profile of some steps of a run: a Chrome trace and a table of the costliest operations of each rank.
 
-    profiler = StepProfiler(config.logging.profile, config.out, rank_info, control, metrics.say)
+    profiler = StepProfiler(config.logging.profile, config.folder, rank_info, control, metrics.say)
     for step in ...:
         profiler.before(step)
         ...

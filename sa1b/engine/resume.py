@@ -1,7 +1,6 @@
 """Differences between the settings of a run and of its checkpoint, which are refused or printed."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from sa1b.errors import UsageError
@@ -13,7 +12,7 @@ _OF_TRAINING = ("data.global_batch", "data.target_size", "parallel.precision")
 _OTHER_PARTS = ("data", "parallel", "checkpoint", "evaluation", "health", "logging")
 
 
-def check_sequence(saved: Settings, own: Settings, out: Path) -> None:
+def check_sequence(saved: Settings, own: Settings, out: str) -> None:
     """Refuse settings that change the order of images.
 
     Raises:
@@ -22,7 +21,7 @@ def check_sequence(saved: Settings, own: Settings, out: Path) -> None:
     _refuse([one for one in _differences(saved, own) if one[0] in _SEQUENCE], out)
 
 
-def check_model(saved: Settings, own: Settings, out: Path) -> None:
+def check_model(saved: Settings, own: Settings, out: str) -> None:
     """Refuse sizes of the model, or frozen parts, that differ from the checkpoint's; the message names flags.
 
     Raises:
@@ -32,7 +31,7 @@ def check_model(saved: Settings, own: Settings, out: Path) -> None:
     _refuse([one for one in _differences(saved, own) if one[0].startswith(parts)], out)
 
 
-def check_mean(saved: Settings, own: Settings, out: Path) -> None:
+def check_mean(saved: Settings, own: Settings, out: str) -> None:
     """Refuse to resume without a running mean if the checkpoint has one.
 
     Raises:
@@ -63,7 +62,7 @@ def _of_training(name: str) -> bool:
     return name in _OF_TRAINING or bool(dot and part not in _OTHER_PARTS)
 
 
-def _refuse(differing: list[tuple[str, Any, Any]], out: Path) -> None:
+def _refuse(differing: list[tuple[str, Any, Any]], out: str) -> None:
     if not differing:
         return
     saved = ", ".join(_given(name, before) for name, before, _ in differing)

@@ -38,10 +38,12 @@ class Run:
         self.config, self.rank_info, self.phases = config, rank_info, phases
         self.step = 0
         self.control = Control(rank_info)
-        check_shared_folder(config.out, rank_info)
+        check_shared_folder(config.folder, rank_info)
         data, size = config.data, config.image_size
-        self.feed = Feed(data, size, rank_info, config.out, config.seed)
-        self.held_out = held_out_feed(config.evaluation, data, size, rank_info, config.out, self.feed.stream)
+        self.feed = Feed(data, size, rank_info, config.folder, config.seed)
+        self.held_out = held_out_feed(
+            config.evaluation, data, size, rank_info, config.folder, self.feed.stream
+        )
         module = build(config, initial_weights(config))
         freeze(module, config.optim)
         self.module: nn.Module = wrap(module, config.parallel, rank_info)
@@ -49,15 +51,15 @@ class Run:
         self.optimizer = make_optimizer(self.module, config.optim, data.global_batch)
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.divisor = loss_divisor(data.global_batch * max(data.masks, 1))
-        self.checkpoints = Checkpoints(config.out, config.checkpoint)
+        self.checkpoints = Checkpoints(config.folder, config.checkpoint)
         with phases.part("resume"):
             last = self._resume()
-        self.health = Health(config.health, config.out, rank_info, self.control)
+        self.health = Health(config.health, config.folder, rank_info, self.control)
         if rank_info.rank == 0 and not self.ended:
             print(lr_line(config.optim, data.global_batch), flush=True)  # before the progress bar
         self.metrics = metrics.Metrics(
             config.logging,
-            config.out,
+            config.folder,
             rank_info,
             self.control,
             self.step,
@@ -132,7 +134,7 @@ class Run:
                     config.evaluation,
                     config.parallel,
                     self.rank_info,
-                    config.out,
+                    config.folder,
                     self.control,
                     self.phases,
                 )
