@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -138,7 +139,7 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
         )
 
 
-def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
+def make_optimizer(module: nn.Module, config: OptimConfig, batch: int, *, sharded: bool = False) -> Optimizer:
     """AdamW over the parameters that are trained, one group per layer and kind of decay.
 
     Groups are in the order of layers, and parameters in the order of the module. Both orders are the same in
@@ -148,6 +149,9 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
         module: the result of `wrap`, or a module that is never wrapped. FSDP replaces parameters, so an
             optimizer of the unwrapped module would be invalid.
         batch: images in the global batch.
+        sharded: each rank keeps the state of an equal share of the parameters, updates this share, and
+            receives the other parameters from the ranks that update them (ZeRO-1); collective. See
+            `of_rank` for this rank's part of the optimizer.
 
     Raises:
         UsageError: no parameter is trained.
@@ -165,20 +169,29 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> AdamW:
     if not groups:
         raise UsageError("--optim.freeze: no parameter of the model requires a gradient; freeze fewer parts")
     peak = peak_lr(config, batch)
-    return AdamW(
-        [
-            {
-                "params": parameters,
-                "lr": peak * config.layer_decay ** (last - layer),
-                "lr_scale": config.layer_decay ** (last - layer),
-                "weight_decay": config.weight_decay if decaying else 0.0,
-            }
-            for (layer, decaying), parameters in sorted(groups.items(), key=lambda item: item[0])
-        ],
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,  # one kernel for all weights, on GPUs and CPUs; leaves fp16's overflow flag on the device
-    )
+    described = [
+        {
+            "params": parameters,
+            "lr": peak * config.layer_decay ** (last - layer),
+            "lr_scale": config.layer_decay ** (last - layer),
+            "weight_decay": config.weight_decay if decaying else 0.0,
+        }
+        for (layer, decaying), parameters in sorted(groups.items(), key=lambda item: item[0])
+    ]
+    settings: dict[str, Any] = {
+        "betas": (config.beta1, config.beta2),
+        "eps": config.epsilon,
+        "fused": True,  # one kernel for all weights, on GPUs and CPUs; leaves fp16's overflow on the device
+    }
+    if sharded:
+        # The weights become views of one tensor for each rank, so that each rank sends its share at once.
+        return ZeroRedundancyOptimizer(described, AdamW, parameters_as_bucket_view=True, **settings)
+    return AdamW(described, **settings)
+
+
+def of_rank(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose state this rank keeps: a part of a sharded optimizer, or the optimizer itself."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:
@@ -243,7 +256,7 @@ def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
     """
     if not config.ema:
         return
-    pairs = [(parameter, state) for parameter, state in optimizer.state.items() if state]
+    pairs = [(parameter, state) for parameter, state in of_rank(optimizer).state.items() if state]
     for parameter, state in pairs:
         if "ema" not in state:
             state["ema"] = parameter.detach().clone()
@@ -267,12 +280,14 @@ def _swap(module: nn.Module, optimizer: Optimizer) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # gathered copies would be out of date
-    for parameter, state in optimizer.state.items():
+    for parameter, state in of_rank(optimizer).state.items():
         if "ema" in state:
             own, mean = _local(parameter.detach()), _local(state["ema"])
             before = own.clone()
             own.copy_(mean)
             mean.copy_(before)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        cast(Any, optimizer)._sync_params()  # each rank has the means of its share only
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -31,28 +31,22 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
+import tyro
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.gradients import Precision, compute_dtype, set_float32
-from sa1b.engine.model import declared
 from sa1b.engine.network import Network
 from sa1b.engine.ranks import RankInfo, agree
+from sa1b.engine.sharding import least_size, shard_module
 from sa1b.errors import UsageError
 from sa1b.stream.plan import process_rank
 
@@ -62,7 +56,9 @@ class ParallelConfig:
     """Ranks, devices and precision.
 
     Attributes:
-        mode: none: one process. ddp: every rank has the complete model. fsdp: ranks have shards of it.
+        mode: none: one process. ddp: every rank has the complete model. zero1: as ddp, but each rank keeps
+            and updates a share of the optimizer state (ZeRO-1). fsdp: ranks have shards of the model,
+            gradients and optimizer state.
         precision: Number format of the matrix products; weights and optimizer are always float32.
         device: auto: the GPU of this rank if there is one, else the CPU.
         shard: For fsdp. full: shard parameters too. grad_op: shard gradients and optimizer only; parameters
@@ -70,8 +66,14 @@ class ParallelConfig:
         replicas: For fsdp: copies of the model; each is sharded over world size / replicas ranks.
         offload: For fsdp: where shards and optimizer state are stored: on the device (none), in host memory
             (cpu), or in pinned host memory (pinned: faster copies, GPU only).
-        bucket: For ddp: MiB of gradients that are sent together.
-        static_graph: For ddp: promise that every step runs the same graph, so that torch can optimise it.
+        wrap: For fsdp: parameters that are gathered together. block: those of an encoder block. size:100M:
+            those of consecutive blocks, until there are at least 100 million parameters. none: the complete
+            model, in float32.
+        reduce: For fsdp: number format in which gradients are summed over the ranks. bf16 halves the sent
+            bytes and rounds the gradient.
+        bucket: For ddp and zero1: MiB of gradients that are sent together.
+        static_graph: For ddp and zero1: promise that every step runs the same graph, so that torch can
+            optimise it.
         timeout_first: Seconds that a rank waits for the others until the first step is done, which includes
             reading, compiling and connecting.
         timeout: Seconds that a rank waits for the others after the first step. It must exceed
@@ -83,12 +85,14 @@ class ParallelConfig:
             ethernet.
     """
 
-    mode: Literal["none", "ddp", "fsdp"] = "none"
+    mode: Literal["none", "ddp", "zero1", "fsdp"] = "none"
     precision: Precision = "fp32"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     shard: Literal["full", "grad_op"] = "full"
     replicas: int = 1
     offload: Literal["none", "cpu", "pinned"] = "none"
+    wrap: Annotated[str, tyro.conf.arg(metavar="block|size:NUMBER|none")] = "block"
+    reduce: Literal["fp32", "bf16"] = "fp32"
     bucket: int = 25
     static_graph: bool = False
     timeout_first: float = 1800.0
@@ -173,12 +177,12 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     Args:
         module: a model (`sa1b.engine.model`). Frozen parameters have requires_grad False already.
 
-    FSDP: one group for each of the model's units, in the number format of the products, which halves the sent
-    bytes for 16-bit formats; one root group in float32 for the rest. Inputs are never cast, because they may
-    be coordinates. Gradients are averaged in float32.
+    FSDP: see `sa1b.engine.sharding`. The number format of the products halves the sent bytes for 16-bit
+    formats.
 
-    DDP: gradients are views of the buckets, which saves a second copy. Buffers are not broadcast in each
-    step: they are constants, or equal on all ranks, as the statistics of `shared_statistics`.
+    DDP, with or without a sharded optimizer: gradients are views of the buckets, which saves a second copy.
+    Buffers are not broadcast in each step: they are constants, or equal on all ranks, as the statistics of
+    `shared_statistics`.
 
     Raises:
         UsageError: see `shared_statistics`.
@@ -189,7 +193,15 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
         return module.to(rank_info.device)
     module = shared_statistics(module, config, rank_info)
     if config.mode == "fsdp":
-        return _fully_shard(module, config, rank_info)
+        return shard_module(
+            module,
+            rank_info.mesh,
+            groups=config.wrap,
+            reshard=config.shard == "full",
+            offload=config.offload,
+            compute=compute_dtype(config.precision),
+            reduce={"fp32": torch.float32, "bf16": torch.bfloat16}[config.reduce],
+        )
     # The gradient of a 1 x 1 convolution of channels-last pixels has other strides, but the same bytes.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     wrapped = DistributedDataParallel(
@@ -232,34 +244,6 @@ def shared_statistics(module: nn.Module, config: ParallelConfig, rank_info: Rank
     return convert(module)
 
 
-def _fully_shard(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-    offload = OffloadPolicy()
-    if config.offload != "none":
-        offload = CPUOffloadPolicy(pin_memory=config.offload == "pinned")
-    # A unit may return a view of a matrix product. Torch warns that changing such a result in place removes
-    # the hook that gathers weights for the backward pass. Models add the result to a residual instead.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    low = MixedPrecisionPolicy(compute_dtype(config.precision), torch.float32, cast_forward_inputs=False)
-    for unit in declared(module).fsdp_units():
-        fully_shard(
-            unit,
-            mesh=rank_info.mesh,
-            reshard_after_forward=config.shard == "full",
-            mp_policy=low,
-            offload_policy=offload,
-        )
-        if hasattr(unit[0], "gathered"):
-            register_fsdp_forward_method(unit[0], "gathered")
-    fully_shard(
-        module,
-        mesh=rank_info.mesh,
-        reshard_after_forward=False,
-        mp_policy=MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False),
-        offload_policy=offload,
-    )
-    return module
-
-
 def _fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
     """The ranks' store with a prefix that no earlier attempt has used.
 
@@ -292,17 +276,30 @@ def _fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
     return PrefixStore(token, store)
 
 
+# Flags that have an effect in some modes only, with their defaults and these modes.
+_FLAGS_OF_MODES = (
+    ("shard", "full", ("fsdp",)),
+    ("replicas", 1, ("fsdp",)),
+    ("offload", "none", ("fsdp",)),
+    ("wrap", "block", ("fsdp",)),
+    ("reduce", "fp32", ("fsdp",)),
+    ("static_graph", False, ("ddp", "zero1")),
+)
+
+
 def _refuse(config: ParallelConfig, world_size: int) -> None:
     if config.mode == "none" and world_size > 1:
         raise UsageError(
             f"--parallel.mode none: is for one process, this run has {world_size}; "
-            "pass --parallel.mode ddp or fsdp"
+            "pass --parallel.mode ddp, zero1 or fsdp"
         )
-    for flag, default in (("shard", "full"), ("replicas", 1), ("offload", "none")):
-        if config.mode != "fsdp" and getattr(config, flag) != default:
-            raise UsageError(f"--parallel.{flag}: is for --parallel.mode fsdp, not {config.mode}; drop one")
-    if config.static_graph and config.mode != "ddp":
-        raise UsageError(f"--parallel.static-graph: is for --parallel.mode ddp, not {config.mode}; drop one")
+    for flag, default, modes in _FLAGS_OF_MODES:
+        if config.mode not in modes and getattr(config, flag) != default:
+            raise UsageError(
+                f"--parallel.{flag.replace('_', '-')}: is for --parallel.mode {' or '.join(modes)}, not "
+                f"{config.mode}; drop one"
+            )
+    least_size(config.wrap)
     if config.bucket < 1:
         raise UsageError(f"--parallel.bucket {config.bucket}: must be at least 1 MiB")
     if config.replicas < 1 or world_size % config.replicas:

@@ -3,11 +3,12 @@
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
@@ -31,7 +32,10 @@ class Block(nn.Module):
 
 
 class StandIn(nn.Module):
-    """A model with the interface of `Interactive`; no number of ranks divides the lengths of its parameters."""
+    """A complete model (`sa1b.engine.model`); no number of ranks divides the lengths of its parameters."""
+
+    figures = ("loss",)
+    shown: ClassVar[dict[str, str]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,11 +51,23 @@ class StandIn(nn.Module):
         output: Tensor = self.model.get_submodule("mask_decoder")(embedding)
         return output
 
+    def weights(self) -> nn.Module:
+        return self.model
+
+    def fsdp_units(self) -> list[list[nn.Module]]:
+        blocks = self.model.get_submodule("image_encoder.blocks")
+        return [[block.get_submodule("attn"), block.get_submodule("mlp")] for block in blocks.children()]
+
+    def _not_called(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    inputs = read_weights = load_weights = layer_of = decays = flops = _not_called
+
 
 @dataclass
 class Tiny:
     module: nn.Module
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
 
     def step(self, number: int) -> None:
         numbers = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
@@ -62,11 +78,20 @@ class Tiny:
 
 def begin_tiny(rank_info: RankInfo, config: ParallelConfig) -> Tiny:
     module = wrap(StandIn(), config, rank_info)
+    if config.mode == "zero1":
+        return Tiny(module, ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=0.1))
     return Tiny(module, torch.optim.AdamW(module.parameters(), lr=0.1))
 
 
 def everything(run: Tiny | Run) -> dict[str, Tensor]:
-    return {name: whole(tensor) for name, tensor in tensors.gather(run.module, run.optimizer).items()}
+    """All tensors, those of a sharded optimizer from all ranks, in the order of their names."""
+    found = {name: whole(tensor) for name, tensor in tensors.gather(run.module, run.optimizer).items()}
+    if isinstance(run.optimizer, ZeroRedundancyOptimizer):
+        of_all: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(of_all, found)
+        for one in of_all:
+            found |= one
+    return dict(sorted(found.items()))
 
 
 def save(folder: Path, configs: dict[str, ParallelConfig]) -> dict[str, dict[str, Tensor]]:

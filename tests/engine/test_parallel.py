@@ -22,6 +22,7 @@ NONE = ParallelConfig()
 DDP = ParallelConfig(mode="ddp")
 FSDP = ParallelConfig(mode="fsdp")
 HYBRID = ParallelConfig(mode="fsdp", replicas=2)
+ZERO = ParallelConfig(mode="zero1")
 STATIC = ParallelConfig(mode="ddp", static_graph=True)
 
 # Configuration and micro-batches per step, by number of ranks. Two or three ranks have unequal parts of five
@@ -34,8 +35,11 @@ CASES: dict[int, Cases] = {
         "fsdp, 3 micro-batches": (FSDP, 3),
         "fsdp, gradients and optimizer only": (ParallelConfig(mode="fsdp", shard="grad_op"), 1),
         "fsdp, offload": (ParallelConfig(mode="fsdp", offload="cpu"), 1),
+        "fsdp, groups of a size": (ParallelConfig(mode="fsdp", wrap="size:5K"), 3),
+        "fsdp, one group": (ParallelConfig(mode="fsdp", wrap="none"), 1),
+        "zero1, 3 micro-batches": (ZERO, 3),
     },
-    3: {"fsdp": (FSDP, 1)},
+    3: {"fsdp": (FSDP, 1), "zero1": (ZERO, 1)},
     4: {"hybrid, 3 micro-batches": (HYBRID, 3)},
 }
 SLOW: dict[int, Cases] = {
@@ -73,6 +77,7 @@ def two_ranks() -> dict[str, Any]:
         "errors": checks.errors_of_a_wait_for_silent_ranks(DDP, 1.0),
         "evaluated, ddp": checks.evaluated_with_means(DDP),
         "evaluated, fsdp": checks.evaluated_with_means(FSDP),
+        "evaluated, zero1": checks.evaluated_with_means(ZERO),
     }
 
 
@@ -171,7 +176,7 @@ def test_micro_batches_of_one_process_add_up_to_one_large_batch(
     assert_close(trace["weights"], alone["weights"], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp, 3 micro-batches"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp, 3 micro-batches", "zero1, 3 micro-batches"])
 def test_ranks_hold_the_same_weights_bit_for_bit(ranks: Ranks, name: str) -> None:
     one, other = (rank["traces"][name] for rank in ranks((2, False)))
     assert all(torch.equal(tensor, other["weights"][key]) for key, tensor in one["weights"].items())
@@ -262,6 +267,7 @@ def evaluated_alone() -> dict[str, Any]:
     [
         ((2, False), "ddp"),
         ((2, False), "fsdp"),
+        ((2, False), "zero1"),
         pytest.param((2, True), "fsdp, gradients and optimizer only", marks=pytest.mark.slow),
     ],
 )
@@ -295,7 +301,7 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
 @pytest.mark.parametrize(
     ("config", "world_size", "message"),
     [
-        (ParallelConfig(), 2, "--parallel.mode ddp or fsdp"),
+        (ParallelConfig(), 2, "--parallel.mode ddp, zero1 or fsdp"),
         (ParallelConfig(mode="ddp", shard="grad_op"), 2, "--parallel.shard: is for --parallel.mode fsdp"),
         (ParallelConfig(mode="ddp", replicas=2), 2, "--parallel.replicas: is for --parallel.mode fsdp"),
         (ParallelConfig(mode="ddp", offload="cpu"), 2, "--parallel.offload: is for --parallel.mode fsdp"),

@@ -25,6 +25,7 @@ def two_ranks() -> dict[str, Any]:
     return {
         "gradient": {mode: checks.encoder_gradient(config) for mode, config in bf16.items()},
         "float32": checks.encoder_gradient(configured("ddp", "fp32")),
+        "reduced": checks.encoder_gradient(configured("fsdp", "fp32", reduce="bf16")),
         "seen": {mode: checks.seen_in_forward(config) for mode, config in bf16.items()},
         "overflow": {mode: checks.overflow(config) for mode, config in fp16.items()},
         "frozen": {mode: checks.frozen(configured(mode, "fp32")) for mode in MODES},
@@ -79,6 +80,11 @@ def test_bf16_gradients_are_those_of_float32_within_its_precision_and_alike_in_b
         assert 1e-4 < distance(ddp, rank["float32"]) < 0.02
         assert 1e-4 < distance(fsdp, rank["float32"]) < 0.02
         assert distance(fsdp, ddp) < 1e-4
+
+
+def test_gradients_that_are_summed_in_bf16_are_rounded_to_it(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert 1e-4 < distance(rank["reduced"], rank["float32"]) < 0.01
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
 from sa1b.engine.gradients import autocast, finish, grad_scaler, micro_batch, warm_up
 from sa1b.engine.model import unwrap
@@ -91,7 +91,7 @@ class Run:
     accumulation: int
     optim: OptimConfig
     module: nn.Module
-    optimizer: AdamW
+    optimizer: Optimizer
     scaler: GradScaler
     losses: list[float] = field(default_factory=list)  # sums of this rank
     norms: list[float] = field(default_factory=list)
@@ -150,7 +150,7 @@ def begin(
     interactive = build(seed=0 if state is None else 1)
     freeze(interactive, optim)
     module = wrap(interactive, config, rank_info)
-    optimizer = make_optimizer(module, optim, BATCH)
+    optimizer = make_optimizer(module, optim, BATCH, sharded=config.mode == "zero1")
     run = Run(
         rank_info,
         config,

@@ -44,6 +44,7 @@ from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.files import STATE, Found, SealedFile, measure, seal
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.checkpoint.torch_metadata import METADATA, read_metadata
+from sa1b.engine.optim import of_rank
 from sa1b.engine.ranks import ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.storage.atomic import commit, flush, lock, write_whole
@@ -134,7 +135,12 @@ class Checkpoints:
             "state": state,
         }
         text = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
-        own = tensors.share(tensors.gather(model, optimizer), self._ranks.rank, self._ranks.world_size)
+        own = tensors.share(
+            tensors.gather(model, optimizer),
+            self._ranks.rank,
+            self._ranks.world_size,
+            sharded=of_rank(optimizer) is not optimizer,
+        )
         if self.config.asynchronous:
             if self._stager is None:
                 # The copy in host memory is kept and reused; it is pinned if that makes it faster.

@@ -22,6 +22,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from sa1b.engine.model import stored
+from sa1b.engine.optim import of_rank
 from sa1b.engine.ranks import Ranks
 from sa1b.errors import CheckpointError
 
@@ -62,6 +63,8 @@ class _Writer(FileSystemWriter):
 def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """The tensors by name, not copied; under FSDP each rank's shards, as DTensors.
 
+    With a sharded optimizer (ZeRO-1), each rank has the optimizer state of its own parameters only.
+
     Args:
         model: a model that declares its `weights()`, or a plain module; with or without DDP or FSDP.
 
@@ -71,7 +74,7 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
     found = _weights(model)
     if optimizer is not None:
         names = _names(model)
-        for parameter, values in optimizer.state.items():
+        for parameter, values in of_rank(optimizer).state.items():
             for key, value in values.items():
                 if not isinstance(value, Tensor):
                     raise TypeError(f"{type(optimizer).__name__} keeps {key} as {type(value)}, not a tensor")
@@ -79,12 +82,16 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
     return found
 
 
-def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """The tensors that this rank writes: its shards, and an equal share (by bytes) of the unsharded ones."""
+def share(tensors: Mapping[str, Tensor], rank: int, world_size: int, *, sharded: bool) -> dict[str, Tensor]:
+    """The tensors that this rank writes: its shards, and an equal share (by bytes) of the unsharded ones.
+
+    Args:
+        sharded: the optimizer state is that of a sharded optimizer, so no other rank has it.
+    """
     own: dict[str, Tensor] = {}
     load = [0] * world_size
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor) or (sharded and name.startswith(OPTIMIZER)):
             own[name] = tensor
             continue
         owner = load.index(min(load))
@@ -124,17 +131,17 @@ def load(
         targets |= {f"{OPTIMIZER}{name}.{key}": value for key, value in values.items()}
     ranks.on_all(lambda: _read(folder, metadata, targets, ranks))
     if optimizer is not None:
-        names = _names(model)
-        packed = optimizer.state_dict()
+        names, kept = _names(model), of_rank(optimizer)
+        packed = kept.state_dict()
         numbered = zip(
             (number for group in packed["param_groups"] for number in group["params"]),
-            (parameter for group in optimizer.param_groups for parameter in group["params"]),
+            (parameter for group in kept.param_groups for parameter in group["params"]),
             strict=True,
         )
         packed["state"] = {
             number: states[names[parameter]] for number, parameter in numbered if names[parameter] in states
         }
-        optimizer.load_state_dict(packed)
+        kept.load_state_dict(packed)
 
 
 def read_weights(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
@@ -211,8 +218,12 @@ def _described(tensor: Tensor | TensorStorageMetadata) -> str:
 def _empty_states(
     folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Empty optimizer state by parameter and key: shapes of the checkpoint, placement of the parameter."""
+    """Empty optimizer state of this rank, by parameter and key.
+
+    Shapes are those of the checkpoint, placements those of the parameters.
+    """
     names = _names(model)
+    kept = {names[parameter] for group in of_rank(optimizer).param_groups for parameter in group["params"]}
     trained = {
         names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
     }
@@ -227,14 +238,18 @@ def _empty_states(
                 "the --optim.freeze of that run, or start from its weights with --init"
             )
         like, dtype = trained[name], entry.properties.dtype
-        if entry.size == like.shape:
-            value = torch.zeros_like(like, dtype=dtype, requires_grad=False)
-        elif prod(entry.size) == 1:  # a counter of steps
-            value = torch.zeros(entry.size, dtype=dtype)
-        else:
+        counts = entry.size != like.shape and prod(entry.size) == 1  # a counter of steps
+        if entry.size != like.shape and not counts:
             raise MismatchError(
                 f"{folder}: {full} is {list(entry.size)}, its parameter {list(like.shape)}; pass the "
                 "settings that it was trained with"
             )
+        if name not in kept:
+            continue
+        value = (
+            torch.zeros(entry.size, dtype=dtype)
+            if counts
+            else torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        )
         states.setdefault(name, {})[key] = value
     return states
