@@ -4,7 +4,7 @@ Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", 
 Anything", Kirillov et al., 2023. Parameters have the published names and shapes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -33,7 +33,7 @@ class ImageEncoder(nn.Module):
         channels: channels of the embedding.
         drop_rates: for each block, the probability that drop path skips its attention, and independently its
             MLP.
-        checkpoint_blocks: recompute the activations of each block in the backward pass.
+        recomputed: blocks whose activations are recomputed in the backward pass.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ImageEncoder(nn.Module):
         window: int,
         channels: int,
         drop_rates: Sequence[float],
-        checkpoint_blocks: bool,
+        recomputed: Collection[int],
     ) -> None:
         super().__init__()
         side = image_size // patch_size
@@ -55,7 +55,7 @@ class ImageEncoder(nn.Module):
         self.patch_embed = PatchEmbedding(patch_size, width)
         self.pos_embed = nn.Parameter(torch.zeros(1, side, side, width))
         self.blocks = nn.ModuleList(
-            Block(width, heads, side, 0 if index in global_blocks else window, checkpoint_blocks)
+            Block(width, heads, side, 0 if index in global_blocks else window, index in recomputed)
             for index in range(depth)
         )
         self.neck = nn.Sequential(

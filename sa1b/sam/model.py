@@ -10,6 +10,7 @@ top left, x right and y down, and the centre of a pixel at integer coordinates. 
 published checkpoints of vit_b, vit_l and vit_h unchanged.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from sa1b.sam.mask_decoder import ALL, MaskDecoder
 from sa1b.sam.prompt_encoder import PromptEncoder
 from sa1b.sam.similarity import ClickSimilarity
 
+_RECOMPUTED = re.compile(r"none|all|every:[1-9]\d*")
 CHANNELS_MULTIPLE = 32  # the decoder halves its width and then splits it into heads of 16 numbers
 PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet, RGB 0..255
 
@@ -44,7 +46,8 @@ class ModelConfig:
             This addition to the published model shortens training (sa1b.sam.similarity); 0: none.
         drop_path: Probability that an image skips the attention of the last block, and independently its
             MLP; linear over the blocks, from 0 at the first one.
-        checkpoint_blocks: Recompute each block's activations in the backward pass, to save memory.
+        checkpoint_blocks: Encoder blocks whose activations are recomputed in the backward pass, to save
+            memory: none, all, or every second one (every:2).
         compile_blocks: Compile (torch.compile) each block of the encoder.
         compile_decoder: Compile (torch.compile) the mask decoder.
     """
@@ -59,7 +62,7 @@ class ModelConfig:
     channels: int = 256
     pixel_features: int = 0
     drop_path: float = 0.0
-    checkpoint_blocks: bool = False
+    checkpoint_blocks: str = "none"
     compile_blocks: bool = False
     compile_decoder: bool = False
 
@@ -90,6 +93,18 @@ class ModelConfig:
             )
         if not 0 <= self.drop_path < 1:
             raise ValueError(f"--model.drop-path {self.drop_path}: must be from 0 to below 1")
+        if not _RECOMPUTED.fullmatch(self.checkpoint_blocks):
+            raise ValueError(
+                f"--model.checkpoint-blocks {self.checkpoint_blocks}: must be none, all or every:2 (3, 4, ...)"
+            )
+
+    @property
+    def recomputed_blocks(self) -> range:
+        """The encoder blocks whose activations are recomputed in the backward pass."""
+        if self.checkpoint_blocks == "none":
+            return range(0)
+        every = 1 if self.checkpoint_blocks == "all" else int(self.checkpoint_blocks.removeprefix("every:"))
+        return range(0, self.depth, every)
 
     @property
     def side(self) -> int:
@@ -147,7 +162,7 @@ class Sam(nn.Module):
             window=config.window,
             channels=config.channels,
             drop_rates=config.drop_rates,
-            checkpoint_blocks=config.checkpoint_blocks,
+            recomputed=config.recomputed_blocks,
         )
         self.prompt_encoder = PromptEncoder(config.channels, config.image_size, config.side)
         self.mask_decoder = MaskDecoder(config.channels)

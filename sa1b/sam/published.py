@@ -143,7 +143,7 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
 def preset_of(config: ModelConfig) -> str | None:
     """The name of the preset with these sizes."""
     bare = replace(
-        config, drop_path=0.0, checkpoint_blocks=False, compile_blocks=False, compile_decoder=False
+        config, drop_path=0.0, checkpoint_blocks="none", compile_blocks=False, compile_decoder=False
     )
     return next((name for name, preset in PRESETS.items() if preset == bare), None)
 

@@ -25,7 +25,9 @@ def counted(config: ParallelConfig, recompute: bool) -> dict[str, Any]:
 
     # The graphs do not depend on the back end that compiles them.
     torch.compile, training.build = partial(compile_before, backend="aot_eager"), watched
-    training.MODEL = replace(model_before, compile_blocks=True, checkpoint_blocks=recompute)
+    training.MODEL = replace(
+        model_before, compile_blocks=True, checkpoint_blocks="all" if recompute else "none"
+    )
     torch._dynamo.reset()
     counters.clear()
     try:

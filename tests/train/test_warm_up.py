@@ -10,7 +10,7 @@ from tests.train.command import train_to_end
 FLAGS = ("--model.compile-blocks", "--data.global-batch", "6", "--data.micro-batch", "3")
 
 
-RECOMPUTE = ("--model.checkpoint-blocks",)
+RECOMPUTE = ("--model.checkpoint-blocks", "all")
 
 
 @pytest.mark.parametrize(
