@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -52,7 +52,7 @@ def available_cpus(root: str | Path = "/") -> int:
     if ranks > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
             shared = max(own, _affinity(os.getppid()))  # a rank may have only a share of the CPUs
-    limits = [shared, _cgroup_quota(Path(root))]
+    limits = [shared, cpu_quota(root)]
     if per_task := _count("SLURM_CPUS_PER_TASK"):
         limits.append(per_task)
     elif tasks and not ranks:
@@ -72,27 +72,35 @@ def _affinity(process: int) -> int:
     return len(os.sched_getaffinity(process))
 
 
-def _cgroup_quota(root: Path) -> float:
-    """The smallest CPU quota, in CPUs, of the cgroups of this process and of their parents."""
+def cpu_quota(root: str | Path = "/") -> float:
+    """The smallest CPU quota, in CPUs, of this process's cgroups and of their parents; infinite: none."""
+    return min(map(_quota, _cgroups(Path(root), "cpu")), default=float("inf"))
+
+
+def memory_limit(root: str | Path = "/") -> float:
+    """The smallest memory limit, in bytes, of this process's cgroups and of their parents; infinite: none."""
+    return min(map(_memory, _cgroups(Path(root), "memory")), default=float("inf"))
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of the cgroups of this process with a controller, and of their parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return float("inf")
-    quotas = [float("inf")]
+        return
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
             base = root / "sys/fs/cgroup"
-        elif "cpu" in controllers.split(","):
+        elif controller in controllers.split(","):
             base = root / "sys/fs/cgroup" / controllers
-            base = base if base.exists() else root / "sys/fs/cgroup/cpu"
+            base = base if base.exists() else root / "sys/fs/cgroup" / controller
         else:
             continue
         # In a container the path may be that of the host and not exist; the mount then is the container's
         # group.
         group = base / path.strip("/")
-        quotas += [_quota(folder) for folder in (group, *group.parents) if folder.is_relative_to(base)]
-    return min(quotas)
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(base))
 
 
 def _quota(folder: Path) -> float:
@@ -104,6 +112,15 @@ def _quota(folder: Path) -> float:
         microseconds = int((folder / "cpu.cfs_quota_us").read_text())
         if microseconds > 0:
             return microseconds / int((folder / "cpu.cfs_period_us").read_text())
+    return float("inf")
+
+
+def _memory(folder: Path) -> float:
+    """The memory limit of one cgroup in bytes; infinite if it has none."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / name).read_text())
+            return limit if limit < 1 << 60 else float("inf")  # version 1 has a large number for no limit
     return float("inf")
 
 

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ class Subject:
         root: dataset directory, a folder or a URL; None: not given.
         out: folder in which a run would write; None: not given.
         seconds: duration of each measurement of a rate.
+        rate: images per second that a rank trains; None: estimated from its device.
         timeout: seconds that a rank waits for the others.
         local_rank, local_world_size: rank on this machine, and number of ranks on it.
         device: of this rank; a GPU has an index.
@@ -32,6 +34,7 @@ class Subject:
     out: Path | None = None
     seconds: float = 5.0
     timeout: float = 60.0
+    rate: float | None = None
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -42,8 +45,8 @@ class Subject:
     system: Path = Path("/")
 
     @classmethod
-    def of_this_process(cls, root: str | None, out: Path | None, seconds: float, timeout: float) -> "Subject":
-        """This process, by the variables of torchrun.
+    def of_this_process(cls, **given: Any) -> "Subject":
+        """This process, by the variables of torchrun, and the other attributes as they are given.
 
         Raises:
             ValueError: the variables contradict each other.
@@ -55,7 +58,14 @@ class Subject:
         # A launcher may show each task its own GPU only, as number 0 (srun --gpus-per-task=1).
         index = 0 if visible == 1 else local_rank
         device = torch.device("cuda", index) if index < visible else torch.device("cpu")
-        return cls(root, out, seconds, timeout, rank, world_size, local_rank, local_world_size, device)
+        return cls(
+            **given,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            device=device,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +75,24 @@ class Check:
     Attributes:
         name: as in the table and in the documentation.
         work: examines a process; a finding without ranks and host gets those of the process.
+        needs: names of checks; if one of them failed, this check is skipped.
+        measures: takes several seconds, which is announced.
     """
 
     name: str
     work: Callable[[Subject], Iterable[Finding]]
+    needs: tuple[str, ...] = ()
+    measures: bool = False
 
-    def run(self, subject: Subject) -> list[Finding]:
-        """The findings of this rank. An error of the check itself is a finding too."""
+    def run(self, subject: Subject, before: Iterable[Finding] = ()) -> list[Finding]:
+        """The findings of this rank. An error of the check itself is a finding too.
+
+        Args:
+            before: the findings of earlier checks.
+        """
+        failed = [one.check for one in before if one.check in self.needs and one.state == "failed"]
+        if failed:
+            return [Finding(self.name, "skipped", f"the check {failed[0]!r} failed", "Fix that first")]
         try:
             return list(self.work(subject))
         except Exception as error:

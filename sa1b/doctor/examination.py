@@ -1,6 +1,6 @@
 """All checks in order: of this rank alone, comparisons of the ranks, then those that ranks run together.
 
-    subject = Subject.of_this_process(root, out, seconds, timeout)
+    subject = Subject.of_this_process(root=root, out=out)
     report = examine(subject, chosen=lambda name: True)     # on rank 0: of all ranks
     print(report.table())
 
@@ -12,19 +12,51 @@ import sys
 from collections.abc import Callable
 
 from sa1b.console import counted
-from sa1b.doctor import machine
+from sa1b.doctor import device, environment, machine, software, storage
+from sa1b.doctor.agreement import agreement
 from sa1b.doctor.check import Check, Subject
 from sa1b.doctor.meeting import Meeting, of_rank
 from sa1b.doctor.report import Finding, Report
 
-LOCAL: tuple[Check, ...] = (Check("versions", machine.versions),)
+# The quick ones first.
+LOCAL = (
+    Check("versions", software.versions),
+    Check("packages", software.packages),
+    Check("device", device.visible_device),
+    Check("GPU state", device.gpu_state),
+    Check("placement", device.placement, needs=("device",)),
+    Check("environment", environment.environment),
+    Check("CPUs", machine.cpus),
+    Check("memory", machine.memory),
+    Check("shared memory", machine.shared_memory),
+    Check("locked memory", machine.locked_memory),
+    Check("open files", machine.open_files),
+    Check("clock", machine.clock),
+    Check("space", storage.space),
+    Check("dataset", storage.dataset, measures=True),
+    Check("host-to-device copy", device.pinned_copy, needs=("device",), measures=True),
+    Check("read rate", storage.read_rate, needs=("dataset",), measures=True),
+)
+RENDEZVOUS = "rendezvous"
 # Checks that the ranks run together, in this order, by `Meeting` and then by a process group.
 TOGETHER: tuple[Check, ...] = ()
 
 
 def names() -> tuple[str, ...]:
     """The names of all checks, in order."""
-    return (*(one.name for one in (*LOCAL, *TOGETHER)),)
+    return (*(one.name for one in LOCAL), RENDEZVOUS, *(one.name for one in TOGETHER))
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C.
+
+    Attributes:
+        report: the findings so far.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.report = report
 
 
 def examine(subject: Subject, chosen: Callable[[str], bool], *, quiet: bool = False) -> Report | None:
@@ -36,61 +68,92 @@ def examine(subject: Subject, chosen: Callable[[str], bool], *, quiet: bool = Fa
         subject: this process.
         chosen: whether a check is run, by its name.
         quiet: print no progress on stderr.
+
+    Raises:
+        Interrupted: Ctrl-C.
     """
-    quiet = quiet or subject.rank > 0
+    progress = _Progress(quiet or subject.rank > 0)
     found: list[Finding] = []
-    for check in LOCAL:
-        if chosen(check.name):
-            _say(check.name, quiet)
-            found += check.run(subject)
-    found = of_rank(found, subject)
-    if subject.world_size == 1:
-        return Report(found, f"1 process on {subject.host}")
+    try:
+        for check in LOCAL:
+            if chosen(check.name):
+                progress.show(check)
+                found += check.run(subject, found)
+        progress.end()
+        if subject.world_size == 1:
+            return Report(found, f"1 process on {subject.host}")
+        return _exchanged(subject, of_rank(found, subject), chosen)
+    except KeyboardInterrupt:
+        progress.end()
+        raise Interrupted(Report(found, f"rank {subject.rank} on {subject.host}, interrupted")) from None
+
+
+def _exchanged(subject: Subject, found: list[Finding], chosen: Callable[[str], bool]) -> Report | None:
+    """The findings of all ranks, on rank 0; those of this rank, if it cannot reach the others."""
     try:
         meeting = Meeting(subject)
-    except Exception as error:
-        return Report([*found, _unreachable(subject, error)], f"rank {subject.rank} on {subject.host} alone")
-    meeting.send("local", (subject.host, found))
-    if subject.rank > 0:
-        return None
-    return _gathered(subject, meeting)
-
-
-def _gathered(subject: Subject, meeting: Meeting) -> Report:
-    answers = meeting.receive("local")
-    found: list[Finding] = []
-    hosts = ["?"] * subject.world_size
-    for rank, (host, findings) in sorted(answers.items()):
-        hosts[rank] = host
-        found += findings
-    missing = tuple(rank for rank in range(subject.world_size) if rank not in answers)
-    if missing:
-        found.append(
-            Finding(
-                "ranks",
-                "failed",
-                f"{len(missing)} of {subject.world_size} did not answer within {subject.timeout:g} s",
-                "Look at the output of these ranks and of their launcher",
-                ranks=missing,
-            )
-        )
-    places = len({host for host in hosts if host != "?"})
-    where = counted(places, "host")
+        meeting.send("local", (subject.host, found))
+        if subject.rank > 0:
+            return None
+        answers = meeting.receive("local")
+    except Exception as error:  # torch's store raises several classes
+        return Report([*found, _unreachable(subject, error)], f"rank {subject.rank} on {subject.host}, alone")
+    hosts = [answers[rank][0] if rank in answers else "?" for rank in range(subject.world_size)]
+    found = [one for _, (_, findings) in sorted(answers.items()) for one in findings]
+    found += [one for one in agreement(found) if chosen(one.check)]
+    if chosen(RENDEZVOUS):
+        found.append(_met(subject, [rank for rank in range(subject.world_size) if rank not in answers]))
+    where = counted(len({*hosts} - {"?"}), "host")
     return Report(found, f"{subject.world_size} ranks on {where}", hosts)
 
 
-def _unreachable(subject: Subject, error: Exception) -> Finding:
-    address = ":".join(subject.environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+def _met(subject: Subject, missing: list[int]) -> Finding:
+    address = _address(subject)
+    if not missing:
+        return Finding(RENDEZVOUS, "ok", f"{subject.world_size} ranks met at {address}")
     return Finding(
-        "rendezvous",
+        RENDEZVOUS,
         "failed",
-        f"{address}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-        f"Check that {address} is reachable from {subject.host}, and that rank 0 runs",
+        f"{len(missing)} of {subject.world_size} ranks did not answer at {address} within "
+        f"{subject.timeout:g} s",
+        "Look at the output of these ranks: they did not start, hang, or print why they cannot reach "
+        f"{address}; --timeout waits longer",
+        ranks=tuple(missing),
+    )
+
+
+def _unreachable(subject: Subject, error: Exception) -> Finding:
+    address = _address(subject)
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return Finding(
+        RENDEZVOUS,
+        "failed",
+        f"{address}: {reason}",
+        f"Check that rank 0 runs, that the name resolves on {subject.host} (getent hosts), and that no "
+        f"firewall blocks the port (nc -zv {address.replace(':', ' ')})",
         ranks=(subject.rank,),
         host=subject.host,
     )
 
 
-def _say(text: str, quiet: bool) -> None:
-    if not quiet:
-        print(f"doctor: {text} ...", file=sys.stderr, flush=True)
+def _address(subject: Subject) -> str:
+    return ":".join(subject.environment.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+
+
+class _Progress:
+    """The current check on stderr: one line that changes on a terminal; in a log, only what takes long."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._is_terminal = sys.stderr.isatty()
+
+    def show(self, check: Check) -> None:
+        """Show that a check begins."""
+        if not self._quiet and (self._is_terminal or check.measures):
+            before, after = ("\r\033[K", "") if self._is_terminal else ("", "\n")
+            print(f"{before}doctor: {check.name} ...", end=after, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Remove the line from the terminal."""
+        if not self._quiet and self._is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -112,7 +112,7 @@ def merged(findings: Iterable[Finding], world_size: int) -> list[Finding]:
 
     Args:
         findings: of all ranks.
-        world_size: number of ranks; a finding of all of them names none.
+        world_size: number of ranks; a good finding of all of them names none.
     """
     findings = list(findings)
     checks = {one.check: number for number, one in reversed(list(enumerate(findings)))}
@@ -124,7 +124,8 @@ def merged(findings: Iterable[Finding], world_size: int) -> list[Finding]:
     for same in groups.values():
         ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
         hosts = dict.fromkeys(host for one in same for host in one.host.split(", ") if host)
-        of_all = any(not one.ranks and not one.host for one in same) or 0 < world_size <= len(ranks)
+        # A fault names its ranks and hosts even if all have it.
+        of_all = 0 < world_size <= len(ranks) and same[0].state in ("ok", "skipped")
         rows.append(
             replace(
                 same[0],

@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,7 @@ def choose(
     world_size = int(environment.get("WORLD_SIZE", "1"))
     if int(environment.get("LOCAL_WORLD_SIZE", world_size)) >= world_size:
         return Connection("one machine: nothing is set")
-    ports = _active_ports(root)
+    ports = active_ports(root)
     if kind == "infiniband" and not ports:
         raise UsageError(
             f"--parallel.network infiniband: {socket.gethostname()} has no active port in "
@@ -120,7 +120,7 @@ def choose(
             ),
             Setting("NCCL_BUFFSIZE", None, "not set: NCCL's 4 MiB; no other size is better in general"),
         ]
-    found = {**_configured(environment, root), **environment}
+    found = {**configured(environment, root), **environment}
     kept = (_kept(one, found) for one in wanted)
     how = "demanded" if kind != "auto" else "a port is active" if infiniband else "no active InfiniBand port"
     return Connection(f"{'infiniband' if infiniband else 'ethernet'} ({how})", tuple(kept))
@@ -171,7 +171,7 @@ def _ethernet(kind: Network) -> Iterator[Setting]:
         yield Setting("NCCL_IB_DISABLE", "1", "sockets were demanded; NCCL would prefer RDMA adapters")
 
 
-def _active_ports(root: Path) -> dict[str, str]:
+def active_ports(root: Path) -> dict[str, str]:
     """Active ports of RDMA adapters, such as mlx5_0:1 -> their link layer, InfiniBand or Ethernet."""
     folders = sorted((root / "sys/class/infiniband").glob("*/ports/*"), key=_natural)
     return {
@@ -224,7 +224,7 @@ def _address(host: str) -> int | None:
     return None if not packed or packed[0] in (0, 127) else int.from_bytes(packed, "big")
 
 
-def _configured(environment: MutableMapping[str, str], root: Path) -> dict[str, str]:
+def configured(environment: Mapping[str, str], root: Path) -> dict[str, str]:
     """The variables in NCCL's configuration files, over which the environment would have priority."""
     own = environment.get("NCCL_CONF_FILE") or Path(environment.get("HOME", "/"), ".nccl.conf")
     found = {}

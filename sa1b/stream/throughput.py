@@ -145,7 +145,7 @@ def measure(
             return units / (time.perf_counter() - began)
 
         sizes: list[int] = []
-        storage = timed(_reads(stream, pool, threads, sizes))
+        storage = timed(storage_reads(stream, pool, threads, sizes))
         images = _images(stream)
         decode = timed(_decodes(stream, images, pool, threads))
         loader = Loader(stream, threads=threads, dense=dense, device=device, quiet=True)
@@ -185,8 +185,11 @@ def limiting(storage: float, loader: float, shares: Mapping[str, float]) -> str:
     return "storage" if storage < _MARGIN * loader else max(shares, key=lambda name: shares[name])
 
 
-def _reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes: list[int]) -> Iterator[int]:
-    """Read batches of samples, with twice as many reads in flight as there are threads."""
+def storage_reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes: list[int]) -> Iterator[int]:
+    """Read batches of samples of an endless stream, with twice as many reads in flight as there are threads.
+
+    Yields the number of samples of each batch; their bytes are appended to `sizes`.
+    """
 
     def take(read: PendingRead) -> int:
         with suppress(DamageError):

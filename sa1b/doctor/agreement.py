@@ -1,0 +1,108 @@
+"""Comparison of what the ranks found alone: versions, GPUs, datasets, environment variables."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sa1b.doctor.report import Finding
+
+# Values whose difference ends or corrupts a run; others are a warning.
+_SAME_VERSIONS = ("sa1b", "torch", "cuda", "nccl")
+_ALIKE_VERSIONS = ("python", "driver")
+
+
+def agreement(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Findings on values that should be the same, or different, on all ranks.
+
+    Args:
+        findings: of all ranks, each with its rank.
+    """
+    for name in _SAME_VERSIONS:
+        remedy = f"Install the same {name} on all machines, best the same environment or container image"
+        yield from _same(findings, "versions", name, "failed", remedy)
+    for name in _ALIKE_VERSIONS:
+        yield from _same(findings, "versions", name, "warning", f"Use the same {name} on all machines")
+    yield from _same(
+        findings,
+        "dataset",
+        "digest",
+        "failed",
+        "Name a directory that all machines share, or copy the same version to each (sa1b copy)",
+    )
+    yield from _own_gpus(findings)
+    yield from _same_environment(findings)
+
+
+def _same(findings: Sequence[Finding], check: str, name: str, state: Any, remedy: str) -> Iterator[Finding]:
+    """A finding for each group of ranks, except the largest one, whose value differs from that of most."""
+    values = {
+        rank: one for one in findings if one.check == check and name in one.values for rank in one.ranks
+    }
+    groups: dict[str, list[int]] = {}
+    for rank, one in sorted(values.items()):
+        groups.setdefault(str(one.values[name]), []).append(rank)
+    if len(groups) < 2:
+        return
+    most = max(groups, key=lambda value: len(groups[value]))
+    for value, ranks in groups.items():
+        if value != most:
+            hosts = dict.fromkeys(values[rank].host for rank in ranks)
+            yield Finding(
+                check,
+                state,
+                f"{name} {_short(value)}, and {_short(most)} on most ranks",
+                remedy,
+                ranks=tuple(ranks),
+                host=", ".join(hosts),
+                values={name: value},
+            )
+
+
+def _short(value: str) -> str:
+    return value[:12] if len(value) == 64 else value  # a digest
+
+
+def _own_gpus(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Ranks that have the same GPU: NCCL would hang or fail."""
+    users: dict[tuple[str, str], list[int]] = {}
+    for one in findings:
+        if one.check == "device" and "uuid" in one.values:
+            users.setdefault((one.host, one.values["uuid"]), []).extend(one.ranks)
+    for (host, uuid), ranks in users.items():
+        if len(ranks) > 1:
+            yield Finding(
+                "device",
+                "failed",
+                f"{len(ranks)} ranks have the same GPU ({uuid})",
+                "Start one rank for each GPU, or let each task see its own (srun --gpus-per-task=1)",
+                ranks=tuple(sorted(ranks)),
+                host=host,
+            )
+
+
+def _same_environment(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Variables of NCCL, gloo and torch that are not set everywhere, or not to the same value."""
+    by_rank: dict[int, dict[str, str]] = {}
+    hosts: dict[int, str] = {}
+    for one in findings:
+        if one.check == "environment":
+            for rank in one.ranks:
+                by_rank.setdefault(rank, {}).update(one.values)
+                hosts[rank] = one.host
+    for name in sorted({name for values in by_rank.values() for name in values}):
+        groups: dict[str, list[int]] = {}
+        for rank, values in sorted(by_rank.items()):
+            groups.setdefault(f"{name}={values[name]}" if name in values else f"{name} not set", []).append(
+                rank
+            )
+        most = max(groups, key=lambda text: len(groups[text]))
+        for text, ranks in groups.items():
+            # The interface may have another name on another machine.
+            if text != most and not name.endswith("SOCKET_IFNAME"):
+                yield Finding(
+                    "environment",
+                    "warning",
+                    f"{text}, and {most} on most ranks",
+                    f"Set {name} in the job script, so that all ranks have it",
+                    ranks=tuple(ranks),
+                    host=", ".join(dict.fromkeys(hosts[rank] for rank in ranks)),
+                )

@@ -1,0 +1,144 @@
+"""Versions and builds of Python, sa1b, torch and the packages that sa1b needs."""
+
+import platform
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sa1b import __version__
+from sa1b.doctor.check import Subject
+from sa1b.doctor.report import Finding
+from sa1b.storage.protocols import EXTRAS, protocol_of
+
+_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]+\])?(?:>=([\d.]+))?.*?(?:extra == ['\"]([\w-]+)['\"])?$")
+
+
+def versions(subject: Subject) -> Iterator[Finding]:
+    """Versions and builds; the ranks compare them."""
+    values = {
+        "python": platform.python_version(),
+        "sa1b": __version__,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "nccl": _nccl(),
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "driver": driver(subject),
+    }
+    builds = [
+        f"CUDA {values['cuda'] or 'none'}",
+        f"NCCL {values['nccl'] or 'none'}",
+        "gloo" if values["gloo"] else "no gloo",
+    ]
+    figure = (
+        f"Python {values['python']}, sa1b {__version__}, torch {values['torch']} ({', '.join(builds)}), "
+        f"NVIDIA driver {values['driver'] or 'none'}"
+    )
+    remedy = lacking(values)
+    yield Finding("versions", "failed" if remedy else "ok", figure, remedy, values=values)
+
+
+def lacking(build: dict[str, Any]) -> str:
+    """What the build of torch lacks, as a remedy; empty if it lacks nothing."""
+    if not build["gloo"]:
+        return "Install a torch with gloo: checkpoints and figures of several ranks need it"
+    if build["cuda"] and not build["nccl"]:
+        return "Install a CUDA build of torch with NCCL: several GPUs need it"
+    return ""
+
+
+def _nccl() -> str | None:
+    if torch.version.cuda is None or not dist.is_nccl_available():
+        return None
+    version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+    return ".".join(map(str, version()))
+
+
+def driver(subject: Subject) -> str | None:
+    """The version of NVIDIA's kernel driver; None: it is not loaded or not visible in this container."""
+    try:
+        text = (subject.system / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", text)
+    return found[1] if found else None
+
+
+def packages(
+    subject: Subject,
+    requirements: Sequence[str] | None = None,
+    version_of: Callable[[str], str] = metadata.version,
+) -> Iterator[Finding]:
+    """The packages that sa1b requires, and those that ROOT requires.
+
+    Args:
+        requirements: as in the metadata of a package; by default those of sa1b.
+        version_of: the installed version of a package; raises PackageNotFoundError.
+    """
+    if requirements is None:
+        try:
+            requirements = metadata.requires("sa1b") or ()
+        except metadata.PackageNotFoundError:
+            yield Finding(
+                "packages",
+                "skipped",
+                "sa1b runs from a folder and is not installed, so its requirements are unknown",
+                "Install it: pip install --editable .",
+            )
+            return
+    protocol = protocol_of(subject.root or "")
+    extra_of_root = next((extra for schemes, extra in EXTRAS.items() if protocol in schemes), None)
+    wrong: list[str] = []
+    good: dict[str, str] = {}
+    absent: list[str] = []
+    for text in requirements:
+        found = _REQUIREMENT.match(text)
+        if found is None or found[1].lower() == "sa1b":
+            continue
+        name, least, extra = found.groups()
+        try:
+            version = version_of(name)
+        except metadata.PackageNotFoundError:
+            if extra in (None, extra_of_root):
+                wrong.append(f"{name} is missing" + (f" ({subject.root} needs it)" if extra else ""))
+            else:
+                absent.append(name)
+            continue
+        if least is not None and _release(version) < _release(least):
+            if extra in (None, extra_of_root):
+                wrong.append(f"{name} {version} is older than {least}")
+            continue
+        if extra in (None, extra_of_root):
+            good[name] = version
+    values = {"installed": good, "not_installed": sorted(set(absent))}
+    if wrong:
+        what = f"sa1b[{extra_of_root}]" if extra_of_root else "sa1b"
+        remedy = f"pip install --upgrade '{what}'"
+        yield Finding("packages", "failed", "; ".join(wrong), remedy, values=values)
+    else:
+        yield Finding("packages", "ok", f"{len(good)} required packages are installed", values=values)
+    yield from _slow_parts()
+
+
+def _slow_parts() -> Iterator[Finding]:
+    """Packages that work without their compiled part, only slowly."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import google_crc32c
+    if google_crc32c.implementation != "c":
+        yield Finding(
+            "packages",
+            "warning",
+            "google-crc32c has no compiled part here: every read is verified by Python code",
+            "pip install --force-reinstall google-crc32c, or a Python version with a wheel of it",
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
