@@ -76,7 +76,8 @@ def train(run: Run) -> None:
                 module, optimizer, scaler, totals["count"] / run.divisor, rank_info,
                 grad_clip=config.optim.grad_clip,
             )  # fmt: skip
-            figures = control.exchange(totals, norm, sum(map(len, ids)), phases)  # waits for the device
+            numbers = run.numbers()
+            figures = control.exchange(totals, norm, sum(map(len, ids)), numbers)  # waits for the device
         with phases.part("update"):
             loss = figures.means["loss"]
             if run.health.is_good(run.step, loss, figures.norm, figures.own_loss, ids):

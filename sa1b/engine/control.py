@@ -4,7 +4,7 @@
     control.install()                                              # SIGTERM, SIGINT and SIGUSR1 ask to stop
     while step < steps and not control.stopping:
         ...
-        figures = control.exchange(totals, norm, images, phases)   # one collective, one copy to the host
+        figures = control.exchange(totals, norm, images, numbers)  # one collective, one copy to the host
         with control.writing():
             metrics.step(...)
     control.check()
@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sa1b.engine.phase import Phases
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import Sa1bError
 
@@ -47,7 +46,7 @@ class StepFigures:
         images: images of all ranks.
         norm: gradient norm before clipping.
         own_loss: this rank's sum of the loss.
-        data, compute: seconds of each rank.
+        ranks: further numbers by name, one of each rank.
     """
 
     means: dict[str, float]
@@ -55,14 +54,7 @@ class StepFigures:
     images: int
     norm: float
     own_loss: float
-    data: list[float]
-    compute: list[float]
-
-    @property
-    def slowest(self) -> int:
-        """The rank whose data and computation took longest; the others waited for it."""
-        times = [data + compute for data, compute in zip(self.data, self.compute, strict=True)]
-        return times.index(max(times))
+    ranks: dict[str, list[float]]
 
 
 class Control:
@@ -88,7 +80,7 @@ class Control:
             signal.signal(number, self._on_signal)
 
     def exchange(
-        self, totals: Mapping[str, Tensor], norm: Tensor, images: int, phases: Phases
+        self, totals: Mapping[str, Tensor], norm: Tensor, images: int, numbers: Mapping[str, float]
     ) -> StepFigures:
         """The figures of a step over all ranks, once a step: one collective, one wait for the device.
 
@@ -97,23 +89,23 @@ class Control:
                 and their order are the same on all ranks.
             norm: norm of the gradient, the same on all ranks.
             images: number of images of this rank.
-            phases: timings of this rank's step so far.
+            numbers: further numbers of this rank, such as its timings. Names and their order are the same on
+                all ranks; NaN: unknown.
         """
         device = self._rank_info.device
         names = [name for name in totals if name != "count"]
         values = [*(totals[name] for name in names), totals["count"], norm]
         own = torch.stack([value.detach().to(device, torch.float64, non_blocking=True) for value in values])
-        rows = self._gather(own, [images, phases.seconds["data"], phases.seconds["compute"]])
-        *sums, count, _, all_images, _, _ = (sum(column) for column in zip(*rows, strict=True))
-        mine = rows[self._rank_info.rank]
+        columns = list(zip(*self._gather(own, [images, *numbers.values()]), strict=True))
+        *sums, count, _, all_images = (sum(column) for column in columns[: len(values) + 1])
+        mine = [column[self._rank_info.rank] for column in columns]
         return StepFigures(
             means={name: total / count if count else 0.0 for name, total in zip(names, sums, strict=True)},
             count=count,
             images=round(all_images),
             norm=mine[len(names) + 1],
             own_loss=mine[names.index("loss")],
-            data=[row[-2] for row in rows],
-            compute=[row[-1] for row in rows],
+            ranks=dict(zip(numbers, map(list, columns[len(values) + 1 :]), strict=True)),
         )
 
     def poll(self) -> bool:

@@ -17,6 +17,7 @@ import sa1b
 from sa1b.engine.control import Control, StepFigures
 from sa1b.engine.curves import Curves
 from sa1b.engine.phase import PARTS, Phases
+from sa1b.engine.rank_time import WORK
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import append_line, write_whole
@@ -217,15 +218,17 @@ def score_line(scores: Mapping[str, float]) -> str:
 
 
 def figures_of(
-    figures: StepFigures, phases: Phases, lr: float, rank_info: RankInfo, utilisation: float | None
+    figures: StepFigures, phases: Phases, lr: float, utilisation: float | None
 ) -> dict[str, float]:
     """The recorded figures of a step.
 
     "seconds" is the time from the start of the step to this call on rank 0's clock, including optimizer,
     exchange and checkpoint. "seconds_data", "seconds_compute", "seconds_sync", "seconds_update",
     "seconds_checkpoint" and "seconds_other" are its parts, see `sa1b.engine.phase.Phases`. "data_wait" is the
-    fraction of the step in which ranks wait for data, a mean over ranks. "slowest_rank" is the rank whose
-    data and computation took longest, "seconds_slowest" its time.
+    fraction of the step in which ranks wait for data, a mean over ranks. "slowest_rank" is the rank whose own
+    work took longest in the step before, without waiting for other ranks, and "seconds_slowest" its time.
+    They are missing in the first two steps after a start. "peak_memory_gb" is the largest peak memory of the
+    ranks so far, that of the rank "peak_memory_rank".
 
     Args:
         lr: learning rate.
@@ -234,17 +237,20 @@ def figures_of(
     """
     total = phases.total()
     parts = {name: phases.seconds[name] for name in PARTS}
-    waits = sum(figures.data) / len(figures.data)
-    slowest = figures.slowest
+    waits, memory = figures.ranks["data_wait"], figures.ranks["peak_memory"]
+    own = [sum(times) for times in zip(*(figures.ranks[name] for name in WORK), strict=True)]
     whole = int(figures.count) if figures.count.is_integer() else figures.count
     found = {**figures.means, "masks": whole, "images": figures.images}
     found |= {"lr": lr, "grad_norm": figures.norm}
     found |= {"images_per_s": figures.images / total, "masks_per_s": figures.count / total}
-    found |= {"data_wait": min(waits / total, 1.0), "seconds": total}
+    found |= {"data_wait": min(sum(waits) / len(waits) / total, 1.0), "seconds": total}
     found |= {f"seconds_{name}": value for name, value in parts.items()}
     found |= {"seconds_other": total - sum(parts.values())}
-    found |= {"slowest_rank": slowest, "seconds_slowest": figures.data[slowest] + figures.compute[slowest]}
-    found |= {"peak_memory_gb": peak_memory(rank_info.device) / 1e9}
+    if not any(map(math.isnan, own)):
+        found |= {"slowest_rank": own.index(max(own)), "seconds_slowest": max(own)}
+    found |= {"peak_memory_gb": max(memory) / 1e9, "peak_memory_gb_min": min(memory) / 1e9}
+    found |= {"peak_memory_gb_mean": sum(memory) / len(memory) / 1e9}
+    found |= {"peak_memory_rank": memory.index(max(memory))}
     if utilisation is not None:
         found["mfu"] = utilisation / total
     return found

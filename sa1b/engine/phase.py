@@ -21,7 +21,7 @@ is behind. A phase that only some ranks go through must not be added.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -69,9 +69,11 @@ class Phases:
         seconds: seconds of each phase since the step began, without those of the current phase. A caller that
             knows better may move seconds from one part to another.
         began: start of the step on the clock of time.perf_counter.
+        observer: called with each phase when it begins, if it is set.
     """
 
     def __init__(self) -> None:
+        self.observer: Callable[[Phase], None] | None = None
         self.began = time.perf_counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.current = Phase("start", 0, 0, 0, self.began)
@@ -87,6 +89,8 @@ class Phases:
         now, last = time.perf_counter(), self.current
         self.seconds[last.name] += now - last.began
         self.current = Phase(name, last.step if step is None else step, micro_batch, last.number + 1, now)
+        if self.observer is not None:
+            self.observer(self.current)
 
     @contextmanager
     def part(self, name: str, micro_batch: int = 0) -> Iterator[None]:

@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sa1b.console import counted
@@ -20,6 +19,7 @@ from sa1b.engine.model import declared
 from sa1b.engine.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.parallel import wrap
 from sa1b.engine.phase import Phases
+from sa1b.engine.rank_time import RankTime
 from sa1b.engine.ranks import RankInfo, agree, check_shared_folder
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
@@ -48,6 +48,7 @@ class Run:
         freeze(module, config.optim)
         self.module: nn.Module = wrap(module, config.parallel, rank_info)
         self.model = declared(self.module)
+        self.times = RankTime(phases, self.module, rank_info)
         self.optimizer = make_optimizer(
             self.module, config.optim, data.global_batch, sharded=config.parallel.mode == "zero1"
         )
@@ -156,8 +157,20 @@ class Run:
         inputs = self.model.inputs(batch, self.config.seed)
         with autocast(self.config.parallel.precision, self.rank_info.device):
             sums: dict[str, Tensor] = self.module(*inputs)
-        torch.autograd.backward(self.scaler.scale(sums["loss"] / self.divisor))
+        self.times.backward(self.scaler.scale(sums["loss"] / self.divisor))
         return {name: sums[name].detach() for name in (*self.model.figures, "count")}
+
+    def numbers(self) -> dict[str, float]:
+        """Numbers of this rank that the ranks exchange after each step.
+
+        `data_wait`: seconds of this step in which it waited for data; times of the last complete step, see
+        `RankTime.seconds`; `peak_memory`: bytes.
+        """
+        return {
+            "data_wait": self.phases.seconds["data"],
+            **self.times.seconds(),
+            "peak_memory": metrics.peak_memory(self.rank_info.device),
+        }
 
     def record(self, figures: StepFigures, lr: float) -> None:
         """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
@@ -166,10 +179,10 @@ class Run:
         saves = (self.ended or self.step % self.config.checkpoint.every == 0) and not self.health.lost
         if saves:
             # The process may be killed after the checkpoint and before the step's line is written.
-            line = metrics.figures_of(figures, self.phases, lr, self.rank_info, ideal)
+            line = metrics.figures_of(figures, self.phases, lr, ideal)
             with self.phases.part("checkpoint"):
                 self.save(metrics.json_figures({"step": self.step, **line}))
-        self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, self.rank_info, ideal))
+        self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, ideal))
         self._evaluate_if_due(saved=saves or bool(self.health.lost))
 
     def evaluate_what_is_missing(self) -> None:

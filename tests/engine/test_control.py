@@ -11,7 +11,6 @@ import torch
 
 from sa1b.engine.control import SIGNALS, Control, StepFigures, WriteError
 from sa1b.engine.parallel import ParallelConfig
-from sa1b.engine.phase import Phases
 from sa1b.engine.ranks import RankInfo
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
@@ -31,9 +30,8 @@ def exchanged(control: Control, rank: int, world_size: int) -> StepFigures:
     mine = PARTS[rank * 6 // world_size : (rank + 1) * 6 // world_size]
     totals = {name: torch.tensor(sum(part[0][i] for part in mine)) for i, name in enumerate(NAMES)}
     totals["count"] = torch.tensor(float(sum(part[1] for part in mine)))
-    phases = Phases()
-    phases.seconds |= {"data": 1.0 + rank, "compute": 2.0 - rank / 2}
-    return control.exchange(totals, torch.tensor(3.5), sum(part[2] for part in mine), phases)
+    numbers = {"data": 1.0 + rank, "compute": math.nan if rank else 2.0}
+    return control.exchange(totals, torch.tensor(3.5), sum(part[2] for part in mine), numbers)
 
 
 def on_rank(world_size: int) -> tuple[StepFigures, list[bool]]:
@@ -65,9 +63,9 @@ def test_figures_of_ranks_are_those_of_a_single_process_and_requests_reach_all_a
     for figures, seen in ranks:
         assert figures.means == pytest.approx(single.means)
         assert (figures.count, figures.images, figures.norm) == (20, 9, 3.5)
-        assert figures.data == [1.0 + rank for rank in range(world_size)]
-        assert figures.compute == [2.0 - rank / 2 for rank in range(world_size)]
-        assert figures.slowest == world_size - 1
+        assert figures.ranks["data"] == [1.0 + rank for rank in range(world_size)]
+        assert figures.ranks["compute"][0] == 2.0
+        assert all(map(math.isnan, figures.ranks["compute"][1:]))
         assert seen == [False, False, False, True, False, False, True, True, True, False]
     assert sum(figures.own_loss for figures, _ in ranks) == single.own_loss
 
@@ -88,10 +86,10 @@ def test_one_collective_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_without_anything_that_counts_has_means_of_zero_and_others_keep_what_is_not_finite() -> None:
     totals = {name: torch.zeros(()) for name in (*NAMES, "count")}
-    means = Control(place_of()).exchange(totals, torch.zeros(()), 1, Phases()).means
+    means = Control(place_of()).exchange(totals, torch.zeros(()), 1, {}).means
     assert means == dict.fromkeys(NAMES, 0.0)
     totals |= {"loss": torch.tensor(math.nan), "focal": torch.tensor(math.inf), "count": torch.tensor(2.0)}
-    figures = Control(place_of()).exchange(totals, torch.tensor(math.inf), 1, Phases())
+    figures = Control(place_of()).exchange(totals, torch.tensor(math.inf), 1, {})
     assert math.isnan(figures.means["loss"])
     assert math.isnan(figures.own_loss)
     assert figures.means["focal"] == figures.norm == math.inf
@@ -151,7 +149,7 @@ def on_device(rank_info: RankInfo) -> StepFigures:
     totals = {
         name: torch.tensor(i + 1.0, device=rank_info.device) for i, name in enumerate((*NAMES, "count"))
     }
-    return Control(rank_info).exchange(totals, torch.tensor(3.5), 7, Phases())
+    return Control(rank_info).exchange(totals, torch.tensor(3.5), 7, {})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.engine.control import Control
+from sa1b.engine.control import Control, StepFigures
 from sa1b.engine.metrics import LoggingConfig, Metrics, about, figures_of, score_line
 from sa1b.engine.phase import Phases
 from sa1b.errors import UsageError
 from tests.engine.stream_root import place_of
 
 FIGURES = {"loss": 0.5, "iou_last": 0.1, "images_per_s": 3.0, "data_wait": 0.2}
+RANKS = {**dict.fromkeys(("data_wait", "data", "compute", "sync", "update"), 0.0), "peak_memory": 5e9}
 
 
 def test_the_clock_of_a_step_stops_when_its_figures_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,17 +35,38 @@ def test_the_clock_of_a_step_stops_when_its_figures_are_made(monkeypatch: pytest
     now[0] += 0.25
     spend("sync", 0.5)
     totals = {"loss": torch.tensor(8.0), "iou_last": torch.tensor(1.0), "count": torch.tensor(4.0)}
-    figures = Control(place_of()).exchange(totals, torch.tensor(2.5), 9, phases)
+    figures = Control(place_of()).exchange(
+        totals, torch.tensor(2.5), 9, {**RANKS, "data_wait": phases.seconds["data"]}
+    )
     spend("update", 0.25)
     spend("checkpoint", 4.0)
-    found = figures_of(figures, phases, 0.1, place_of(), 1.0)
+    found = figures_of(figures, phases, 0.1, 1.0)
     parts = ("data", "compute", "sync", "update", "checkpoint", "other")
     assert [found[f"seconds_{name}"] for name in parts] == [1.0, 2.0, 0.5, 0.25, 4.0, 0.25]
     assert found["seconds"] == 8.0
     assert (found["images_per_s"], found["masks_per_s"]) == (9 / 8, 4 / 8)
     assert (found["mfu"], found["data_wait"]) == (1 / 8, 1 / 8)
     assert (found["loss"], found["iou_last"], found["grad_norm"], found["lr"]) == (2.0, 0.25, 2.5, 0.1)
-    assert "mfu" not in figures_of(figures, phases, 0.1, place_of(), None)
+    assert "mfu" not in figures_of(figures, phases, 0.1, None)
+
+
+def test_figures_of_ranks_name_the_slowest_one_and_the_one_with_the_largest_peak() -> None:
+    ranks = {
+        "data_wait": [0.0, 0.0, 0.0],
+        "data": [0.1, 0.1, 0.75],
+        "compute": [0.5, 1.0, 0.5],
+        "sync": [0.7, 0.2, 0.0],
+        "update": [0.125, 0.125, 0.125],
+        "peak_memory": [1e9, 4e9, 1e9],
+    }
+    phases = Phases()
+    figures = StepFigures({"loss": 1.0}, 1.0, 1, 1.0, 0.0, ranks)
+    found = figures_of(figures, phases, 0.1, None)
+    assert (found["slowest_rank"], found["seconds_slowest"]) == (2, 1.375)
+    names = ("peak_memory_gb", "peak_memory_gb_min", "peak_memory_gb_mean", "peak_memory_rank")
+    assert [found[name] for name in names] == [4, 1, 2, 1]
+    ranks["update"][1] = math.nan  # the first step of a start
+    assert "slowest_rank" not in figures_of(figures, phases, 0.1, None)
 
 
 def written(run: Path) -> list[dict[str, object]]:
