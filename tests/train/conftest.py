@@ -24,7 +24,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
         folder = base / f"train-{name}"
         with (base / f"train-{name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not lock.tell():
+            if not os.fstat(lock.fileno()).st_size:  # the position was set before the lock was acquired
                 shutil.rmtree(folder, ignore_errors=True)  # what a failure has left
                 folder.mkdir()
                 make(folder)
