@@ -1,8 +1,8 @@
 """Seconds that a rank works and waits for other ranks, in each part of a step.
 
-    times = RankTime(phases, module, rank_info)    # sa1b.engine.phase: the parts of a step
-    times.backward(loss)                           # in place of loss.backward()
-    times.seconds()                                # {"data": ..., "compute": ..., "sync": ..., "update": ...}
+    times = RankTime(phases, module, optimizer, rank_info)     # sa1b.engine.phase: the parts of a step
+    times.backward(loss)                                       # in place of loss.backward()
+    times.seconds()                            # {"data": ..., "compute": ..., "sync": ..., "update": ...}
 
 All ranks wait for the slowest one, so the clock of a rank shows equally long steps everywhere. The waiting
 happens within the forward and backward passes of the fast ranks. It is measured where it happens and
@@ -13,8 +13,11 @@ counted as synchronisation, so that the rest is each rank's own work:
   callback, which waits, is queued later and is called later.
 - FSDP gathers the weights of each unit before its forward and backward pass, and reduces its gradients
   after it. The methods that do so are timed: `unshard`, `wait_for_unshard` and `post_backward` of each group
-  of parameters. They are no public interface of torch; if they are missing, `separable` is False, and waits
-  count as computation.
+  of parameters.
+- A sharded optimizer (ZeRO) sends the weights to the other ranks. `_sync_params` is timed.
+
+These methods are no public interface of torch. If one is missing, `separable` is False, and waits count as
+work.
 
 On a CPU the clock is that of the process. On a GPU it is CUDA events in the stream of the computation, so
 that a wait is the time in which that stream waits. The GPU's path has the same code with another clock.
@@ -34,7 +37,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from sa1b.engine.phase import OTHER, PARTS, Phase, Phases
 from sa1b.engine.ranks import RankInfo
@@ -79,16 +84,18 @@ class RankTime:
     Args:
         phases: phases of the rank; their changes are observed.
         module: the wrapped model.
+        optimizer: its optimizer.
         moment: makes a moment on the device's clock; by default by the device of `rank_info`.
 
     Attributes:
-        separable: whether waiting is separated from computation.
+        separable: whether waiting is separated from work.
     """
 
     def __init__(
         self,
         phases: Phases,
         module: nn.Module,
+        optimizer: Optimizer,
         rank_info: RankInfo,
         moment: Callable[[], Moment] | None = None,
     ) -> None:
@@ -97,11 +104,13 @@ class RankTime:
         self._phases = phases
         self._step, self._steps = -1, -1  # current step, complete steps
         self._marks: list[tuple[str, Moment]] = []
-        self._waits: list[tuple[Moment, Moment]] = []
-        self._last: tuple[list[tuple[str, Moment]], list[tuple[Moment, Moment]]] = ([], [])
+        self._waits: list[tuple[str, Moment, Moment]] = []
+        self._last: tuple[list[tuple[str, Moment]], list[tuple[str, Moment, Moment]]] = ([], [])
         self._waiting: Moment | None = None
         self._joins = isinstance(module, DistributedDataParallel | FSDPModule)
-        self.separable = self._observe_fsdp(module)
+        self.separable = all(self._observe(group, name) for group in _fsdp_groups(module) for name in _TIMED)
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            self.separable &= self._observe(optimizer, "_sync_params")
         phases.observer = self._enter
 
     def backward(self, loss: Tensor) -> None:
@@ -116,9 +125,9 @@ class RankTime:
         """Seconds of `data`, `compute`, `sync` and `update` of the last complete step.
 
         NaN in the first two steps of this process: the first one also fills the loader and is left out.
-        `compute` is forward and backward without waiting; `sync` is waiting for other ranks in them, the
-        reduction and clipping of the gradient, and the exchange. On a GPU the host waits for the end of that
-        step on the device.
+        `compute` is forward and backward, `update` the optimizer, both without waiting; `sync` is waiting for
+        other ranks, the reduction and clipping of the gradient, and the exchange. On a GPU the host
+        waits for the end of that step on the device.
         """
         marks, waits = self._last
         if not marks:
@@ -127,9 +136,9 @@ class RankTime:
         found: defaultdict[str, float] = defaultdict(float)
         for (name, begin), (_, end) in pairwise(marks):
             found[name] += begin.elapsed_time(end) / 1e3
-        waited = sum(begin.elapsed_time(end) for begin, end in waits) / 1e3
-        found["compute"] -= waited
-        found["sync"] += waited
+        for name, begin, end in waits:
+            found[name] -= begin.elapsed_time(end) / 1e3
+            found["sync"] += begin.elapsed_time(end) / 1e3
         return {name: found[name] for name in (*WORK, "sync")}
 
     def _enter(self, phase: Phase) -> None:
@@ -150,12 +159,12 @@ class RankTime:
         return moment
 
     def _begin_waiting(self) -> None:
-        if self._phases.current.name == "compute":  # and not in a warm-up or an evaluation
+        if self._phases.current.name in WORK:  # and not in a warm-up or an evaluation
             self._waiting = self._now()
 
     def _end_waiting(self) -> None:
         if self._waiting is not None:
-            self._waits.append((self._waiting, self._now()))
+            self._waits.append((self._phases.current.name, self._waiting, self._now()))
             self._waiting = None
 
     @contextmanager
@@ -168,27 +177,26 @@ class RankTime:
         yield
         self._end_waiting()
 
-    def _observe_fsdp(self, module: nn.Module) -> bool:
-        """Time the methods of FSDP in which ranks wait; False if torch has other ones."""
-        for part in module.modules():
-            if not isinstance(part, FSDPModule):
-                continue
-            state = part._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # torch before 2.12
-                groups = [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
-            for group in groups:
-                for name in _TIMED:
-                    method = getattr(group, name, None)
-                    if method is None:
-                        return False
-                    setattr(group, name, self._timed(method))
-        return True
+    def _observe(self, owner: object, name: str) -> bool:
+        """Time a method in which ranks wait; False if torch does not have it."""
+        method = getattr(owner, name, None)
+        if method is None:
+            return False
 
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def timed(*arguments: Any, **options: Any) -> Any:
             with self._wait():
                 return method(*arguments, **options)
 
-        return timed
+        setattr(owner, name, timed)
+        return True
+
+
+def _fsdp_groups(module: nn.Module) -> Iterator[object]:
+    """FSDP's groups of parameters; a state without the attribute is a group without methods."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            # Before torch 2.12 a state has one group, or None.
+            one = getattr(state, "_fsdp_param_group", state)
+            yield from getattr(state, "_fsdp_param_groups", [] if one is None else [one])

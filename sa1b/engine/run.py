@@ -48,10 +48,10 @@ class Run:
         freeze(module, config.optim)
         self.module: nn.Module = wrap(module, config.parallel, rank_info)
         self.model = declared(self.module)
-        self.times = RankTime(phases, self.module, rank_info)
         self.optimizer = make_optimizer(
             self.module, config.optim, data.global_batch, sharded=config.parallel.mode == "zero1"
         )
+        self.times = RankTime(phases, self.module, self.optimizer, rank_info)
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.divisor = loss_divisor(data.global_batch * max(data.masks, 1))
         self.checkpoints = Checkpoints(config.folder, config.checkpoint)

@@ -95,7 +95,8 @@ class ModelConfig:
             raise ValueError(f"--model.drop-path {self.drop_path}: must be from 0 to below 1")
         if not _RECOMPUTED.fullmatch(self.checkpoint_blocks):
             raise ValueError(
-                f"--model.checkpoint-blocks {self.checkpoint_blocks}: must be none, all or every:2 (3, 4, ...)"
+                f"--model.checkpoint-blocks {self.checkpoint_blocks}: must be none, all or every:2 "
+                "(3, 4, ...)"
             )
 
     @property

@@ -3,6 +3,7 @@
 import math
 import time
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.gradients import micro_batch
@@ -46,9 +48,14 @@ class Reading:
         return (end_event.at - self.at) * 1e3
 
 
+def rank_time(phases: Phases, clock: Clock) -> RankTime:
+    module = nn.Linear(1, 1)
+    return RankTime(phases, module, torch.optim.SGD(module.parameters()), place_of(), clock.moment)
+
+
 def test_parts_are_those_of_the_last_complete_step_and_the_first_step_is_left_out() -> None:
     clock, phases = Clock(), Phases()
-    times = RankTime(phases, nn.Linear(1, 1), place_of(), clock.moment)
+    times = rank_time(phases, clock)
 
     def spend(name: str, seconds: float) -> None:
         with phases.part(name):
@@ -79,14 +86,16 @@ def test_parts_are_those_of_the_last_complete_step_and_the_first_step_is_left_ou
 
 def test_waiting_in_a_warm_up_or_an_evaluation_does_not_count() -> None:
     clock, phases = Clock(), Phases()
-    times = RankTime(phases, nn.Linear(1, 1), place_of(), clock.moment)
+    times = rank_time(phases, clock)
     for step in range(3):
         phases.begin(step)
         with phases.part("warm up"), times._wait():
             clock.now += 50
         with phases.part("compute"), times._wait(), times._wait():  # one within the other
             clock.now += 0.5
-    assert times.seconds() == {"data": 0.0, "compute": 0.0, "update": 0.0, "sync": 0.5}
+        with phases.part("update"), times._wait():
+            clock.now += 0.25
+    assert times.seconds() == {"data": 0.0, "compute": 0.0, "update": 0.0, "sync": 0.75}
 
 
 class Sleeper(nn.Module):
@@ -109,18 +118,22 @@ def seconds_of(forward: float, backward: float) -> dict[str, list[dict[str, floa
     """By mode, the times of each rank in the median step. Rank 1 sleeps."""
     with group(ParallelConfig(mode="ddp")) as rank_info:
         found = {}
-        for mode in ("ddp", "fsdp"):
-            slow = rank_info.rank == 1
+        slow = rank_info.rank == 1
+        for mode in ("ddp", "fsdp", "zero1"):
             torch.manual_seed(0)
             module: nn.Module = Sleeper(forward * slow, backward * slow)
-            if mode == "ddp":
+            if mode != "fsdp":
                 module = DistributedDataParallel(module)
             else:
                 mesh = init_device_mesh("cpu", (rank_info.world_size,))
                 for part in (*module.children(), module):
                     fully_shard(part, mesh=mesh)
             phases = Phases()
-            times = RankTime(phases, module, rank_info)
+            optimizer: Any = torch.optim.SGD(module.parameters())
+            if mode == "zero1":
+                optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD)
+                optimizer.optim.register_step_pre_hook(lambda *_: time.sleep((forward + backward) * slow))
+            times = RankTime(phases, module, optimizer, rank_info)
             assert times.separable
             steps = []
             for step in range(5):
@@ -130,8 +143,10 @@ def seconds_of(forward: float, backward: float) -> dict[str, list[dict[str, floa
                         times.backward(module(torch.ones(4, 8)))
                 with phases.part("sync"):
                     dist.barrier()
+                with phases.part("update"):
+                    optimizer.step()
                 steps.append(times.seconds())
-            own = {name: median(one[name] for one in steps[2:]) for name in ("compute", "sync")}
+            own = {name: median(one[name] for one in steps[2:]) for name in ("compute", "sync", "update")}
             of_all: list[dict[str, float]] = [{}] * rank_info.world_size
             dist.all_gather_object(of_all, own)
             found[mode] = of_all
@@ -148,3 +163,6 @@ def test_the_others_wait_for_a_slow_rank_and_that_is_not_their_work(forward: flo
         assert fast["compute"] < slow["compute"] / 2
         assert fast["sync"] > slow["sync"]
         assert fast["sync"] > SLEEP
+    fast, slow = found["zero1"]
+    assert slow["update"] >= SLEEP
+    assert fast["update"] < SLEEP / 2
