@@ -44,6 +44,8 @@ def main(
             at 40 % of the GPU's peak, or 1 on a CPU.
         json_output: Print the findings of all ranks as JSON, without progress.
     """
+    if root == "":
+        raise UsageError("ROOT '': is empty; name a dataset directory, or omit it")
     if not 0.1 <= seconds <= 600:
         raise UsageError(f"--seconds {seconds:g}: must be from 0.1 to 600")
     if not 1 <= timeout <= 3600:

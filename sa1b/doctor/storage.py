@@ -18,6 +18,7 @@ from sa1b.engine.presets import PRESETS, SamConfig
 from sa1b.errors import Sa1bError
 from sa1b.sam.flops import step_flops
 from sa1b.shards.dataset import Dataset
+from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Reader, pieces_of
 from sa1b.stream.dataset import Stream
 from sa1b.stream.throughput import storage_reads
@@ -57,7 +58,7 @@ def dataset(subject: Subject) -> Iterator[Finding]:
                 f"{len(found):,} images in {len(found.shards):,} shards, digest {found.table.digest[:12]}"
             )
             values["bytes"] = len(sample.jpeg)
-    except (Sa1bError, OSError) as error:
+    except (Sa1bError, OSError, ValueError) as error:
         yield Finding("dataset", "failed", *split(error, subject))
         return
     if values["failed_sources"] or values["pending_sources"]:
@@ -74,8 +75,8 @@ def read_rate(subject: Subject) -> Iterator[Finding]:
         return
     try:
         with _opened(subject) as found:
-            yield judged(_measured(subject, found), subject.rate or needed_rate(subject), subject)
-    except (Sa1bError, OSError) as error:
+            yield judged(_measured(subject, found), subject.rate or needed_rate(subject))
+    except (Sa1bError, OSError, ValueError) as error:
         yield Finding("read rate", "skipped", *split(error, subject))
 
 
@@ -93,7 +94,7 @@ class Rates(NamedTuple):
     sequential: float
 
 
-def judged(rates: Rates, needed: float, subject: Subject) -> Finding:
+def judged(rates: Rates, needed: float) -> Finding:
     """The finding for measured rates.
 
     Args:
@@ -194,6 +195,12 @@ def split(error: Exception, subject: Subject) -> tuple[str, str]:
     """Figure and remedy of an error: the messages of this package end with the way out."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or subject.root}: {error.strerror}", "Check the path and its permissions"
+    if isinstance(error, UnavailableError):
+        return (
+            f"{error.url or subject.root}: unavailable for {subject.timeout:g} s: {error.last_error}",
+            f"Check on {subject.host} that the store runs, its endpoint (AWS_ENDPOINT_URL), proxies and "
+            "firewall",
+        )
     what, separator, remedy = str(error).replace("\n", " ").partition("; ")
     return what, (
         remedy[:1].upper() + remedy[1:]

@@ -1,0 +1,179 @@
+"""All checks together, in real processes: one, several, with ranks that are missing, alone or different."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sa1b.doctor.examination import LOCAL, names
+from tests import processes
+from tests.cli.verb import runner
+from tests.processes import REPOSITORY, Process, rank_environments
+from tests.shards import tiny_source
+
+doctor = runner("doctor")
+HOST = socket.gethostname()
+PATIENCE = 120  # seconds
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("doctor")
+    sources = [tiny_source.write_source(folder / "sa_000001.tar", tiny_source.pairs(range(100, 112)))]
+    return tiny_source.make_root(folder / "root", sources, tiny_source.ROOTS["plain"])
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "sa1b", "doctor", *map(str, words)]
+
+
+def states(document: dict[str, Any]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for one in document["findings"]:
+        found.setdefault(one["check"], set()).add(one["state"])
+    return found
+
+
+def test_one_process_runs_every_check(root: Path, tmp_path: Path) -> None:
+    done = doctor(root, "--out", tmp_path / "run", "--seconds", 0.1, "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == document["exit_code"]
+    found = states(document)
+    assert list(found) == [check.name for check in LOCAL]
+    assert found["dataset"] == found["placement"] == found["read rate"] == {"ok"}
+    assert done.stderr == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_checks_are_chosen_by_name_and_the_others_do_not_run() -> None:
+    done = doctor("--only", "shared-memory", "--only", "open files", "--only", "clock", "--skip", "clock")
+    assert done.returncode == 0, done.stdout
+    rows = done.stdout.splitlines()
+    assert rows[0] == f"1 process on {HOST}"
+    assert [row[11:24].strip() for row in rows[1:3]] == ["shared memory", "open files"]
+    assert rows[-1] == "2 ok"
+
+
+def test_a_fault_is_an_exit_code_and_its_remedy_is_the_last_part() -> None:
+    done = doctor("nowhere", "--only", "dataset", "--only", "read-rate")
+    assert done.returncode == 1
+    assert "  FAILED   dataset    nowhere: no dataset there\n" in done.stdout
+    assert "  skipped  read rate  the check 'dataset' failed\n" in done.stdout
+    assert "\nFailed:\n  dataset: Pass the --out folder of `" in done.stdout
+    assert done.stdout.endswith("\n1 failed, 1 skipped\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seconds", "0"), "--seconds 0: must be from 0.1 to 600"),
+        (("--timeout", "nan"), "--timeout nan: must be from 1 to 3600"),
+        (("--rate", "-1"), "--rate -1: must be more than 0"),
+        (("--only", "disk"), "--only disk: no such check; they are: versions, "),
+        (("--skip", ""), "--skip : no such check"),
+        (("",), "ROOT '': is empty"),
+        (("a", "b"), "b: one argument too many"),
+        (("--rnig",), "--rnig: no such flag"),
+    ],
+)
+def test_a_wrong_command_line(arguments: tuple[str, ...], message: str) -> None:
+    done = doctor(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert message in line
+
+
+def test_variables_of_a_launcher_that_contradict_each_other() -> None:
+    environment = {**os.environ, "RANK": "3", "WORLD_SIZE": "2"}
+    done = processes.run(command(), env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "RANK=3: must be from 0 to below WORLD_SIZE=2" in done.stderr
+
+
+def test_ctrl_c_prints_what_was_found(root: Path) -> None:
+    with Process(
+        command(root, "--seconds", 100), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stderr:
+            if "read rate" in line:
+                break
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "interrupted" in output.splitlines()[0]
+    assert "  ok       dataset" in output
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+
+
+def test_ranks_that_differ_are_named_and_equal_ones_merged() -> None:
+    """Rank 1 has few open files and another NCCL variable, rank 2 never starts."""
+    checks = ("open files", "environment", "placement", "rendezvous")
+    words = command("--timeout", 1, *(word for check in checks for word in ("--only", check)))
+    with rank_environments(3) as (first, second, _):
+        # Rank 1 has sent its findings to the store when rank 0 starts, which therefore waits for rank 2 only.
+        few = ["bash", "-c", 'ulimit -Sn 300; exec "$@"', "bash", *words]
+        environment = {**second, "NCCL_DEBUG": "TRACE"}
+        done = processes.run(few, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        done = processes.run(words, env=first, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 1, done.stderr
+    rows = done.stdout.splitlines()
+    assert rows[0] == "3 ranks on 1 host"
+    (row,) = [row for row in rows if row.startswith("  FAILED   open files")]
+    assert row.endswith(f"limit 300, 524 needed  [rank 1 on {HOST}]")
+    assert f"  open files (rank 1 on {HOST}): Run `ulimit -n" in done.stdout
+    slow = "NCCL_DEBUG=TRACE: slow: writes lines for every call, for debugging only"
+    assert f"{slow}  [rank 1 on {HOST}]" in done.stdout
+    (row,) = [row for row in rows if row.startswith("  FAILED   rendezvous")]
+    assert "1 of 3 ranks did not answer at 127.0.0.1:" in row
+    assert row.endswith("within 1 s  [rank 2]")
+    assert len([row for row in rows if "  placement  " in row]) == 1
+
+
+def test_a_rank_that_cannot_reach_the_others_reports_its_own_findings() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        port = str(closed.getsockname()[1])
+        environment = {
+            **os.environ,
+            **{
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+        }
+        done = processes.run(
+            command("--only", "rendezvous", "--only", "clock", "--timeout", 1),
+            env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"rank 1 on {HOST}, alone\n")
+    assert "  ok       clock       " in done.stdout
+    assert f"  FAILED   rendezvous  127.0.0.1:{port}: " in done.stdout
+    assert f"nc -zv 127.0.0.1 {port}" in done.stdout
+
+
+def test_torchrun(root: Path) -> None:
+    words = [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")]
+    done = processes.run(
+        [*words, "-m", "sa1b", "doctor", root, "--seconds", "0.1", "--json"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    document = json.loads(done.stdout)
+    assert (done.returncode != 0) == (document["exit_code"] != 0)
+    found = states(document)
+    assert set(found) == set(names())
+    assert found["rendezvous"] == found["dataset"] == {"ok"}
+    assert document["hosts"] == [HOST, HOST]
+    assert {tuple(one["ranks"]) for one in document["findings"] if one["check"] == "dataset"} == {(0,), (1,)}

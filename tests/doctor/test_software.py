@@ -1,0 +1,94 @@
+"""Versions and packages: missing, too old, without their compiled part, or different between ranks."""
+
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import google_crc32c
+import pytest
+
+from sa1b.doctor import software
+from sa1b.doctor.agreement import agreement
+from sa1b.doctor.check import Subject
+from sa1b.doctor.report import Finding
+
+REQUIREMENTS = (
+    "torch>=2.11",
+    "numpy>=2.0",
+    's3fs>=2025.3; extra == "s3"',
+    'ray>=2.40; extra == "ray"',
+    'triton>=3.6; platform_system == "Linux" and extra == "dev"',
+    'sa1b[s3,ray]; extra == "dev"',
+)
+
+
+def checked(root: str | None = None, **installed: str) -> list[Finding]:
+    def version_of(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    return list(software.packages(Subject(root=root), REQUIREMENTS, version_of))
+
+
+def test_all_required_packages_are_there() -> None:
+    (found,) = checked(torch="2.13.0+cpu", numpy="2.10.1")
+    assert (found.state, found.figure) == ("ok", "2 required packages are installed")
+    assert found.values["not_installed"] == ["ray", "s3fs", "triton"]
+
+
+def test_a_package_that_is_missing_or_too_old() -> None:
+    (found,) = checked(torch="2.9.1")
+    assert found.state == "failed"
+    assert found.figure == "torch 2.9.1 is older than 2.11; numpy is missing"
+    assert found.remedy == "pip install --upgrade 'sa1b'"
+
+
+def test_what_the_url_needs() -> None:
+    (found,) = checked("s3://bucket/shards", torch="2.13.0", numpy="2.0")
+    assert (found.state, found.figure) == ("failed", "s3fs is missing (s3://bucket/shards needs it)")
+    assert found.remedy == "pip install --upgrade 'sa1b[s3]'"
+    (found,) = checked("s3://bucket/shards", torch="2.13.0", numpy="2.0", s3fs="2024.1")
+    assert found.figure == "s3fs 2024.1 is older than 2025.3"
+
+
+def test_the_requirements_of_this_package_are_met() -> None:
+    (found,) = software.packages(Subject(root="s3://bucket"))
+    assert found.state == "ok"
+    assert {"torch", "numpy", "s3fs"} <= found.values["installed"].keys()
+
+
+def test_a_checksum_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(google_crc32c, "implementation", "python")
+    (_, found) = checked(torch="2.13.0", numpy="2.0")
+    assert found.state == "warning"
+    assert "google-crc32c has no compiled part" in found.figure
+
+
+def test_a_build_without_a_back_end() -> None:
+    good = {"gloo": True, "cuda": "12.8", "nccl": "2.27.3"}
+    assert software.lacking(good) == ""
+    assert "with gloo" in software.lacking(good | {"gloo": False})
+    assert "with NCCL" in software.lacking(good | {"nccl": None})
+    assert software.lacking({"gloo": True, "cuda": None, "nccl": None}) == ""
+
+
+def test_the_driver_is_part_of_the_versions(tmp_path: Path) -> None:
+    (found,) = software.versions(Subject(system=tmp_path))
+    assert (found.state, found.values["driver"]) == ("ok", None)
+    assert found.values["torch"] in found.figure
+
+
+def test_versions_that_differ_name_ranks_and_hosts() -> None:
+    def of(rank: int, **versions: str) -> Finding:
+        return Finding("versions", "ok", "", "", (rank,), f"gpu-{rank // 2}", versions)
+
+    good = [of(rank, torch="2.13.0", python="3.12.1", driver="580.1") for rank in range(4)]
+    assert not list(agreement(good))
+    found = list(
+        agreement([*good, *(of(rank, torch="2.11.0", python="3.12.2", driver="580.1") for rank in (4, 5))])
+    )
+    assert [(one.state, one.figure, one.where()) for one in found] == [
+        ("failed", "torch 2.11.0, and 2.13.0 on most ranks", "ranks 4-5 on gpu-2"),
+        ("warning", "python 3.12.2, and 3.12.1 on most ranks", "ranks 4-5 on gpu-2"),
+    ]
+    assert all("same" in one.remedy for one in found)
