@@ -11,6 +11,7 @@ The same command resumes a run that ended or was killed, with any number of rank
 import logging
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from sa1b.engine import config as settings
 from sa1b.engine import estimate, network
 from sa1b.engine.checkpoint import files
 from sa1b.engine.config import Config, build
+from sa1b.engine.control import TABLE_SIGNAL
 from sa1b.engine.evaluation import score
 from sa1b.engine.gradients import finish, micro_batch, warm_up
 from sa1b.engine.health import HealthError
@@ -98,6 +100,7 @@ def train(run: Run) -> None:
 
 def run(config: Config) -> None:
     """Train, evaluate or print estimates on this rank, according to the settings."""
+    signal.signal(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
     phases = Phases()
     gpus = config.parallel.device != "cpu" and torch.cuda.is_available()
     connection = network.choose(config.parallel.network, gpus=gpus, out=config.folder)

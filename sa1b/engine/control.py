@@ -1,7 +1,7 @@
 """Control of a run: exchange of stop requests, failed writes, figures and timings between ranks.
 
     control = Control(rank_info)
-    control.install()                                              # SIGTERM, SIGINT and SIGUSR1 ask to stop
+    control.install()      # SIGTERM, SIGINT and SIGUSR1 ask to stop, SIGUSR2 asks for the table of the ranks
     while step < steps and not control.stopping:
         ...
         figures = control.exchange(totals, norm, images, numbers)  # one collective, one copy to the host
@@ -29,6 +29,7 @@ from sa1b.engine.ranks import RankInfo
 from sa1b.errors import Sa1bError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is often sent by SLURM's --signal
+TABLE_SIGNAL = signal.SIGUSR2
 _LOG = logging.getLogger(__name__)
 
 
@@ -62,6 +63,7 @@ class Control:
 
     Attributes:
         stop_asked: whether this rank was asked to stop.
+        table_asked: whether this rank was asked for the table of the ranks.
         failure: this rank's first failed write.
         stopping: whether the run stops and saves a checkpoint; the same on all ranks.
         failed: whether the run stops because a write has failed; the same on all ranks.
@@ -69,15 +71,18 @@ class Control:
 
     def __init__(self, rank_info: RankInfo) -> None:
         self.stop_asked = False
+        self.table_asked = False
         self.failure: WriteError | None = None
         self.stopping = False
         self.failed = False
         self._rank_info = rank_info
+        self._table = False
 
     def install(self) -> None:
-        """Let signals ask this rank to stop; only in the main thread."""
+        """Let signals ask this rank to stop, or for the table of the ranks; only in the main thread."""
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
+        signal.signal(TABLE_SIGNAL, self._on_table_signal)
 
     def exchange(
         self, totals: Mapping[str, Tensor], norm: Tensor, images: int, numbers: Mapping[str, float]
@@ -118,6 +123,11 @@ class Control:
         none = torch.zeros(0, dtype=torch.float64, device=self._rank_info.device)
         return any(row[0] for row in self._gather(none, [float(flag)]))
 
+    def take_table_request(self) -> bool:
+        """Whether any rank was asked for the table since the last call; the same on all ranks."""
+        asked, self._table = self._table, False
+        return asked
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Context for writing a file: if the write fails, log the error and stop all ranks.
@@ -147,10 +157,11 @@ class Control:
             raise WriteError("--out: another rank cannot write its files; see that rank's message")
 
     def _gather(self, own: Tensor, numbers: list[float]) -> list[list[float]]:
-        """Gather the values and numbers of each rank, together with stop requests and failures."""
+        """Gather the values and numbers of each rank, together with requests and failures."""
         device, ranks = self._rank_info.device, self._rank_info.world_size
+        table, self.table_asked = self.table_asked, False
         of_host = torch.tensor(
-            [*numbers, self.stop_asked, self.failure is not None],
+            [*numbers, table, self.stop_asked, self.failure is not None],
             dtype=torch.float64,
             pin_memory=device.type == "cuda",
         )
@@ -162,7 +173,11 @@ class Control:
         rows: list[list[float]] = gathered.tolist()  # waits for the device
         self.failed = self.failed or any(row[-1] for row in rows)
         self.stopping = self.stopping or self.failed or any(row[-2] for row in rows)
-        return [row[:-2] for row in rows]
+        self._table = self._table or any(row[-3] for row in rows)
+        return [row[:-3] for row in rows]
+
+    def _on_table_signal(self, number: int, frame: object) -> None:
+        self.table_asked = True
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.stop_asked = True

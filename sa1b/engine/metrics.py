@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -29,6 +29,7 @@ class LoggingConfig:
 
     Attributes:
         every: Steps between lines of RUN/metrics.jsonl; a line has the figures of its step.
+        window: Steps over which the times of the ranks and the limits of their loaders are summarised.
         tensorboard: Write curves to RUN/tensorboard; by default if TensorBoard is installed.
         profile: First and last step, counted from 0, that torch's profiler records after a step of warm-up:
             a Chrome trace, RUN/trace-<rank>.json, for Perfetto, and the ten costliest operations,
@@ -36,12 +37,15 @@ class LoggingConfig:
     """
 
     every: int = 1
+    window: int = 50
     tensorboard: bool | None = None
     profile: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.every < 1:
             raise UsageError(f"--logging.every {self.every}: must be at least 1")
+        if self.window < 1:
+            raise UsageError(f"--logging.window {self.window}: must be at least 1")
         if self.profile is not None and not 0 <= self.profile[0] <= self.profile[1]:
             raise UsageError(
                 f"--logging.profile {self.profile}: must be a first and a last step, in this order"
@@ -53,9 +57,11 @@ class LoggingConfig:
 class Metrics:
     """Writes the figures of a run; does nothing on ranks other than 0.
 
-    RUN/metrics.jsonl has three kinds of lines. Each start of the run writes {"run": {...}}, so it is the
+    RUN/metrics.jsonl has lines of several kinds. Each start of the run writes {"run": {...}}, so it is the
     first line. Each logged step writes {"step": 7, "loss": ...}. Each evaluation writes {"step": 7,
-    "evaluation": {...}, "seconds": ...}. A failed write is reported to `control`, which stops all ranks.
+    "evaluation": {...}, "seconds": ...}. Each window of steps writes {"step": 52, "ranks": {...}} and
+    {"step": 52, "loader": {...}}, see `sa1b.engine.window`. A failed write is reported to `control`, which
+    stops all ranks.
 
     Args:
         run: folder of the run.
@@ -129,6 +135,11 @@ class Metrics:
         self._evaluated.add(step)
         self.say(f"step {step}: {score_line(scores)}")
 
+    def window(self, step: int, kind: Literal["ranks", "loader"], summary: Mapping[str, Any]) -> None:
+        """Record a summary of the last steps."""
+        if self._first:
+            self._write({"step": step, kind: summary})
+
     def lacks_evaluation(self, step: int) -> bool:
         """Whether metrics.jsonl has no evaluation after this step; False on ranks other than 0."""
         return self._first and step not in self._evaluated
@@ -168,7 +179,7 @@ class Metrics:
                 kept.append(line)
                 if "evaluation" in document:
                     self._evaluated.add(step)
-                elif "run" not in document:
+                elif not {"run", "ranks", "loader"} & document.keys():
                     found.add(step)
         write_whole(self.path, "".join(kept).encode())
         return found

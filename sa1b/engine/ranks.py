@@ -191,6 +191,14 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
         )
 
 
+def hosts(rank_info: RankInfo) -> list[str]:
+    """The machine of each rank; collective."""
+    names = [socket.gethostname()] * rank_info.world_size
+    if rank_info.world_size > 1:
+        dist.all_gather_object(names, names[0])
+    return names
+
+
 class DisagreementError(Sa1bError):
     """Ranks with different models; the message names the first difference and the ranks."""
 

@@ -11,6 +11,7 @@ from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.config import Config, build, initial_weights
 from sa1b.engine.control import Control, StepFigures
+from sa1b.engine.data_wait import BUSY, LoaderSettings
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.feed import Feed
 from sa1b.engine.gradients import autocast, grad_scaler, loss_divisor
@@ -20,7 +21,8 @@ from sa1b.engine.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.parallel import wrap
 from sa1b.engine.phase import Phases
 from sa1b.engine.rank_time import RankTime
-from sa1b.engine.ranks import RankInfo, agree, check_shared_folder
+from sa1b.engine.ranks import RankInfo, agree, check_shared_folder, hosts
+from sa1b.engine.window import Window
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.resume import ResumeError
@@ -70,6 +72,13 @@ class Run:
             about=metrics.about(rank_info, config.parallel.mode, config.parallel.precision),
             last=last,
             shown=self.model.shown,
+        )
+        self.window = Window(
+            hosts(rank_info),
+            config.logging.window,
+            self.metrics,
+            LoaderSettings.of(self.feed),
+            separable=self.times.separable,
         )
 
     def _resume(self) -> dict[str, Any] | None:
@@ -164,12 +173,14 @@ class Run:
         """Numbers of this rank that the ranks exchange after each step.
 
         `data_wait`: seconds of this step in which it waited for data; times of the last complete step, see
-        `RankTime.seconds`; `peak_memory`: bytes.
+        `RankTime.seconds`; `peak_memory`: bytes; busy seconds of the loader's stages so far.
         """
+        busy = self.feed.stream.stats.busy_seconds()
         return {
             "data_wait": self.phases.seconds["data"],
             **self.times.seconds(),
             "peak_memory": metrics.peak_memory(self.rank_info.device),
+            **dict(zip(BUSY, busy.values(), strict=True)),
         }
 
     def record(self, figures: StepFigures, lr: float) -> None:
@@ -183,6 +194,9 @@ class Run:
             with self.phases.part("checkpoint"):
                 self.save(metrics.json_figures({"step": self.step, **line}))
         self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, ideal))
+        asked = self.control.take_table_request()
+        if self.rank_info.rank == 0:
+            self.window.add(self.step, figures.ranks, asked=asked)
         self._evaluate_if_due(saved=saves or bool(self.health.lost))
 
     def evaluate_what_is_missing(self) -> None:

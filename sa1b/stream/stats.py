@@ -96,6 +96,11 @@ class PipelineStats:
         with self._lock:
             self.waited_seconds += seconds
 
+    def busy_seconds(self) -> dict[str, float]:
+        """Busy seconds of each stage so far."""
+        with self._lock:
+            return {name: stage.seconds for name, stage in self.stages.items()}
+
     def __repr__(self) -> str:
         return repr(self.snapshot())
 

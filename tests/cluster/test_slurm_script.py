@@ -27,7 +27,7 @@ PROGRAMS = {
 }
 TORCHRUN = """
 import json, os, signal, sys, time
-ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+ignored = all(signal.getsignal(one) is signal.SIG_IGN for one in (signal.SIGUSR1, signal.SIGUSR2))
 stopped = []
 signal.signal(signal.SIGUSR1, lambda *_: stopped.append(True))
 with open("started.partial", "w") as file:
@@ -122,6 +122,9 @@ def test_the_signal_before_the_time_limit_queues_the_job_again_after_a_checkpoin
     while not (tmp_path / "started").exists():
         assert job.poll() is None
         time.sleep(0.01)
+    os.kill(
+        int((tmp_path / "pid").read_text()), signal.SIGUSR2
+    )  # asks the ranks for a table and ends nothing
     job.send_signal(signal.SIGUSR1)
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 0, output

@@ -8,6 +8,9 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
     nan     its loss is not finite, from the step on for "times" steps
     inf     its loss is, but not its gradient, from the step on for "times" steps
     fill    the rank fills the disk that the folder "disk" is on, before the step
+    table   the rank is sent SIGUSR2
+    slow    the rank sleeps for "seconds" in a part of each step, or in each "read" of a file and each "decode" of
+            an image: "parts" has, for each part, its steps [from, to)
     record  nothing happens
 
 The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
@@ -31,10 +34,13 @@ from torch._dynamo.utils import counters
 
 from sa1b import train
 from sa1b.engine.control import Control
+from sa1b.engine.feed import Feed
 from sa1b.engine.health import Health
 from sa1b.engine.metrics import Metrics
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.score import Score
+from sa1b.storage.local import LocalRead
+from sa1b.stream import decode
 
 MOMENTS = ("begun", "judged", "agreed", "saved")
 
@@ -50,11 +56,13 @@ def arrange(mishap: dict[str, Any]) -> None:
         return
     if mishap["what"] in ("nan", "inf"):
         _spoil(mishap["what"], range(mishap["step"], mishap["step"] + mishap["times"]))
+    elif mishap["what"] == "slow":
+        _slow(mishap["seconds"], mishap["parts"])
     elif mishap["what"] == "fill":
         _fill(mishap["step"], Path(mishap["disk"]))
     elif mishap.get("moment") == "evaluating":
         _interrupt_evaluation(mishap)
-    elif mishap["what"] in ("stop", "kill", "raise"):
+    elif mishap["what"] in ("stop", "kill", "raise", "table"):
         _signal(mishap)
 
 
@@ -106,6 +114,9 @@ def _signal(mishap: dict[str, Any]) -> None:
             return
         if what == "raise":
             raise {"OSError": OSError, "RuntimeError": RuntimeError}[mishap["error"]]("no more")
+        if what == "table":
+            os.kill(os.getpid(), signal.SIGUSR2)
+            return
         if what == "stop":
             for _ in range(mishap.get("times", 1)):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -160,6 +171,44 @@ def _spoil(what: str, steps: range) -> None:
         return sums
 
     train.lr_at, Interactive.forward = lr_at, spoilt
+
+
+def _slow(seconds: float, parts: dict[str, list[int]]) -> None:
+    current = [-1]
+    at_rate, next_batch, forward, update_ema = train.lr_at, Feed._next, Interactive.forward, train.update_ema
+    read, decode_image = LocalRead.result, decode.decode
+
+    def sleep(part: str) -> None:
+        start, stop = parts.get(part, (0, 0))
+        if start <= current[0] < stop:
+            time.sleep(seconds)
+
+    def lr_at(config: Any, batch: int, step: int) -> float:
+        current[0] = step
+        return at_rate(config, batch, step)
+
+    def slow_batch(self: Feed) -> Any:
+        sleep("data")
+        return next_batch(self)
+
+    def slow_forward(self: Interactive, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
+        sleep("compute")
+        return forward(self, *arguments, **options)
+
+    def slow_update(*arguments: Any) -> None:
+        sleep("update")
+        update_ema(*arguments)
+
+    def slow_read(self: LocalRead) -> bytes:
+        sleep("read")
+        return read(self)
+
+    def slow_decode(*arguments: Any) -> None:
+        sleep("decode")
+        decode_image(*arguments)
+
+    train.lr_at, Feed._next, train.update_ema = lr_at, slow_batch, slow_update
+    Interactive.forward, LocalRead.result, decode.decode = slow_forward, slow_read, slow_decode
 
 
 def _record(folder: Path, rank: int) -> None:

@@ -1,0 +1,92 @@
+"""Which stage of a loader limits the run, and the advice for each."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sa1b.engine.data_wait import BUSY, LoaderSettings, LoaderWindow, advice
+from sa1b.stream.stats import STAGES
+from tests.engine.stream_root import IMAGE_SIZE, feed_of, make_root
+
+SETTINGS = LoaderSettings(
+    threads=2, cpus=8, is_local=True, cached=False, stored=None, image_size=1024, on_gpu=False
+)
+
+
+def ranks(*busy: dict[str, float]) -> dict[str, list[float]]:
+    """The numbers of ranks with these busy seconds so far; 1 s in the other stages."""
+    return {name: [one.get(stage, 1.0) for one in busy] for stage, name in zip(STAGES, BUSY, strict=True)}
+
+
+def test_the_stage_is_that_of_the_rank_with_the_largest_wait_in_this_window() -> None:
+    window = LoaderWindow(SETTINGS)
+    window.start(ranks({"read": 900.0}, {"pick": 900.0}))  # before the window
+    line, message = window.end(ranks({"read": 990.0}, {"pick": 901.0, "decode": 4.0}), [0.01, 0.123])
+    busy = {"read": 0.0, "pick": 0.25, "decode": 0.75, "collate": 0.0, "device": 0.0}
+    assert line == {"rank": 1, "data_wait": 0.123, "limiting": "decode", "busy": busy}
+    assert message is not None
+    assert message.startswith(
+        "data wait 12 % on rank 1: decode limits; add threads (--data.threads, now 2 for 8 processors) or reshard "
+        "to 1024 px: "
+    )
+    assert message.endswith(" reshard ... --image-size 1024")
+
+
+def test_a_limit_is_reported_when_it_begins_and_when_another_stage_limits() -> None:
+    window = LoaderWindow(SETTINGS)
+    seconds = dict.fromkeys(STAGES, 0.0)
+    window.start(ranks(seconds))
+    said = []
+    for stage, wait in (
+        *(("read", 0.05), ("read", 0.2), ("read", 0.3), ("decode", 0.2)),
+        *(("decode", 0.01), ("decode", 0.06)),
+    ):
+        seconds[stage] += 1.0
+        line, message = window.end(ranks(seconds), [wait])
+        assert line["limiting"] == stage
+        said.append(message and message.partition(";")[0])
+    assert said == [
+        *(None, "data wait 20 %: read limits", None, "data wait 20 %: decode limits"),
+        *(None, "data wait 6 %: decode limits"),
+    ]
+
+
+def test_a_window_in_which_nothing_was_loaded_names_no_stage() -> None:
+    window = LoaderWindow(SETTINGS)
+    window.start(ranks({}))
+    line, message = window.end(ranks({}), [0.9])
+    assert (line["limiting"], message) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "named", "not_named"),
+    [
+        ("read", {}, "--data.block-size 16", "--data.cache"),
+        ("read", {"is_local": False}, "--data.cache", "--data.block-size"),
+        ("read", {"is_local": False, "cached": True}, "--data.cache-bytes", "--data.block-size"),
+        ("pick", {}, "--data.masks", "reshard"),
+        ("decode", {"stored": 1024}, "--data.threads", "reshard"),
+        ("decode", {"stored": 1500}, "reshard", "--data.masks"),
+        ("decode", {"threads": 8}, "more than 8 processors", "--data.threads"),
+        ("collate", {}, "--data.masks", "reshard"),
+        ("device", {}, "--data.target-size", "GPU"),
+        ("device", {"on_gpu": True}, "GPU", "--data.threads"),
+    ],
+)
+def test_the_advice_fits_the_stage_and_the_settings(
+    stage: str, changes: dict[str, object], named: str, not_named: str
+) -> None:
+    text = advice(stage, replace(SETTINGS, **changes))
+    assert named in text
+    assert not_named not in text
+
+
+def test_settings_are_those_of_the_feed(tmp_path: Path) -> None:
+    feed = feed_of(make_root(tmp_path), tmp_path / "run", threads=3)
+    settings = LoaderSettings.of(feed)
+    assert (settings.threads, settings.is_local, settings.cached, settings.stored) == (3, True, False, None)
+    assert (settings.image_size, settings.on_gpu) == (IMAGE_SIZE, False)
+    assert settings.cpus >= 1
+    assert list(feed.stream.stats.busy_seconds()) == list(STAGES)
+    feed.close()
