@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from sa1b.engine import config as settings
 from sa1b.engine import estimate, network
 from sa1b.engine.checkpoint import files
+from sa1b.engine.compression import undo_reduction
 from sa1b.engine.config import Config, build
 from sa1b.engine.control import TABLE_SIGNAL
 from sa1b.engine.evaluation import score
@@ -85,8 +86,12 @@ def train(run: Run) -> None:
             if run.health.is_good(run.step, loss, figures.norm, figures.own_loss, ids):
                 scaler.step(optimizer)
                 update_ema(optimizer, config.optim, run.step)
-            elif run.health.skipped == 1:
-                run.metrics.say(f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}")
+            else:
+                undo_reduction(module)
+                if run.health.skipped == 1:
+                    run.metrics.say(
+                        f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}"
+                    )
             scaler.update()
             optimizer.zero_grad()
         profiler.after(run.step)

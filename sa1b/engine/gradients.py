@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from sa1b.engine.compression import uncompressed
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 
@@ -62,7 +63,7 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
             optimizer.
     """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with micro_batch(module, last=True):
+    with micro_batch(module, last=True), uncompressed(module):
         run()
     with torch.no_grad():
         for buffer, before in buffers:

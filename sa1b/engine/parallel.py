@@ -43,6 +43,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from sa1b.engine.compression import compress_reduction, compression_rank
 from sa1b.engine.gradients import Precision, compute_dtype, set_float32
 from sa1b.engine.network import Network
 from sa1b.engine.ranks import RankInfo, agree
@@ -71,6 +72,10 @@ class ParallelConfig:
             model, in float32.
         reduce: For fsdp: number format in which gradients are summed over the ranks. bf16 halves the sent
             bytes and rounds the gradient.
+        compress: For ddp and zero1: how gradients are compressed while they are sent. fp16, bf16: rounded to
+            these formats. powersgd:4: approximated by matrices of rank 4; what is lost is added to the next
+            gradient. Not with --parallel.precision fp16, whose scale changes.
+        compress_after: For powersgd: number of first steps without compression, about a tenth of the run.
         bucket: For ddp and zero1: MiB of gradients that are sent together.
         static_graph: For ddp and zero1: promise that every step runs the same graph, so that torch can
             optimise it.
@@ -93,6 +98,8 @@ class ParallelConfig:
     offload: Literal["none", "cpu", "pinned"] = "none"
     wrap: Annotated[str, tyro.conf.arg(metavar="block|size:NUMBER|none")] = "block"
     reduce: Literal["fp32", "bf16"] = "fp32"
+    compress: str = "none"
+    compress_after: int = 1000
     bucket: int = 25
     static_graph: bool = False
     timeout_first: float = 1800.0
@@ -213,6 +220,7 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     )
     # The constructor argument of this name is deprecated, but its successor is missing before torch 2.13.
     wrapped.broadcast_buffers = False
+    compress_reduction(wrapped, config.compress, config.compress_after, config.bucket)
     return wrapped
 
 
@@ -284,6 +292,7 @@ _FLAGS_OF_MODES = (
     ("wrap", "block", ("fsdp",)),
     ("reduce", "fp32", ("fsdp",)),
     ("static_graph", False, ("ddp", "zero1")),
+    ("compress", "none", ("ddp", "zero1")),
 )
 
 
@@ -300,6 +309,13 @@ def _refuse(config: ParallelConfig, world_size: int) -> None:
                 f"{config.mode}; drop one"
             )
     least_size(config.wrap)
+    if compression_rank(config.compress) is not None and config.precision == "fp16":
+        raise UsageError(
+            f"--parallel.compress {config.compress}: does not fit --parallel.precision fp16, whose scale "
+            "changes between a gradient and its correction; pass --parallel.precision bf16"
+        )
+    if config.compress_after < 0:
+        raise UsageError(f"--parallel.compress-after {config.compress_after}: must not be negative")
     if config.bucket < 1:
         raise UsageError(f"--parallel.bucket {config.bucket}: must be at least 1 MiB")
     if config.replicas < 1 or world_size % config.replicas:

@@ -9,6 +9,7 @@ from sa1b.console import counted
 from sa1b.engine import estimate, metrics, resume
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.tensors import MismatchError
+from sa1b.engine.compression import powersgd_of
 from sa1b.engine.config import Config, build, initial_weights
 from sa1b.engine.control import Control, StepFigures
 from sa1b.engine.data_wait import BUSY, LoaderSettings
@@ -104,10 +105,19 @@ class Run:
                 resume.check_sequence(saved, own, out)
                 raise
             self.scaler.load_state_dict(state["scaler"])
+            self._resume_compression(state.get("compression"))
             if self.rank_info.rank == 0:
                 self._say_what_goes_on(saved, state["stream"]["position"])
         agree(self.module, self.rank_info)
         return None if state is None else state.get("metrics")
+
+    def _resume_compression(self, saved: dict[str, Any] | None) -> None:
+        powersgd = powersgd_of(self.module)
+        if powersgd is None or saved is None:
+            return
+        reason = powersgd.load_state_dict(saved)
+        if reason and self.rank_info.rank == 0:
+            print(f"the error feedback of PowerSGD is dropped: {reason}")
 
     def _say_what_goes_on(self, saved: resume.Settings, position: int) -> None:
         steps = self.config.optim.steps
@@ -126,11 +136,13 @@ class Run:
         Args:
             line: the metrics of the last step that are known.
         """
+        powersgd = powersgd_of(self.module)
         state = {
             "step": self.step,
             "metrics": line,
             "stream": self.feed.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "compression": None if powersgd is None else powersgd.state_dict(),
             "config": self.config.document(),
         }
         self.checkpoints.save(self.step, self.module, self.optimizer, state)

@@ -2,7 +2,8 @@
 
 The name of a parameter is `model.` and its published name. The name of optimizer state is `optimizer.`, the
 published name, and the optimizer's key: `optimizer.decoder.weight.exp_avg`. DDP and FSDP do not change the
-names, so a checkpoint of one mode can be loaded in the other, at any world size.
+names, so a checkpoint of one mode can be loaded in the other, at any world size. The state of compressed
+gradients belongs to a rank: `compression.`, the rank, and the name in `sa1b.engine.compression`.
 """
 
 import warnings
@@ -11,6 +12,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -21,12 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from sa1b.engine.compression import powersgd_of
 from sa1b.engine.model import stored
 from sa1b.engine.optim import of_rank
 from sa1b.engine.ranks import Ranks
 from sa1b.errors import CheckpointError
 
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL, OPTIMIZER, COMPRESSION = "model.", "optimizer.", "compression."
 
 # The warning is needless: a single process is supported.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -79,6 +82,10 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
                 if not isinstance(value, Tensor):
                     raise TypeError(f"{type(optimizer).__name__} keeps {key} as {type(value)}, not a tensor")
                 found[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
+        if (powersgd := powersgd_of(model)) is not None:
+            found |= {
+                f"{COMPRESSION}{dist.get_rank()}.{name}": one for name, one in powersgd.tensors().items()
+            }
     return found
 
 
@@ -91,7 +98,8 @@ def share(tensors: Mapping[str, Tensor], rank: int, world_size: int, *, sharded:
     own: dict[str, Tensor] = {}
     load = [0] * world_size
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) or (sharded and name.startswith(OPTIMIZER)):
+        alone = name.startswith(COMPRESSION) or (sharded and name.startswith(OPTIMIZER))
+        if isinstance(tensor, DTensor) or alone:
             own[name] = tensor
             continue
         owner = load.index(min(load))
@@ -129,7 +137,12 @@ def load(
     states = _empty_states(folder, metadata, model, optimizer) if optimizer is not None else {}
     for name, values in states.items():
         targets |= {f"{OPTIMIZER}{name}.{key}": value for key, value in values.items()}
+    compression = _empty_compression(metadata, model, ranks) if optimizer is not None else {}
+    targets |= compression
     ranks.on_all(lambda: _read(folder, metadata, targets, ranks))
+    if (powersgd := powersgd_of(model)) is not None:
+        of_own = f"{COMPRESSION}{ranks.rank}."
+        powersgd.load_tensors({name.removeprefix(of_own): one for name, one in compression.items()})
     if optimizer is not None:
         names, kept = _names(model), of_rank(optimizer)
         packed = kept.state_dict()
@@ -215,6 +228,20 @@ def _described(tensor: Tensor | TensorStorageMetadata) -> str:
     return f"{tensor.properties.dtype} {list(tensor.size)}"
 
 
+def _empty_compression(metadata: Metadata, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+    """Empty tensors for this rank's state of PowerSGD; none if other ranks have saved it."""
+    entries = {name: one for name, one in _entries(metadata).items() if name.startswith(COMPRESSION)}
+    savers = {name.split(".")[1] for name in entries}
+    if powersgd_of(model) is None or len(savers) != ranks.world_size:
+        return {}
+    device = next(model.parameters()).device
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        for name, entry in entries.items()
+        if name.split(".")[1] == str(ranks.rank)
+    }
+
+
 def _empty_states(
     folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, dict[str, Tensor]]:
@@ -229,7 +256,7 @@ def _empty_states(
     }
     states: dict[str, dict[str, Tensor]] = {}
     for full, entry in _entries(metadata).items():
-        if full.startswith(MODEL):
+        if not full.startswith(OPTIMIZER):
             continue
         name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
         if name not in trained:

@@ -1,0 +1,109 @@
+"""The runs with compressed gradients that the ranks of a launch do; the tests check their results."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sa1b.engine.compression import PowerSGD, powersgd_of, undo_reduction
+from sa1b.engine.model import unwrap
+from sa1b.engine.parallel import ParallelConfig
+from tests.engine.launch import group
+from tests.engine.traffic import Traffic
+from tests.engine.training import OPTIM, Run, begin
+
+POWER = ParallelConfig(mode="ddp", compress="powersgd:2", compress_after=2)
+CURVES = {
+    "none": ParallelConfig(mode="ddp"),
+    "fp16": ParallelConfig(mode="ddp", compress="fp16"),
+    "bf16": ParallelConfig(mode="ddp", compress="bf16"),
+    "bf16, zero1, 3 micro-batches": ParallelConfig(mode="zero1", compress="bf16"),
+    "powersgd:2": POWER,
+    "powersgd:2, zero1": replace(POWER, mode="zero1"),
+}
+STEPS = 10
+
+
+def curves() -> dict[str, dict[str, Any]]:
+    """Losses of this rank over some steps, the bytes of the last one, and the weights."""
+    found = {}
+    for name, config in CURVES.items():
+        with group(config) as rank_info:
+            run = begin(rank_info, config, 3 if "micro" in name else 1, optim=replace(OPTIM, steps=STEPS))
+            for number in range(STEPS - 1):
+                run.step(number)
+            with Traffic() as traffic:
+                run.step(STEPS - 1)
+            found[name] = {
+                "losses": run.losses,
+                "sent": sum(traffic.sent["allreduce"]),
+                "weights": run.weights(),
+            }
+    return found
+
+
+def interrupted() -> dict[str, Any]:
+    """States of PowerSGD before and after a skipped step, and after the steps with and without it."""
+    with group(POWER) as rank_info:
+        run = begin(rank_info, POWER)
+        fresh = state(run)
+        for number in range(4):
+            run.step(number)
+        before = state(run)
+        spoiled_step(run, 4)
+        spoiled = state(run)
+        undo_reduction(run.module)
+        after = state(run)
+        run.step(4)
+        end = run.weights()
+    with group(POWER) as rank_info:
+        run = begin(rank_info, POWER)
+        for number in range(5):
+            run.step(number)
+        straight = run.weights()
+    return {
+        "fresh": fresh, "before": before, "spoiled": spoiled, "after": after, "end": end, "straight": straight
+    }  # fmt: skip
+
+
+def without_gradient_for_a_step() -> dict[str, float]:
+    """Norms of a weight's gradient after the reduction: in a step without a gradient, and two steps later."""
+    with group(POWER) as rank_info:
+        run = begin(rank_info, POWER)
+        for number in range(3):
+            run.step(number)
+        name = "model.image_encoder.blocks.0.attn.qkv.weight"
+        parameter = unwrap(run.module).get_parameter(name)
+        handle = parameter.register_hook(torch.zeros_like)
+        powersgd = powersgd_of(run.module)
+        assert powersgd is not None
+        for tensor in powersgd.tensors().values():
+            tensor.zero_()  # as if the gradient had always been zero
+        norms = {}
+        for number in (3, 4, 5):
+            if number == 4:
+                handle.remove()
+            run.step(number, lambda _, number=number: norms.update({number: float(parameter.grad.norm())}))
+        return norms
+
+
+def spoiled_step(run: Run, number: int) -> None:
+    """The backward pass of a step with a gradient that is not finite on one rank, without the optimizer."""
+    from tests.engine.training import micro_batches
+
+    last = run.rank_info.world_size - 1
+    parameter = next(p for name, p in run.named() if name.endswith("attn.qkv.weight"))
+    handle = parameter.register_hook(
+        lambda gradient: gradient * torch.nan if run.rank_info.rank == last else gradient
+    )
+    for micro in micro_batches(run.rank_info, number, 1):
+        run.accumulate(micro, last=True)
+    handle.remove()
+    run.optimizer.zero_grad()
+
+
+def state(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    found = powersgd_of(run.module)
+    assert isinstance(found, PowerSGD)
+    return found.state_dict(), {name: tensor.clone() for name, tensor in found.tensors().items()}
