@@ -44,21 +44,10 @@ def main(
             at 40 % of the GPU's peak, or 1 on a CPU.
         json_output: Print the findings of all ranks as JSON, without progress.
     """
-    if root == "":
-        raise UsageError("ROOT '': is empty; name a dataset directory, or omit it")
-    if not 0.1 <= seconds <= 600:
-        raise UsageError(f"--seconds {seconds:g}: must be from 0.1 to 600")
-    if not 1 <= timeout <= 3600:
-        raise UsageError(f"--timeout {timeout:g}: must be from 1 to 3600")
-    if rate is not None and not 0 < rate < 1e6:
-        raise UsageError(f"--rate {rate:g}: must be more than 0 and less than 1,000,000")
+    check(root, only=only, skip=skip, seconds=seconds, timeout=timeout, rate=rate)
     with loading():
         from sa1b.doctor.check import Subject
-        from sa1b.doctor.examination import Interrupted, examine, names
-    for flag, given in (("--only", only), ("--skip", skip)):
-        for name in given:
-            if plain(name) not in map(plain, names()):
-                raise UsageError(f"{flag} {name}: no such check; they are: {', '.join(names())}")
+        from sa1b.doctor.examination import Interrupted, examine
     try:
         subject = Subject.of_this_process(root=root, out=out, seconds=seconds, timeout=timeout, rate=rate)
     except ValueError as error:
@@ -78,6 +67,37 @@ def main(
         return 0
     print(json.dumps(report.document(), indent=1) if json_output else report.table(), flush=True)
     return report.exit_code()
+
+
+def check(
+    root: str | None = None,
+    *,
+    only: tuple[str, ...] = (),
+    skip: tuple[str, ...] = (),
+    seconds: float = 5.0,
+    timeout: float = 60.0,
+    rate: float | None = None,
+    **_: object,
+) -> None:
+    """Refuse wrong arguments of `main`.
+
+    Raises:
+        UsageError: the message names the flag.
+    """
+    if root == "":
+        raise UsageError("ROOT '': is empty; name a dataset directory, or omit it")
+    if not 0.1 <= seconds <= 600:
+        raise UsageError(f"--seconds {seconds:g}: must be from 0.1 to 600")
+    if not 1 <= timeout <= 3600:
+        raise UsageError(f"--timeout {timeout:g}: must be from 1 to 3600")
+    if rate is not None and not 0 < rate < 1e6:
+        raise UsageError(f"--rate {rate:g}: must be more than 0 and less than 1,000,000")
+    with loading():
+        from sa1b.doctor.examination import names
+    for flag, given in (("--only", only), ("--skip", skip)):
+        for name in given:
+            if plain(name) not in map(plain, names()):
+                raise UsageError(f"{flag} {name}: no such check; they are: {', '.join(names())}")
 
 
 def plain(name: str) -> str:

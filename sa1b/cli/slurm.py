@@ -1,13 +1,14 @@
-"""Print a job script of SLURM that converts sources or trains on this site's nodes.
+"""Print a job script of SLURM that converts sources, checks nodes or trains on them.
 
 Example: sa1b slurm reshard --partition cpu --time 1-00:00:00 --tasks 32
              downloads --out shards --workers 4 > job.sh
+         sa1b slurm doctor --partition gpu --nodes 4 --gpus 8 shards --out run > job.sh
          sa1b slurm train --partition gpu --nodes 4 --gpus 8
              --preset vit_b --data.root shards --out run > job.sh
          sbatch job.sh
 
-Flags that are not listed here are those of `sa1b reshard` and `sa1b train`. They are checked now, not when
-the job starts. Exit code 0: printed; 2: a flag is wrong; 130: interrupted.
+Flags that are not listed here are those of `sa1b reshard`, `sa1b doctor` and `sa1b train`. They are checked
+now, not when the job starts. Exit code 0: printed; 2: a flag is wrong; 130: interrupted.
 """
 
 import sys
@@ -17,13 +18,13 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from sa1b.cluster.slurm import MAX_ARRAY, Site, reshard_script, train_script
+from sa1b.cluster.slurm import MAX_ARRAY, Site, doctor_script, reshard_script, train_script
 from sa1b.console import command, loading, parse
 from sa1b.errors import UsageError
 
 
 def main(
-    verb: Positional[Literal["reshard", "train"]],
+    verb: Positional[Literal["reshard", "doctor", "train"]],
     /,
     arguments: tyro.conf.Suppress[tuple[str, ...]] = (),
     partition: str | None = None,
@@ -41,7 +42,7 @@ def main(
     setup: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="COMMAND")] = (),
     sbatch: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="OPTION")] = (),
 ) -> int:
-    """Print a job script of SLURM that converts sources or trains on this site's nodes.
+    """Print a job script of SLURM that converts sources, checks nodes or trains on them.
 
     Args:
         verb: What the job does.
@@ -53,11 +54,12 @@ def main(
             many tasks as sources.
         max_array: For reshard: the largest array of the site: `scontrol show config | grep MaxArraySize`,
             minus 1.
-        nodes: For train: number of nodes.
-        gpus: For train: GPUs of a node, and ranks on it; 0: one rank on a node, without a GPU.
+        nodes: For doctor and train: number of nodes.
+        gpus: For doctor and train: GPUs of a node, and ranks on it; 0: one rank on a node, without a GPU.
         grace: For train: seconds before the time limit at which a checkpoint is requested and the job is
             queued again. Must be longer than a step and a checkpoint.
-        cpus: Processors of a task. By default 2 for each worker of reshard, 12 for each rank of train.
+        cpus: Processors of a task. By default 2 for each worker of reshard, 12 for each rank
+            of doctor and train.
         memory: Memory of a node, such as 64G. By default 1 GB for each worker of reshard and 1 GB more.
         name: Name of the job.
         logs: Folder of the log files. It must exist when the job starts.
@@ -99,6 +101,9 @@ def main(
     site = Site(partition, account, time, cpus, memory, name, logs.rstrip("/") or "/", setup, sbatch)
     if verb == "reshard":
         text = reshard_script(arguments, site, tasks=tasks, workers=_checked_reshard(arguments))
+    elif verb == "doctor":
+        _check_doctor(arguments)
+        text = doctor_script(arguments, site, nodes=nodes, gpus=gpus)
     else:
         _check_train(arguments)
         text = train_script(arguments, site, nodes=nodes, gpus=gpus, grace=grace)
@@ -121,6 +126,13 @@ def _checked_reshard(arguments: tuple[str, ...]) -> int:
     if not (call.args[0] or call.keywords["links"] or call.keywords["rename"]):
         raise UsageError("SOURCE or --links: missing; add tars, folders or a list of links")
     return int(call.keywords["workers"] or 1)
+
+
+def _check_doctor(arguments: tuple[str, ...]) -> None:
+    with loading():
+        from sa1b.cli import doctor
+    call, _ = parse(doctor.main, arguments, command("doctor"))
+    doctor.check(*call.args, **call.keywords)
 
 
 def _check_train(arguments: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Job scripts of SLURM: an array of tasks that convert sources, and training on one or many nodes.
+"""Job scripts of SLURM: an array of tasks that convert sources, checks of nodes, and training on them.
 
 A script is plain text with comments, so that a user can read it and adapt it to a site. It contains nothing
 of this machine but the command of this installation.
@@ -17,6 +17,17 @@ _WAIT = (
     "    wait $! || code=$?",
     '    [ -n "$signalled" ] || break',
     "done",
+)
+_MEET = (
+    "# The ranks meet on the first node. The port depends on the job, so that two jobs can share a node.",
+    'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    "port=$((20000 + SLURM_JOB_ID % 20000))",
+)
+_RECORD = (
+    "# The environment, once, for the record.",
+    'echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, nodes: $SLURM_JOB_NODELIST"',
+    "env | grep -E '^(SLURM_|NCCL_|TORCH_|CUDA_|OMP_|AWS_ENDPOINT|SA1B_)' \\",
+    "    | grep -v -i -E 'JWT|TOKEN|SECRET' | sort",
 )
 MAX_ARRAY = 1000  # tasks of an array that most sites allow: MaxArraySize is 1001 by default
 
@@ -104,15 +115,7 @@ def train_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int,
     """
     ranks = max(gpus, 1)
     settings = [
-        ("nodes", nodes, None),
-        ("ntasks-per-node", 1, "one torchrun on each node; it starts the ranks"),
-        *([("gpus-per-node", gpus, None)] if gpus else []),
-        (
-            "cpus-per-task",
-            site.cpus or 12 * max(gpus, 1),
-            "threads that read and decode, for all ranks of a node",
-        ),
-        *([("mem", site.memory, None)] if site.memory else []),
+        *_of_nodes(site, nodes, gpus, "one torchrun on each node; it starts the ranks"),
         ("signal", f"B:USR1@{grace}", f"signal this script {grace} s before the time limit"),
         ("requeue", None, "a job that is preempted, or whose node fails, starts again"),
         ("open-mode", "append", "keeps the log of the first start"),
@@ -138,17 +141,12 @@ def train_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int,
         "    exit 127",
         "}",
         "",
-        "# The ranks meet on the first node. The port depends on the job, so that two jobs can share a node.",
-        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "port=$((20000 + SLURM_JOB_ID % 20000))",
+        *_MEET,
         f'ranks={shlex.quote(site.logs)}/ranks-"$SLURM_JOB_ID"  # a log of each rank',
         "export head port ranks",
         "export OMP_NUM_THREADS=1  # the decoding threads use the cores",
         "",
-        "# The environment, once, for the record.",
-        'echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, nodes: $SLURM_JOB_NODELIST"',
-        "env | grep -E '^(SLURM_|NCCL_|TORCH_|CUDA_|OMP_|AWS_ENDPOINT|SA1B_)' \\",
-        "    | grep -v -i -E 'JWT|TOKEN|SECRET' | sort",
+        *_RECORD,
         "",
         f"set -- {shlex.join(arguments)}",
         "",
@@ -180,6 +178,72 @@ def train_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int,
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def doctor_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int) -> str:
+    """The script of a job that checks nodes, with the resources of a training job.
+
+    The ranks are started without torchrun, so that each one reports even if the nodes cannot reach each
+    other.
+
+    Args:
+        arguments: of `sa1b doctor`.
+        site: settings of the site.
+        nodes: number of nodes.
+        gpus: GPUs of a node, and ranks on it; 0: one rank on a node, without a GPU.
+    """
+    ranks = max(gpus, 1)
+    lines = _head(
+        site,
+        "sa1b-doctor",
+        _of_nodes(site, nodes, gpus, "one shell on each node; it starts the ranks"),
+        "%x-%j.log",
+    )
+    lines += [
+        "",
+        *_MEET,
+        'export MASTER_ADDR="$head" MASTER_PORT="$port"',
+        "export OMP_NUM_THREADS=1  # as in training",
+        "",
+        *_RECORD,
+        "",
+        f"set -- {shlex.join(arguments)}",
+        "",
+        "# On each node: the ranks. They are started without torchrun, so that each one reports even if the",
+        "# nodes cannot reach each other. Rank 0 prints the table of all.",
+        f"export LOCAL_WORLD_SIZE={ranks} WORLD_SIZE=$(({ranks} * SLURM_NNODES))",
+        "node='",
+        "    code=0 started=",
+        f"    for number in $(seq 0 {ranks - 1}); do",
+        f"        LOCAL_RANK=$number RANK=$((SLURM_NODEID * {ranks} + number)) \\",
+        f'            {command("doctor")} "$@" &',
+        '        started="$started $!"',
+        "    done",
+        "    for process in $started; do wait $process || code=$?; done",
+        "    exit $code",
+        "'",
+        'exec srun --kill-on-bad-exit=0 bash -c "$node" sa1b "$@"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _of_nodes(site: Site, nodes: int, gpus: int, why: str) -> list[tuple[str, object, str | None]]:
+    """The options of a job with one task on each node.
+
+    Args:
+        why: there is one task.
+    """
+    return [
+        ("nodes", nodes, None),
+        ("ntasks-per-node", 1, why),
+        *([("gpus-per-node", gpus, None)] if gpus else []),
+        (
+            "cpus-per-task",
+            site.cpus or 12 * max(gpus, 1),
+            "threads that read and decode, for all ranks of a node",
+        ),
+        *([("mem", site.memory, None)] if site.memory else []),
+    ]
 
 
 def _head(site: Site, name: str, settings: Sequence[tuple[str, object, str | None]], log: str) -> list[str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.manifest import read_tasks
 from tests.cli.verb import runner
 from tests.cluster import slurm_node
 from tests.ingest.test_links import contents
@@ -63,6 +65,26 @@ def test_an_array_of_tasks_makes_the_dataset_of_one_run(node: slurm_node.Node, t
     done = reshard(downloads, "--out", tmp_path / "local")
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "the root") == contents(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_the_doctor_examines_the_ranks_of_a_job(node: slurm_node.Node, tmp_path: Path) -> None:
+    tiny.make_tar(tmp_path / "sa_000001.tar", range(100, 106))
+    tiny.ingest_tar(tmp_path / "sa_000001.tar", tmp_path / "root", images_per_shard=2)
+    write_dataset(tmp_path / "root", read_tasks(tmp_path / "root"))
+    flags = ("--gpus", 0, "--cpus", 2, "--setup", SETUP)
+    words = ("--timeout", 120, "--only", "dataset", "--only", "CPUs", "--only", "rendezvous")
+    path = script(tmp_path / "job.sh", "doctor", *flags, "root", *words)
+    text = path.read_text().replace("seq 0 0", "seq 0 1").replace("* 1 +", "* 2 +")
+    path.write_text(
+        text.replace("LOCAL_WORLD_SIZE=1 WORLD_SIZE=$((1 *", "LOCAL_WORLD_SIZE=2 WORLD_SIZE=$((2 *")
+    )
+    job = node.submit(path)
+    wait(node, job, tmp_path)
+    assert set(node.exit_codes(job)) == {"0:0"}, logs(tmp_path)
+    assert "2 ranks on 1 host" in logs(tmp_path)
+    assert "6 images in 3 shards" in logs(tmp_path)
+    assert "2 ranks met at " in logs(tmp_path)
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.cluster.slurm import Site, reshard_script, train_script
+from sa1b.cluster.slurm import Site, doctor_script, reshard_script, train_script
+from sa1b.console import command
 from tests.cli.verb import runner
 
 slurm = runner("slurm")
@@ -82,6 +83,8 @@ def test_scripts_are_valid(arguments: Sequence[str], tmp_path: Path) -> None:
         reshard_script(arguments, site, tasks=4, workers=2),
         train_script(arguments, site, nodes=2, gpus=8, grace=60),
         train_script(arguments, Site(), nodes=1, gpus=0, grace=60),
+        doctor_script(arguments, site, nodes=2, gpus=8),
+        doctor_script(arguments, Site(), nodes=1, gpus=0),
     ):
         (tmp_path / "job.sh").write_text(script)
         subprocess.run(["bash", "-n", "job.sh"], cwd=tmp_path, check=True)
@@ -146,6 +149,34 @@ def test_a_failed_training_is_not_queued_again(tmp_path: Path, programs: Path, s
     assert not (tmp_path / "requeued").exists()
 
 
+def test_every_rank_of_every_node_is_checked_with_the_arguments_unchanged(
+    tmp_path: Path, programs: Path
+) -> None:
+    # A rank writes what it was given; one of them fails.
+    (programs / "sa1b").write_text(
+        "#!/bin/bash\n"
+        'printf "%s\\n" "$LOCAL_RANK/$LOCAL_WORLD_SIZE/$WORLD_SIZE $MASTER_ADDR:$MASTER_PORT" "$@" > "rank-$RANK"\n'
+        '[ "$RANK" != 7 ]\n'
+    )
+    (programs / "sa1b").chmod(0o755)
+    # srun runs the program once on each of two nodes.
+    (programs / "srun").write_text(
+        '#!/bin/bash\nwhile [ "${1#--}" != "$1" ]; do shift; done\n'
+        'SLURM_NODEID=0 "$@"; first=$?\nSLURM_NODEID=1 "$@"; second=$?\n'
+        "exit $((first > second ? first : second))\n"
+    )
+    script = doctor_script(ARGUMENTS, Site(), nodes=2, gpus=4)
+    script = script.replace(f"{command('doctor')} ", "sa1b doctor ")
+    job = start(script, tmp_path, programs)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 1, output
+    assert "SLURM_JOB_ID=12345" in output
+    found = {path.name: path.read_text().splitlines() for path in tmp_path.glob("rank-*")}
+    assert sorted(found) == [f"rank-{rank}" for rank in range(8)]
+    for rank in range(8):
+        assert found[f"rank-{rank}"] == [f"{rank % 4}/4/8 node7:32345", "doctor", *ARGUMENTS]
+
+
 def test_a_command_of_setup_that_fails_ends_the_job(tmp_path: Path, programs: Path) -> None:
     job = start(train_script([], Site(setup=("false",)), nodes=1, gpus=1, grace=60), tmp_path, programs)
     job.communicate(timeout=60)
@@ -186,6 +217,9 @@ def test_flags_are_checked_when_the_script_is_printed() -> None:
         (["reshard", "--time", "", "d", "--out", "x"], "--time '': cannot be an option of sbatch"),
         (["reshard", "--sbatch=qos=high", "d", "--out", "x"], "write it as --sbatch=--qos=high"),
         (["train", "--data.rot", "x"], "--data.rot"),
+        (["doctor", "x", "--rot"], "--rot: no such flag"),
+        (["doctor", "x", "--seconds", "0"], "--seconds 0: must be from 0.1 to 600"),
+        (["doctor", "x", "--only", "disk"], "--only disk: no such check"),
         (["traim"], "traim"),
     ):
         done = slurm(*words)
