@@ -19,6 +19,7 @@ from sa1b.engine.curves import Curves
 from sa1b.engine.phase import PARTS, Phases
 from sa1b.engine.rank_time import WORK
 from sa1b.engine.ranks import RankInfo
+from sa1b.engine.utilisation import CPU, GPU
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import append_line, write_whole
 
@@ -239,7 +240,8 @@ def figures_of(
     fraction of the step in which ranks wait for data, a mean over ranks. "slowest_rank" is the rank whose own
     work took longest in the step before, without waiting for other ranks, and "seconds_slowest" its time.
     They are missing in the first two steps after a start. "peak_memory_gb" is the largest peak memory of the
-    ranks so far, that of the rank "peak_memory_rank".
+    ranks so far, that of the rank "peak_memory_rank". The samples of `sa1b.engine.utilisation` have minimum,
+    mean and maximum over the ranks; what is unknown is missing.
 
     Args:
         lr: learning rate.
@@ -262,6 +264,10 @@ def figures_of(
     found |= {"peak_memory_gb": max(memory) / 1e9, "peak_memory_gb_min": min(memory) / 1e9}
     found |= {"peak_memory_gb_mean": sum(memory) / len(memory) / 1e9}
     found |= {"peak_memory_rank": memory.index(max(memory))}
+    for name in (*GPU, *CPU):
+        if known := [value for value in figures.ranks.get(name, ()) if not math.isnan(value)]:
+            mean = sum(known) / len(known)
+            found |= {f"{name}_min": min(known), f"{name}_mean": mean, f"{name}_max": max(known)}
     if utilisation is not None:
         found["mfu"] = utilisation / total
     return found

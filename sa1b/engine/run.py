@@ -23,6 +23,7 @@ from sa1b.engine.parallel import wrap
 from sa1b.engine.phase import Phases
 from sa1b.engine.rank_time import RankTime
 from sa1b.engine.ranks import RankInfo, agree, check_shared_folder, hosts
+from sa1b.engine.utilisation import Sampler
 from sa1b.engine.window import Window
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
@@ -55,6 +56,7 @@ class Run:
             self.module, config.optim, data.global_batch, sharded=config.parallel.mode == "zero1"
         )
         self.times = RankTime(phases, self.module, self.optimizer, rank_info)
+        self.sampler = Sampler(rank_info.device)
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.divisor = loss_divisor(data.global_batch * max(data.masks, 1))
         self.checkpoints = Checkpoints(config.folder, config.checkpoint)
@@ -185,13 +187,15 @@ class Run:
         """Numbers of this rank that the ranks exchange after each step.
 
         `data_wait`: seconds of this step in which it waited for data; times of the last complete step, see
-        `RankTime.seconds`; `peak_memory`: bytes; busy seconds of the loader's stages so far.
+        `RankTime.seconds`; `peak_memory`: bytes; the last sample of its device, see `Sampler`; busy seconds
+        of the loader's stages so far.
         """
         busy = self.feed.stream.stats.busy_seconds()
         return {
             "data_wait": self.phases.seconds["data"],
             **self.times.seconds(),
             "peak_memory": metrics.peak_memory(self.rank_info.device),
+            **self.sampler.latest(),
             **dict(zip(BUSY, busy.values(), strict=True)),
         }
 
@@ -228,6 +232,7 @@ class Run:
     def close(self) -> None:
         """Stop threads and close files; wait for the checkpoint that is being written."""
         self.phases.enter("closing")
+        self.sampler.close()
         try:
             self.feed.close()
             self.metrics.close()

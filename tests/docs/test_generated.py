@@ -14,6 +14,7 @@ from sa1b.engine.metrics import figures_of
 from sa1b.engine.phase import Phases
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.rank_time import WORK
+from sa1b.engine.utilisation import CPU, GPU
 from sa1b.sam.interactive import Interactive
 from tests.docs import generated
 
@@ -60,7 +61,7 @@ def test_every_field_of_a_step_in_metrics_is_on_the_page_of_training() -> None:
     table = text[text.index("| field | unit") :].split("\n\n")[0]
     on_page = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     means = dict.fromkeys(Interactive.figures, 0.0)
-    numbers = ("data_wait", *WORK, "peak_memory")
+    numbers = ("data_wait", *WORK, "peak_memory", *GPU, *CPU)
     figures = StepFigures(means, 1.0, 1, 1.0, 0.0, {name: [0.0] for name in numbers})
     recorded = figures_of(figures, Phases(), 1e-3, 1.0)
     assert on_page == {"step", *recorded}

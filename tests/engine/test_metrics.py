@@ -58,6 +58,8 @@ def test_figures_of_ranks_name_the_slowest_one_and_the_one_with_the_largest_peak
         "sync": [0.7, 0.2, 0.0],
         "update": [0.125, 0.125, 0.125],
         "peak_memory": [1e9, 4e9, 1e9],
+        "gpu_utilisation": [0.5, math.nan, 1.0],
+        "gpu_power_w": [math.nan] * 3,
     }
     phases = Phases()
     figures = StepFigures({"loss": 1.0}, 1.0, 1, 1.0, 0.0, ranks)
@@ -65,6 +67,8 @@ def test_figures_of_ranks_name_the_slowest_one_and_the_one_with_the_largest_peak
     assert (found["slowest_rank"], found["seconds_slowest"]) == (2, 1.375)
     names = ("peak_memory_gb", "peak_memory_gb_min", "peak_memory_gb_mean", "peak_memory_rank")
     assert [found[name] for name in names] == [4, 1, 2, 1]
+    sampled = {name: value for name, value in found.items() if name.startswith("gpu_")}
+    assert sampled == {"gpu_utilisation_min": 0.5, "gpu_utilisation_mean": 0.75, "gpu_utilisation_max": 1.0}
     ranks["update"][1] = math.nan  # the first step of a start
     assert "slowest_rank" not in figures_of(figures, phases, 0.1, None)
 
