@@ -31,7 +31,7 @@ from sa1b.engine import estimate, network
 from sa1b.engine.checkpoint import files
 from sa1b.engine.compression import undo_reduction
 from sa1b.engine.config import Config, build
-from sa1b.engine.control import TABLE_SIGNAL
+from sa1b.engine.control import TABLE_SIGNAL, Stop
 from sa1b.engine.evaluation import score
 from sa1b.engine.gradients import finish, micro_batch, warm_up
 from sa1b.engine.health import HealthError
@@ -103,9 +103,10 @@ def train(run: Run) -> None:
     run.health.end(run.step)
 
 
-def run(config: Config) -> None:
-    """Train, evaluate or print estimates on this rank, according to the settings."""
+def run(config: Config) -> int:
+    """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
     signal.signal(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
+    code = 0
     phases = Phases()
     gpus = config.parallel.device != "cpu" and torch.cuda.is_available()
     connection = network.choose(config.parallel.network, gpus=gpus, out=config.folder)
@@ -117,8 +118,9 @@ def run(config: Config) -> None:
     elif config.evaluate_only:
         score(config, partial(scored_model, config), rank_info, phases)
     else:
-        train_and_close(Run(config, rank_info, phases))
+        code = train_and_close(Run(config, rank_info, phases))
     stop()  # not after an error, because this rank would wait for the others
+    return code
 
 
 def scored_model(config: Config) -> nn.Module:
@@ -131,8 +133,8 @@ def scored_model(config: Config) -> nn.Module:
     return build(config, config.init or config.folder)
 
 
-def train_and_close(run: Run) -> None:
-    """Train until the end or until a stop is requested, then finish all writes."""
+def train_and_close(run: Run) -> int:
+    """Train until the end or until a stop is requested, then finish all writes; return the exit code."""
     config, rank_info, control = run.config, run.rank_info, run.control
     if rank_info.rank == 0:
         with control.writing():
@@ -148,7 +150,23 @@ def train_and_close(run: Run) -> None:
     run.close()
     control.check()
     if control.stopping and rank_info.rank == 0:
-        print(f"stopped after step {run.step:,} and saved a checkpoint; run the same command to resume")
+        print(_how_it_stopped(run), flush=True)
+    if control.restarts:
+        control.wait_for_agent()
+    return int(control.restarts)
+
+
+def _how_it_stopped(run: Run) -> str:
+    deadline, stop = run.config.deadline, run.control.stop
+    before = f", before --deadline {deadline}," if stop is Stop.DEADLINE else ""
+    if not run.step:
+        return f"stopped before the first step{before.rstrip(',')}; run the same command to start again"
+    stopped = f"stopped after step {run.step:,}{before} and saved a checkpoint"
+    if run.control.restarts:
+        return f"{stopped}, because a machine leaves or joins; torchrun starts the ranks again"
+    if stop is Stop.DEADLINE and "T" in str(deadline):
+        return f"{stopped}; run the same command with a later --deadline to resume"
+    return f"{stopped}; run the same command to resume"
 
 
 def main(
@@ -167,7 +185,7 @@ def main(
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rank = int(os.environ.get("RANK", "0"))
     try:
-        run(settings.parse(sys.argv[1:] if arguments is None else arguments, __doc__, presets, prog))
+        return run(settings.parse(sys.argv[1:] if arguments is None else arguments, __doc__, presets, prog))
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:
@@ -180,7 +198,6 @@ def main(
         # One write, so that lines of several ranks do not mix.
         sys.stderr.write(explain(error, rank, int(os.environ.get("WORLD_SIZE", "1"))))
         return 1
-    return 0
 
 
 def _stdout_is_closed() -> bool:

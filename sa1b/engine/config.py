@@ -24,6 +24,7 @@ from torch import nn
 
 from sa1b.arguments import was_url
 from sa1b.console import usage_errors
+from sa1b.engine import deadline
 from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
 from sa1b.engine.checkpoint.weights import load_weights
@@ -51,6 +52,10 @@ class Config(ABC):
             run.
         resume: auto: resume from the newest good checkpoint in --out, if there is one. no: refuse to start if
             --out has checkpoints.
+        deadline: Time before which the run stops with a checkpoint and exit code 0: HH:MM (the next one on
+            this machine's clock), +HH:MM (after the start), or a date and time such as 2026-01-31T06:30. It
+            leaves time for the longest of the last 16 steps and for a checkpoint like the newest one; until
+            the first checkpoint since the start is complete, for the step only. Any rank's clock decides.
         dry_run: Print ranks, batch arithmetic, memory and time estimates, and stop.
         evaluate_only: Evaluate --init, or the newest checkpoint in --out, and stop.
         json_output: With --evaluate-only: print the scores as JSON.
@@ -70,6 +75,7 @@ class Config(ABC):
     seed: int = 0
     init: Path | None = None
     resume: Literal["auto", "no"] = "auto"
+    deadline: str | None = None
     dry_run: bool = False
     evaluate_only: bool = False
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -198,6 +204,8 @@ def _check(config: Config) -> None:
     for flag, value in _numbers(config.document()):
         if not math.isfinite(value):
             raise UsageError(f"--{flag} {value}: must be a finite number")
+    if deadline.of(config.deadline) is not None and config.evaluate_only:
+        raise UsageError("--deadline: is for training; drop it, or --evaluate-only")
     if not 0 <= config.seed < 1 << 63:
         raise UsageError(f"--seed {config.seed}: must be at least 0 and below 2**63")
     for flag in ("timeout", "timeout_first"):

@@ -26,6 +26,7 @@ The gradient is the same in all modes, for any number of ranks and micro-batches
 import os
 import secrets
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from sa1b.console import counted
 from sa1b.engine.compression import compress_reduction, compression_rank
 from sa1b.engine.gradients import Precision, compute_dtype, set_float32
 from sa1b.engine.network import Network
@@ -64,7 +66,9 @@ class ParallelConfig:
         device: auto: the GPU of this rank if there is one, else the CPU.
         shard: For fsdp. full: shard parameters too. grad_op: shard gradients and optimizer only; parameters
             stay gathered between forward and backward.
-        replicas: For fsdp: copies of the model; each is sharded over world size / replicas ranks.
+        replicas: For fsdp: copies of the model; each is sharded over world size / replicas ranks. If this
+            number does not divide the world size, as after the loss of a machine, the largest smaller one
+            that does is used, so that no rank holds more than replicas / world size of the model.
         offload: For fsdp: where shards and optimizer state are stored: on the device (none), in host memory
             (cpu), or in pinned host memory (pinned: faster copies, GPU only).
         wrap: For fsdp: parameters that are gathered together. block: those of an encoder block. size:100M:
@@ -147,8 +151,16 @@ def start(config: ParallelConfig) -> RankInfo:
             )
             if device.type == "cuda":
                 _refuse_shared_gpus(store, rank, world_size, device)
-    mesh = _mesh(device, world_size, config.replicas) if config.mode == "fsdp" else None
+    replicas = replicas_on(world_size, config.replicas)
+    mesh = _mesh(device, world_size, replicas) if config.mode == "fsdp" else None
     rank_info = RankInfo(rank, world_size, local_rank, device, mesh)
+    if rank == 0 and replicas != config.replicas:
+        # Not to stdout, where --json prints the scores.
+        sys.stderr.write(
+            f"--parallel.replicas {config.replicas}: does not fit {counted(world_size, 'rank')}, so it is "
+            f"{replicas}, with {counted(world_size // replicas, 'rank')} for each copy of the model, until a "
+            f"restart with a number of ranks that fits {config.replicas}\n"
+        )
     set_timeout(rank_info, config.timeout_first)
     return rank_info
 
@@ -318,15 +330,8 @@ def _refuse(config: ParallelConfig, world_size: int) -> None:
         raise UsageError(f"--parallel.compress-after {config.compress_after}: must not be negative")
     if config.bucket < 1:
         raise UsageError(f"--parallel.bucket {config.bucket}: must be at least 1 MiB")
-    if config.replicas < 1 or world_size % config.replicas:
-        raise UsageError(
-            f"--parallel.replicas {config.replicas}: must divide the {world_size} ranks of this run"
-        )
-    if config.replicas == world_size > 1:
-        raise UsageError(
-            f"--parallel.replicas {world_size}: leaves nothing to shard on {world_size} ranks; "
-            "pass --parallel.mode ddp"
-        )
+    if config.replicas < 1:
+        raise UsageError(f"--parallel.replicas {config.replicas}: must be at least 1")
     for flag in ("timeout_first", "timeout"):
         if not getattr(config, flag) > 0:
             raise UsageError(
@@ -367,6 +372,15 @@ def _refuse_shared_gpus(store: Store, rank: int, world_size: int, device: torch.
                 f"ranks {min(rank, other)} and {max(rank, other)}: have the same GPU ({own}); start one "
                 "process for each GPU, or let each task see its own (srun --gpus-per-task=1)"
             )
+
+
+def replicas_on(world_size: int, demanded: int) -> int:
+    """Copies of the model: the largest divisor of the world size up to `demanded` with two ranks for each.
+
+    More copies than demanded would need more memory on each rank. A single rank has one copy.
+    """
+    fitting = range(1, min(demanded, max(world_size - 1, 1)) + 1)
+    return max(replicas for replicas in fitting if world_size % replicas == 0)
 
 
 def _mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:

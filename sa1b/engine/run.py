@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sa1b.console import counted
-from sa1b.engine import estimate, metrics, resume
+from sa1b.engine import deadline, estimate, metrics, resume
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.compression import powersgd_of
@@ -41,7 +41,7 @@ class Run:
     def __init__(self, config: Config, rank_info: RankInfo, phases: Phases) -> None:
         self.config, self.rank_info, self.phases = config, rank_info, phases
         self.step = 0
-        self.control = Control(rank_info)
+        self.control = Control(rank_info, deadline.of(config.deadline))
         check_shared_folder(config.folder, rank_info)
         data, size = config.data, config.image_size
         self.feed = Feed(data, size, rank_info, config.folder, config.seed)
@@ -202,6 +202,7 @@ class Run:
     def record(self, figures: StepFigures, lr: float) -> None:
         """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
         self.checkpoints.poll()
+        took = self.phases.total()
         ideal = estimate.peak_seconds(self.model, figures.images, figures.count, self.rank_info)
         saves = (self.ended or self.step % self.config.checkpoint.every == 0) and not self.health.lost
         if saves:
@@ -209,6 +210,7 @@ class Run:
             line = metrics.figures_of(figures, self.phases, lr, ideal)
             with self.phases.part("checkpoint"):
                 self.save(metrics.json_figures({"step": self.step, **line}))
+        self.control.took(took, self.checkpoints.seconds * (2 if self.checkpoints.in_flight else 1))
         self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, ideal))
         asked = self.control.take_table_request()
         if self.rank_info.rank == 0:

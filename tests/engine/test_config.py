@@ -124,6 +124,12 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--recipe.focal-weight", "nan"], "--recipe.focal-weight nan: must be a finite number"),
         ([*ROOT, "--seed", "-1"], "--seed -1: must be"),
         ([*ROOT, "--seed", str(1 << 63)], "must be at least 0 and below 2**63"),
+        ([*ROOT, "--deadline", "6"], "--deadline 6: must be a time such as 06:30, a duration such as +08:00"),
+        (
+            [*ROOT, "--deadline", "2001-01-31T06:30"],
+            "--deadline 2001-01-31T06:30: is past; pass a later time",
+        ),
+        ([*ROOT, "--evaluate-only", "--deadline", "06:30"], "--deadline: is for training; drop it"),
         ([*ROOT, "--out", __file__], "test_config.py: is a file; name a folder"),
         ([*ROOT, "--logging.every", "0"], "--logging.every 0: must be at least 1"),
         ([*ROOT, "--logging.profile", "3", "2"], "must be a first and a last step"),

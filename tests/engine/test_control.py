@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.engine.control import SIGNALS, Control, StepFigures, WriteError
+from sa1b.engine.control import SIGNALS, Control, StepFigures, Stop, WriteError
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.ranks import RankInfo
 from tests.engine.launch import group, launch
@@ -40,7 +40,7 @@ def on_rank(world_size: int) -> tuple[StepFigures, list[bool]]:
         seen = []
         first = exchanged(control, rank_info.rank, world_size)
         seen += [control.stopping, control.poll()]
-        control.stop_asked = rank_info.rank == world_size - 1
+        control.asked = Stop.ASKED if rank_info.rank == world_size - 1 else Stop.NONE
         seen += [control.stopping, control.poll(), control.failed]
         if rank_info.rank == 0:
             with control.writing():
@@ -103,13 +103,64 @@ def test_a_signal_asks_and_nothing_stops_before_the_ranks_have_met(number: signa
         control.install()
         assert not control.poll()
         os.kill(os.getpid(), number)
-        assert control.stop_asked
+        assert control.asked
         assert not control.stopping
         assert control.poll()
         control.check()  # a stop request is not a failure
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+AGENT = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "2"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "other", "restarts"),
+    [
+        (Stop.TERMINATED, {}, True),
+        (Stop.ASKED, {}, False),  # SIGUSR1 and Ctrl-C end the run on all machines
+        (Stop.DEADLINE, {}, False),
+        (Stop.TERMINATED, {"GROUP_WORLD_SIZE": "1"}, False),
+        (Stop.TERMINATED, {"TORCHELASTIC_RESTART_COUNT": "3"}, False),  # none is left
+    ],
+)
+def test_a_sigterm_ends_only_one_machine_of_several(
+    asked: Stop, other: dict[str, str], restarts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = Control(place_of())
+    assert not control.restarts
+    control.asked = asked
+    control.poll()
+    assert not control.restarts  # without torchrun
+    for name, value in (AGENT | other).items():
+        monkeypatch.setenv(name, value)
+    assert control.restarts is restarts
+    control.wait_for_agent()  # returns at once, because this rank was asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_rank_says_if_torchrun_may_kill_it_before_its_checkpoint(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    try:
+        control = Control(place_of())
+        control.install()
+        control.took(step=12.0, checkpoint=18.0)
+        os.kill(os.getpid(), number)
+        assert capfd.readouterr().err == ""
+        control.took(step=12.0, checkpoint=19.0)
+        os.kill(os.getpid(), number)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    expected = (
+        "\nrank 0: SIGTERM: torchrun kills ranks 30 s after it, and a step and a checkpoint took 31 s; if they do "
+        "not fit, the run resumes from an older checkpoint; --deadline, and SIGUSR1 to a rank, have no such limit\n"
+    )
+    assert capfd.readouterr().err == (expected if number == signal.SIGTERM else "")
 
 
 def test_the_first_failed_write_is_named_with_the_remedy(

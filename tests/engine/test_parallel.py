@@ -11,11 +11,11 @@ from torch import Tensor
 
 from sa1b.engine import parallel
 from sa1b.engine.model import unwrap
-from sa1b.engine.parallel import ParallelConfig, shared_statistics, start, stop, wrap
+from sa1b.engine.parallel import ParallelConfig, replicas_on, shared_statistics, start, stop, wrap
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from tests.engine import checks
-from tests.engine.launch import launch
+from tests.engine.launch import group, launch
 from tests.engine.training import OPTIM, begin, build
 
 NONE = ParallelConfig()
@@ -289,6 +289,43 @@ def test_runs_end_when_their_last_collective_has_just_ended(config: ParallelConf
     assert launch(checks.many_short_runs, 2, config) == [40, 40]
 
 
+@pytest.mark.parametrize(
+    ("demanded", "on"),
+    [
+        (1, {1: 1, 2: 1, 7: 1}),
+        (2, {1: 1, 2: 1, 3: 1, 4: 2, 5: 1, 6: 2}),
+        (4, {2: 1, 4: 2, 6: 3, 7: 1, 8: 4, 10: 2, 12: 4, 14: 2, 16: 4}),
+        (8, {8: 4, 12: 6, 14: 7, 15: 5, 16: 8}),
+    ],
+)
+def test_copies_of_the_model_fit_any_number_of_ranks_and_take_no_more_memory(
+    demanded: int, on: dict[int, int]
+) -> None:
+    assert {world_size: replicas_on(world_size, demanded) for world_size in on} == on
+    for world_size in range(1, 65):
+        replicas = replicas_on(world_size, demanded)
+        assert world_size % replicas == 0
+        assert replicas <= demanded  # so a rank has at most demanded / world_size of the model
+        assert replicas < world_size or world_size == 1
+
+
+def copies(demanded: int) -> tuple[tuple[int, ...], int]:
+    with group(ParallelConfig(mode="fsdp", replicas=demanded, device="cpu")) as rank_info:
+        assert rank_info.mesh is not None
+        return tuple(rank_info.mesh.mesh.shape), rank_info.shards
+
+
+def test_replicas_that_do_not_fit_are_reduced_with_a_message(capfd: pytest.CaptureFixture[str]) -> None:
+    config = ParallelConfig(mode="fsdp", replicas=3, device="cpu")
+    with group(config) as rank_info:
+        assert rank_info.shards == 1
+    assert capfd.readouterr().err == (
+        "--parallel.replicas 3: does not fit 1 rank, so it is 1, with 1 rank for each copy of the model, until "
+        "a restart with a number of ranks that fits 3\n"
+    )
+    assert launch(copies, 2, 2) == [((2,), 2)] * 2
+
+
 def test_unwrap_gives_back_what_was_wrapped() -> None:
     interactive = build()
     rank_info = start(DDP)
@@ -310,8 +347,7 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
             2,
             "--parallel.static-graph: is for --parallel.mode ddp",
         ),
-        (ParallelConfig(mode="fsdp", replicas=2), 3, "--parallel.replicas 2: must divide"),
-        (ParallelConfig(mode="fsdp", replicas=2), 2, "leaves nothing to shard"),
+        (ParallelConfig(mode="fsdp", replicas=0), 2, "--parallel.replicas 0: must be at least 1"),
         (ParallelConfig(mode="ddp", bucket=0), 2, "--parallel.bucket"),
         (ParallelConfig(mode="ddp", timeout_first=0), 2, "--parallel.timeout-first"),
         (

@@ -3,6 +3,7 @@
 The JSON says what, on which rank, at which step (counted from 0) and at which moment of it:
 
     stop    the rank is sent SIGTERM, "times" times; with "agent" torchrun is, which sends it to all ranks
+    clock   the rank's clock is set a year forward, beyond any deadline
     kill    the rank is killed, if the file "once" is not there yet
     raise   the rank raises RuntimeError("no more"), or OSError with "error": "OSError"
     nan     its loss is not finite, from the step on for "times" steps
@@ -33,7 +34,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from sa1b import train
-from sa1b.engine.control import Control
+from sa1b.engine.control import Control, Stop
 from sa1b.engine.feed import Feed
 from sa1b.engine.health import Health
 from sa1b.engine.metrics import Metrics
@@ -62,6 +63,8 @@ def arrange(mishap: dict[str, Any]) -> None:
         _fill(mishap["step"], Path(mishap["disk"]))
     elif mishap.get("moment") == "evaluating":
         _interrupt_evaluation(mishap)
+    elif mishap["what"] == "clock":
+        _set_clock(mishap["step"])
     elif mishap["what"] in ("stop", "kill", "raise", "table"):
         _signal(mishap)
 
@@ -77,6 +80,22 @@ def _fill(at: int, disk: Path) -> None:
         return at_rate(config, batch, step)
 
     train.lr_at = lr_at
+
+
+def _set_clock(at: int) -> None:
+    at_rate, own_stop = train.lr_at, Control._own_stop
+    current = [-1]
+
+    def lr_at(config: Any, batch: int, step: int) -> float:
+        current[0] = step
+        return at_rate(config, batch, step)
+
+    def asked(self: Control) -> Stop:
+        if current[0] >= at:
+            self._clock = lambda: time.time() + 365 * 24 * 3600
+        return own_stop(self)
+
+    train.lr_at, Control._own_stop = lr_at, asked
 
 
 def _interrupt_evaluation(mishap: dict[str, Any]) -> None:

@@ -1,9 +1,11 @@
-"""SIGTERM and Ctrl-C: all ranks stop after the same step with a checkpoint, and the same command resumes."""
+"""SIGTERM, SIGUSR1, Ctrl-C and --deadline: all ranks stop after the same step with a checkpoint, and the same command resumes."""
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,35 @@ def test_one_rank_asked_at_any_moment_of_a_step_stops_all_with_a_checkpoint(
     assert len(losses(tmp_path / "run")) == done
     assert checkpoint_steps(tmp_path / "run")[-1] == done
     assert f"stopped after step {done} and saved a checkpoint; run the same command" in ended.outputs[0]
+
+
+def test_the_deadline_of_one_rank_stops_all_with_a_checkpoint_and_exit_code_0(
+    root: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    at = (datetime.now() + timedelta(days=1)).isoformat(timespec="seconds")
+    mishap = {"what": "clock", "rank": 1, "step": 2}
+    ended = start(root, out, *LONG, "--deadline", at, ranks=2, mode="ddp", mishap=mishap)
+    assert ended.codes == [0, 0], ended.outputs
+    assert len(losses(out)) == 3
+    assert (
+        f"stopped after step 3, before --deadline {at}, and saved a checkpoint; run the same command with a later "
+        "--deadline to resume"
+    ) in ended.outputs[0]
+    assert checkpoint_steps(out)[-1] == 3
+    assert json.loads((out / "config.json").read_text())["deadline"] == at
+
+
+def test_a_run_that_resumes_after_its_deadline_does_no_step(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    ended = start(root, out, *LONG, "--deadline", "+00:00")
+    assert ended.codes == [0], ended.outputs
+    assert (
+        "stopped before the first step, before --deadline +00:00; run the same command to start"
+        in ended.outputs[0]
+    )
+    assert losses(out) == []
+    assert checkpoint_steps(out) == []
 
 
 def test_the_second_signal_ends_a_process_that_nobody_supervises_at_once(root: Path, tmp_path: Path) -> None:

@@ -92,6 +92,9 @@ class Checkpoints:
 
     Creating an instance removes incomplete checkpoints of killed runs and locks the folder.
 
+    Attributes:
+        seconds: from the call of `save` until the newest checkpoint was complete; 0.0 before the first.
+
     Args:
         run: folder of the run; checkpoints are in its folder `checkpoints`.
 
@@ -102,6 +105,8 @@ class Checkpoints:
     def __init__(self, run: Path, config: CheckpointConfig) -> None:
         self.folder = run / "checkpoints"
         self.config = config
+        self.seconds = 0.0
+        self._began = 0.0  # when the newest save began
         self._ranks = ranks()
         self._held = contextlib.ExitStack()
         self._ranks.on_first(self._begin)
@@ -128,6 +133,7 @@ class Checkpoints:
         self._settle()
         if len(self._failures) > self.config.tolerate:
             raise self._failed()
+        self._began = time.perf_counter()
         document = {
             "step": step,
             "world_size": self._ranks.world_size,
@@ -163,6 +169,11 @@ class Checkpoints:
             except CheckpointError as error:
                 self._writing.set_exception(error)
             self._settle()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a write is in flight, for which the next save waits."""
+        return self._writing is not None
 
     def poll(self) -> None:
         """Log a write that has ended; call this once per step. It does not wait or communicate.
@@ -259,6 +270,7 @@ class Checkpoints:
             if self._ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
             raise CheckpointError(f"{temporary}: {error}") from None
+        self.seconds = time.perf_counter() - self._began
         return step
 
     def _describe(self, temporary: Path, state: bytes) -> dict[str, SealedFile]:
