@@ -90,13 +90,24 @@ class Check:
         Args:
             before: the findings of earlier checks.
         """
-        failed = [one.check for one in before if one.check in self.needs and one.state == "failed"]
-        if failed:
-            return [Finding(self.name, "skipped", f"the check {failed[0]!r} failed", "Fix that first")]
+        if skipped := unmet(self.name, self.needs, before):
+            return [skipped]
         try:
             return list(self.work(subject))
         except Exception as error:
             return [crashed(self.name, error)]
+
+
+def unmet(check: str, needs: tuple[str, ...], before: Iterable[Finding]) -> Finding | None:
+    """The finding that a check is skipped because one that it needs has failed; None if none has.
+
+    Args:
+        before: the findings of earlier checks.
+    """
+    failed = next((one.check for one in before if one.check in needs and one.state == "failed"), None)
+    if failed is None:
+        return None
+    return Finding(check, "skipped", f"the check {failed!r} failed", "Fix that first")
 
 
 def crashed(check: str, error: Exception) -> Finding:

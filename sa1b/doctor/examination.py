@@ -9,14 +9,15 @@ that cannot run after it are skipped, with the reason.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from sa1b.console import counted
 from sa1b.doctor import device, environment, machine, software, storage
 from sa1b.doctor.agreement import agreement
-from sa1b.doctor.check import Check, Subject
-from sa1b.doctor.meeting import Meeting, of_rank
-from sa1b.doctor.report import Finding, Report
+from sa1b.doctor.check import Check, Subject, unmet
+from sa1b.doctor.meeting import CheckTogether, Meeting, of_rank
+from sa1b.doctor.report import Finding, Report, ranges
 
 # The quick ones first.
 LOCAL = (
@@ -38,8 +39,9 @@ LOCAL = (
     Check("read rate", storage.read_rate, needs=("dataset",), measures=True),
 )
 RENDEZVOUS = "rendezvous"
-# Checks that the ranks run together, in this order, by `Meeting` and then by a process group.
-TOGETHER: tuple[Check, ...] = ()
+_LAST = 5.0  # seconds that rank 0 waits at the end
+# Checks that the ranks run together, in this order.
+TOGETHER: tuple[CheckTogether, ...] = ()
 
 
 def names() -> tuple[str, ...]:
@@ -59,7 +61,13 @@ class Interrupted(KeyboardInterrupt):
         self.report = report
 
 
-def examine(subject: Subject, chosen: Callable[[str], bool], *, quiet: bool = False) -> Report | None:
+def examine(
+    subject: Subject,
+    chosen: Callable[[str], bool],
+    *,
+    quiet: bool = False,
+    together: Sequence[CheckTogether] = TOGETHER,
+) -> Report | None:
     """Run the checks. Every rank calls it; rank 0 returns the findings of all ranks.
 
     Another rank returns None, or its own findings if it cannot reach the others.
@@ -68,6 +76,7 @@ def examine(subject: Subject, chosen: Callable[[str], bool], *, quiet: bool = Fa
         subject: this process.
         chosen: whether a check is run, by its name.
         quiet: print no progress on stderr.
+        together: the checks that the ranks run together, the same on all ranks.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -77,34 +86,115 @@ def examine(subject: Subject, chosen: Callable[[str], bool], *, quiet: bool = Fa
     try:
         for check in LOCAL:
             if chosen(check.name):
-                progress.show(check)
+                progress.show(check.name, check.measures)
                 found += check.run(subject, found)
         progress.end()
         if subject.world_size == 1:
             return Report(found, f"1 process on {subject.host}")
-        return _exchanged(subject, of_rank(found, subject), chosen)
+        steps = [check for check in together if chosen(check.name)]
+        return _exchanged(subject, of_rank(found, subject), chosen, steps, progress)
     except KeyboardInterrupt:
         progress.end()
         raise Interrupted(Report(found, f"rank {subject.rank} on {subject.host}, interrupted")) from None
 
 
-def _exchanged(subject: Subject, found: list[Finding], chosen: Callable[[str], bool]) -> Report | None:
+def _exchanged(
+    subject: Subject,
+    found: list[Finding],
+    chosen: Callable[[str], bool],
+    together: Sequence[CheckTogether],
+    progress: "_Progress",
+) -> Report | None:
     """The findings of all ranks, on rank 0; those of this rank, if it cannot reach the others."""
     try:
         meeting = Meeting(subject)
         meeting.send("local", (subject.host, found))
         if subject.rank > 0:
+            _follow(subject, meeting, together, found)
             return None
-        answers = meeting.receive("local")
+        return _lead(subject, meeting, chosen, together, progress)
     except Exception as error:  # torch's store raises several classes
-        return Report([*found, _unreachable(subject, error)], f"rank {subject.rank} on {subject.host}, alone")
+        title = f"rank {subject.rank} on {subject.host}, alone"
+        return Report([*found, _unreachable(subject, error)], title)
+
+
+def _lead(
+    subject: Subject,
+    meeting: Meeting,
+    chosen: Callable[[str], bool],
+    together: Sequence[CheckTogether],
+    progress: "_Progress",
+) -> Report:
+    """Rank 0: gather the findings, and decide before each further check whether the ranks run it."""
+    answers = meeting.receive("local")
     hosts = [answers[rank][0] if rank in answers else "?" for rank in range(subject.world_size)]
     found = [one for _, (_, findings) in sorted(answers.items()) for one in findings]
     found += [one for one in agreement(found) if chosen(one.check)]
+    missing = _missing(subject, answers)
     if chosen(RENDEZVOUS):
-        found.append(_met(subject, [rank for rank in range(subject.world_size) if rank not in answers]))
+        found.append(_met(subject, missing))
+    for check in together:
+        skipped = _absent(check.name, missing) if missing else unmet(check.name, check.needs, found)
+        meeting.send(_go(check), skipped is None)
+        if skipped is not None:
+            found.append(skipped)
+            continue
+        progress.show(check.name)
+        meeting.send(check.name, check.run(subject, meeting))
+        answers = meeting.receive(check.name)
+        found += [one for _, findings in sorted(answers.items()) for one in findings]
+        missing = _missing(subject, answers)
+        if missing:
+            found.append(_silent(subject, check.name, missing))
+    progress.end()
+    # The store may be in this process: it must not end before the others have read the last decision.
+    answering = [rank for rank in range(1, subject.world_size) if rank not in missing]
+    meeting.receive("done", answering, min(subject.timeout, _LAST))
     where = counted(len({*hosts} - {"?"}), "host")
     return Report(found, f"{subject.world_size} ranks on {where}", hosts)
+
+
+def _follow(
+    subject: Subject, meeting: Meeting, together: Sequence[CheckTogether], found: list[Finding]
+) -> None:
+    """Another rank: run the checks for which rank 0 decides.
+
+    Raises:
+        RuntimeError: rank 0 has ended, or hangs.
+    """
+    for check in together:
+        # Rank 0 may wait for other ranks before the check and after it.
+        decision = meeting.receive(_go(check), [0], 3 * subject.timeout)
+        if not decision:
+            raise RuntimeError(f"rank 0 does not answer before the check {check.name!r}")
+        if decision[0]:
+            own = check.run(subject, meeting)
+            found += own
+            meeting.send(check.name, own)
+    meeting.send("done", True)
+
+
+def _go(check: CheckTogether) -> str:
+    return f"go/{check.name}"
+
+
+def _missing(subject: Subject, answers: dict[int, Any]) -> list[int]:
+    return [rank for rank in range(subject.world_size) if rank not in answers]
+
+
+def _absent(check: str, missing: list[int]) -> Finding:
+    what = f"rank{'s' if len(missing) > 1 else ''} {ranges(missing)} did not answer"
+    return Finding(check, "skipped", what, "Fix that first")
+
+
+def _silent(subject: Subject, check: str, missing: list[int]) -> Finding:
+    return Finding(
+        check,
+        "failed",
+        f"{len(missing)} of {subject.world_size} ranks did not end this check within {subject.timeout:g} s",
+        "Look at the output of these ranks; `py-spy dump --pid` shows where a rank hangs",
+        ranks=tuple(missing),
+    )
 
 
 def _met(subject: Subject, missing: list[int]) -> Finding:
@@ -147,11 +237,15 @@ class _Progress:
         self._quiet = quiet
         self._is_terminal = sys.stderr.isatty()
 
-    def show(self, check: Check) -> None:
-        """Show that a check begins."""
-        if not self._quiet and (self._is_terminal or check.measures):
+    def show(self, check: str, measures: bool = True) -> None:
+        """Show that a check begins.
+
+        Args:
+            measures: it takes several seconds.
+        """
+        if not self._quiet and (self._is_terminal or measures):
             before, after = ("\r\033[K", "") if self._is_terminal else ("", "\n")
-            print(f"{before}doctor: {check.name} ...", end=after, file=sys.stderr, flush=True)
+            print(f"{before}doctor: {check} ...", end=after, file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Remove the line from the terminal."""

@@ -5,14 +5,14 @@ So the findings of each rank reach rank 0 even if no process group can start.
 
 import pickle
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
 from torch.distributed.rendezvous import rendezvous
 
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import Subject, crashed
 from sa1b.doctor.report import Finding
 
 _INTERVAL = 0.05  # seconds between two looks for an answer; a call of the store cannot be interrupted
@@ -49,14 +49,17 @@ class Meeting:
         """Publish a value of this rank."""
         self.store.set(f"doctor/{topic}/{self._subject.rank}", pickle.dumps(value))
 
-    def receive(self, topic: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+    def receive(
+        self, topic: str, ranks: Sequence[int] | None = None, timeout: float | None = None
+    ) -> dict[int, Any]:
         """Rank -> its value, of all ranks whose value is there within the timeout.
 
         Args:
             ranks: whose values; by default those of all ranks.
+            timeout: seconds; by default those of the subject.
         """
         wanted = range(self._subject.world_size) if ranks is None else ranks
-        end = time.monotonic() + self._subject.timeout
+        end = time.monotonic() + (self._subject.timeout if timeout is None else timeout)
         found: dict[int, Any] = {}
         while len(found) < len(wanted):
             for rank in wanted:
@@ -67,6 +70,30 @@ class Meeting:
                 break
             time.sleep(_INTERVAL)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class CheckTogether:
+    """A check that all ranks run at the same time.
+
+    Attributes:
+        name: as in the table and in the documentation.
+        work: every rank calls it; it returns the findings of this rank, and must end by itself if another
+            rank does not take part, within the timeout of the subject.
+        needs: names of checks; if one of them failed on any rank, this check is skipped on all.
+    """
+
+    name: str
+    work: Callable[[Subject, Meeting], Iterable[Finding]]
+    needs: tuple[str, ...] = ()
+
+    def run(self, subject: Subject, meeting: Meeting) -> list[Finding]:
+        """The findings of this rank. An error of the check itself is a finding too."""
+        try:
+            found = list(self.work(subject, meeting))
+        except Exception as error:
+            found = [crashed(self.name, error)]
+        return of_rank(found, subject)
 
 
 def of_rank(findings: Sequence[Finding], subject: Subject) -> list[Finding]:

@@ -7,14 +7,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sa1b.doctor.examination import LOCAL, names
+from sa1b.doctor.check import Subject
+from sa1b.doctor.examination import LOCAL, examine, names
+from sa1b.doctor.meeting import CheckTogether, Meeting
+from sa1b.doctor.report import Finding
 from tests import processes
 from tests.cli.verb import runner
+from tests.engine.launch import launch
 from tests.processes import REPOSITORY, Process, rank_environments
 from tests.shards import tiny_source
 
@@ -177,3 +182,56 @@ def test_torchrun(root: Path) -> None:
     assert found["rendezvous"] == found["dataset"] == {"ok"}
     assert document["hosts"] == [HOST, HOST]
     assert {tuple(one["ranks"]) for one in document["findings"] if one["check"] == "dataset"} == {(0,), (1,)}
+
+
+def together_on_rank() -> dict[str, Any] | None:
+    """Checks by both ranks: one raises on rank 1, and another one does not end there."""
+    Meeting(ready := Subject.of_this_process(timeout=PATIENCE)).send("ready", True)
+    assert len(Meeting(ready).receive("ready")) == 2  # from here on, 5 s are long
+
+    def good(name: str) -> CheckTogether:
+        def work(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
+            yield Finding(name, "ok", f"of rank {subject.rank}")
+
+        needs = ("raises",) if name == "needs it" else ()
+        return CheckTogether(name, work, needs)
+
+    def raises(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
+        if subject.rank == 1:
+            raise ValueError("broken")
+        yield Finding("raises", "ok", "fine")
+
+    def hangs(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
+        if subject.rank == 1:
+            meeting.receive("go/last", [0], PATIENCE)  # until rank 0 has given up
+        yield Finding("hangs", "ok", "fine")
+
+    checks = (
+        good("first"),
+        CheckTogether("raises", raises),
+        good("needs it"),
+        good("another"),
+        CheckTogether("hangs", hangs),
+        good("last"),
+    )
+    subject = Subject.of_this_process(timeout=5)
+    report = examine(subject, lambda name: name not in names(), quiet=True, together=checks)
+    return report.document() if report else None
+
+
+def test_a_check_of_all_ranks_that_fails_or_hangs_on_one_rank_is_named() -> None:
+    report, other = launch(together_on_rank, 2)
+    assert other is None
+
+    def found(check: str) -> list[tuple[str, list[int], str]]:
+        findings = [one for one in report["findings"] if one["check"] == check]
+        return [(one["state"], list(one["ranks"]), one["figure"]) for one in findings]
+
+    assert found("first") == found("another") == [("ok", [0], "of rank 0"), ("ok", [1], "of rank 1")]
+    raised = ("failed", [1], "the check ended by ValueError: broken")
+    assert found("raises") == [("ok", [0], "fine"), raised]
+    assert found("needs it") == [("skipped", [], "the check 'raises' failed")]
+    silent = ("failed", [1], "1 of 2 ranks did not end this check within 5 s")
+    assert found("hangs") == [("ok", [0], "fine"), silent]
+    assert found("last") == [("skipped", [], "rank 1 did not answer")]
+    assert report["exit_code"] == 1
