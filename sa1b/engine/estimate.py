@@ -12,6 +12,7 @@ from sa1b.engine.feed import Feed
 from sa1b.engine.model import Model, declared
 from sa1b.engine.network import Connection
 from sa1b.engine.optim import freeze, lr_line
+from sa1b.engine.parallel import rank_shares
 from sa1b.engine.ranks import RankInfo
 
 _DENSE_BF16 = {  # operations per second of matrix products without sparsity, from the vendors' data sheets
@@ -46,7 +47,8 @@ def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
     Raises:
         Sa1bError: the run could not start.
     """
-    feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed)
+    shares = rank_shares(config.parallel, rank_info.world_size)
+    feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed, shares=shares)
     held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.folder, feed.stream)
     with torch.device("meta"):
         module = build(config, None)

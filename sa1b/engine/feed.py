@@ -106,6 +106,7 @@ class Feed:
         seed: seed of the order and of every random value.
         view: view to read instead of `config.view`.
         order: "sequential" for an evaluation.
+        shares: shares of a step, one for each rank; None: all ranks have the same.
 
     Raises:
         UsageError: settings do not fit together; the message names the flag.
@@ -122,6 +123,7 @@ class Feed:
         *,
         view: str | None = None,
         order: Literal["shuffle", "sequential"] = "shuffle",
+        shares: tuple[int, ...] | None = None,
     ) -> None:
         target_size = config.target_size or image_size // 4
         try:
@@ -137,6 +139,7 @@ class Feed:
                 damage_log=run / "damaged.jsonl",
                 rank=rank_info.rank,
                 world_size=rank_info.world_size,
+                shares=shares,
                 deadline=config.deadline,
                 storage_options=_options(config),
                 cache=config.cache,

@@ -76,6 +76,8 @@ class ParallelConfig:
             model, in float32.
         reduce: For fsdp: number format in which gradients are summed over the ranks. bf16 halves the sent
             bytes and rounds the gradient.
+        shares: Shares of a step, one for each rank, such as 2,1,1 for a first rank that is twice as fast;
+            --data.micro-batch is that of the largest share. By default all ranks have the same.
         compress: For ddp and zero1: how gradients are compressed while they are sent. fp16, bf16: rounded to
             these formats. powersgd:4: approximated by matrices of rank 4; what is lost is added to the next
             gradient. Not with --parallel.precision fp16, whose scale changes.
@@ -102,6 +104,7 @@ class ParallelConfig:
     offload: Literal["none", "cpu", "pinned"] = "none"
     wrap: Annotated[str, tyro.conf.arg(metavar="block|size:NUMBER|none")] = "block"
     reduce: Literal["fp32", "bf16"] = "fp32"
+    shares: Annotated[str | None, tyro.conf.arg(metavar="NUMBER,...")] = None
     compress: str = "none"
     compress_after: int = 1000
     bucket: int = 25
@@ -320,6 +323,7 @@ def _refuse(config: ParallelConfig, world_size: int) -> None:
                 f"--parallel.{flag.replace('_', '-')}: is for --parallel.mode {' or '.join(modes)}, not "
                 f"{config.mode}; drop one"
             )
+    rank_shares(config, world_size)
     least_size(config.wrap)
     if compression_rank(config.compress) is not None and config.precision == "fp16":
         raise UsageError(
@@ -337,6 +341,23 @@ def _refuse(config: ParallelConfig, world_size: int) -> None:
             raise UsageError(
                 f"--parallel.{flag.replace('_', '-')} {getattr(config, flag)}: must be more than 0 seconds"
             )
+
+
+def rank_shares(config: ParallelConfig, world_size: int) -> tuple[int, ...] | None:
+    """The numbers of --parallel.shares; None: all ranks have the same share.
+
+    Raises:
+        UsageError: the flag has another form, or another number of shares.
+    """
+    if config.shares is None:
+        return None
+    words = config.shares.split(",")
+    if len(words) != world_size or not all(word.isdecimal() and int(word) for word in words):
+        raise UsageError(
+            f"--parallel.shares {config.shares}: must be {world_size} positive whole numbers with commas "
+            "between them, one for each rank"
+        )
+    return tuple(map(int, words))
 
 
 def _device(config: ParallelConfig, local_rank: int) -> torch.device:

@@ -19,7 +19,7 @@ from sa1b.engine.gradients import autocast, grad_scaler, loss_divisor
 from sa1b.engine.health import Health
 from sa1b.engine.model import declared
 from sa1b.engine.optim import averaged, freeze, lr_line, make_optimizer
-from sa1b.engine.parallel import wrap
+from sa1b.engine.parallel import rank_shares, wrap
 from sa1b.engine.phase import Phases
 from sa1b.engine.rank_time import RankTime
 from sa1b.engine.ranks import RankInfo, agree, check_shared_folder, hosts
@@ -44,7 +44,8 @@ class Run:
         self.control = Control(rank_info, deadline.of(config.deadline))
         check_shared_folder(config.folder, rank_info)
         data, size = config.data, config.image_size
-        self.feed = Feed(data, size, rank_info, config.folder, config.seed)
+        shares = rank_shares(config.parallel, rank_info.world_size)
+        self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares)
         self.held_out = held_out_feed(
             config.evaluation, data, size, rank_info, config.folder, self.feed.stream
         )

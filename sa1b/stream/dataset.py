@@ -17,7 +17,7 @@ batch i of a rank comes from worker i mod n, the order in which a DataLoader col
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
@@ -38,7 +38,7 @@ from sa1b.stream.decode import decoder
 from sa1b.stream.iterations import Iterations
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.pending import PendingBatch
-from sa1b.stream.plan import MicroBatch, Plan, process_rank
+from sa1b.stream.plan import MicroBatch, Plan, largest_share, process_rank
 from sa1b.stream.resume import ResumeError, check_state
 from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
@@ -69,6 +69,7 @@ class Stream(IterableDataset[Batch]):
         damage_log: file for damaged samples; all ranks use the same file.
         rank: rank of this process; by default from torch.distributed, else from torchrun's variables, else 0.
         world_size: processes that share the steps; by default from the same source as `rank`, else 1.
+        shares: for each rank, its share of a step, such as (2, 1, 1); `micro_batch` is that of the largest.
         deadline: seconds that one read may take over all its attempts. After that the stream stops and
             reports the URL and the error. Samples are never substituted for unavailable data.
         storage_options: for fsspec's file system, if root is a URL, such as {"endpoint_url": ...}.
@@ -102,6 +103,7 @@ class Stream(IterableDataset[Batch]):
         damage_log: str | Path = "sa1b-damaged.jsonl",
         rank: int | None = None,
         world_size: int | None = None,
+        shares: Sequence[int] | None = None,
         deadline: float = 300.0,
         storage_options: Mapping[str, Any] | None = None,
         cache: str | Path | None = None,
@@ -157,6 +159,7 @@ class Stream(IterableDataset[Batch]):
             "damage_log": damage_log,
             "rank": self.rank,
             "world_size": self.world_size,
+            "shares": shares,
             "deadline": deadline,
             "storage_options": storage_options,
             "cache": cache,
@@ -191,8 +194,8 @@ class Stream(IterableDataset[Batch]):
             if order == "shuffle"
             else Sequential(count)
         )
-        share = -(-global_batch // self.world_size)
-        self.plan = Plan(formula, global_batch, micro_batch or share, self.rank, self.world_size)
+        micro_batch = micro_batch or largest_share(global_batch, self.world_size, shares)
+        self.plan = Plan(formula, global_batch, micro_batch, self.rank, self.world_size, shares)
         self.damage_log = DamageLog(Path(damage_log), self.rank)
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self._iterations = Iterations()

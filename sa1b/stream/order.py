@@ -36,9 +36,10 @@ keys; the last one modulo N is the rotation.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import isqrt
 
 import numpy as np
@@ -169,13 +170,21 @@ class Sequential:
         return np.minimum(positions, self.count - 1), positions < self.count
 
 
-def check_global_batch(global_batch: int, world_size: int, block_size: int = 1) -> None:
+def check_global_batch(
+    global_batch: int, world_size: int, block_size: int = 1, shares: Sequence[int] | None = None
+) -> None:
     """Verify that a global batch has a sample for every rank and cuts no block.
 
     Raises:
-        ValueError: the global batch has fewer samples (or blocks) than there are ranks, or is not a multiple
-            of the block size.
+        ValueError: the global batch has too few samples (or blocks) for the ranks and their shares, or is not
+            a multiple of the block size; or the shares are not one positive number for each rank.
     """
+    if shares is not None and (
+        len(shares) != world_size or not all(isinstance(share, int) and share > 0 for share in shares)
+    ):
+        raise ValueError(
+            f"shares={','.join(map(str, shares))}: must be {world_size} positive whole numbers, one for each rank"
+        )
     if global_batch % block_size:
         raise ValueError(
             f"global_batch={global_batch} must be a multiple of block_size={block_size}, to cut no block"
@@ -187,15 +196,27 @@ def check_global_batch(global_batch: int, world_size: int, block_size: int = 1) 
             f"global_batch={global_batch}: has {units} {what} for {world_size} ranks, so some would have no "
             "work; pass a larger global batch, or use fewer ranks"
         )
+    if shares is not None and min(shares) * units < sum(shares):
+        raise ValueError(
+            f"global_batch={global_batch}: rank {shares.index(min(shares))} would have no work with its "
+            f"share of {min(shares)} in {sum(shares)}; pass a larger global batch or a larger share"
+        )
 
 
 def rank_slice(
-    position: int, samples: int, rank: int, world_size: int, *, block_size: int = 1
+    position: int,
+    samples: int,
+    rank: int,
+    world_size: int,
+    *,
+    block_size: int = 1,
+    shares: Sequence[int] | None = None,
 ) -> tuple[int, int]:
     """The positions [start, stop) that a rank takes in the step [position, position + samples).
 
     With L = `block_size` > 1, complete blocks are distributed: of B = ceil(samples / L) blocks, rank r takes
-    those from r*B//W to (r+1)*B//W. The last block of an epoch may be short.
+    those from r*B//W to (r+1)*B//W. The last block of an epoch may be short. With shares, of which the ranks
+    before r have the sum s(r), these are the blocks from s(r)*B//s(W) to s(r+1)*B//s(W).
 
     Raises:
         ValueError: the rank is out of range or the position is negative.
@@ -207,18 +228,39 @@ def rank_slice(
     if position < 0:
         raise ValueError(f"position={position} must not be negative")
     blocks = -(-samples // block_size)
-    start, stop = (min(block_size * (r * blocks // world_size), samples) for r in (rank, rank + 1))
+    before = range(world_size + 1) if shares is None else [0, *accumulate(shares)]
+    start, stop = (
+        min(block_size * (before[r] * blocks // before[world_size]), samples) for r in (rank, rank + 1)
+    )
     return position + start, position + stop
 
 
-def micro_batch_count(samples: int, world_size: int, size: int, *, block_size: int = 1) -> int:
+def micro_batch_size(size: int, rank: int, shares: Sequence[int] | None) -> int:
+    """The largest number of samples that a rank reads at a time; `size` is that of the largest share."""
+    return size if shares is None else -(-size * shares[rank] // max(shares))
+
+
+def micro_batch_count(
+    samples: int, world_size: int, size: int, *, block_size: int = 1, shares: Sequence[int] | None = None
+) -> int:
     """Number of micro-batches of at most `size` samples that every rank runs in a step of `samples` samples.
+
+    With shares, each rank has its own size: see `micro_batch_size`.
 
     Raises:
         ValueError: size is below 1.
     """
     if size < 1:
         raise ValueError(f"micro_batch={size} must be at least 1")
+    if shares is not None:
+        slices = [
+            rank_slice(0, samples, rank, world_size, block_size=block_size, shares=shares)
+            for rank in range(world_size)
+        ]
+        return max(
+            -(-(stop - start) // micro_batch_size(size, rank, shares))
+            for rank, (start, stop) in enumerate(slices)
+        )
     blocks = -(-samples // block_size)
     largest = min(-(-blocks // world_size) * block_size, samples)
     return -(-largest // size)

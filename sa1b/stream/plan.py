@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sa1b.stream.order import (
@@ -10,6 +10,7 @@ from sa1b.stream.order import (
     Sequential,
     check_global_batch,
     micro_batch_count,
+    micro_batch_size,
     micro_batches,
     rank_slice,
 )
@@ -31,8 +32,9 @@ class Plan:
     Attributes:
         order: order of the samples.
         global_batch: samples of a step over all ranks.
-        micro_batch: largest number of samples that a rank reads at a time.
+        micro_batch: largest number of samples that a rank reads at a time; with shares, for the largest one.
         rank, world_size: rank of this process, and number of processes.
+        shares: for each rank, its share of a step; None: all ranks have the same.
         count: micro-batches of a full step, the same number on every rank.
 
     Raises:
@@ -44,11 +46,12 @@ class Plan:
     micro_batch: int
     rank: int
     world_size: int
+    shares: Sequence[int] | None = None
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
-        check_global_batch(self.global_batch, self.world_size, self.block_size)
-        rank_slice(0, self.global_batch, self.rank, self.world_size, block_size=self.block_size)
+        check_global_batch(self.global_batch, self.world_size, self.block_size, self.shares)
+        self._slice(0, self.global_batch)
         self.count = self._count(self.global_batch)
 
     def __len__(self) -> int:
@@ -84,8 +87,10 @@ class Plan:
         end = self.epoch_end(position)
         while self._endless or position < end:
             size = self._step_size(position)
-            start, stop = rank_slice(position, size, self.rank, self.world_size, block_size=self.block_size)
-            pieces = micro_batches(start, stop, self.micro_batch, self._count(size))
+            start, stop = self._slice(position, size)
+            pieces = micro_batches(
+                start, stop, micro_batch_size(self.micro_batch, self.rank, self.shares), self._count(size)
+            )
             after = position + size if self._endless else min(position + size, end)
             for i, (first, last) in enumerate(pieces):
                 yield MicroBatch(first, last, after if i == len(pieces) - 1 else position)
@@ -108,7 +113,22 @@ class Plan:
 
     def _count(self, samples: int) -> int:
         """Number of micro-batches of a step with this number of samples."""
-        return micro_batch_count(samples, self.world_size, self.micro_batch, block_size=self.block_size)
+        return micro_batch_count(
+            samples, self.world_size, self.micro_batch, block_size=self.block_size, shares=self.shares
+        )
+
+    def _slice(self, position: int, samples: int) -> tuple[int, int]:
+        """This rank's positions in a step."""
+        return rank_slice(
+            position, samples, self.rank, self.world_size, block_size=self.block_size, shares=self.shares
+        )
+
+
+def largest_share(samples: int, world_size: int, shares: Sequence[int] | None) -> int:
+    """Samples of the largest slice of a step, rounded up."""
+    if not shares:
+        return -(-samples // world_size)
+    return -(-samples * max(shares) // sum(shares))
 
 
 def process_rank() -> tuple[int, int]:

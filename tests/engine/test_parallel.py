@@ -349,6 +349,32 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
         ),
         (ParallelConfig(mode="fsdp", replicas=0), 2, "--parallel.replicas 0: must be at least 1"),
         (ParallelConfig(mode="ddp", bucket=0), 2, "--parallel.bucket"),
+        (ParallelConfig(mode="ddp", wrap="none"), 2, "--parallel.wrap: is for --parallel.mode fsdp, not ddp"),
+        (
+            ParallelConfig(mode="zero1", reduce="bf16"),
+            2,
+            "--parallel.reduce: is for --parallel.mode fsdp, not zero1",
+        ),
+        (ParallelConfig(mode="fsdp", wrap="blocks"), 2, "--parallel.wrap blocks: not a kind of group"),
+        (
+            ParallelConfig(mode="fsdp", compress="bf16"),
+            2,
+            "--parallel.compress: is for --parallel.mode ddp or zero1, not fsdp",
+        ),
+        (ParallelConfig(mode="ddp", compress="gzip"), 2, "--parallel.compress gzip: no such compression"),
+        (
+            ParallelConfig(mode="ddp", compress="powersgd:2", precision="fp16"),
+            2,
+            "does not fit --parallel.precision fp16",
+        ),
+        (
+            ParallelConfig(mode="ddp", compress_after=-1),
+            2,
+            "--parallel.compress-after -1: must not be negative",
+        ),
+        (ParallelConfig(mode="ddp", shares="2,1,1"), 2, "--parallel.shares 2,1,1: must be 2 positive"),
+        (ParallelConfig(mode="ddp", shares="2, 1"), 2, "--parallel.shares 2, 1: must be 2 positive"),
+        (ParallelConfig(mode="fsdp", shares="1,0"), 2, "--parallel.shares 1,0: must be 2 positive"),
         (ParallelConfig(mode="ddp", timeout_first=0), 2, "--parallel.timeout-first"),
         (
             ParallelConfig(precision="tf32", device="cpu"),

@@ -93,3 +93,13 @@ def test_the_errors_are_dropped_with_a_message_where_they_do_not_fit(
     if reason is not None:
         assert reason in ended.outputs[0]
     assert losses(out)[:6] == losses(compressed)
+
+
+def test_unequal_shares_have_the_same_losses_and_resume_with_other_shares(
+    root: Path, whole: Whole, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    mishap = {"what": "stop", "rank": 1, "step": 2}
+    train_to_end(root, out, "--parallel.shares", "3,1", ranks=2, mode="ddp", mishap=mishap)
+    train_to_end(root, out, "--parallel.shares", "1,2,1", ranks=3, mode="fsdp")
+    assert losses(out) == pytest.approx(losses(whole("none", 1)), rel=1e-4, abs=0)
