@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sa1b.console import command
+from sa1b.console import command, counted
 from sa1b.engine.feed import Feed
 from sa1b.stream.stats import STAGES
 from sa1b.workers import available_cpus
@@ -56,9 +56,9 @@ class LoaderSettings:
 def advice(stage: str, settings: LoaderSettings) -> str:
     """What to change if a stage limits, in one line."""
     threads = (
-        f"add threads (--data.threads, now {settings.threads} for {settings.cpus} processors)"
+        f"add threads (--data.threads, now {settings.threads} for {counted(settings.cpus, 'processor')})"
         if settings.threads < settings.cpus
-        else f"give each rank more than {settings.cpus} processors"
+        else f"give each rank more than {counted(settings.cpus, 'processor')}"
     )
     if stage == "read":
         if settings.is_local:

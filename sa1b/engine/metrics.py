@@ -139,7 +139,8 @@ class Metrics:
     def window(self, step: int, kind: Literal["ranks", "loader"], summary: Mapping[str, Any]) -> None:
         """Record a summary of the last steps."""
         if self._first:
-            self._write({"step": step, kind: summary})
+            with self._control.writing():
+                append_line(self.path, json.dumps({"step": step, kind: summary}, allow_nan=False))
 
     def lacks_evaluation(self, step: int) -> bool:
         """Whether metrics.jsonl has no evaluation after this step; False on ranks other than 0."""

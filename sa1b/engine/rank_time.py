@@ -137,6 +137,7 @@ class RankTime:
         for (name, begin), (_, end) in pairwise(marks):
             found[name] += begin.elapsed_time(end) / 1e3
         for name, begin, end in waits:
+            end.synchronize()
             found[name] -= begin.elapsed_time(end) / 1e3
             found["sync"] += begin.elapsed_time(end) / 1e3
         return {name: found[name] for name in (*WORK, "sync")}

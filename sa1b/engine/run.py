@@ -77,13 +77,15 @@ class Run:
             last=last,
             shown=self.model.shown,
         )
-        self.window = Window(
-            hosts(rank_info),
-            config.logging.window,
-            self.metrics,
-            LoaderSettings.of(self.feed),
-            separable=self.times.separable,
-        )
+        machines, self.window = hosts(rank_info), None
+        if rank_info.rank == 0:
+            self.window = Window(
+                machines,
+                config.logging.window,
+                self.metrics,
+                LoaderSettings.of(self.feed),
+                separable=self.times.separable,
+            )
 
     def _resume(self) -> dict[str, Any] | None:
         """Resume from the newest good checkpoint, if there is one; return the metrics of its step."""
@@ -214,7 +216,7 @@ class Run:
         self.control.took(took, self.checkpoints.seconds * (2 if self.checkpoints.in_flight else 1))
         self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, ideal))
         asked = self.control.take_table_request()
-        if self.rank_info.rank == 0:
+        if self.window is not None:
             self.window.add(self.step, figures.ranks, asked=asked)
         self._evaluate_if_due(saved=saves or bool(self.health.lost))
 

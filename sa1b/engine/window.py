@@ -41,7 +41,7 @@ class Window:
         complete = self._stragglers.add(ranks)
         if self._stragglers.count == before:
             self._loader.start(ranks)  # no step of the first window yet
-        if complete or asked:
+        if (complete or asked) and self._stragglers.steps:
             self._metrics.window(step, "ranks", self._stragglers.document())
         if asked:
             self._metrics.say(self._stragglers.table())
