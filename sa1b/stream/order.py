@@ -183,7 +183,8 @@ def check_global_batch(
         len(shares) != world_size or not all(isinstance(share, int) and share > 0 for share in shares)
     ):
         raise ValueError(
-            f"shares={','.join(map(str, shares))}: must be {world_size} positive whole numbers, one for each rank"
+            f"shares={','.join(map(str, shares))}: must be {world_size} positive whole numbers, one for each "
+            "rank"
         )
     if global_batch % block_size:
         raise ValueError(
