@@ -12,7 +12,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -36,6 +36,7 @@ from sa1b.engine.model import Model, declared
 from sa1b.engine.optim import OptimConfig
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.ranks import DisagreementError, RankInfo
+from sa1b.engine.vocabulary import refuse_other_names
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.shards.manifest import DATASET
 
@@ -166,6 +167,7 @@ def parse(
         name, _, value = word.partition("=")
         if name == "--preset":
             preset = value or following
+    refuse_other_names(arguments)
     silent = int(os.environ.get("RANK", "0")) > 0
     with contextlib.ExitStack() as stack:
         if silent:
@@ -184,6 +186,19 @@ def parse(
         )
     config.check()
     return config
+
+
+def with_steps(config: Config, images: int) -> Config:
+    """The settings with --optim.steps from --optim.epochs, if that is set.
+
+    Args:
+        images: images of an epoch.
+    """
+    epochs = config.optim.epochs
+    if epochs is None:
+        return config
+    steps = max(math.ceil(epochs * images / config.data.global_batch), 1)
+    return replace(config, optim=replace(config.optim, steps=steps))
 
 
 def _program() -> str:

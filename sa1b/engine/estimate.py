@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from sa1b.console import counted
-from sa1b.engine.config import Config, build, initial_weights, load_initial
+from sa1b.engine.config import Config, build, initial_weights, load_initial, with_steps
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.feed import Feed
 from sa1b.engine.model import Model, declared
@@ -49,6 +49,7 @@ def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
     """
     shares = rank_shares(config.parallel, rank_info.world_size)
     feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed, shares=shares)
+    config = with_steps(config, len(feed.stream.view))
     held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.folder, feed.stream)
     with torch.device("meta"):
         module = build(config, None)

@@ -38,6 +38,8 @@ class OptimConfig:
             the learning rate. rsqrt: 1 / sqrt(1 + t / timescale), t steps after warm-up, and linearly to zero
             at the end (Zhai et al., "Scaling Vision Transformers", 2022).
         steps: Length of the schedule in steps.
+        epochs: Length of the schedule in epochs, such as 2 or 0.5, in place of --optim.steps; rounded up to
+            complete steps.
         warmup: Steps in which the learning rate rises linearly.
         milestones: For step: steps after which the learning rate falls to a tenth.
         min_lr_ratio: For cosine: fraction of the learning rate at the end.
@@ -62,6 +64,7 @@ class OptimConfig:
     batch_scaling: Literal["linear", "sqrt", "none"] = "linear"
     schedule: Literal["step", "cosine", "rsqrt"] = "step"
     steps: int = 90_000
+    epochs: float | None = None
     warmup: int = 250
     milestones: tuple[int, ...] = (60_000, 86_666)
     min_lr_ratio: float = 0.0
@@ -85,6 +88,8 @@ class OptimConfig:
         for flag in ("lr", "reference_batch", "steps", "timescale", "epsilon"):
             if not getattr(self, flag) > 0:
                 raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)}: must be more than 0")
+        if self.epochs is not None and not self.epochs > 0:
+            raise UsageError(f"--optim.epochs {self.epochs}: must be more than 0")
         for flag in ("warmup", "cooldown", "weight_decay", "grad_clip"):
             if not getattr(self, flag) >= 0:
                 raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)}: must not be negative")

@@ -10,7 +10,7 @@ from sa1b.engine import deadline, estimate, metrics, resume
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.compression import powersgd_of
-from sa1b.engine.config import Config, build, initial_weights
+from sa1b.engine.config import Config, build, initial_weights, with_steps
 from sa1b.engine.control import Control, StepFigures
 from sa1b.engine.data_wait import BUSY, LoaderSettings
 from sa1b.engine.evaluation import evaluate, held_out_feed
@@ -46,6 +46,7 @@ class Run:
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
         self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares)
+        config = self.config = with_steps(config, len(self.feed.stream.view))
         self.held_out = held_out_feed(
             config.evaluation, data, size, rank_info, config.folder, self.feed.stream
         )

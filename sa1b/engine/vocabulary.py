@@ -1,0 +1,72 @@
+"""Flags of other training programs, and the flag of this one that has the same effect."""
+
+import re
+from collections.abc import Sequence
+
+from sa1b.errors import UsageError
+
+_BATCH = (
+    "pass --data.global-batch, the images of a step over all ranks, and --data.micro-batch, the images that "
+    "a rank computes at a time"
+)
+_RANKS = (
+    "start the ranks with torchrun --nproc_per_node=N -m sa1b.train, and pass --parallel.mode ddp or fsdp"
+)
+_STRATEGY = "pass --parallel.mode none, ddp, zero1 or fsdp; for fsdp, also --parallel.shard full or grad_op"
+_WORKERS = "pass --data.threads, threads that read and decode on each rank"
+_ANSWERS = {
+    "epochs|num-epochs|max-epochs|num-train-epochs|n-epochs": "pass --optim.epochs",
+    "steps|max-steps|num-steps|total-steps": "pass --optim.steps",
+    "batch|batch-size|bs|train-batch-size|per-device-train-batch-size|per-device-batch-size": _BATCH,
+    "accumulation-steps|gradient-accumulation-steps|grad-accumulation-steps|grad-accum|accum-steps|"
+    "accumulate-grad-batches": (
+        "pass --data.micro-batch; a step has --data.global-batch / (ranks x micro-batch) micro-batches"
+    ),
+    "lr|learning-rate|base-lr": "pass --optim.lr, and --optim.reference-batch, the batch that it is for",
+    "weight-decay|wd": "pass --optim.weight-decay",
+    "warmup|warmup-steps|num-warmup-steps": "pass --optim.warmup",
+    "scheduler|lr-scheduler|lr-scheduler-type": "pass --optim.schedule",
+    "clip-grad|grad-clip|max-grad-norm|clip-grad-norm|gradient-clip-val": "pass --optim.grad-clip",
+    "ema-decay|ema": "pass --optim.ema",
+    "save-interval|save-every|save-steps|checkpoint-interval|save-freq": "pass --checkpoint.every",
+    "save-total-limit|keep-checkpoints": "pass --checkpoint.keep-last",
+    "log-interval|log-every|logging-steps|print-freq": "pass --logging.every",
+    "eval-interval|eval-every|eval-steps": "pass --evaluation.every and --evaluation.view",
+    "strategy|sharding-strategy|fsdp|ddp|deepspeed|zero-stage|distributed": _STRATEGY,
+    "amp|use-amp|fp16|bf16|precision|mixed-precision|half|dtype": "pass --parallel.precision bf16 or fp16",
+    "gradient-checkpointing|activation-checkpointing|checkpoint-activations": (
+        "pass --model.checkpoint-blocks all"
+    ),
+    "compile|torch-compile": "pass --model.compile-blocks and --model.compile-decoder",
+    "find-unused-parameters": "drop it: every trained parameter has a gradient in every step",
+    "sync-bn|sync-batchnorm": "pass --parallel.sync-batchnorm",
+    "workers|num-workers|j": _WORKERS,
+    "pin-memory|persistent-workers|prefetch-factor": f"drop it: the loader does this; or {_WORKERS}",
+    "shuffle|drop-last": "drop it: every epoch is shuffled, and every sample is used once",
+    "gpus|devices|nproc|num-gpus|ngpus|nodes|num-nodes|world-size|dist-url|dist-backend": _RANKS,
+    "local-rank|rank": "drop it, and start the ranks with torchrun, which passes the rank by its environment",
+    "data|data-dir|data-path|dataset|root": "pass --data.root",
+    "output|output-dir|out-dir|save-dir|logdir|log-dir": "pass --out",
+    "resume-from|resume-from-checkpoint|load-checkpoint": (
+        "pass --out of the run: the same command resumes it; or --init for its weights only"
+    ),
+    "pretrained|weights|checkpoint|ckpt": "pass --init",
+    "img-size|image-size|input-size|resolution": "pass --model.image-size",
+    "arch|model-name|model-type|backbone": "pass --preset",
+}
+
+
+def refuse_other_names(arguments: Sequence[str]) -> None:
+    """Refuse flags of other programs with the flag that has their effect here.
+
+    Raises:
+        UsageError: the message names the flag and its counterpart.
+    """
+    for word in arguments:
+        found = re.fullmatch(r"--?([A-Za-z][\w-]*)(=.*)?", word)
+        if found is None:
+            continue
+        name = found[1].replace("_", "-").lower()
+        for names, answer in _ANSWERS.items():
+            if name in names.split("|"):
+                raise UsageError(f"{word.partition('=')[0]}: no such flag; {answer}")
