@@ -33,6 +33,10 @@ VERBS = (
     "copy",
 )  # in the order of use
 
+# Verbs of two words -> their modules. After the first word, the second one is never a path: for a folder of
+# this name, write ./scaling.
+SUBVERBS = {"bench scaling": "bench_scaling"}
+
 _MODULES = {"copy": "copy_dataset"}  # verbs that are modules of the standard library too
 
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
@@ -54,6 +58,7 @@ See and select
   view        select images and masks       sa1b view shards --held-out 1% --name train
   locate      find images by id             sa1b locate shards 223750
   bench       measure images per second     sa1b bench shards
+                how training scales: sa1b bench scaling --ranks 1,2
 
 Train
   doctor      check machine and ranks       sa1b doctor shards
@@ -83,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if not words:
         end(2, TOUR, sys.stderr)  # an error, because a script may have passed an empty variable
     first = words[0]
+    if (both := " ".join(words[:2])) in SUBVERBS:
+        _run(both, words[2:])
     if first in VERBS:
         _run(first, words[1:])
     if first in ("-h", "--help", "help"):
@@ -99,8 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def module_of(verb: str) -> ModuleType:
-    """The module of a verb other than train."""
-    return import_module(f"sa1b.cli.{_MODULES.get(verb, verb)}")
+    """The module of a verb other than train, also of one of two words."""
+    return import_module(f"sa1b.cli.{SUBVERBS.get(verb) or _MODULES.get(verb, verb)}")
 
 
 def _run(verb: str, arguments: list[str]) -> NoReturn:

@@ -59,7 +59,7 @@ T = TypeVar("T")
 # is detected at once.
 _TIMEOUT = datetime.timedelta(hours=1)
 _SHOWN_AFTER = 5.0  # seconds within which a host must see a file that another host has created
-_PEER_LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+PEER_LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def explain(error: Exception, rank: int, world_size: int) -> str:
@@ -72,7 +72,7 @@ def explain(error: Exception, rank: int, world_size: int) -> str:
     if isinstance(error, Sa1bError | OSError):
         return "\n".join([*lines, f"{where}: {error}\n"])
     text = str(error)
-    if isinstance(error, dist.DistError) or any(sign in text for sign in _PEER_LOST):
+    if isinstance(error, dist.DistError) or any(sign in text for sign in PEER_LOST):
         reason = (text.splitlines() or [type(error).__name__])[0]
         return f"rank {rank} ends because another rank ended or does not answer ({reason})\n"
     trace = "".join(traceback.format_exception(error))

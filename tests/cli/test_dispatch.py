@@ -11,7 +11,7 @@ from typing import get_type_hints
 import pytest
 
 import sa1b
-from sa1b.cli import VERBS, module_of
+from sa1b.cli import SUBVERBS, VERBS, module_of
 from tests import processes
 
 REPOSITORY = Path(__file__).parents[2]
@@ -73,9 +73,9 @@ def test_an_unknown_verb_is_refused_with_the_nearest_one(word: str, advice: str)
     assert advice in line
 
 
-@pytest.mark.parametrize("verb", LIGHT_VERBS)
+@pytest.mark.parametrize("verb", [*LIGHT_VERBS, *SUBVERBS])
 def test_help_teaches_and_imports_nothing_that_takes_long(verb: str) -> None:
-    done = run(verb, "--help")
+    done = run(*verb.split(), "--help")
     assert done.returncode == 0
     assert re.search(rf"^usage: .*sa1b {verb} ", done.stdout)
     assert f"Example: sa1b {verb} " in done.stdout
@@ -86,7 +86,7 @@ def test_help_teaches_and_imports_nothing_that_takes_long(verb: str) -> None:
     assert not imported(done) & HEAVY
 
 
-@pytest.mark.parametrize("verb", LIGHT_VERBS)
+@pytest.mark.parametrize("verb", [*LIGHT_VERBS, *SUBVERBS])
 def test_every_argument_has_a_help_text_of_its_own(verb: str) -> None:
     main = module_of(verb).main
     explained = inspect.cleandoc(main.__doc__ or "").partition("Args:\n")[2]

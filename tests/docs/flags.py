@@ -6,7 +6,7 @@ import shlex
 
 import tyro
 
-from sa1b.cli import module_of
+from sa1b.cli import SUBVERBS, module_of
 
 
 def commands_of(code: str) -> list[list[str]]:
@@ -58,6 +58,8 @@ def _check_verb(verb: str, arguments: list[str]) -> None:
 
         parse(arguments, None, PRESETS)
         return
+    if (both := " ".join([verb, *arguments[:1]])) in SUBVERBS:
+        verb, arguments = both, arguments[1:]
     main = module_of(verb).main
 
     @functools.wraps(main)

@@ -1,0 +1,269 @@
+"""The program of one rank: the steps of several cases with and without other work, timed.
+
+For each case the rank builds, wraps and warms up the model of the settings as a training run does, and takes
+the same number of steps three times, on the same micro-batches:
+
+    whole        with micro-batches from the loader; only with a dataset directory
+    synchronised with the same micro-batches from memory
+    alone        the same without any exchange between ranks: DDP's `no_sync`; for FSDP no reduction of
+                 gradients, and parameters that stay gathered
+
+Their differences are the time for data and for exposed communication: the communication that no computation
+overlaps. The learning rate is 0, which takes the same time, and keeps the losses the same in all steps.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from sa1b.engine.config import Config, build
+from sa1b.engine.feed import Feed
+from sa1b.engine.gradients import autocast, finish, grad_scaler, loss_divisor, micro_batch, warm_up
+from sa1b.engine.model import declared
+from sa1b.engine.optim import freeze, make_optimizer, set_lr
+from sa1b.engine.parallel import start, stop, wrap
+from sa1b.engine.ranks import RankInfo
+from sa1b.scaling.cases import Case
+from sa1b.scaling.machine import Device, bind
+from sa1b.scaling.synthetic_batch import synthetic_batch
+from sa1b.stream.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What all ranks of one group of processes do.
+
+    Attributes:
+        config: settings of training; those of ranks and batches are replaced by those of each case.
+        cases: with as many ranks as this group has.
+        steps: steps of each part.
+        device: cuda or cpu.
+        threads: threads of each rank, for computation and for the loader.
+        cpus: the CPUs of each rank; empty: not bound.
+        port: port of the ranks' store on this machine.
+        folder: for the damage log of the loader.
+        timeout: seconds that a rank waits for the others.
+    """
+
+    config: Config
+    cases: tuple[Case, ...]
+    steps: int
+    device: Device
+    threads: int
+    cpus: tuple[tuple[int, ...], ...]
+    port: int
+    folder: Path
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of each step on one rank.
+
+    Attributes:
+        whole: with data from the loader; empty without a dataset directory.
+        synchronised: with micro-batches in memory.
+        alone: without exchange between ranks; empty if the memory of the GPU does not suffice for it.
+        queued: share of the time of the steps alone in which this rank's main thread was ready to run, but
+            other threads used its CPUs.
+    """
+
+    whole: tuple[float, ...]
+    synchronised: tuple[float, ...]
+    alone: tuple[float, ...]
+    queued: float
+
+
+def run(launch: Launch, rank: int, report: Callable[[object], None]) -> None:
+    """Measure all cases in order, and report the StepTimes of each.
+
+    The environment, CPUs and threads of this process are changed: it must be one of its own.
+    """
+    world_size = launch.cases[0].ranks
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(launch.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store of the parent process
+    }
+    if launch.cpus:
+        bind(launch.cpus[rank])
+    torch.set_num_threads(launch.threads)
+    for case in launch.cases:
+        rank_info = start(case.parallel(launch.device, launch.timeout))
+        report(measure(case, launch, rank_info))
+        gc.collect()  # the model before the next one is built
+        if launch.device == "cuda":
+            torch.cuda.empty_cache()
+    stop()
+
+
+def measure(case: Case, launch: Launch, rank_info: RankInfo) -> StepTimes:
+    """The times of one case on this rank. Collective."""
+    config = replace(
+        launch.config,
+        data=replace(
+            launch.config.data,
+            global_batch=case.global_batch,
+            micro_batch=case.micro_batch,
+            threads=launch.threads,
+        ),
+        parallel=case.parallel(launch.device, launch.timeout),
+    )
+    step = TrainingStep(config, rank_info)
+    whole: tuple[float, ...] = ()
+    if config.data.root:
+        feed = Feed(config.data, config.image_size, rank_info, launch.folder, config.seed)
+        try:
+            step.warm_up([feed.peek()])
+            step.take(list(feed.step()))
+            kept: list[list[Batch]] = []
+            whole = _timed(launch.steps, rank_info, lambda number: step.take(_kept(feed.step(), kept)))
+        finally:
+            feed.close()
+    else:
+        kept = [_synthetic(case, config, rank_info, number) for number in range(launch.steps)]
+        step.warm_up(kept[0])
+        step.take(kept[0])
+    synchronised = _timed(launch.steps, rank_info, lambda number: step.take(kept[number]))
+    try:
+        step.separate()
+        step.take(kept[0])
+        alone = True
+    except torch.OutOfMemoryError:  # an unsharded copy of the model does not fit
+        alone = False
+    before, began = _queued(), time.perf_counter()
+    without = _timed(launch.steps if alone else 0, rank_info, lambda number: step.take(kept[number]))
+    queued = (_queued() - before) / (time.perf_counter() - began)
+    return StepTimes(whole, synchronised, without, queued)
+
+
+def _queued() -> float:
+    """Seconds that this thread was ready to run without a CPU; 0 if the kernel does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+def _kept(batches: Iterator[Batch], kept: list[list[Batch]]) -> Iterator[Batch]:
+    """The batches of a step one by one, which are also appended to `kept`."""
+    kept.append([])
+    for batch in batches:
+        kept[-1].append(batch)
+        yield batch
+
+
+def _synthetic(case: Case, config: Config, rank_info: RankInfo, number: int) -> list[Batch]:
+    """The micro-batches of step `number` of this rank."""
+    data = config.data
+    first = number * case.global_batch + rank_info.rank * case.images
+    size = data.target_size or config.image_size // 4
+    return [
+        synthetic_batch(
+            case.micro_batch, data.masks, config.image_size, size, first + offset, rank_info.device
+        )
+        for offset in range(0, case.images, case.micro_batch)
+    ]
+
+
+def _timed(steps: int, rank_info: RankInfo, take: Callable[[int], None]) -> tuple[float, ...]:
+    """Seconds of each call of `take`, which all ranks begin together."""
+    if rank_info.world_size > 1:
+        dist.barrier()
+    seconds = []
+    for number in range(steps):
+        began = time.perf_counter()
+        take(number)
+        seconds.append(time.perf_counter() - began)
+    return tuple(seconds)
+
+
+class TrainingStep:
+    """The step of `sa1b.train` without records: forward, backward, gradient norm, optimizer.
+
+    Args:
+        config: settings of the case.
+        rank_info: this rank.
+    """
+
+    def __init__(self, config: Config, rank_info: RankInfo) -> None:
+        self.config, self.rank_info = config, rank_info
+        module = build(config, None)
+        freeze(module, config.optim)
+        self.module: nn.Module = wrap(module, config.parallel, rank_info)
+        self.module.train()
+        self.model = declared(self.module)
+        self.optimizer = make_optimizer(self.module, config.optim, config.data.global_batch)
+        set_lr(self.optimizer, 0.0)
+        self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
+        self.divisor = loss_divisor(config.data.global_batch * max(config.data.masks, 1))
+        # While parameters are gathered, the module has other parameters than the optimizer.
+        self.weights = nn.ParameterList(
+            weight for group in self.optimizer.param_groups for weight in group["params"]
+        )
+        self.zeros: list[Tensor] | None = None  # gradients of the shards when separate
+
+    def warm_up(self, batches: Sequence[Batch]) -> None:
+        """See `sa1b.engine.gradients.warm_up`."""
+        warm_up(self.module, lambda: self._forward_backward(batches[0]))
+
+    def separate(self) -> None:
+        """From now on, steps exchange nothing with other ranks. The result of such a step is not used."""
+        if isinstance(self.module, FSDPModule):
+            for unit in self.module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_reshard_after_forward(False)
+                    unit.set_reshard_after_backward(False)
+                    unit.unshard()  # the last exchange
+        # The gradients of gathered parameters are not those of the shards, which the optimizer updates.
+        self.zeros = [torch.zeros_like(weight) for weight in self.weights]
+
+    def take(self, batches: Sequence[Batch] | Iterator[Batch]) -> None:
+        """One step; returns when the device has finished it."""
+        count = self.config.data.global_batch // (self.rank_info.world_size * self._micro_batch())
+        masks: Tensor | float = 0.0
+        for number, batch in enumerate(batches, 1):
+            with micro_batch(self.module, last=self.zeros is None and number == count):
+                masks = masks + self._forward_backward(batch)
+        rank_info = self.rank_info
+        if self.zeros is not None:
+            rank_info = replace(rank_info, world_size=1, mesh=None)
+            if isinstance(self.module, FSDPModule):
+                for weight, zero in zip(self.weights, self.zeros, strict=True):
+                    weight.grad = zero
+        assert isinstance(masks, Tensor)
+        norm = finish(
+            self.weights,
+            self.optimizer,
+            self.scaler,
+            masks / self.divisor,
+            rank_info,
+            grad_clip=self.config.optim.grad_clip,
+        )
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        float(norm)  # waits for the device
+
+    def _micro_batch(self) -> int:
+        micro_batch = self.config.data.micro_batch
+        assert micro_batch is not None
+        return micro_batch
+
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        inputs = self.model.inputs(batch, self.config.seed)
+        with autocast(self.config.parallel.precision, self.rank_info.device):
+            sums: dict[str, Tensor] = self.module(*inputs)
+        torch.autograd.backward(self.scaler.scale(sums["loss"] / self.divisor))
+        return sums["count"].detach()

@@ -1,0 +1,97 @@
+"""The program of a rank: steps alone need no other rank, and synchronised steps do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sa1b.engine.parallel import start
+from sa1b.engine.presets import PRESETS
+from sa1b.scaling.cases import Case, Mode
+from sa1b.scaling.rank import TrainingStep
+from sa1b.scaling.synthetic_batch import synthetic_batch
+from sa1b.workers import supervise
+from tests import processes
+
+SIZE = 64
+CPU = torch.device("cpu")
+
+
+def step_of(case: Case) -> TrainingStep:
+    preset = PRESETS["tiny"]
+    config = replace(
+        preset,
+        model=replace(preset.model, image_size=SIZE, width=32, depth=2, heads=2),
+        data=replace(preset.data, masks=3, global_batch=case.global_batch, micro_batch=case.micro_batch),
+        parallel=case.parallel("cpu", 30),
+    )
+    return TrainingStep(config, start(config.parallel))
+
+
+def take_alone(environment: dict[str, str], report) -> list[str]:  # type: ignore[no-untyped-def]
+    """On rank 0, steps that exchange nothing, while rank 1 waits; in all modes of two ranks."""
+    import os
+
+    import torch.distributed as dist
+
+    os.environ |= environment
+    torch.set_num_threads(1)
+    problems = []
+    modes: tuple[Mode, ...] = ("ddp", "fsdp-full", "fsdp-grad_op")
+    for mode in modes:
+        step = step_of(Case(mode, "bf16", 2, 2, 1))
+        rank = step.rank_info.rank
+        batches = [synthetic_batch(1, 3, SIZE, SIZE // 4, 2 * rank + n, CPU) for n in range(2)]
+        step.warm_up(batches)
+        before = [weight.detach().clone() for weight in step.weights]
+        step.take(batches)
+        step.separate()
+        dist.barrier()
+        if rank == 0:
+            step.take(batches)
+            step.take(batches)
+        # Rank 1 is here already: a collective of rank 0 would have met this one, of another size.
+        numbers = torch.full((1000,), float(rank))
+        dist.all_reduce(numbers)
+        if not bool((numbers == 1).all()):
+            problems.append(f"{mode}: a step alone has exchanged something")
+        for weight, old in zip(step.weights, before, strict=True):
+            if not torch.equal(weight.detach(), old):
+                problems.append(f"{mode}: the learning rate is not 0")
+                break
+    return problems
+
+
+def test_steps_alone_exchange_nothing_and_no_step_changes_the_weights() -> None:
+    with processes.rank_environments(2) as environments:
+        names = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "TORCHELASTIC_USE_AGENT_STORE",
+        )
+        tasks = [({name: one[name] for name in names},) for one in environments]
+        events = list(supervise(take_alone, tasks, workers=2, retries=0, stall_timeout=120))
+    assert [(one.kind, one.value) for one in events] == [("done", []), ("done", [])]
+
+
+@pytest.mark.parametrize("masks", [1, 7])
+def test_a_synthetic_batch_is_one_of_the_loader(masks: int) -> None:
+    batch = synthetic_batch(2, masks, SIZE, SIZE // 4, 5, CPU)
+    assert batch.images.shape == (2, 3, SIZE, SIZE)
+    assert batch.images.dtype == torch.uint8
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert not torch.equal(batch.images[0], batch.images[1])
+    assert batch.positions.tolist() == [5, 6]
+    assert batch.dense is not None
+    assert batch.dense.shape == (2 * masks, SIZE // 4, SIZE // 4)
+    assert bool(batch.dense.flatten(1).any(1).all())
+    pixels = batch.masks.dense()
+    x, y = batch.points.long().unbind(1)
+    assert bool((pixels[torch.arange(len(pixels)), y, x] == 1).all())
+    rows, columns = pixels.any(2), pixels.any(1)
+    assert batch.boxes[:, 1].tolist() == rows.int().argmax(1).tolist()
+    assert batch.boxes[:, 2].tolist() == (SIZE - 1 - columns.flip(1).int().argmax(1)).tolist()
+    assert batch.areas.tolist() == pixels.flatten(1).sum(1).tolist()
