@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Four on two cores: a third of the time the tests wait for processes and servers.
 PROCESSES ?= 4
 
-PARTS := demo reshard masks record stream order scale range_reads local_cache
+PARTS := demo reshard masks record stream order scale range_reads local_cache scaling
 
 .PHONY: demo test test-all coverage bench figures docs lint clean
 
@@ -31,7 +31,7 @@ coverage: .venv/installed-dev
 bench: .venv/installed-dev
 	$(BIN)/pytest benchmarks
 
-# The figures of the documentation that single benchmarks give: a quarter of an hour on two idle cores. Those
+# The figures of the documentation that single benchmarks give: twenty minutes on two idle cores. Those
 # of the comparison: pytest benchmarks/test_peers.py, then python -m benchmarks.readme.
 figures: .venv/installed-dev
 	$(BIN)/pytest --record $(PARTS:%=benchmarks/test_%.py)

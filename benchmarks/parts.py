@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import material
+from sa1b.scaling.result import Scaling
 from sa1b.storage.atomic import json_bytes, write_whole
 
 RESULTS = Path(__file__).parent / "results"
@@ -163,6 +164,26 @@ def _local_cache(found: dict[str, dict[str, float]]) -> Iterator[Row]:
         )
 
 
+def _scaling(found: dict[str, Any]) -> Iterator[Row]:
+    """Rows for each kind of scaling and mode, with the efficiency in each precision."""
+    points = Scaling.of_document(found).points
+    for kind, mode in dict.fromkeys((one.kind, one.mode) for one in points):
+        last = {
+            one.precision: ranks[-1] for one, ranks in points.items() if (one.kind, one.mode) == (kind, mode)
+        }
+        count = max(point.case.ranks for point in last.values())
+        yield (
+            f"training step, {kind} scaling, {mode}, {count} ranks of one thread: efficiency",
+            ", ".join(f"{precision} {point.efficiency:.0%}" for precision, point in last.items()),
+            "share of the step: "
+            + ", ".join(
+                f"{precision} {(point.result.communication or 0.0) / point.result.step:.0%} exposed "
+                f"communication, {point.result.data / point.result.step:.0%} data"
+                for precision, point in last.items()
+            ),
+        )
+
+
 def _demo(found: dict[str, float]) -> Iterator[Row]:
     yield "`make demo` after the installation, training included", f"{found['seconds']:.0f} s", ""
 
@@ -193,5 +214,6 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Iterator[Row]], str]] = [
     ("range reads", _range_reads, "test_range_reads"),
     ("loader at 20 ms", _far_loader, "test_range_reads"),
     ("local cache", _local_cache, "test_local_cache"),
+    ("scaling", _scaling, "test_scaling"),
     ("demo", _demo, "test_demo"),
 ]  # fmt: skip

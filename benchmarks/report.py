@@ -1,4 +1,4 @@
-"""The results as one self-contained HTML page: verdict, bars, growth curves, tables.
+"""The results as one self-contained HTML page: verdict, bars, growth curves, scaling of training, tables.
 
 python benchmarks/report.py benchmarks/results/<machine>.json
 """
@@ -10,7 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
+from benchmarks import material, tables
+from sa1b.scaling.page import charts
+from sa1b.scaling.result import Scaling
 
 FRAME = Path(__file__).with_name("report.html")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 62, 14, 12, 46
@@ -18,11 +20,24 @@ _KINDS = {"ours": "sa1b", "peer": "others", "tuned": "others, tuned further", "l
 
 
 def write(document: dict[str, Any], path: Path) -> None:
-    """The page of one machine's results."""
-    path.write_text(page(document))
+    """The page of one machine's results, with the scaling of training if `<machine>-parts.json` has it.
+
+    Args:
+        document: results of the comparison.
+        path: path of the page, in the folder of the results.
+    """
+    found = path.with_name(f"{material.name_of(document['machine'])}-parts.json")
+    parts = json.loads(found.read_bytes())["parts"] if found.exists() else {}
+    path.write_text(page(document, parts.get("scaling", {}).get("figures")))
 
 
-def page(document: dict[str, Any]) -> str:
+def page(document: dict[str, Any], scaling: dict[str, Any] | None = None) -> str:
+    """The page of one machine's results.
+
+    Args:
+        document: results of the comparison.
+        scaling: results of `sa1b bench scaling --json`.
+    """
     machine = document["machine"]
     parts = {
         "TITLE": f"{machine['processor']}, {machine['cores']} cores",
@@ -31,6 +46,7 @@ def page(document: dict[str, Any]) -> str:
         "COMPARISON": "".join(_question(each) for each in document["comparison"]),
         "STAGES": _stages(document["stages"]),
         "CURVES": "".join(_curve(each) for each in document["growth"]),
+        "SCALING": "" if scaling is None else charts(Scaling.of_document(scaling)),
         "TABLES": "".join(
             f"<details><summary>{escape(text.strip().splitlines()[0])}</summary><pre>"
             f"{escape(text.strip().partition(chr(10))[2])}</pre></details>"

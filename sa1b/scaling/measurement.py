@@ -8,7 +8,7 @@ other cases.
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -101,8 +101,6 @@ def _measure(
         folder=folder,
         timeout=settings.timeout,
     )
-    times: dict[int, list[StepTimes]] = {rank: [] for rank in range(ranks)}  # of the cases in order
-    failed: tuple[Case, str] | None = None
     events = supervise(
         run,
         [(launch, rank) for rank in range(ranks)],
@@ -111,18 +109,34 @@ def _measure(
         stall_timeout=settings.timeout,
     )
     try:
-        for event in events:
-            if event.kind == "progress" and event.value is not None:
-                times[event.task].append(event.value)
-                progress.update(min(map(len, times.values())) == len(times[event.task]))
-            elif event.kind not in ("progress", "done"):
-                failed = cases[len(times[event.task])], _reason(event)
-                if not _lost_another(event):  # else the other rank reports the reason
-                    break
+        return collect(cases, events, progress)
     finally:
         events.close()
+
+
+def collect(
+    cases: Sequence[Case], events: Iterable[Event], progress: Bar
+) -> tuple[dict[Case, Round], tuple[Case, str] | None]:
+    """The times of cases from the events of their ranks; the case that failed, if one did, with its error.
+
+    Args:
+        cases: with the same number of ranks, in the order in which each rank reports them.
+        events: of `sa1b.workers.supervise`; the tasks are the ranks.
+        progress: is updated when all ranks have reported a case.
+    """
+    times: list[list[StepTimes]] = [[] for _ in range(cases[0].ranks)]
+    failed: tuple[Case, str] | None = None
+    for event in events:
+        own = times[event.task]
+        if event.kind == "progress":
+            own.append(event.value)
+            progress.update(min(map(len, times)) == len(own))
+        elif event.kind != "done" and len(own) < len(cases):
+            failed = cases[len(own)], _reason(event)
+            if not _lost_another(event):  # else the other rank reports the reason
+                break
     # A rank may fail in a case before another one reports the previous case, which is measured again then.
-    complete = zip(cases, zip(*times.values(), strict=False), strict=False)
+    complete = zip(cases, zip(*times, strict=False), strict=False)
     return {case: round_of(of_ranks) for case, of_ranks in complete}, failed
 
 
@@ -150,9 +164,9 @@ def _reason(event: Event) -> str:
     """The last line of the error of a rank."""
     if not isinstance(event.value, Failure):
         return f"rank {event.task}: {event.value}"
-    lines = event.value.message.strip().splitlines() or [event.value.kind]
-    kind = "" if event.value.expected else f"{event.value.kind}: "
-    return f"rank {event.task}: {kind}{lines[-1]}"
+    last = event.value.message.strip().rpartition("\n")[2]
+    kind = "" if event.value.expected and last else event.value.kind
+    return f"rank {event.task}: {': '.join(text for text in (kind, last) if text)}"
 
 
 def _lost_another(event: Event) -> bool:

@@ -6,7 +6,7 @@ takes longer than its share of the computation of the fewest ranks.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -155,6 +155,25 @@ class Scaling:
     cpus: int
     load: float
 
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> "Scaling":
+        """The measurement of a JSON document."""
+        names = {one.name for one in fields(Case)}
+        cases = [Case(**{name: one[name] for name in names}) for one in document["cases"]]
+        results = {
+            case: CaseResult(tuple(Round(**part) for part in one["rounds"]), one["error"])
+            for case, one in zip(cases, document["cases"], strict=True)
+        }
+        series = tuple(
+            Series(
+                one["kind"], one["mode"], one["precision"], tuple(cases[number] for number in one["cases"])
+            )
+            for one in document["series"]
+        )
+        others = {one.name for one in fields(cls)} - {"series", "results"}
+        texts = {name: document[name] or "" for name in ("root", "placement")}
+        return cls(series, results, **({name: document[name] for name in others} | texts))
+
     @cached_property
     def points(self) -> dict[Series, list[Point]]:
         """The cases of each series that were measured; the first one has the efficiency 1."""
@@ -224,7 +243,8 @@ class Scaling:
                 )
 
     def document(self) -> dict[str, Any]:
-        """The measurement as JSON values."""
+        """The measurement as JSON values; `Scaling.of_document` is the inverse."""
+        numbers = {case: number for number, case in enumerate(self.results)}
         return {
             "preset": self.preset,
             "root": self.root or None,
@@ -250,6 +270,7 @@ class Scaling:
                     "kind": one.kind,
                     "mode": one.mode,
                     "precision": one.precision,
+                    "cases": [numbers[case] for case in one.cases],  # indices in the list of cases
                     "points": [_point(point) for point in points],
                 }
                 for one, points in self.points.items()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sa1b.scaling.measurement import round_of
 from sa1b.scaling.rank import StepTimes
-from sa1b.scaling.result import CaseResult, compare
+from sa1b.scaling.result import CaseResult, Scaling, compare
 from tests.scaling.measured import case, result, scaling
 
 seconds = st.floats(1e-4, 10)
@@ -85,3 +85,6 @@ def test_the_table_has_all_figures_and_the_document_all_rounds() -> None:
     assert [len(one["rounds"]) for one in document["cases"]] == [3, 3, 3, 0]
     assert document["series"][0]["points"][1]["efficiency"] == pytest.approx(0.8)
     assert [len(one["points"]) for one in document["series"]] == [2, 1]
+    again = Scaling.of_document(document)
+    assert again == found
+    assert again.table() == table
