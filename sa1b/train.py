@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 from sa1b.engine import config as settings
 from sa1b.engine import estimate, network
-from sa1b.engine.checkpoint import files
 from sa1b.engine.compression import undo_reduction
-from sa1b.engine.config import Config, build
+from sa1b.engine.config import Config, build, has_checkpoints
 from sa1b.engine.control import TABLE_SIGNAL, Stop
 from sa1b.engine.evaluation import score
 from sa1b.engine.gradients import finish, micro_batch, warm_up
@@ -125,12 +124,12 @@ def run(config: Config) -> int:
 
 def scored_model(config: Config) -> nn.Module:
     """The model for --evaluate-only, with the weights of --init or of the run's newest checkpoint."""
-    if config.init is None and not files.steps(config.folder / "checkpoints"):
+    if config.init is None and not has_checkpoints(config):
         raise UsageError(
             f"--evaluate-only: --out {config.out} has no checkpoint; pass --init WEIGHTS, or the --out of "
             "a run"
         )
-    return build(config, config.init or config.folder)
+    return build(config, config.init or config.out)
 
 
 def train_and_close(run: Run) -> int:

@@ -14,14 +14,18 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from sa1b.cli.paths import check_here
 from sa1b.console import loading
+from sa1b.errors import UsageError
+from sa1b.sources.link_list import is_url
 
 
 def main(
-    source: Annotated[Positional[Path], tyro.conf.arg(metavar="SOURCE")],
+    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")],
     /,
     out: Path,
     overwrite: bool = False,
+    scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Convert a checkpoint, or published SAM weights, to one file of weights.
@@ -32,14 +36,19 @@ def main(
 
     Args:
         source: A checkpoint (run/checkpoints/step-00001000), a run folder, or a .pth or .safetensors file
-            with SAM weights.
+            with SAM weights; or the URL of one of these.
         out: File to write; its ending, .safetensors or .pth, determines the format.
         overwrite: Replace the file if it exists.
+        scratch: With a URL as SOURCE: local folder for the copy of the checkpoint, which is removed
+            afterwards; by default sa1b-USERID in the system's folder for temporary files.
         json_output: Print the summary as JSON.
     """
     with loading():
         from sa1b.engine.checkpoint.weights import convert
 
-    converted = convert(source, out, overwrite=overwrite)
+    check_here("--scratch", scratch)
+    if scratch is not None and not is_url(source):
+        raise UsageError(f"--scratch {scratch}: only for a SOURCE at a URL; omit it")
+    converted = convert(source, out, overwrite=overwrite, scratch=scratch)
     print(json.dumps(converted.document(), indent=1) if json_output else converted.table())
     return 0

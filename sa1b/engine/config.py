@@ -26,6 +26,7 @@ from sa1b.arguments import was_url
 from sa1b.console import usage_errors
 from sa1b.engine import deadline
 from sa1b.engine.checkpoint import files
+from sa1b.engine.checkpoint.bucket import committed
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
 from sa1b.engine.checkpoint.weights import load_weights
 from sa1b.engine.evaluation import EvaluationConfig
@@ -36,9 +37,12 @@ from sa1b.engine.model import Model, declared
 from sa1b.engine.optim import OptimConfig
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.ranks import DisagreementError, RankInfo
+from sa1b.engine.remote_run import local_folder
 from sa1b.engine.vocabulary import refuse_other_names
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.shards.manifest import DATASET
+from sa1b.storage.protocols import READ_ONLY, protocol_of
+from sa1b.storage.store import open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,12 @@ class Config(ABC):
 
     Attributes:
         preset: Set of defaults for all other flags.
-        out: Folder of the run: checkpoints, metrics, resolved configuration.
+        out: Folder of the run: checkpoints, metrics, resolved configuration; or its URL in an object store.
+        scratch: With a URL as --out or --init: local folder for files before they are uploaded and after they
+            are downloaded; by default sa1b-USERID in the system's folder for temporary files.
         seed: Seed of the initial weights, the order of samples and every other random value.
-        init: Weights to start from: a published file (.safetensors, .pth), a checkpoint or the folder of a
-            run.
+        init: Weights to start from: a published file (.safetensors, .pth), a checkpoint, the folder of a
+            run, or the URL of one of these.
         resume: auto: resume from the newest good checkpoint in --out, if there is one. no: refuse to start if
             --out has checkpoints.
         deadline: Time before which the run stops with a checkpoint and exit code 0: HH:MM (the next one on
@@ -73,8 +79,9 @@ class Config(ABC):
 
     preset: str = ""
     out: str = "run"
+    scratch: Path | None = None
     seed: int = 0
-    init: Path | None = None
+    init: str | None = None
     resume: Literal["auto", "no"] = "auto"
     deadline: str | None = None
     dry_run: bool = False
@@ -91,7 +98,12 @@ class Config(ABC):
     @property
     def folder(self) -> Path:
         """Folder of the run on this machine; the ranks of a machine share it."""
-        return Path(self.out)
+        return local_folder(self.out, self.scratch) if self.is_remote else Path(self.out)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the run is in an object store: `folder` then contains files until they are uploaded."""
+        return bool(protocol_of(self.out))
 
     @property
     @abstractmethod
@@ -116,7 +128,7 @@ class Config(ABC):
         return found
 
 
-def build(config: Config, weights: Path | None) -> nn.Module:
+def build(config: Config, weights: str | None) -> nn.Module:
     """The model with weights from the seed, or those of --init; rank 0 prints what was loaded.
 
     Raises:
@@ -125,28 +137,39 @@ def build(config: Config, weights: Path | None) -> nn.Module:
     torch.manual_seed(config.seed)  # so that every rank has the same weights
     module = config.build()
     if weights is not None:
-        line = load_initial(declared(module), weights)
+        line = load_initial(declared(module), weights, config.scratch)
         if int(os.environ.get("RANK", "0")) == 0:
             # Not to stdout, where --json prints the scores.
             sys.stderr.write(f"{line}\n")
     return module
 
 
-def load_initial(model: Model, weights: Path) -> str:
+def load_initial(model: Model, weights: str, scratch: Path | None) -> str:
     """Load the weights of --init; return a line that describes them.
 
     Raises:
         UsageError: the weights cannot be read, or do not fit the model.
     """
     try:
-        return load_weights(model, weights)
+        return load_weights(model, weights, scratch)
     except (Sa1bError, OSError) as error:
         raise UsageError(f"--init: {error}") from None
 
 
-def initial_weights(config: Config) -> Path | None:
+def initial_weights(config: Config) -> str | None:
     """The initial weights of a new run; None if the run resumes, because the file may be missing then."""
-    return None if files.steps(config.folder / "checkpoints") else config.init
+    return None if has_checkpoints(config) else config.init
+
+
+def has_checkpoints(config: Config) -> bool:
+    """Whether the run has a checkpoint, good or damaged.
+
+    Raises:
+        StorageError: the store of the run cannot be read.
+    """
+    if config.is_remote:
+        return bool(committed(open_store(config.out, scratch=config.scratch)))
+    return bool(files.steps(config.folder / "checkpoints"))
 
 
 def parse(
@@ -230,8 +253,7 @@ def _check(config: Config) -> None:
                 f"--data.deadline {config.data.deadline:g}, so a rank that waits for its storage would "
                 "end the run; raise the first or lower the second"
             )
-    if was_url(config.out):
-        raise UsageError(f"--out {config.out}: must be a folder, not a URL")
+    _check_out(config)
     if config.folder.exists() and not config.folder.is_dir():
         raise UsageError(f"--out {config.out}: is a file; name a folder, new or of a run to resume")
     if (config.folder / DATASET).exists() or _is_inside(config.folder, config.data.root):
@@ -263,6 +285,30 @@ def _check(config: Config) -> None:
         )
 
 
+def _check_out(config: Config) -> None:
+    """Refuse URLs that cannot be those of a run, and --scratch without a URL."""
+    protocol, root = protocol_of(config.out), config.data.root
+    if protocol == "file":
+        raise UsageError(f"--out {config.out}: is a folder; pass its path without file://")
+    if protocol in READ_ONLY:
+        raise UsageError(
+            f"--out {config.out}: {protocol} can only be read; pass a folder, or an s3://, gs:// or az:// URL"
+        )
+    if config.is_remote and not config.out.partition("://")[2].strip("/"):
+        raise UsageError(f"--out {config.out}: names no bucket; pass a URL such as s3://BUCKET/FOLDER")
+    if root and f"{config.out}/".startswith(f"{root.rstrip('/')}/") and config.is_remote:
+        raise UsageError(
+            f"--out {config.out}: is a dataset directory or inside one, and a run must not write there; name "
+            "another URL"
+        )
+    if config.scratch is None:
+        return
+    if protocol_of(str(config.scratch)) or was_url(config.scratch):
+        raise UsageError(f"--scratch {config.scratch}: must be a path of this machine, not a URL")
+    if not config.is_remote and not protocol_of(config.init or ""):
+        raise UsageError(f"--scratch {config.scratch}: only for a URL as --out or --init; omit it")
+
+
 def _is_inside(out: Path, root: str) -> bool:
     """Whether `out` is the dataset directory `root` or below it; False for a URL."""
     return bool(root) and "://" not in root and out.resolve().is_relative_to(Path(root).resolve())
@@ -290,6 +336,7 @@ def agree(config: Config, rank_info: RankInfo) -> Config:
     if rank_info.world_size == 1 or not dist.is_initialized():
         return config
     own = config.document()
+    del own["scratch"]  # machines may have different disks
     sent: list[Any] = [own]
     dist.broadcast_object_list(sent, src=0)
     refused = None

@@ -58,7 +58,7 @@ def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
         if (weights := initial_weights(config)) is not None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
-                load_initial(declared(module), weights)
+                load_initial(declared(module), weights, config.scratch)
         print(describe(config, rank_info, module, feed.micro_batches, len(feed.stream.view)))
         print(lr_line(config.optim, config.data.global_batch))
         print(connection)

@@ -23,9 +23,11 @@ from sa1b.engine.parallel import rank_shares, wrap
 from sa1b.engine.phase import Phases
 from sa1b.engine.rank_time import RankTime
 from sa1b.engine.ranks import RankInfo, agree, check_shared_folder, hosts
+from sa1b.engine.remote_run import RemoteRun
 from sa1b.engine.utilisation import Sampler
 from sa1b.engine.window import Window
 from sa1b.errors import UsageError
+from sa1b.storage.store import open_store
 from sa1b.stream.batch import Batch
 from sa1b.stream.resume import ResumeError
 
@@ -42,7 +44,13 @@ class Run:
         self.config, self.rank_info, self.phases = config, rank_info, phases
         self.step = 0
         self.control = Control(rank_info, deadline.of(config.deadline))
-        check_shared_folder(config.folder, rank_info)
+        remote = None
+        if config.is_remote:
+            remote = RemoteRun(open_store(config.out, scratch=config.scratch), config.folder)
+            if rank_info.rank == 0:
+                print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
+        else:
+            check_shared_folder(config.folder, rank_info)
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
         self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares)
@@ -61,7 +69,7 @@ class Run:
         self.sampler = Sampler(rank_info.device)
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.divisor = loss_divisor(data.global_batch * max(data.masks, 1))
-        self.checkpoints = Checkpoints(config.folder, config.checkpoint)
+        self.checkpoints = Checkpoints(remote or config.folder, config.checkpoint)
         with phases.part("resume"):
             last = self._resume()
         self.health = Health(config.health, config.folder, rank_info, self.control)
@@ -90,16 +98,15 @@ class Run:
 
     def _resume(self) -> dict[str, Any] | None:
         """Resume from the newest good checkpoint, if there is one; return the metrics of its step."""
-        if self.config.resume == "no" and self.checkpoints.newest() is not None:
+        if self.config.resume == "no" and self.checkpoints.steps():
             raise UsageError(
                 f"--resume no: --out {self.config.out} has checkpoints; pass another --out, or move it away"
             )
         out, own = self.config.out, self.config.document()
         try:
             state = self.checkpoints.resume(self.module, self.optimizer)
-        except MismatchError:
-            if (found := self.checkpoints.newest()) is not None:
-                resume.check_model(found.state.get("config", {}), own, out)
+        except MismatchError as error:
+            resume.check_model(error.state.get("config", {}), own, out)
             raise
         if state is not None:
             saved = state.get("config", {})

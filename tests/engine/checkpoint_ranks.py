@@ -14,7 +14,9 @@ from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
 from sa1b.engine.parallel import ParallelConfig, wrap
 from sa1b.engine.ranks import RankInfo
+from sa1b.engine.remote_run import RemoteRun
 from sa1b.errors import CheckpointError
+from sa1b.storage.bucket import BucketStore
 from tests.engine.launch import group
 from tests.engine.training import Run, begin, samples, whole
 
@@ -187,3 +189,38 @@ def _error(work: Any) -> str:
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def save_at_url(folder: Path, config: ParallelConfig) -> dict[str, Tensor]:
+    """Train and save to a bucket; each rank has a folder of its own, as on another machine."""
+    with group(config) as rank_info:
+        run = begin_tiny(rank_info, config)
+        run.step(0)
+        remote = RemoteRun(_bucket(folder), folder / f"machine {rank_info.rank}")
+        (remote.folder / "damaged.jsonl").write_text(f"of rank {rank_info.rank}\n")
+        checkpoints = Checkpoints(remote, CheckpointConfig())
+        saved = everything(run)
+        checkpoints.save(1, run.module, run.optimizer, {"position": 10})
+        run.step(1)
+        checkpoints.close()
+        assert not remote.folder.exists()
+    return saved
+
+
+def resume_at_url(folder: Path, config: ParallelConfig) -> tuple[Any, list[str]]:
+    """State and tensors of a new run whose ranks share a folder, and the files there at its start."""
+    with group(config) as rank_info:
+        run = begin_tiny(rank_info, config)
+        remote = RemoteRun(_bucket(folder), folder / "one machine")
+        files = sorted(path.name for path in remote.folder.glob("*.jsonl"))
+        checkpoints = Checkpoints(remote, CheckpointConfig())
+        state = checkpoints.resume(run.module, run.optimizer)
+        found = (state, everything(run)), files
+        checkpoints.close()
+    return found
+
+
+def _bucket(folder: Path) -> BucketStore:
+    return BucketStore(
+        f"local://{folder}/bucket/run", scratch=folder / "scratch", options={"auto_mkdir": True}
+    )

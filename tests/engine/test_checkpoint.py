@@ -73,7 +73,7 @@ def test_the_last_n_and_every_mth_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sa1b.engine.checkpoint.checkpoints._LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr("sa1b.engine.checkpoint.folder._LOCK_PATIENCE", 0.1)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     with pytest.raises(CheckpointError, match="in use by another process"):
         Checkpoints(tmp_path, CheckpointConfig())

@@ -145,7 +145,7 @@ def test_a_url_where_a_path_belongs(tmp_path: Path, downloads: Path, monkeypatch
         (runner("synthesize"), ("s3://bucket/x",), "must be a path of this machine"),
         (runner("index"), ("http://127.0.0.1:9/x",), "http can only be read"),
         (runner("view"), ("http://127.0.0.1:9/x", "--subset", "50%"), "http can only be read"),
-        (runner("train"), ("--data.root", "x", "--out", "s3://bucket/run"), "must be a folder, not a URL"),
+        (runner("train"), ("--data.root", "x", "--out", "http://127.0.0.1:9/run"), "http can only be read"),
     ):
         done = verb(*words)
         assert done.returncode == 2, done.stdout

@@ -72,7 +72,7 @@ class Ended:
 
 def start(
     root: Path,
-    out: Path,
+    out: Path | str,
     *flags: str,
     ranks: int = 1,
     mode: str = "none",

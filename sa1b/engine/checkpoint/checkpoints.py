@@ -9,28 +9,25 @@
             checkpoints.save(step, module, optimizer, {"position": position, ...})
     checkpoints.close()
 
-    RUN/checkpoints/step-00000100/
+    RUN/checkpoints/step-00000100/          RUN is a folder or a URL
         __0_0.distcp ...   model and optimizer state, by torch.distributed.checkpoint, one file a rank
         .metadata          which tensor is in which file
         state.json         all other values: the caller's state, step, world size, versions
         manifest.json      bytes and sha256 of every file, written last
 
-A folder is written as step-00000100.partial and flushed. Rank 0 renames it when all ranks have written and
-described their files. So every folder with a final name was complete once; if it does not match its manifest,
-it was damaged later. No content of a checkpoint is run as code: see `torch_metadata.py`.
+Rank 0 commits a checkpoint when all ranks have written and described their files. So every committed one was
+complete once; if it does not match its manifest, it was damaged later. `folder.py` and `bucket.py` have the
+two forms of a commit. No content of a checkpoint is run as code: see `torch_metadata.py`.
 
 Measured for ViT-B with AdamW, 1.13 GB, in one process on two cores: training stops for 0.3 s, for the copy to
 host memory. The asynchronous write takes 10 s on a disk of 120 MB/s, verifying digests 0.8 s, loading 2 s.
 """
 
-import contextlib
 import json
 import logging
-import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +38,19 @@ from torch.optim import Optimizer
 
 from sa1b.engine.checkpoint import files as checkpoint_files
 from sa1b.engine.checkpoint import tensors
-from sa1b.engine.checkpoint.files import STATE, Found, SealedFile, measure, seal
+from sa1b.engine.checkpoint.bucket import BucketLocation
+from sa1b.engine.checkpoint.files import STATE, Found, RetrievalError, SealedFile, measure
+from sa1b.engine.checkpoint.folder import FolderLocation
+from sa1b.engine.checkpoint.location import Location
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.checkpoint.torch_metadata import METADATA, read_metadata
 from sa1b.engine.optim import of_rank
 from sa1b.engine.ranks import ranks
-from sa1b.errors import CheckpointError, LockedError, UsageError
-from sa1b.storage.atomic import commit, flush, lock, write_whole
+from sa1b.engine.remote_run import RemoteRun
+from sa1b.errors import CheckpointError, UsageError
+from sa1b.storage.atomic import write_whole
+from sa1b.storage.errors import StorageError
 
-_LOCK_PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
 _LOG = logging.getLogger(__name__)
 
 
@@ -85,7 +86,7 @@ class CheckpointConfig:
 class Checkpoints:
     """Writes the checkpoints of one run and finds the one to resume from; created by all ranks together.
 
-    All ranks must call the methods in the same order; all except `poll` and `close` are collective. A thread
+    All ranks must call the methods in the same order; all except `poll` are collective. A thread
     of each rank writes. These threads have a separate process group, in which they agree that all ranks have
     written. Training only waits for the copy to host memory, and for the previous save if that is still being
     written.
@@ -96,20 +97,24 @@ class Checkpoints:
         seconds: from the call of `save` until the newest checkpoint was complete; 0.0 before the first.
 
     Args:
-        run: folder of the run; checkpoints are in its folder `checkpoints`.
+        run: folder of the run, or the run in a bucket, which `close` closes too; checkpoints are in its
+            folder `checkpoints`.
 
     Raises:
         CheckpointError: the folder cannot be written, or another run uses it.
     """
 
-    def __init__(self, run: Path, config: CheckpointConfig) -> None:
-        self.folder = run / "checkpoints"
+    def __init__(self, run: Path | RemoteRun, config: CheckpointConfig) -> None:
         self.config = config
         self.seconds = 0.0
         self._began = 0.0  # when the newest save began
-        self._ranks = ranks()
-        self._held = contextlib.ExitStack()
-        self._ranks.on_first(self._begin)
+        self._location: Location
+        if isinstance(run, RemoteRun):
+            self._location = BucketLocation(run)
+        else:
+            self._location = FolderLocation(run / "checkpoints", ranks())
+        self._ranks = self._location.ranks
+        self._ranks.on_first(self._location.begin)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stager: DefaultStager | None = None
         self._writing: Future[int] | None = None
@@ -188,20 +193,20 @@ class Checkpoints:
         """Wait for the write in flight and unlock the folder; call it before the process group is destroyed.
 
         Raises:
-            CheckpointError: the last write has failed.
+            CheckpointError: the last write has failed, or, in a bucket, the upload of another file.
         """
         self._settle()
         self._writer.shutdown()
         if self._stager is not None:
             self._stager.close()
-        self._held.close()
+        self._location.close()
         if self._failures:
             raise self._failed()
 
-    def newest(self) -> Found | None:
-        """The newest good checkpoint, found by rank 0 for all ranks. See `checkpoint_files.newest`."""
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, good or damaged, oldest first."""
         self._settle()
-        return self._ranks.on_first(lambda: checkpoint_files.newest(self.folder))
+        return self._ranks.on_first(self._location.steps)
 
     def load(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
         """Fill model and optimizer in place and return the state; any mode and world size.
@@ -211,9 +216,11 @@ class Checkpoints:
             CheckpointError: tensors cannot be read; model and optimizer may be partly filled.
         """
         self._settle()
-        tensors.load(found.folder, found.metadata, model, optimizer, self._ranks)
-        if found.folder.parent == self.folder:
-            self._good = {found.step}
+        try:
+            tensors.load(found.folder, found.metadata, model, optimizer, self._ranks)
+        except MismatchError as error:
+            error.state = found.state
+            raise
         return found.state
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -226,75 +233,66 @@ class Checkpoints:
 
         Raises:
             MismatchError: as in `load`.
+            RetrievalError: a checkpoint that may be good cannot be read now.
             CheckpointError: there are checkpoints, but none is good.
         """
-        self._settle()
         refused: list[str] = []
-        for step in reversed(self._ranks.on_first(lambda: checkpoint_files.steps(self.folder))):
-            folder = self.folder / checkpoint_files.folder_name(step)
+        for step in reversed(self.steps()):
             try:
-                found = self._ranks.on_first(partial(checkpoint_files.read, folder))
-                return self.load(found, model, optimizer)
-            except MismatchError:
+                found = self._location.fetch(step)
+                try:
+                    state = self.load(found, model, optimizer)
+                finally:
+                    self._location.drop(found)
+                self._good = {step}
+                return state
+            except (MismatchError, RetrievalError):
                 raise
             except CheckpointError as error:
                 refused.append(str(error))
                 if self._ranks.rank == 0:
-                    _LOG.warning("skipping checkpoint %s: %s", folder, error)
+                    _LOG.warning("skipping checkpoint %s: %s", self._location.name(step), error)
         if refused:
-            raise checkpoint_files.none_good(self.folder, refused)
+            raise checkpoint_files.none_good(self._location.root, refused)
         return None
-
-    def _begin(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + _LOCK_PATIENCE
-        while True:
-            try:
-                self._held.enter_context(lock(self.folder))
-                break
-            except LockedError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
-        checkpoint_files.sweep(self.folder)
 
     def _write(self, step: int, own: dict[str, Tensor], state: bytes) -> int:
         """Write and commit a checkpoint; collective, in the writing thread. Fails on all ranks or on none."""
-        temporary = self.folder / f"{checkpoint_files.folder_name(step)}.partial"
+        location = self._location
         try:
-            self._ranks.on_first(lambda: checkpoint_files.make_empty(temporary))
+            temporary = location.prepare(step)
             self._ranks.on_all(lambda: tensors.write(temporary, own, self._ranks))
             parts = self._ranks.on_all(lambda: self._describe(temporary, state))
             self._ranks.on_first(lambda: self._commit(temporary, step, parts))
         except CheckpointError as error:
-            if self._ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
-            raise CheckpointError(f"{temporary}: {error}") from None
+            raise CheckpointError(f"{location.target(step)}: {error}") from None
+        finally:
+            location.discard(step)
         self.seconds = time.perf_counter() - self._began
         return step
 
     def _describe(self, temporary: Path, state: bytes) -> dict[str, SealedFile]:
-        """Flush and measure the files that this rank wrote."""
+        """Make the files that this rank wrote durable, and measure them."""
         paths = sorted(temporary.glob(f"__{self._ranks.rank}_*"))
         if self._ranks.rank == 0:
             write_whole(temporary / STATE, state)
             paths += [temporary / METADATA, temporary / STATE]
-        for path in paths:
-            flush(path)
+        self._location.keep(temporary, paths)
         return {path.name: measure(path) for path in paths}
 
     def _commit(self, temporary: Path, step: int, parts: list[dict[str, SealedFile]]) -> None:
         files = {name: file for part in parts for name, file in part.items()}
         # Verify the table of tensors now, so that an invalid one is not found at the next start only.
         read_metadata(temporary, {name: file.bytes for name, file in files.items()})
-        seal(temporary, step, files)
-        flush(temporary)
-        final = self.folder / checkpoint_files.folder_name(step)
-        if final.exists():
-            checkpoint_files.remove(final)  # removes a damaged or earlier checkpoint of the same step
-        commit(temporary, final)
+        self._location.commit(temporary, step, files)
         self._good.add(step)
-        checkpoint_files.prune(self.folder, self._good, self.config.keep_last, self.config.keep_every)
+        keep_last, keep_every = self.config.keep_last, self.config.keep_every
+        for old in checkpoint_files.outdated(self._location.steps(), self._good, keep_last, keep_every):
+            self._good.discard(old)
+            try:
+                self._location.remove(old)
+            except (OSError, StorageError) as error:
+                _LOG.warning("an old checkpoint cannot be removed: %s", error)
 
     def _settle(self) -> None:
         """Wait for the write in flight and return its outcome, which is the same on all ranks."""
@@ -310,10 +308,10 @@ class Checkpoints:
             return
         self._failures.clear()
         if self._ranks.rank == 0:
-            _LOG.info("checkpoint written: %s", self.folder / checkpoint_files.folder_name(step))
+            _LOG.info("checkpoint written: %s", self._location.name(step))
 
     def _failed(self) -> CheckpointError:
         return CheckpointError(
-            f"{self._failures[-1]}: {len(self._failures)} failed in a row; free space or repair the disk, "
-            "then start the same command again: it resumes from the newest checkpoint"
+            f"{self._failures[-1]}: {len(self._failures)} failed in a row; {self._location.remedy}, then "
+            "start the same command again: it resumes from the newest checkpoint"
         )

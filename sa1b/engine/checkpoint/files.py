@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ from sa1b.storage.atomic import commit, json_bytes, write_whole
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LOG = logging.getLogger(__name__)
+
+
+class RetrievalError(CheckpointError):
+    """A checkpoint that may be good cannot be copied from its bucket: the store or the local disk failed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,13 +55,19 @@ def steps(folder: Path) -> list[int]:
     """Steps of the committed checkpoints in RUN/checkpoints, good or damaged, oldest first."""
     if not folder.is_dir():
         return []
-    names = (_NAME.fullmatch(path.name) for path in folder.iterdir())
-    return sorted(int(name[1]) for name in names if name)
+    numbers = (step_of(path.name) for path in folder.iterdir())
+    return sorted(step for step in numbers if step is not None)
+
+
+def step_of(name: str) -> int | None:
+    """The step in the name of a checkpoint's folder; None for other names."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a path is a folder with the name of a committed checkpoint, good or damaged."""
-    return folder.is_dir() and _NAME.fullmatch(folder.name) is not None
+    return folder.is_dir() and step_of(folder.name) is not None
 
 
 def read(folder: Path) -> Found:
@@ -68,22 +79,21 @@ def read(folder: Path) -> Found:
         CheckpointError: the checkpoint is damaged; the message names the file.
         OSError: a file cannot be read.
     """
-    name = _NAME.fullmatch(folder.name)
-    if not name or not folder.is_dir():
+    step = step_of(folder.name)
+    if step is None or not folder.is_dir():
         raise CheckpointError(f"{folder}: not a checkpoint; pass a folder with a name such as step-00000100")
-    step = int(name[1])
     files = check(folder, step)
     for file in (METADATA, STATE):
         if file not in files:
-            raise _damaged(folder / file, "not named by the manifest")
+            raise damaged(folder / file, "not named by the manifest")
     document = read_json(folder / STATE)
     fields = {"step": int, "world_size": int, "state": dict}
     if not isinstance(document, dict) or any(
         type(document.get(key)) is not kind for key, kind in fields.items()
     ):
-        raise _damaged(folder / STATE, "not the state of a run")
+        raise damaged(folder / STATE, "not the state of a run")
     if document["step"] != step:
-        raise _damaged(folder / STATE, f"of step {document['step']}, not {step}")
+        raise damaged(folder / STATE, f"of step {document['step']}, not {step}")
     metadata = read_metadata(folder, {file: entry.bytes for file, entry in files.items()})
     return Found(step, folder, document["state"], document["world_size"], metadata)
 
@@ -115,25 +125,20 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def prune(folder: Path, good: set[int], keep_last: int, keep_every: int) -> None:
-    """Remove checkpoints older than the newest `keep_last` of those known to be good.
+def outdated(there: Iterable[int], good: set[int], keep_last: int, keep_every: int) -> list[int]:
+    """The checkpoints older than the newest `keep_last` of those known to be good.
 
     Other checkpoints are not counted: a damaged one must not displace the one that a run has fallen back to.
 
     Args:
-        good: steps of good checkpoints; removed ones are deleted from it.
+        there: steps of all checkpoints.
+        good: steps of good checkpoints.
         keep_every: checkpoints whose step is a multiple of this are kept; 0: none.
     """
     kept = sorted(good)[-keep_last:]
     if len(kept) < keep_last:
-        return
-    for step in steps(folder):
-        if step < kept[0] and not (keep_every and step % keep_every == 0):
-            good.discard(step)
-            try:
-                remove(folder / folder_name(step))
-            except OSError as error:
-                _LOG.warning("an old checkpoint cannot be removed: %s", error)
+        return []
+    return [step for step in there if step < kept[0] and not (keep_every and step % keep_every == 0)]
 
 
 def remove(path: Path) -> None:
@@ -157,7 +162,7 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def none_good(folder: Path, refused: list[str]) -> CheckpointError:
+def none_good(folder: Path | str, refused: list[str]) -> CheckpointError:
     """The error if there are checkpoints but none can be used."""
     listed = "\n  ".join(refused)
     return CheckpointError(
@@ -166,7 +171,7 @@ def none_good(folder: Path, refused: list[str]) -> CheckpointError:
     )
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
+def damaged(path: Path | str, why: str) -> CheckpointError:
     return CheckpointError(f"{path}: {why}; restore it from a copy, or use an older checkpoint")
 
 
@@ -212,7 +217,7 @@ def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
         raise CheckpointError(
             f"{folder / foreign[0]}: not written by this run; start one run at a time with this --out"
         )
-    write_whole(folder / MANIFEST, _encode(step, files))
+    write_whole(folder / MANIFEST, encode(step, files))
 
 
 def check(folder: Path, step: int) -> dict[str, SealedFile]:
@@ -224,22 +229,22 @@ def check(folder: Path, step: int) -> dict[str, SealedFile]:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise _damaged(path, "missing (it is written last, so the checkpoint may be incomplete)")
-    files = _decode(path, read_json(path), step)
+        raise damaged(path, "missing (it is written last, so the checkpoint may be incomplete)")
+    files = manifest_files(path, step)
     found = {entry.name: entry for entry in os.scandir(folder)}
     for name in sorted({*files, MANIFEST} ^ set(found)):
-        raise _damaged(folder / name, "missing" if name in files else "not named by the manifest")
+        raise damaged(folder / name, "missing" if name in files else "not named by the manifest")
     for name, file in files.items():
         status = found[name].stat(follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
-            raise _damaged(folder / name, "a link or folder, not a plain file")
+            raise damaged(folder / name, "a link or folder, not a plain file")
         if status.st_size != file.bytes:
-            raise _damaged(folder / name, f"{status.st_size} bytes, {file.bytes} expected")
+            raise damaged(folder / name, f"{status.st_size} bytes, {file.bytes} expected")
     with ThreadPoolExecutor(_THREADS) as pool:
         measured = dict(zip(files, pool.map(lambda name: measure(folder / name), files), strict=True))
     for name, file in files.items():
         if measured[name] != file:
-            raise _damaged(folder / name, "the sha256 differs from the one that was written")
+            raise damaged(folder / name, "the sha256 differs from the one that was written")
     return files
 
 
@@ -250,14 +255,15 @@ def read_json(path: Path) -> Any:
         CheckpointError: the file is not JSON, or too long.
     """
     if path.stat().st_size > _LONGEST:
-        raise _damaged(path, f"longer than {_LONGEST} bytes")
+        raise damaged(path, f"longer than {_LONGEST} bytes")
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"not JSON ({error})") from None
+        raise damaged(path, f"not JSON ({error})") from None
 
 
-def _encode(step: int, files: dict[str, SealedFile]) -> bytes:
+def encode(step: int, files: dict[str, SealedFile]) -> bytes:
+    """The bytes of a manifest."""
     document: dict[str, object] = {
         "version": VERSION,
         "step": step,
@@ -267,7 +273,14 @@ def _encode(step: int, files: dict[str, SealedFile]) -> bytes:
     return json_bytes({**document, "sha256": digest})
 
 
-def _decode(path: Path, document: Any, step: int) -> dict[str, SealedFile]:
+def manifest_files(path: Path, step: int) -> dict[str, SealedFile]:
+    """The files that the manifest of a checkpoint lists; their names have no folders.
+
+    Raises:
+        CheckpointError: it is not the manifest of this step.
+        OSError: the manifest cannot be read.
+    """
+    document = read_json(path)
     if isinstance(document, dict) and document.get("version") not in (None, VERSION):
         raise CheckpointError(
             f"{path}: version {document['version']}, this program reads {VERSION}; use the version of sa1b "
@@ -277,14 +290,14 @@ def _decode(path: Path, document: Any, step: int) -> dict[str, SealedFile]:
         files = {
             str(name): SealedFile(file["bytes"], file["sha256"]) for name, file in document["files"].items()
         }
-        written = _encode(document["step"], files)
+        written = encode(document["step"], files)
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise _damaged(path, "not the manifest of a checkpoint") from None
+        raise damaged(path, "not the manifest of a checkpoint") from None
     if path.read_bytes() != written:
-        raise _damaged(path, "its own sha256 is wrong")
+        raise damaged(path, "its own sha256 is wrong")
     if document["step"] != step:
-        raise _damaged(path, f"of step {document['step']}, not {step}: the folder was renamed or copied")
+        raise damaged(path, f"of step {document['step']}, not {step}: the folder was renamed or copied")
     for name in files:
         if Path(name).name != name or name in (MANIFEST, ".", ".."):
-            raise _damaged(path, f"names {name!r}, which is not a file of this folder")
+            raise damaged(path, f"names {name!r}, which is not a file of this folder")
     return files

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,15 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class MismatchError(CheckpointError):
-    """A good checkpoint of another model; older checkpoints of the run do not fit either."""
+    """A good checkpoint of another model; older checkpoints of the run do not fit either.
+
+    Attributes:
+        state: the state in the checkpoint.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.state: dict[str, Any] = {}
 
 
 class _Reader(FileSystemReader):

@@ -1,5 +1,8 @@
 """Weights from checkpoints and published files, as a start for training and for export."""
 
+import contextlib
+import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sa1b.engine.checkpoint import files, tensors
+from sa1b.engine.checkpoint import bucket, files, tensors
 from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.sam.model import Sam
@@ -21,13 +24,17 @@ from sa1b.sam.published import (
     read_weights,
     write_weights,
 )
+from sa1b.shards.staging import clean_scratch
+from sa1b.storage.protocols import protocol_of
+from sa1b.storage.store import open_store, temporary_path
 
 PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
 
 _KINDS = (
     "the folder of a run (--out of `sa1b train`), a checkpoint in it (RUN/checkpoints/step-...), "
-    "a .safetensors or a .pth"
+    "a .safetensors or a .pth, or the URL of one of these"
 )
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +96,30 @@ class Converted:
 
 
 def find_weights(
-    source: Path, read_file: Callable[[Path], dict[str, Tensor]] = read_weights
-) -> tuple[Path, dict[str, Tensor]]:
-    """Initial weights for a run, by published names, float32, on the CPU; and their path.
+    source: str | PathLike[str],
+    read_file: Callable[[Path], dict[str, Tensor]] = read_weights,
+    scratch: Path | None = None,
+) -> tuple[str, dict[str, Tensor]]:
+    """Initial weights for a run, by published names, float32, on the CPU; and their path or URL.
 
     Args:
-        source: a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file.
+        source: a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file;
+            or the URL of one of these, which is copied to a temporary folder.
         read_file: reads a published file.
+        scratch: of a URL: folder that contains the temporary folder, see `sa1b.storage.store.open_store`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the folder contains none.
         WeightsError: the file is damaged, or contains another model.
-        OSError: the source cannot be read.
+        OSError, StorageError: the source cannot be read.
     """
+    if protocol_of(str(source)):
+        return _fetched_weights(str(source).rstrip("/"), read_file, scratch)
+    source = Path(source)
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder; pass {_KINDS}")
     if not source.is_dir():
-        return source, read_file(source)
+        return str(source), read_file(source)
     if (source / "checkpoints").is_dir():
         found = files.newest(source / "checkpoints")
         if found is None:
@@ -119,17 +133,52 @@ def find_weights(
         raise CheckpointError(f"{source}: a folder without weights; pass {_KINDS}")
     else:
         found = files.read(source)
-    return found.folder, tensors.read_weights(found.folder, found.metadata)
+    return str(found.folder), tensors.read_weights(found.folder, found.metadata)
 
 
-def load_weights(model: Model, source: Path) -> str:
+def _fetched_weights(
+    url: str, read_file: Callable[[Path], dict[str, Tensor]], scratch: Path | None
+) -> tuple[str, dict[str, Tensor]]:
+    parent, _, last = url.rpartition("/")
+    if last.endswith(FORMATS):
+        with open_store(parent, scratch=scratch).files(last) as [path]:
+            if not path.exists():
+                raise CheckpointError(f"{url}: no such object; pass {_KINDS}")
+            return url, read_file(path)
+    step = files.step_of(last)
+    store = open_store(url if step is None else parent.rpartition("/")[0], scratch=scratch)
+    steps = bucket.committed(store) if step is None else [step]
+    if not steps:
+        raise CheckpointError(f"{url}: has no checkpoint; pass {_KINDS}")
+    store.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = temporary_path(store.scratch / "weights")
+    refused: list[str] = []
+    with clean_scratch(store), contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        for number in reversed(steps):
+            try:
+                found = bucket.download(store, number, folder)
+            except files.RetrievalError:
+                raise
+            except CheckpointError as error:
+                if step is not None:
+                    raise
+                refused.append(str(error))
+                _LOG.warning("skipping checkpoint %s: %s", files.folder_name(number), error)
+                continue
+            where = store.url(f"checkpoints/{files.folder_name(number)}")
+            return where, tensors.read_weights(found.folder, found.metadata)
+    raise files.none_good(url, refused)
+
+
+def load_weights(model: Model, source: str | PathLike[str], scratch: Path | None = None) -> str:
     """Load the weights that `find_weights` finds into a model; return a line that describes them.
 
     Raises:
         UsageError: the weights do not fit the model.
         CheckpointError, Sa1bError, OSError: see `find_weights`.
     """
-    where, found = find_weights(source, model.read_weights)
+    where, found = find_weights(source, model.read_weights, scratch)
     try:
         return f"{where}: {model.load_weights(found)}"
     except UsageError as error:
@@ -141,7 +190,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
 
     Args:
         source: the folder of a run (--out of `sa1b train`; its newest good checkpoint is taken), a
-            checkpoint in it, or a .pth or .safetensors with the published names.
+            checkpoint in it, or a .pth or .safetensors with the published names; or the URL of one of these.
 
     Raises:
         UsageError: the source is not a path.
@@ -151,7 +200,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
     """
     if not isinstance(source, str | PathLike):
         raise UsageError(f"source {source!r}: not a path; pass {_KINDS}")
-    where, found = find_weights(Path(source))
+    where, found = find_weights(source)
     try:
         model = Sam(config_of(found))
         model.load_state_dict(found)
@@ -163,7 +212,9 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
     return model.to(device).eval()
 
 
-def convert(source: Path, target: Path, *, overwrite: bool = False) -> Converted:
+def convert(
+    source: str | PathLike[str], target: Path, *, overwrite: bool = False, scratch: Path | None = None
+) -> Converted:
     """Write the weights of a checkpoint or published file to one file.
 
     Raises:
@@ -176,11 +227,11 @@ def convert(source: Path, target: Path, *, overwrite: bool = False) -> Converted
         raise UsageError(f"--out {target}: is a folder; name a file that ends with .safetensors or .pth")
     if target.exists() and not overwrite:
         raise UsageError(f"--out {target}: exists; pass --overwrite to replace it")
-    where, weights = find_weights(source)
+    where, weights = find_weights(source, scratch=scratch)
     write_weights(target, weights)
     config = config_of(weights)
     return Converted(
-        source=str(where),
+        source=where,
         target=str(target),
         bytes=target.stat().st_size,
         model=preset_of(config),

@@ -1,0 +1,93 @@
+"""Checkpoints in a folder that all ranks share.
+
+A checkpoint is written to `step-00000100.partial` and flushed. Rank 0 renames the folder when all ranks have
+written and described their files. So every folder with a final name was complete once.
+"""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from sa1b.engine.checkpoint import files as checkpoint_files
+from sa1b.engine.checkpoint.files import Found, SealedFile, folder_name, seal
+from sa1b.engine.checkpoint.location import Location
+from sa1b.engine.ranks import Ranks
+from sa1b.errors import LockedError
+from sa1b.storage.atomic import commit, flush, lock
+
+_LOCK_PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
+
+
+class FolderLocation(Location):
+    """The checkpoints in RUN/checkpoints; the folder is locked by rank 0.
+
+    Args:
+        folder: RUN/checkpoints.
+    """
+
+    remedy = "free space or repair the disk"
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.root = str(folder)
+        self._held = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + _LOCK_PATIENCE
+        while True:
+            try:
+                self._held.enter_context(lock(self.folder))
+                break
+            except LockedError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+        checkpoint_files.sweep(self.folder)
+
+    def steps(self) -> list[int]:
+        return checkpoint_files.steps(self.folder)
+
+    def fetch(self, step: int) -> Found:
+        return self.ranks.on_first(lambda: checkpoint_files.read(self._final(step)))
+
+    def drop(self, found: Found) -> None:
+        pass
+
+    def target(self, step: int) -> str:
+        return str(self._temporary(step))
+
+    def prepare(self, step: int) -> Path:
+        temporary = self._temporary(step)
+        self.ranks.on_first(lambda: checkpoint_files.make_empty(temporary))
+        return temporary
+
+    def keep(self, temporary: Path, paths: Iterable[Path]) -> None:
+        for path in paths:
+            flush(path)
+
+    def commit(self, temporary: Path, step: int, files: dict[str, SealedFile]) -> None:
+        seal(temporary, step, files)
+        flush(temporary)
+        final = self._final(step)
+        if final.exists():
+            checkpoint_files.remove(final)  # removes a damaged or earlier checkpoint of the same step
+        commit(temporary, final)
+
+    def discard(self, step: int) -> None:
+        if self.ranks.rank == 0:
+            shutil.rmtree(self._temporary(step), ignore_errors=True)  # frees space on a full disk
+
+    def remove(self, step: int) -> None:
+        checkpoint_files.remove(self._final(step))
+
+    def close(self) -> None:
+        self._held.close()
+
+    def _final(self, step: int) -> Path:
+        return self.folder / folder_name(step)
+
+    def _temporary(self, step: int) -> Path:
+        return self.folder / f"{folder_name(step)}.partial"

@@ -1,0 +1,101 @@
+"""The training command with --out at a URL: the results are those of a run in a folder."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tests.processes import REPOSITORY
+from tests.storage.service import Service
+from tests.train.command import (
+    assert_same_state,
+    checkpoint_steps,
+    losses,
+    newest,
+    start,
+    starts,
+)
+
+Whole = Callable[[str, int], Path]
+RUN = "s3://data/run"
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder with the objects of the run at the URL; a copy of a run is the folder of a run."""
+    (tmp_path / "store" / "data").mkdir(parents=True)
+    with Service("object_server", tmp_path / "store") as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield tmp_path / "store" / "data" / "run"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_run_at_a_url_is_that_of_a_folder_and_its_weights_can_be_used(
+    root: Path, whole: Whole, bucket: Path, tmp_path: Path
+) -> None:
+    scratch = ("--scratch", str(tmp_path / "scratch"))
+    first = start(root, RUN, *scratch)
+    assert first.codes == [0], first.outputs
+    assert losses(bucket) == losses(whole("none", 1))
+    assert_same_state(bucket, whole("none", 1))
+    assert [name for name in files(bucket) if not name.startswith("checkpoints/")] == [
+        "config.json",
+        "metrics.jsonl",
+    ]
+    assert checkpoint_steps(bucket) == checkpoint_steps(whole("none", 1))
+    assert files(tmp_path / "scratch") == []
+
+    refused = start(root, RUN, *scratch, "--resume", "no")
+    assert refused.codes == [2]
+    assert refused.outputs[0].splitlines()[-1].startswith(f"error: --resume no: --out {RUN} has checkpoints")
+
+    before = files(tmp_path / "scratch")  # of the refused run
+    initial = start(root, tmp_path / "next", "--init", RUN, *scratch, "--dry-run")
+    assert initial.codes == [0], initial.outputs
+
+    for source, flags in ((RUN, scratch), (bucket, ())):
+        target = tmp_path / f"{len(flags)}.safetensors"
+        command = [sys.executable, "-m", "sa1b", "convert", source, "--out", target, *flags, "--json"]
+        done = processes.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["source"] == str(newest(bucket))
+    assert (tmp_path / "2.safetensors").read_bytes() == (tmp_path / "0.safetensors").read_bytes()
+    assert files(tmp_path / "scratch") == before
+
+
+def test_a_killed_run_of_two_machines_continues_on_two_others(
+    root: Path, whole: Whole, bucket: Path, tmp_path: Path
+) -> None:
+    def machines(*names: str) -> list[tuple[str, str]]:
+        return [("--scratch", str(tmp_path / "scratch" / name)) for name in names]
+
+    kill = {"what": "kill", "rank": 0, "step": 4, "moment": "agreed", "once": str(tmp_path / "once")}
+    killed = start(root, RUN, ranks=2, mode="ddp", of_rank=machines("a", "b"), mishap=kill)
+    assert killed.codes[0] == -9
+    assert checkpoint_steps(bucket)[-1] in (2, 4)
+    assert "run.claim" in files(bucket)
+    again = start(root, RUN, ranks=2, mode="ddp", of_rank=machines("c", "d"))
+    assert again.codes == [0, 0], again.outputs
+    assert len(starts(bucket)) == 2
+    assert losses(bucket) == losses(whole("ddp", 2))
+    assert_same_state(bucket, whole("ddp", 2))
+    assert "run.claim" not in files(bucket)
+    assert not [path for name in "cd" for path in files(tmp_path / "scratch" / name)]
+
+
+def test_a_url_that_cannot_be_written_is_refused_before_training(
+    root: Path, bucket: Path, tmp_path: Path
+) -> None:
+    ended = start(root, "s3://denied/run", "--scratch", str(tmp_path / "scratch"))
+    assert ended.codes == [2]
+    last = ended.outputs[0].splitlines()[-1]
+    assert last.startswith("error: --out s3://denied/run: cannot be written: ")
+    assert "Writing needs permission to get, put, list and delete objects below s3://denied/run" in last
