@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.engine.control import SIGNALS, Control, StepFigures, Stop, WriteError
+from sa1b.engine.control import SIGNALS, TABLE_SIGNAL, Control, StepFigures, Stop, WriteError
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.ranks import RankInfo
 from tests.engine.launch import group, launch
@@ -47,6 +47,9 @@ def on_rank(world_size: int) -> tuple[StepFigures, list[bool]]:
                 raise OSError(errno.ENOSPC, "No space left on device", "here/metrics.jsonl")
         seen += [control.failed, control.poll(), control.failed]
         seen += [control.any_rank(rank_info.rank == 0), control.any_rank(False)]
+        control.table_asked = rank_info.rank == world_size - 1
+        control.any_rank(False)
+        seen += [control.take_table_request(), control.take_table_request()]
         with pytest.raises(WriteError, match="metrics.jsonl" if rank_info.rank == 0 else "another rank"):
             control.check()
         return first, seen
@@ -66,7 +69,7 @@ def test_figures_of_ranks_are_those_of_a_single_process_and_requests_reach_all_a
         assert figures.ranks["data"] == [1.0 + rank for rank in range(world_size)]
         assert figures.ranks["compute"][0] == 2.0
         assert all(map(math.isnan, figures.ranks["compute"][1:]))
-        assert seen == [False, False, False, True, False, False, True, True, True, False]
+        assert seen == [False, False, False, True, False, False, True, True, True, False, True, False]
     assert sum(figures.own_loss for figures, _ in ranks) == single.own_loss
 
 
@@ -97,7 +100,7 @@ def test_a_step_without_anything_that_counts_has_means_of_zero_and_others_keep_w
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_asks_and_nothing_stops_before_the_ranks_have_met(number: signal.Signals) -> None:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, TABLE_SIGNAL)}
     try:
         control = Control(place_of())
         control.install()
@@ -107,6 +110,22 @@ def test_a_signal_asks_and_nothing_stops_before_the_ranks_have_met(number: signa
         assert not control.stopping
         assert control.poll()
         control.check()  # a stop request is not a failure
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def test_a_request_for_the_table_is_answered_once_and_stops_nothing() -> None:
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, TABLE_SIGNAL)}
+    try:
+        control = Control(place_of())
+        control.install()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert not control.take_table_request()  # the ranks have not met
+        assert not control.poll()  # in an evaluation, which goes on
+        exchanged(control, 0, 1)
+        assert [control.take_table_request(), control.take_table_request()] == [True, False]
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)

@@ -58,7 +58,9 @@ def properties(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sampled(sampler: Sampler, name: str) -> dict[str, float]:
     """The first sample that has a figure."""
+    end = time.monotonic() + 60
     while math.isnan(sampler.latest()[name]):
+        assert time.monotonic() < end
         time.sleep(0.001)
     return sampler.latest()
 
