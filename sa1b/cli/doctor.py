@@ -9,8 +9,10 @@ wrong; 130: interrupted.
 """
 
 import json
+import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
@@ -29,7 +31,7 @@ def main(
     timeout: float = 60.0,
     rate: float | None = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
-) -> int:
+) -> NoReturn:
     """Check that this machine, or all ranks of a job, are set up right for training.
 
     Args:
@@ -60,13 +62,14 @@ def main(
     try:
         report = examine(subject, runs, quiet=json_output)
     except Interrupted as interrupted:
-        if not json_output:
+        if not json_output and subject.rank == 0:
             print(interrupted.report.table(), flush=True)
         raise
-    if report is None:  # rank 0 prints the findings of this rank
-        return 0
-    print(json.dumps(report.document(), indent=1) if json_output else report.table(), flush=True)
-    return report.exit_code()
+    if report is not None:  # otherwise rank 0 prints the findings of this rank
+        print(json.dumps(report.document(), indent=1) if json_output else report.table())
+    sys.stdout.flush()
+    # Threads of torch that outlive the interpreter may abort it, and a check that hangs has threads too.
+    os._exit(0 if report is None else report.exit_code())
 
 
 def check(

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +46,21 @@ class Subject:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     system: Path = Path("/")
 
+    @property
+    def deadline(self) -> float:
+        """Seconds in which storage must answer; shorter than `wait`."""
+        return self.timeout / 2
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a check of this rank counts as hanging."""
+        return self.deadline + 4 * self.seconds
+
+    @property
+    def wait(self) -> float:
+        """Seconds that a rank waits for another one, in which a check may hang."""
+        return max(self.timeout, 1.2 * self.limit)
+
     @classmethod
     def of_this_process(cls, **given: Any) -> "Subject":
         """This process, by the variables of torchrun, and the other attributes as they are given.
@@ -54,7 +71,9 @@ class Subject:
         rank, world_size = process_rank()
         local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an old driver, which is a finding of the check of devices
+            visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
         # A launcher may show each task its own GPU only, as number 0 (srun --gpus-per-task=1).
         index = 0 if visible == 1 else local_rank
         device = torch.device("cuda", index) if index < visible else torch.device("cpu")
@@ -87,15 +106,26 @@ class Check:
     def run(self, subject: Subject, before: Iterable[Finding] = ()) -> list[Finding]:
         """The findings of this rank. An error of the check itself is a finding too.
 
+        The check runs in a thread of its own, because a read of a dead file server or a call of a broken
+        driver may never return. Such a check is a finding as well, and its thread is left behind.
+
         Args:
             before: the findings of earlier checks.
         """
         if skipped := unmet(self.name, self.needs, before):
             return [skipped]
-        try:
-            return list(self.work(subject))
-        except Exception as error:
-            return [crashed(self.name, error)]
+        found: list[Finding] = []
+
+        def work() -> None:
+            try:
+                found.extend(list(self.work(subject)))
+            except Exception as error:
+                found.append(crashed(self.name, error))
+
+        thread = threading.Thread(target=work, name=self.name, daemon=True)
+        thread.start()
+        thread.join(subject.limit)
+        return list(found) if not thread.is_alive() else [hung(self.name, subject.limit)]
 
 
 def unmet(check: str, needs: tuple[str, ...], before: Iterable[Finding]) -> Finding | None:
@@ -108,6 +138,16 @@ def unmet(check: str, needs: tuple[str, ...], before: Iterable[Finding]) -> Find
     if failed is None:
         return None
     return Finding(check, "skipped", f"the check {failed!r} failed", "Fix that first")
+
+
+def hung(check: str, seconds: float) -> Finding:
+    """The finding that a check did not end."""
+    return Finding(
+        check,
+        "failed",
+        f"did not end within {seconds:g} s",
+        "A file system, a store or a driver does not answer: look at `df`, `mount` and `dmesg`",
+    )
 
 
 def crashed(check: str, error: Exception) -> Finding:

@@ -89,9 +89,10 @@ def examine(
                 progress.show(check.name, check.measures)
                 found += check.run(subject, found)
         progress.end()
-        if subject.world_size == 1:
-            return Report(found, f"1 process on {subject.host}")
         steps = [check for check in together if chosen(check.name)]
+        if subject.world_size == 1:
+            found += _of_several(chosen, steps)
+            return Report(found, f"1 process on {subject.host}", [subject.host])
         return _exchanged(subject, of_rank(found, subject), chosen, steps, progress)
     except KeyboardInterrupt:
         progress.end()
@@ -126,7 +127,7 @@ def _lead(
     progress: "_Progress",
 ) -> Report:
     """Rank 0: gather the findings, and decide before each further check whether the ranks run it."""
-    answers = meeting.receive("local")
+    answers = meeting.receive("local", timeout=subject.wait)
     hosts = [answers[rank][0] if rank in answers else "?" for rank in range(subject.world_size)]
     found = [one for _, (_, findings) in sorted(answers.items()) for one in findings]
     found += [one for one in agreement(found) if chosen(one.check)]
@@ -178,6 +179,14 @@ def _go(check: CheckTogether) -> str:
     return f"go/{check.name}"
 
 
+def _of_several(chosen: Callable[[str], bool], together: Sequence[CheckTogether]) -> list[Finding]:
+    """The checks of several ranks, skipped for a single process: one line for all, if all were chosen."""
+    why = "one process; these checks need several ranks"
+    remedy = "Start several: torchrun --nproc_per_node=8 -m sa1b doctor ROOT"
+    names = [RENDEZVOUS] if chosen(RENDEZVOUS) else [check.name for check in together]
+    return [Finding(name, "skipped", why, remedy) for name in names]
+
+
 def _missing(subject: Subject, answers: dict[int, Any]) -> list[int]:
     return [rank for rank in range(subject.world_size) if rank not in answers]
 
@@ -204,8 +213,7 @@ def _met(subject: Subject, missing: list[int]) -> Finding:
     return Finding(
         RENDEZVOUS,
         "failed",
-        f"{len(missing)} of {subject.world_size} ranks did not answer at {address} within "
-        f"{subject.timeout:g} s",
+        f"{len(missing)} of {subject.world_size} ranks did not answer at {address} within {subject.wait:g} s",
         "Look at the output of these ranks: they did not start, hang, or print why they cannot reach "
         f"{address}; --timeout waits longer",
         ranks=tuple(missing),

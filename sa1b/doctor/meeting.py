@@ -40,7 +40,7 @@ class Meeting:
             RuntimeError: the store cannot be reached within the timeout.
         """
         self._subject = subject
-        wait = timedelta(seconds=subject.timeout)
+        wait = timedelta(seconds=subject.wait)
         self.store: KeyValueStore = next(
             rendezvous("env://", subject.rank, subject.world_size, timeout=wait)
         )[0]

@@ -15,6 +15,7 @@ from sa1b.doctor.check import Subject
 from sa1b.doctor.report import Finding
 from sa1b.storage.protocols import EXTRAS, protocol_of
 
+OPTIONAL = ("s3", "gcs", "azure", "interop", "ray", "tensorboard", "kernels")  # extras for users
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]+\])?(?:>=([\d.]+))?.*?(?:extra == ['\"]([\w-]+)['\"])?$")
 
 
@@ -94,7 +95,7 @@ def packages(
     extra_of_root = next((extra for schemes, extra in EXTRAS.items() if protocol in schemes), None)
     wrong: list[str] = []
     good: dict[str, str] = {}
-    absent: list[str] = []
+    absent: dict[str, str] = {}
     for text in requirements:
         found = _REQUIREMENT.match(text)
         if found is None or found[1].lower() == "sa1b":
@@ -106,7 +107,7 @@ def packages(
             if extra in (None, extra_of_root):
                 wrong.append(f"{name} is missing" + (f" ({subject.root} needs it)" if extra else ""))
             else:
-                absent.append(name)
+                absent[name] = extra
             continue
         if least is not None and _release(version) < _release(least):
             if extra in (None, extra_of_root):
@@ -114,13 +115,16 @@ def packages(
             continue
         if extra in (None, extra_of_root):
             good[name] = version
-    values = {"installed": good, "not_installed": sorted(set(absent))}
+    values = {"installed": good, "not_installed": sorted(absent)}
     if wrong:
         what = f"sa1b[{extra_of_root}]" if extra_of_root else "sa1b"
         remedy = f"pip install --upgrade '{what}'"
         yield Finding("packages", "failed", "; ".join(wrong), remedy, values=values)
     else:
-        yield Finding("packages", "ok", f"{len(good)} required packages are installed", values=values)
+        optional = [f"{name} ({extra})" for name, extra in sorted(absent.items()) if extra in OPTIONAL]
+        figure = f"{len(good)} required packages are installed"
+        figure += f"; not installed, and optional: {', '.join(optional)}" if optional else ""
+        yield Finding("packages", "ok", figure, values=values)
     yield from _slow_parts()
 
 

@@ -197,7 +197,7 @@ def split(error: Exception, subject: Subject) -> tuple[str, str]:
         return f"{error.filename or subject.root}: {error.strerror}", "Check the path and its permissions"
     if isinstance(error, UnavailableError):
         return (
-            f"{error.url or subject.root}: unavailable for {subject.timeout:g} s: {error.last_error}",
+            f"{error.url or subject.root}: unavailable for {subject.deadline:g} s: {error.last_error}",
             f"Check on {subject.host} that the store runs, its endpoint (AWS_ENDPOINT_URL), proxies and "
             "firewall",
         )
@@ -226,7 +226,7 @@ class _Opened:
 
 def _opened(subject: Subject) -> _Opened:
     assert subject.root is not None
-    return _Opened(Dataset(subject.root, deadline=subject.timeout))
+    return _Opened(Dataset(subject.root, deadline=subject.deadline))
 
 
 def _measured(subject: Subject, found: Dataset) -> Rates:

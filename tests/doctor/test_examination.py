@@ -51,7 +51,8 @@ def test_one_process_runs_every_check(root: Path, tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert done.returncode == document["exit_code"]
     found = states(document)
-    assert list(found) == [check.name for check in LOCAL]
+    assert list(found) == [*(check.name for check in LOCAL), "rendezvous"]
+    assert found["rendezvous"] == {"skipped"}
     assert found["dataset"] == found["placement"] == found["read rate"] == {"ok"}
     assert done.stderr == ""
     assert not (tmp_path / "run").exists()
@@ -73,6 +74,17 @@ def test_a_fault_is_an_exit_code_and_its_remedy_is_the_last_part() -> None:
     assert "  skipped  read rate  the check 'dataset' failed\n" in done.stdout
     assert "\nFailed:\n  dataset: Pass the --out folder of `" in done.stdout
     assert done.stdout.endswith("\n1 failed, 1 skipped\n")
+
+
+def test_a_file_system_that_does_not_answer_is_named_and_stops_no_other_check(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "dataset.json")  # nobody writes: to open it takes for ever
+    words = ("--timeout", 2, "--seconds", 0.1, *("--only", "dataset"), *("--only", "read rate"))
+    done = doctor(tmp_path, *words, "--only", "clock")
+    assert done.returncode == 1
+    assert "  FAILED   dataset    did not end within 1.4 s\n" in done.stdout
+    assert "  skipped  read rate  the check 'dataset' failed\n" in done.stdout
+    assert "  ok       clock " in done.stdout
+    assert "A file system, a store or a driver does not answer" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -121,8 +133,10 @@ def test_ctrl_c_prints_what_was_found(root: Path) -> None:
 
 def test_ranks_that_differ_are_named_and_equal_ones_merged() -> None:
     """Rank 1 has few open files and another NCCL variable, rank 2 never starts."""
-    checks = ("open files", "environment", "placement", "rendezvous")
-    words = command("--timeout", 1, *(word for check in checks for word in ("--only", check)))
+    checks = ("open files", "environment", "locked memory", "rendezvous")
+    words = command(
+        "--timeout", 2, "--seconds", 0.1, *(word for check in checks for word in ("--only", check))
+    )
     with rank_environments(3) as (first, second, _):
         # Rank 1 has sent its findings to the store when rank 0 starts, which therefore waits for rank 2 only.
         few = ["bash", "-c", 'ulimit -Sn 300; exec "$@"', "bash", *words]
@@ -140,8 +154,8 @@ def test_ranks_that_differ_are_named_and_equal_ones_merged() -> None:
     assert f"{slow}  [rank 1 on {HOST}]" in done.stdout
     (row,) = [row for row in rows if row.startswith("  FAILED   rendezvous")]
     assert "1 of 3 ranks did not answer at 127.0.0.1:" in row
-    assert row.endswith("within 1 s  [rank 2]")
-    assert len([row for row in rows if "  placement  " in row]) == 1
+    assert row.endswith("within 2 s  [rank 2]")
+    assert len([row for row in rows if "  locked memory  " in row]) == 1
 
 
 def test_a_rank_that_cannot_reach_the_others_reports_its_own_findings() -> None:
@@ -159,7 +173,7 @@ def test_a_rank_that_cannot_reach_the_others_reports_its_own_findings() -> None:
             },
         }
         done = processes.run(
-            command("--only", "rendezvous", "--only", "clock", "--timeout", 1),
+            command("--only", "rendezvous", "--only", "clock", "--timeout", 1, "--seconds", 0.1),
             env=environment, capture_output=True, text=True,
         )  # fmt: skip
     assert done.returncode == 1
@@ -214,7 +228,7 @@ def together_on_rank() -> dict[str, Any] | None:
         CheckTogether("hangs", hangs),
         good("last"),
     )
-    subject = Subject.of_this_process(timeout=5)
+    subject = Subject.of_this_process(timeout=5, seconds=0.1)
     report = examine(subject, lambda name: name not in names(), quiet=True, together=checks)
     return report.document() if report else None
 

@@ -32,7 +32,8 @@ def checked(root: str | None = None, **installed: str) -> list[Finding]:
 
 def test_all_required_packages_are_there() -> None:
     (found,) = checked(torch="2.13.0+cpu", numpy="2.10.1")
-    assert (found.state, found.figure) == ("ok", "2 required packages are installed")
+    optional = "not installed, and optional: ray (ray), s3fs (s3)"
+    assert (found.state, found.figure) == ("ok", f"2 required packages are installed; {optional}")
     assert found.values["not_installed"] == ["ray", "s3fs", "triton"]
 
 

@@ -67,7 +67,7 @@ def test_a_root_that_is_no_dataset(root: Path, name: str, figure: str, remedy: s
 
 
 def test_a_store_that_does_not_answer() -> None:
-    found = only(storage.dataset(Subject(root="http://127.0.0.1:9/data", timeout=1, host="gpu-07")))
+    found = only(storage.dataset(Subject(root="http://127.0.0.1:9/data", timeout=2, host="gpu-07")))
     assert found.state == "failed"
     assert "http://127.0.0.1:9/data/dataset.json: unavailable for 1 s: " in found.figure
     assert "Check on gpu-07 that the store runs" in found.remedy
