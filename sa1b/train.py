@@ -39,10 +39,12 @@ from sa1b.engine.parallel import set_timeout, start, stop
 from sa1b.engine.phase import Phases
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.profiler import StepProfiler
-from sa1b.engine.ranks import explain
+from sa1b.engine.ranks import RankInfo, explain
+from sa1b.engine.remote_run import RemoteRun
 from sa1b.engine.run import Run
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
+from sa1b.storage.store import open_store
 
 RAISED_TOGETHER = (HealthError, CheckpointError)  # all ranks raise it after the same step
 
@@ -117,9 +119,21 @@ def run(config: Config) -> int:
     elif config.evaluate_only:
         score(config, partial(scored_model, config), rank_info, phases)
     else:
-        code = train_and_close(Run(config, rank_info, phases))
+        code = train_and_close(begin(config, rank_info, phases))
     stop()  # not after an error, because this rank would wait for the others
     return code
+
+
+def begin(config: Config, rank_info: RankInfo, phases: Phases) -> Run:
+    """A run in the state of its newest checkpoint; if it cannot start, its URL is free at once."""
+    if not config.is_remote:
+        return Run(config, rank_info, phases)
+    remote = RemoteRun(open_store(config.out, scratch=config.scratch), config.folder)
+    try:
+        return Run(config, rank_info, phases, remote)
+    except BaseException:
+        remote.release()
+        raise
 
 
 def scored_model(config: Config) -> nn.Module:

@@ -84,7 +84,7 @@ class RemoteRun:
             self.leads = self._leader == self.ranks.rank
             self.ranks.on_all(self._fetch)
         except CheckpointError:
-            self._release()
+            self.release()
             raise
 
     def check(self) -> None:
@@ -138,7 +138,13 @@ class RemoteRun:
             ) from None
         if self.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self._release()
+        self.release()
+
+    def release(self) -> None:
+        """Remove the claim, so that another run can use the URL; on rank 0, once no rank writes any more."""
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.release()
 
     def _begin(self) -> str | None:
         """Take the claim; returns why the URL is refused."""
@@ -211,8 +217,3 @@ class RemoteRun:
         if self._leader == 0 or not name.endswith(".jsonl"):
             return name
         return f"{name.removesuffix('.jsonl')}-{self._leader}.jsonl"
-
-    def _release(self) -> None:
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            claim.release()

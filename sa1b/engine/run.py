@@ -27,7 +27,6 @@ from sa1b.engine.remote_run import RemoteRun
 from sa1b.engine.utilisation import Sampler
 from sa1b.engine.window import Window
 from sa1b.errors import UsageError
-from sa1b.storage.store import open_store
 from sa1b.stream.batch import Batch
 from sa1b.stream.resume import ResumeError
 
@@ -38,19 +37,21 @@ class Run:
     Attributes:
         step: Number of completed steps.
         divisor: see `sa1b.engine.gradients.loss_divisor`.
+
+    Args:
+        remote: the run in a bucket if --out is a URL; `close` closes it.
     """
 
-    def __init__(self, config: Config, rank_info: RankInfo, phases: Phases) -> None:
+    def __init__(
+        self, config: Config, rank_info: RankInfo, phases: Phases, remote: RemoteRun | None = None
+    ) -> None:
         self.config, self.rank_info, self.phases = config, rank_info, phases
         self.step = 0
         self.control = Control(rank_info, deadline.of(config.deadline))
-        remote = None
-        if config.is_remote:
-            remote = RemoteRun(open_store(config.out, scratch=config.scratch), config.folder)
-            if rank_info.rank == 0:
-                print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
-        else:
+        if remote is None:
             check_shared_folder(config.folder, rank_info)
+        elif rank_info.rank == 0:
+            print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
         self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares)

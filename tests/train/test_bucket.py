@@ -57,6 +57,7 @@ def test_a_run_at_a_url_is_that_of_a_folder_and_its_weights_can_be_used(
     assert refused.codes == [2]
     assert refused.outputs[0].splitlines()[-1].startswith(f"error: --resume no: --out {RUN} has checkpoints")
 
+    assert "run.claim" not in files(bucket)
     before = files(tmp_path / "scratch")  # of the refused run
     initial = start(root, tmp_path / "next", "--init", RUN, *scratch, "--dry-run")
     assert initial.codes == [0], initial.outputs
