@@ -84,12 +84,7 @@ class Report:
                 more = f"and {len(of_check) - SHOWN:,} more; --json lists all"
                 lines.append(f"  {'':<7}  {'':<{width}}  {more}")
         for state in ("warning", "failed"):
-            advice = dict.fromkeys(
-                f"  {one.check}{f' ({one.where()})' if one.where() else ''}: {one.remedy}"
-                for one in rows
-                if one.state == state
-            )
-            if advice:
+            if advice := _advice([one for one in rows if one.state == state]):
                 lines += ["", "Failed:" if state == "failed" else "Warnings:", *advice]
         counts = self._counts(rows)
         summary = [f"{counts[state]} {state}" for state in STATES if counts[state]]
@@ -97,6 +92,25 @@ class Report:
 
     def _counts(self, rows: Sequence[Finding]) -> dict[str, int]:
         return {state: sum(one.state == state for one in rows) for state in STATES}
+
+
+def _advice(rows: Sequence[Finding]) -> list[str]:
+    """The remedies of findings, each once for a check, with all ranks and hosts."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for one in rows:
+        groups.setdefault((one.check, one.remedy), []).append(one)
+    lines = []
+    for (check, remedy), same in groups.items():
+        where = _together(same).where()
+        lines.append(f"  {check}{f' ({where})' if where else ''}: {remedy}")
+    return lines
+
+
+def _together(same: Sequence[Finding]) -> Finding:
+    """The first one, with the ranks and hosts of all."""
+    ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
+    hosts = dict.fromkeys(host for one in same for host in one.host.split(", ") if host)
+    return replace(same[0], ranks=ranks, host=", ".join(hosts))
 
 
 def _row(one: Finding, width: int) -> str:
@@ -108,7 +122,7 @@ def _row(one: Finding, width: int) -> str:
 def merged(findings: Iterable[Finding], world_size: int) -> list[Finding]:
     """Findings of several ranks as one where they say the same, sorted by check in order of appearance.
 
-    Findings of state ok may differ in their numbers, which then become a range: "790 to 812 MB/s".
+    They may differ in numbers, which then become a range: "790 to 812 MB/s".
 
     Args:
         findings: of all ranks.
@@ -118,22 +132,14 @@ def merged(findings: Iterable[Finding], world_size: int) -> list[Finding]:
     checks = {one.check: number for number, one in reversed(list(enumerate(findings)))}
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for one in sorted(findings, key=lambda one: checks[one.check]):
-        figure = _NUMBER.sub("#", one.figure) if one.state == "ok" else one.figure
+        figure = _NUMBER.sub("#", one.figure)
         groups.setdefault((one.check, one.state, figure, one.remedy), []).append(one)
     rows = []
     for same in groups.values():
-        ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
-        hosts = dict.fromkeys(host for one in same for host in one.host.split(", ") if host)
+        one = replace(_together(same), figure=_spread([one.figure for one in same]))
         # A fault names its ranks and hosts even if all have it.
-        of_all = 0 < world_size <= len(ranks) and same[0].state in ("ok", "skipped")
-        rows.append(
-            replace(
-                same[0],
-                figure=_spread([one.figure for one in same]),
-                ranks=() if of_all else ranks,
-                host="" if of_all else ", ".join(hosts),
-            )
-        )
+        of_all = 0 < world_size <= len(one.ranks) and one.state in ("ok", "skipped")
+        rows.append(replace(one, ranks=(), host="") if of_all else one)
     # sorted() is stable: rows of one check are together, the worst first.
     return sorted(rows, key=lambda one: (checks[one.check], STATES.index(one.state)))
 

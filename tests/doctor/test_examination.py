@@ -47,7 +47,7 @@ def states(document: dict[str, Any]) -> dict[str, set[str]]:
 
 
 def test_one_process_runs_every_check(root: Path, tmp_path: Path) -> None:
-    done = doctor(root, "--out", tmp_path / "run", "--seconds", 0.1, "--json")
+    done = doctor(root, "--out", tmp_path / "run", "--seconds", 0.1, "--rate", 0.001, "--json")
     document = json.loads(done.stdout)
     assert done.returncode == document["exit_code"]
     found = states(document)

