@@ -10,12 +10,15 @@ import pytest
 
 import sa1b.train
 from sa1b.engine.control import StepFigures
+from sa1b.engine.data_wait import BUSY, LoaderSettings, LoaderWindow
 from sa1b.engine.metrics import figures_of
 from sa1b.engine.phase import Phases
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.rank_time import WORK
+from sa1b.engine.stragglers import PARTS, Stragglers
 from sa1b.engine.utilisation import CPU, GPU
 from sa1b.sam.interactive import Interactive
+from sa1b.stream.stats import STAGES
 from tests.docs import generated
 
 
@@ -65,3 +68,20 @@ def test_every_field_of_a_step_in_metrics_is_on_the_page_of_training() -> None:
     figures = StepFigures(means, 1.0, 1, 1.0, 0.0, {name: [0.0] for name in numbers})
     recorded = figures_of(figures, Phases(), 1e-3, 1.0)
     assert on_page == {"step", *recorded}
+
+
+def test_every_field_of_a_window_and_every_stage_of_a_loader_is_on_its_page() -> None:
+    text = (generated.DOCS / "training.md").read_text(encoding="utf-8")
+    stragglers = Stragglers(["a"], 1)
+    stragglers.add({name: [1.0] for name in PARTS})
+    settings = LoaderSettings(1, 1, True, False, None, 64, False)
+    window = LoaderWindow(settings)
+    line, _ = window.end({name: [1.0] for name in BUSY}, [0.1])
+    for kind, fields_of in (("ranks", stragglers.document()), ("loader", line)):
+        table = text[text.index(f"| field of `{kind}` |") :].split("\n\n")[0]
+        assert [row.split("`")[1] for row in table.splitlines()[2:]] == list(fields_of)
+        nested = {name for value in fields_of.values() if isinstance(value, dict) for name in value}
+        assert all(f"`{name}`" in table for name in nested)
+    guide = (generated.DOCS / "failures.md").read_text(encoding="utf-8")
+    advised = guide[guide.index("### Ranks wait for data") : guide.index("### A slow rank")]
+    assert all(f"`{stage}`" in advised for stage in STAGES)
