@@ -116,6 +116,8 @@ def run(config: Config) -> int:
     config = settings.agree(config, rank_info)
     if config.dry_run:
         estimate.plan(config, rank_info, connection)
+        stop()
+        estimate.print_memory(config, rank_info)
     elif config.evaluate_only:
         score(config, partial(scored_model, config), rank_info, phases)
     else:

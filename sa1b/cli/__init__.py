@@ -35,7 +35,7 @@ VERBS = (
 
 # Verbs of two words -> their modules. After the first word, the second one is never a path: for a folder of
 # this name, write ./scaling.
-SUBVERBS = {"bench scaling": "bench_scaling"}
+SUBVERBS = {"bench scaling": "bench_scaling", "plan train": "plan_train"}
 
 _MODULES = {"copy": "copy_dataset"}  # verbs that are modules of the standard library too
 
@@ -49,6 +49,7 @@ usage: sa1b VERB [ARGUMENTS]         sa1b VERB --help explains the arguments of 
 Make shards
   synthesize  make synthetic source tars    sa1b synthesize downloads --long-side 640
   plan        estimate disk and time        sa1b plan downloads --out shards
+                of a training run: sa1b plan train --gpu H100 --nodes 2
   reshard     convert source tars           sa1b reshard downloads --out shards --workers 4
   fetch       convert some images only      sa1b fetch downloads --ids ids.txt --out some
   verify      check a dataset directory     sa1b verify shards --deep
@@ -118,5 +119,5 @@ def _run(verb: str, arguments: list[str]) -> NoReturn:
         train.exit_at_once(train.main(arguments=arguments, prog=command("train")))
     with loading():
         module = module_of(verb)
-    forwards = verb == "slurm"
+    forwards = verb in ("slurm", "plan train")
     run(module.main, module.__doc__, arguments=arguments, prog=command(verb), forwards=forwards)

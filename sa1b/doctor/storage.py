@@ -13,7 +13,7 @@ from sa1b.arguments import was_url
 from sa1b.doctor.check import Subject
 from sa1b.doctor.machine import size
 from sa1b.doctor.report import Finding, State
-from sa1b.engine.estimate import peak_flops
+from sa1b.engine.hardware import peak_flops
 from sa1b.engine.presets import PRESETS, SamConfig
 from sa1b.errors import Sa1bError
 from sa1b.sam.flops import step_flops

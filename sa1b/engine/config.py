@@ -35,7 +35,7 @@ from sa1b.engine.health import HealthConfig
 from sa1b.engine.metrics import LoggingConfig
 from sa1b.engine.model import Model, declared
 from sa1b.engine.optim import OptimConfig
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.parallel import ParallelConfig, rank_shares
 from sa1b.engine.ranks import DisagreementError, RankInfo
 from sa1b.engine.remote_run import local_folder
 from sa1b.engine.vocabulary import refuse_other_names
@@ -43,6 +43,8 @@ from sa1b.errors import Sa1bError, UsageError
 from sa1b.shards.manifest import DATASET
 from sa1b.storage.protocols import READ_ONLY, protocol_of
 from sa1b.storage.store import open_store
+from sa1b.stream.order import check_global_batch, micro_batch_count
+from sa1b.stream.plan import largest_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,24 @@ class Config(ABC):
         """
         _check(self)
 
+    def micro_batches(self, world_size: int) -> tuple[int, int]:
+        """Images of the largest micro-batch of a rank, and the number of micro-batches in a step.
+
+        Raises:
+            UsageError: the global batch does not fit this number of ranks.
+        """
+        data, shares = self.data, rank_shares(self.parallel, world_size)
+        try:
+            check_global_batch(data.global_batch, world_size, data.block_size, shares)
+        except ValueError as error:
+            raise UsageError(f"--data: {error}") from None
+        share = largest_share(data.global_batch, world_size, shares)
+        size = min(data.micro_batch or share, share)
+        count = micro_batch_count(
+            data.global_batch, world_size, size, block_size=data.block_size, shares=shares
+        )
+        return size, count
+
     def document(self) -> dict[str, Any]:
         """The settings as JSON values."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
@@ -173,13 +193,19 @@ def has_checkpoints(config: Config) -> bool:
 
 
 def parse(
-    arguments: Sequence[str], description: str | None, presets: Mapping[str, Config], prog: str | None = None
+    arguments: Sequence[str],
+    description: str | None,
+    presets: Mapping[str, Config],
+    prog: str | None = None,
+    *,
+    root: str = "",
 ) -> Config:
     """The settings of a command line. `--preset` decides the defaults of all other flags.
 
     Args:
         presets: name -> settings; the first is the default.
         prog: name of the command in the help; by default the command that started this process.
+        root: --data.root if the flag is missing; if empty, the flag is required.
 
     Raises:
         UsageError: a flag cannot be read, or flags do not fit together; the message names them.
@@ -197,6 +223,8 @@ def parse(
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         default = presets.get(preset, presets[first])
+        if root:
+            default = replace(default, data=replace(default.data, root=root))
         prog = prog or _program()
         stack.enter_context(usage_errors(prog))
         config: Config = tyro.cli(

@@ -1,4 +1,4 @@
-"""Estimates for --dry-run from sizes alone: operations, memory and time of a step."""
+"""Estimates for --dry-run: operations, memory and time of a step."""
 
 import warnings
 
@@ -8,31 +8,15 @@ from torch import nn
 from sa1b.console import counted
 from sa1b.engine.config import Config, build, initial_weights, load_initial, with_steps
 from sa1b.engine.evaluation import held_out_feed
+from sa1b.engine.fake_step import measure
 from sa1b.engine.feed import Feed
+from sa1b.engine.hardware import peak_flops
+from sa1b.engine.live_memory import PURPOSES
 from sa1b.engine.model import Model, declared
 from sa1b.engine.network import Connection
 from sa1b.engine.optim import freeze, lr_line
 from sa1b.engine.parallel import rank_shares
 from sa1b.engine.ranks import RankInfo
-
-_DENSE_BF16 = {  # operations per second of matrix products without sparsity, from the vendors' data sheets
-    "H100 PCIe": 756e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "B200": 2250e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Peak operations per second of a GPU in bf16; None if unknown, as on a CPU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _DENSE_BF16.items() if known in name), None)
 
 
 def peak_seconds(model: Model, images: float, masks: float, rank_info: RankInfo) -> float | None:
@@ -62,6 +46,28 @@ def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
         print(describe(config, rank_info, module, feed.micro_batches, len(feed.stream.view)))
         print(lr_line(config.optim, config.data.global_batch))
         print(connection)
+
+
+def print_memory(config: Config, rank_info: RankInfo) -> None:
+    """Measure the memory of a step (`sa1b.engine.fake_step`) and print it on rank 0, without a process group.
+
+    A model whose shapes depend on values cannot run on fake tensors. The line then says so.
+    """
+    if rank_info.rank > 0:
+        return
+    try:
+        memory = measure(config, rank_info.world_size)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        print(f"peak memory   not measured: {type(error).__name__}: {reason}")
+        return
+    parts = {name: getattr(memory, name) for name in PURPOSES}
+    listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+    hosted = f" ({memory.offloaded / 1e9:.2f} GB of them in host memory)" if memory.offloaded else ""
+    print(
+        f"peak memory   {memory.peak / 1e9:.2f} GB a rank for tensors, measured on tensors without contents: "
+        f"{listed}{hosted}"
+    )
 
 
 def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batches: int, images: int) -> str:
@@ -98,7 +104,7 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
             f"{_rounded(config.optim.steps * batch / images)} epochs of {counted(images, 'image')}",
             f"model         {parameters / 1e6:.1f} M parameters at {config.image_size} x {config.image_size}",
             f"memory        {state:.2f} GB a rank for weights, gradients and optimizer; "
-            f"{image_bytes + mask_bytes:.2f} GB for prefetched batches; activations come on top",
+            f"{image_bytes + mask_bytes:.2f} GB for prefetched batches",
             f"step          {flops / 1e12:.2f} TFLOP for up to {data.masks} masks an image; {seconds}",
         ]
     )

@@ -24,10 +24,8 @@ The gradient is the same in all modes, for any number of ranks and micro-batches
 """
 
 import os
-import secrets
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,18 +36,17 @@ import torch
 import torch.distributed as dist
 import tyro
 from torch import nn
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.console import counted
 from sa1b.engine.compression import compress_reduction, compression_rank
 from sa1b.engine.gradients import Precision, compute_dtype, set_float32
 from sa1b.engine.network import Network
+from sa1b.engine.rank_store import fresh_store
 from sa1b.engine.ranks import RankInfo, agree
-from sa1b.engine.sharding import least_size, shard_module
+from sa1b.engine.sharding import least_size, mesh_of, replicas_on, shard_module
 from sa1b.errors import UsageError
 from sa1b.stream.plan import process_rank
 
@@ -125,7 +122,7 @@ def start(config: ParallelConfig) -> RankInfo:
         UsageError: settings do not fit together or need a GPU; the message names the flag.
     """
     rank, world_size = process_rank()
-    _refuse(config, world_size)
+    check_ranks(config, world_size)
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     device = _device(config, local_rank)
     if config.offload == "pinned" and device.type != "cuda":
@@ -143,7 +140,7 @@ def start(config: ParallelConfig) -> RankInfo:
                 backend, store=alone, rank=0, world_size=1, timeout=wait, device_id=_bound(device)
             )
         else:
-            store = _fresh_store(rank, world_size, wait)
+            store = fresh_store(rank, world_size, wait)
             dist.init_process_group(
                 backend,
                 store=store,
@@ -155,7 +152,7 @@ def start(config: ParallelConfig) -> RankInfo:
             if device.type == "cuda":
                 _refuse_shared_gpus(store, rank, world_size, device)
     replicas = replicas_on(world_size, config.replicas)
-    mesh = _mesh(device, world_size, replicas) if config.mode == "fsdp" else None
+    mesh = mesh_of(device, world_size, replicas) if config.mode == "fsdp" else None
     rank_info = RankInfo(rank, world_size, local_rank, device, mesh)
     if rank == 0 and replicas != config.replicas:
         # Not to stdout, where --json prints the scores.
@@ -211,9 +208,13 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
         DisagreementError: ranks have built different models; FSDP would mix them, and DDP would hide it.
     """
     agree(module, rank_info)
-    if config.mode == "none":
-        return module.to(rank_info.device)
-    module = shared_statistics(module, config, rank_info)
+    if config.mode != "none":
+        module = shared_statistics(module, config, rank_info)
+    return distribute(module, config, rank_info)
+
+
+def distribute(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
+    """The part of `wrap` after its checks, in which the ranks exchange no values."""
     if config.mode == "fsdp":
         return shard_module(
             module,
@@ -224,10 +225,15 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
             compute=compute_dtype(config.precision),
             reduce={"fp32": torch.float32, "bf16": torch.bfloat16}[config.reduce],
         )
+    if any(one.device != rank_info.device for one in (*module.parameters(), *module.buffers())):
+        module.to(rank_info.device)
+    if config.mode == "none":
+        return module
     # The gradient of a 1 x 1 convolution of channels-last pixels has other strides, but the same bytes.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     wrapped = DistributedDataParallel(
-        module.to(rank_info.device),
+        module,
+        init_sync=False,  # `agree` has compared the models
         device_ids=[rank_info.device.index] if rank_info.device.type == "cuda" else None,
         bucket_cap_mb=config.bucket,
         gradient_as_bucket_view=True,
@@ -267,38 +273,6 @@ def shared_statistics(module: nn.Module, config: ParallelConfig, rank_info: Rank
     return convert(module)
 
 
-def _fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
-    """The ranks' store with a prefix that no earlier attempt has used.
-
-    torchrun keeps one store over its restarts (torch 2.13, torch/distributed/elastic/rendezvous/
-    dynamic_rendezvous.py), so ranks would find the addresses of dead ranks there. Therefore each rank writes
-    a random token, and rank 0 answers each token with its own, until all ranks have confirmed it. The token
-    of rank 0 is the prefix.
-
-    Raises:
-        DistStoreError: a rank did not answer in time.
-    """
-    store: Store = next(rendezvous("env://", rank, world_size, timeout=wait))[0]
-    store.set_timeout(wait)
-    token = secrets.token_hex(8)
-    if rank > 0:
-        store.set(f"token/{rank}", token)
-        prefix = store.get(f"prefix/{token}").decode()
-        store.set(f"confirmed/{prefix}/{rank}", token)
-        return PrefixStore(prefix, store)
-    missing = set(range(1, world_size))
-    end = time.monotonic() + wait.total_seconds()
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"token/{other}"]):  # the token may belong to a dead rank
-                store.set(f"prefix/{store.get(f'token/{other}').decode()}", token)
-        missing -= {other for other in missing if store.check([f"confirmed/{token}/{other}"])}
-        if time.monotonic() > end:
-            raise dist.DistStoreError(f"ranks {sorted(missing)} did not answer in {wait}")
-        time.sleep(0.01)
-    return PrefixStore(token, store)
-
-
 # Flags that have an effect in some modes only, with their defaults and these modes.
 _FLAGS_OF_MODES = (
     ("shard", "full", ("fsdp",)),
@@ -311,7 +285,12 @@ _FLAGS_OF_MODES = (
 )
 
 
-def _refuse(config: ParallelConfig, world_size: int) -> None:
+def check_ranks(config: ParallelConfig, world_size: int) -> None:
+    """Refuse settings that do not fit together, or not this number of ranks.
+
+    Raises:
+        UsageError: the message names the flag.
+    """
     if config.mode == "none" and world_size > 1:
         raise UsageError(
             f"--parallel.mode none: is for one process, this run has {world_size}; "
@@ -393,19 +372,3 @@ def _refuse_shared_gpus(store: Store, rank: int, world_size: int, device: torch.
                 f"ranks {min(rank, other)} and {max(rank, other)}: have the same GPU ({own}); start one "
                 "process for each GPU, or let each task see its own (srun --gpus-per-task=1)"
             )
-
-
-def replicas_on(world_size: int, demanded: int) -> int:
-    """Copies of the model: the largest divisor of the world size up to `demanded` with two ranks for each.
-
-    More copies than demanded would need more memory on each rank. A single rank has one copy.
-    """
-    fitting = range(1, min(demanded, max(world_size - 1, 1)) + 1)
-    return max(replicas for replicas in fitting if world_size % replicas == 0)
-
-
-def _mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
-    if replicas == 1:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    shape = (replicas, world_size // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -6,6 +6,7 @@ import shlex
 
 import tyro
 
+from sa1b import console
 from sa1b.cli import SUBVERBS, module_of
 
 
@@ -61,6 +62,12 @@ def _check_verb(verb: str, arguments: list[str]) -> None:
     if (both := " ".join([verb, *arguments[:1]])) in SUBVERBS:
         verb, arguments = both, arguments[1:]
     main = module_of(verb).main
+    if verb == "plan train":
+        from sa1b.engine.config import parse
+        from sa1b.engine.presets import PRESETS
+
+        parse(console.parse(main, arguments, "sa1b plan train", forwards=True)[1], None, PRESETS, root="all")
+        return
 
     @functools.wraps(main)
     def nothing(*_: object, **__: object) -> int:

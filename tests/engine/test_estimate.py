@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sa1b.engine import estimate
+from sa1b.engine import estimate, hardware
 from sa1b.engine.presets import PRESETS
 from sa1b.sam import flops
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
@@ -71,7 +71,7 @@ def test_the_published_vit_h_has_the_published_order_of_operations() -> None:
 
 
 def test_a_cpu_has_no_known_peak() -> None:
-    assert estimate.peak_flops(torch.device("cpu")) is None
+    assert hardware.peak_flops(torch.device("cpu")) is None
     assert estimate.peak_seconds(PRESETS["tiny"].build(), 8, 100, place_of()) is None
 
 
@@ -88,7 +88,7 @@ def test_peaks_are_found_by_the_devices_name(
     device: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
-    assert estimate.peak_flops(torch.device("cuda")) == peak
+    assert hardware.peak_flops(torch.device("cuda")) == peak
 
 
 def count(module: torch.nn.Module) -> int:

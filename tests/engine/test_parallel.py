@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sa1b.engine import parallel
 from sa1b.engine.model import unwrap
-from sa1b.engine.parallel import ParallelConfig, replicas_on, shared_statistics, start, stop, wrap
+from sa1b.engine.parallel import ParallelConfig, shared_statistics, start, stop, wrap
 from sa1b.engine.ranks import RankInfo
+from sa1b.engine.sharding import replicas_on
 from sa1b.errors import UsageError
 from tests.engine import checks
 from tests.engine.launch import group, launch

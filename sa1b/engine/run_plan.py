@@ -1,0 +1,329 @@
+"""What a run takes on a cluster that need not exist: hours, reads, checkpoints, memory, dollars.
+
+    found = plan(config, cluster)
+    found.hours, found.needed, found.limit          # 32.5, 52_060_000_000, "GPU compute"
+
+A step takes the longest of three times, which overlap: the GPUs' time, the time in which the storage delivers
+the images, and the time in which the processors decode them. The GPUs' time is that of the model's operations
+at a fraction of the peak, and the part of the communication that computation does not hide. Communication is
+that of a ring: each rank sends 2 (N - 1) / N of the gradients' bytes for an all-reduce, and half of it for a
+gather or a reduce-scatter. Memory is measured: `sa1b.engine.fake_step`.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sa1b.engine.config import Config, build, with_steps
+from sa1b.engine.evaluation import held_out_feed
+from sa1b.engine.fake_step import StepMemory, measure
+from sa1b.engine.feed import Feed
+from sa1b.engine.gradients import compute_dtype
+from sa1b.engine.hardware import Cluster
+from sa1b.engine.model import declared, stored
+from sa1b.engine.optim import freeze
+from sa1b.engine.parallel import rank_shares
+from sa1b.engine.ranks import RankInfo
+from sa1b.engine.sharding import replicas_on
+
+NO_ROOT = "(all of SA-1B)"  # --data.root of a plan without data
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImages:
+    """The images of an epoch.
+
+    Attributes:
+        source: what they are.
+        images: number of images.
+        bytes: of all images with their masks, as they are read.
+        files, kind: number of shards or tars, "shard" or "tar".
+        resized: longer side to which the images were re-encoded, pixels; None: original size.
+    """
+
+    source: str
+    images: int
+    bytes: float
+    files: int
+    kind: str
+    resized: int | None = None
+
+    @property
+    def decode_rate(self) -> float:
+        """Images per second that one CPU core reads and decodes, with masks at 256 pixels.
+
+        From benchmarks/results/intel-xeon-2-cores-parts.json, "stream": of images in original size, or of
+        images that were re-encoded at 1024 pixels.
+        """
+        return 220.0 if self.resized is not None and self.resized <= 1024 else 74.0
+
+
+# The totals of the download: 1000 tars of 11.3 GB on average. Shards without --image-size take as much.
+ALL_OF_SA1B = StoredImages("all of SA-1B, because there is no --data.root", 11_185_362, 11.30e12, 1000, "tar")
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The estimates.
+
+    Attributes:
+        parameters: of the model; trained: those that are not frozen.
+        saved: bytes of a checkpoint.
+        step_flops: operations of a step for the largest number of masks.
+        memory: bytes of each rank.
+        fitting: largest micro-batch that fits the GPU if the chosen one does not, measured; 0: none does.
+            None: the chosen one fits, or is 1.
+    """
+
+    config: Config
+    cluster: Cluster
+    data: StoredImages
+    parameters: int
+    trained: int
+    saved: int
+    step_flops: float
+    memory: StepMemory
+    fitting: int | None = None
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a step for the model's operations."""
+        cluster = self.cluster
+        return self.step_flops / (cluster.flops * cluster.mfu * cluster.world_size)
+
+    @property
+    def communication(self) -> float:
+        """Seconds in which the links are busy in a step."""
+        cluster, parallel, ranks = self.cluster, self.config.parallel, self.cluster.world_size
+        if ranks == 1:
+            return 0.0
+        gradients = 4.0 * self.trained
+        replicas = replicas_on(ranks, parallel.replicas)
+        shards = ranks // replicas if parallel.mode == "fsdp" else ranks
+        part = (shards - 1) / shards
+        # A ring within a node uses its links; a ring over nodes passes each node's network once.
+        rate = cluster.link
+        if shards > cluster.gpus:
+            rate = min(cluster.link, cluster.network)
+        if parallel.mode != "fsdp":
+            sent = 2 * part * gradients / (2 if parallel.compress in ("fp16", "bf16") else 1)
+            sent += part * gradients if parallel.mode == "zero1" else 0.0  # updated parameters
+            return sent / rate
+        number = 4 if compute_dtype(parallel.precision) is None or parallel.wrap == "none" else 2
+        gathers = (2 if parallel.shard == "full" and parallel.wrap != "none" else 1) * self._micro[1]
+        reduced = gradients / (2 if parallel.reduce == "bf16" else 1)
+        seconds = part * (gathers * number * self.parameters + reduced) / rate
+        if replicas > 1:  # all ranks of a node send at once
+            between = cluster.network / cluster.gpus if cluster.nodes > 1 else cluster.link
+            seconds += 2 * (replicas - 1) / replicas * reduced / shards / between
+        return seconds
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication in a step in which the GPUs wait."""
+        # DDP sends during the backward pass of the last micro-batch only, FSDP during all passes.
+        hiding = self.compute
+        if self.config.parallel.mode != "fsdp":
+            hiding *= 2 / 3 / self._micro[1]
+        return max(self.cluster.exposed * self.communication, self.communication - hiding)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Seconds of a step by each of the limits."""
+        cluster, batch = self.cluster, self.config.data.global_batch
+        gpu = "GPU compute" if self.compute >= self.exposed else "network"
+        found = {
+            gpu: self.compute + self.exposed,
+            "decoding": batch / (self.decode_rate * cluster.cpus * cluster.nodes),
+        }
+        if cluster.storage is not None:
+            found["storage"] = batch * self.image_bytes / cluster.storage
+        return found
+
+    @property
+    def limit(self) -> str:
+        """The largest of the limits."""
+        return max(self.limits, key=lambda name: self.limits[name])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.limits[self.limit]
+
+    @property
+    def decode_rate(self) -> float:
+        """Images per second that a core decodes: the cluster's, or the measured one."""
+        return self.cluster.decode_rate or self.data.decode_rate
+
+    @property
+    def image_bytes(self) -> float:
+        """Bytes that are read for an image with its masks."""
+        return self.data.bytes / self.data.images
+
+    @property
+    def epochs(self) -> float:
+        return self.config.optim.steps * self.config.data.global_batch / self.data.images
+
+    @property
+    def hours(self) -> float:
+        """Hours of the run, without evaluations and checkpoints that training waits for."""
+        return self.config.optim.steps * self.seconds / _HOUR
+
+    @property
+    def read_rate(self) -> float:
+        """Bytes per second that all nodes read."""
+        return self.config.data.global_batch * self.image_bytes / self.seconds
+
+    @property
+    def cores(self) -> float:
+        """CPU cores of each node that decoding keeps busy."""
+        return self.config.data.global_batch / self.seconds / self.decode_rate / self.cluster.nodes
+
+    @property
+    def checkpoints(self) -> tuple[int, int]:
+        """Checkpoints that the run writes, and the most that are kept at a time."""
+        schedule, steps = self.config.checkpoint, self.config.optim.steps
+        written = -(-steps // schedule.every)
+        forever = steps // np.lcm(schedule.every, schedule.keep_every) if schedule.keep_every else 0
+        return written, min(written, schedule.keep_last + int(forever))
+
+    @property
+    def needed(self) -> float:
+        """Bytes of a GPU."""
+        return self.memory.peak * (1 + self.cluster.fragmentation) + self.cluster.reserved
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.cluster.gpu_memory
+
+    @property
+    def _micro(self) -> tuple[int, int]:
+        return self.config.micro_batches(self.cluster.world_size)
+
+    def exit_code(self) -> int:
+        """0; 1 if a step does not fit the memory of a GPU."""
+        return 0 if self.fits else 1
+
+    def document(self) -> dict[str, Any]:
+        """The estimates as a JSON document, in SI units."""
+        cluster, config, data = self.cluster, self.config, self.data
+        size, count = self._micro
+        written, kept = self.checkpoints
+        gpu_hours = self.hours * cluster.world_size
+        return {
+            "exit_code": self.exit_code(),
+            "cluster": asdict(cluster),
+            "ranks": cluster.world_size,
+            "mode": config.parallel.mode,
+            "precision": config.parallel.precision,
+            "data": {**asdict(data), "bytes_per_image": self.image_bytes},
+            "images_per_rank": data.images / cluster.world_size,
+            "files_per_rank": data.files / cluster.world_size,
+            "global_batch": config.data.global_batch,
+            "micro_batch": size,
+            "micro_batches": count,
+            "parameters": self.parameters,
+            "flops_per_step": self.step_flops,
+            "steps_per_epoch": -(-data.images // config.data.global_batch),
+            "steps": config.optim.steps,
+            "epochs": self.epochs,
+            "seconds_per_step": self.seconds,
+            "seconds": {
+                "compute": self.compute,
+                "communication": self.communication,
+                "exposed_communication": self.exposed,
+                "storage": self.limits.get("storage"),
+                "decoding": self.limits["decoding"],
+            },
+            "limited_by": self.limit,
+            "hours_per_epoch": data.images / config.data.global_batch * self.seconds / _HOUR,
+            "hours": self.hours,
+            "read_bytes_per_second": {"all": self.read_rate, "per_node": self.read_rate / cluster.nodes},
+            "decode_rate": self.decode_rate,
+            "decoding_cores_per_node": self.cores,
+            "checkpoint_bytes": self.saved,
+            "checkpoints_written": written,
+            "checkpoints_kept": kept,
+            "checkpoint_bytes_written": written * self.saved,
+            "memory_bytes": {**asdict(self.memory), "peak": self.memory.peak, "needed": self.needed},
+            "fits": self.fits,
+            "largest_micro_batch": self.fitting,
+            "gpu_hours": gpu_hours,
+            "dollars": None if cluster.price is None else gpu_hours * cluster.price,
+        }
+
+
+def plan(config: Config, cluster: Cluster) -> RunPlan:
+    """Estimate a run. Measuring its memory takes 10 to 40 s, and as long again twice if it does not fit.
+
+    Args:
+        config: the settings; `data.root` may be NO_ROOT.
+
+    Raises:
+        UsageError: settings do not fit together or not this cluster.
+        StorageError: the data cannot be read.
+    """
+    ranks = cluster.world_size
+    data = ALL_OF_SA1B if config.data.root == NO_ROOT else _stored_images(config, ranks)
+    config = with_steps(config, data.images)
+    memory = measure(config, ranks)
+    with torch.device("meta"):
+        module = build(config, None)
+    freeze(module, config.optim)
+    batch = config.data.global_batch
+    trained = _numbers(module, trained=True)
+    moments = 4 * trained * (3 if config.optim.ema else 2)
+    found = RunPlan(
+        config,
+        cluster,
+        data,
+        parameters=_numbers(module),
+        trained=trained,
+        saved=sum(one.nbytes for one in stored(module).state_dict().values()) + moments,
+        step_flops=declared(module).flops(batch, batch * config.data.masks),
+        memory=memory,
+    )
+    size, _ = config.micro_batches(ranks)
+    if found.fits or size == 1:
+        return found
+    # The memory of batches and activations is proportional to the micro-batch.
+    one = _with_micro_batch(found, 1)
+    each = max((found.needed - one.needed) / (size - 1), 1.0)
+    fitting = min(int(1 + (cluster.gpu_memory - one.needed) // each), size - 1)
+    while fitting > 1 and not _with_micro_batch(found, fitting).fits:
+        fitting -= 1  # several micro-batches need memory for gradients in addition
+    return replace(found, fitting=fitting if one.fits else 0)
+
+
+def _with_micro_batch(found: RunPlan, size: int) -> RunPlan:
+    """The plan with another micro-batch, measured."""
+    config = replace(found.config, data=replace(found.config.data, micro_batch=size))
+    return replace(found, config=config, memory=measure(config, found.cluster.world_size))
+
+
+def _numbers(module: nn.Module, *, trained: bool = False) -> int:
+    return sum(one.numel() for one in module.parameters() if one.requires_grad or not trained)
+
+
+def _stored_images(config: Config, world_size: int) -> StoredImages:
+    """The images of --data.root and its view."""
+    rank_info = RankInfo(0, world_size, 0, torch.device("cpu"))
+    shares = rank_shares(config.parallel, world_size)
+    feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed, shares=shares)
+    held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.folder, feed.stream)
+    table, rows = feed.stream.dataset.table, feed.stream.view.rows
+    chosen = slice(None) if rows is None else rows
+    read = table.jpg_bytes[chosen].sum(dtype=np.int64) + table.masks_bytes[chosen].sum(dtype=np.int64)
+    view = "" if config.data.view is None else f", view {config.data.view}"
+    return StoredImages(
+        f"{config.data.root}{view}",
+        len(feed.stream.view),
+        float(read),
+        int(np.unique(table.shard[chosen]).size),
+        "shard",
+        feed.stream.dataset.manifest.get("options", {}).get("image_size"),
+    )
