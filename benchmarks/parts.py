@@ -167,6 +167,8 @@ def _local_cache(found: dict[str, dict[str, float]]) -> Iterator[Row]:
 def _scaling(found: dict[str, Any]) -> Iterator[Row]:
     """Rows for each kind of scaling and mode, with the efficiency in each precision."""
     points = Scaling.of_document(found).points
+    queued = max(point.result.queued for ranks in points.values() for point in ranks)
+    busy = f"; a rank waited for its CPU up to {queued:.0%} of the time" if queued >= 0.03 else ""
     for kind, mode in dict.fromkeys((one.kind, one.mode) for one in points):
         last = {
             one.precision: ranks[-1] for one, ranks in points.items() if (one.kind, one.mode) == (kind, mode)
@@ -180,7 +182,8 @@ def _scaling(found: dict[str, Any]) -> Iterator[Row]:
                 f"{precision} {(point.result.communication or 0.0) / point.result.step:.0%} exposed "
                 f"communication, {point.result.data / point.result.step:.0%} data"
                 for precision, point in last.items()
-            ),
+            )
+            + busy,
         )
 
 

@@ -1,4 +1,4 @@
-"""How training scales from 1 to 2 ranks here: `pytest benchmarks/test_scaling.py -s`, five minutes.
+"""How training scales from 1 to 2 ranks here: `pytest benchmarks/test_scaling.py -s`, three minutes.
 
 Runs `sa1b bench scaling` in all modes of two ranks, in fp32 and bf16. Each rank has one thread, on a separate
 CPU. The data are shards of 1024 pixels of full-size synthetic images. `taskset -c 0,1` selects CPUs.
@@ -21,8 +21,8 @@ from sa1b.sources.discovery import discover
 from sa1b.synthetic import source_tars as synthetic
 
 IMAGES = 32
-FLAGS = ("--preset", "tiny", "--ranks", "1,2", "--threads", "1", "--device", "cpu", "--micro-batch", "2")
-LENGTH = ("--steps", "4", "--rounds", "3")
+FLAGS = ("--preset", "tiny", "--ranks", "1,2", "--threads", "1", "--device", "cpu", "--micro-batch", "1")
+LENGTH = ("--steps", "3", "--rounds", "3")
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")

@@ -48,7 +48,7 @@ def _kind(kind: Kind, found: Scaling) -> str:
         else "The global batch is fixed; each rank computes a smaller part of it when there are more ranks."
     )
     return (
-        f'<h2>{kind.capitalize()} scaling</h2><p>{said}</p><div class="curves">{curves}</div>'
+        f'<h2>{kind.capitalize()} scaling of training</h2><p>{said}</p><div class="curves">{curves}</div>'
         f'<section class="card"><figcaption>Where the time of a step goes</figcaption>{_bars(kind, found)}'
         "</section>"
     )
