@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sa1b.scaling.measurement import round_of
@@ -14,6 +14,7 @@ from tests.scaling.measured import case, result, scaling
 seconds = st.floats(1e-4, 10)
 
 
+@settings(deadline=None)
 @given(
     images=st.integers(1, 64),
     ranks=st.integers(2, 64),
