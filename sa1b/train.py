@@ -119,6 +119,8 @@ def run(config: Config) -> int:
         stop()
         estimate.print_memory(config, rank_info)
     elif config.evaluate_only:
+        if config.is_remote and rank_info.rank == 0:  # not to stdout, where --json prints the scores
+            sys.stderr.write(f"predictions and damage log of the evaluation are in {config.folder}\n")
         score(config, partial(scored_model, config), rank_info, phases)
     else:
         code = train_and_close(begin(config, rank_info, phases))

@@ -33,6 +33,7 @@ from tests.engine import checkpoint_ranks
 from tests.engine.checkpoint_ranks import equal
 from tests.engine.launch import launch
 from tests.engine.small_run import SmallRun
+from tests.engine.test_checkpoint import files_of_at_most
 from tests.ingest.bucket_runs import Killer, forked
 
 ONE_ATTEMPT = RetryPolicy(deadline=0.0)
@@ -226,6 +227,27 @@ def test_a_failed_save_is_tolerated_and_what_it_left_is_removed_by_the_next(
     assert resume(tmp_path)[1] == {4.0}
 
 
+def test_a_full_local_disk_is_tolerated_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small = SmallRun()
+    checkpoints = Checkpoints(open_run(tmp_path), CheckpointConfig(asynchronous=False))
+    with files_of_at_most(2048):
+        checkpoints.save(1, small.model, small.optimizer, {})
+    assert f"local://{tmp_path}/bucket/run/checkpoints/step-00000001: File too large" in caplog.text
+    assert not list((tmp_path / "a" / "checkpoints").iterdir())
+    small.become(2)
+    checkpoints.save(2, small.model, small.optimizer, {"steps": 2})
+    checkpoints.close()
+    assert objects(tmp_path) == complete(2)
+    assert resume(tmp_path) == ({"steps": 2}, {2.0})
+
+
+def test_a_local_folder_that_cannot_be_written_names_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a file")
+    with pytest.raises(CheckpointError, match=f"--scratch {tmp_path}: cannot be written .*; pass another"):
+        open_run(tmp_path)
+    assert objects(tmp_path) == []  # the claim is free again
+
+
 def test_a_second_run_is_refused_with_the_process_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,13 +382,13 @@ def test_a_dataset_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_on_two_machines_save_and_three_of_one_machine_resume(tmp_path: Path) -> None:
-    """Two ranks without a common folder, then three with one."""
-    config = ParallelConfig(mode="ddp", device="cpu")
-    saved = launch(checkpoint_ranks.save_at_url, 2, tmp_path, config)
+    """Two ranks of FSDP without a common folder, then three of DDP with one."""
+    fsdp, ddp = ParallelConfig(mode="fsdp", device="cpu"), ParallelConfig(mode="ddp", device="cpu")
+    saved = launch(checkpoint_ranks.save_at_url, 2, tmp_path, fsdp)
     logs = [name for name in objects(tmp_path) if name.endswith(".jsonl")]
     assert logs == ["damaged-1.jsonl", "damaged.jsonl"]
     assert "checkpoints/step-00000001/__1_0.distcp" in objects(tmp_path)
-    for (state, tensors), files in launch(checkpoint_ranks.resume_at_url, 3, tmp_path, config):
+    for (state, tensors), files in launch(checkpoint_ranks.resume_at_url, 3, tmp_path, ddp):
         assert state == {"position": 10}
         assert equal(tensors, saved[0])
         assert files == ["damaged.jsonl"]
