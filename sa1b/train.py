@@ -181,6 +181,8 @@ def _how_it_stopped(run: Run) -> str:
     stopped = f"stopped after step {run.step:,}{before} and saved a checkpoint"
     if run.control.restarts:
         return f"{stopped}, because a machine leaves or joins; torchrun starts the ranks again"
+    if stop is Stop.TERMINATED and "TORCHELASTIC_RUN_ID" in os.environ:
+        return f"{stopped}; unless torchrun starts the ranks again, run the same command to resume"
     if stop is Stop.DEADLINE and "T" in str(deadline):
         return f"{stopped}; run the same command with a later --deadline to resume"
     return f"{stopped}; run the same command to resume"

@@ -17,7 +17,7 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
 The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
 
 With "into", a folder, each rank notes there which images each step had, how many graphs were compiled so far,
-and how long it waits for others. With "compile", torch.compile makes graphs but no code of them.
+and how long it waits for others; with "pace", a step takes so many seconds longer. With "compile", torch.compile makes graphs but no code of them.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def arrange(mishap: dict[str, Any]) -> None:
     if mishap.get("compile"):  # the graphs are the same whatever makes code of them
         torch.compile = partial(torch.compile, backend="aot_eager")
     if "into" in mishap:
-        _record(Path(mishap["into"]), rank)
+        _record(Path(mishap["into"]), rank, mishap.get("pace", 0.0))
     if rank != mishap.get("rank", 0):
         return
     if mishap["what"] in ("nan", "inf"):
@@ -230,7 +230,7 @@ def _slow(seconds: float, parts: dict[str, list[int]]) -> None:
     Interactive.forward, LocalRead.result, decode.decode = slow_forward, slow_read, slow_decode
 
 
-def _record(folder: Path, rank: int) -> None:
+def _record(folder: Path, rank: int, pace: float) -> None:
     judge, set_timeout = Health.is_good, train.set_timeout
 
     def noted(rank_info: Any, seconds: float) -> None:
@@ -242,7 +242,10 @@ def _record(folder: Path, rank: int) -> None:
         ids = torch.cat(arguments[-1]).tolist()
         with (folder / f"{rank}.jsonl").open("a", encoding="utf-8") as file:
             graphs = counters["stats"]["unique_graphs"]
-            file.write(json.dumps({"step": step, "ids": ids, "graphs": graphs}) + "\n")
+            of_step = {"step": step, "ids": ids, "graphs": graphs, "pid": os.getpid()}
+            of_step["world_size"] = int(os.environ.get("WORLD_SIZE", "1"))
+            file.write(json.dumps(of_step) + "\n")
+        time.sleep(pace)
         return judge(self, step, *arguments)
 
     Health.is_good, train.set_timeout = is_good, noted

@@ -57,6 +57,7 @@ def test_the_deadline_of_one_rank_stops_all_with_a_checkpoint_and_exit_code_0(
     ) in ended.outputs[0]
     assert checkpoint_steps(out)[-1] == 3
     assert json.loads((out / "config.json").read_text())["deadline"] == at
+    assert processes_of(out) == []
 
 
 def test_a_run_that_resumes_after_its_deadline_does_no_step(root: Path, tmp_path: Path) -> None:
