@@ -4,8 +4,8 @@ Example: sa1b doctor shards --out run
          torchrun --nproc_per_node=8 -m sa1b doctor s3://BUCKET/shards
          sa1b slurm doctor --nodes 4 --gpus 8 shards > job.sh
 
-Writes no files except a temporary one in --out. Exit code 0: no check failed; 1: a check failed; 2: a flag is
-wrong; 130: interrupted.
+Writes temporary files only, and the cached sample table of a URL. Exit code 0: no check failed; 1: a check
+failed; 2: a flag is wrong; 130: interrupted.
 """
 
 import json

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sa1b.doctor.report import Finding
+from sa1b.doctor.report import Finding, named
 
 # Values whose difference ends or corrupts a run; others are a warning.
 _SAME_VERSIONS = ("sa1b", "torch", "cuda", "nccl")
@@ -49,7 +49,7 @@ def _same(findings: Sequence[Finding], check: str, name: str, state: Any, remedy
             yield Finding(
                 check,
                 state,
-                f"{name} {_short(value)}, and {_short(most)} on most ranks",
+                f"{name} {_short(value)}, and {_short(most)} on {named(groups[most])}",
                 remedy,
                 ranks=tuple(ranks),
                 host=", ".join(hosts),
@@ -101,7 +101,7 @@ def _same_environment(findings: Sequence[Finding]) -> Iterator[Finding]:
                 yield Finding(
                     "environment",
                     "warning",
-                    f"{text}, and {most} on most ranks",
+                    f"{text}, and {most} on {named(groups[most])}",
                     f"Set {name} in the job script, so that all ranks have it",
                     ranks=tuple(ranks),
                     host=", ".join(dict.fromkeys(hosts[rank] for rank in ranks)),

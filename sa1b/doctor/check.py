@@ -68,6 +68,10 @@ class Subject:
         Raises:
             ValueError: the variables contradict each other.
         """
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            value = os.environ.get(name, "0")
+            if not value.isdecimal():
+                raise ValueError(f"{name}={value}: must be a whole number; torchrun sets it")
         rank, world_size = process_rank()
         local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))

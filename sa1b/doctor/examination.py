@@ -17,7 +17,7 @@ from sa1b.doctor import device, environment, machine, software, storage
 from sa1b.doctor.agreement import agreement
 from sa1b.doctor.check import Check, Subject, unmet
 from sa1b.doctor.meeting import CheckTogether, Meeting, of_rank
-from sa1b.doctor.report import Finding, Report, ranges
+from sa1b.doctor.report import Finding, Report, named
 
 # The quick ones first.
 LOCAL = (
@@ -192,7 +192,7 @@ def _missing(subject: Subject, answers: dict[int, Any]) -> list[int]:
 
 
 def _absent(check: str, missing: list[int]) -> Finding:
-    what = f"rank{'s' if len(missing) > 1 else ''} {ranges(missing)} did not answer"
+    what = f"{named(missing)} did not answer"
     return Finding(check, "skipped", what, "Fix that first")
 
 

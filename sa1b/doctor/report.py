@@ -40,7 +40,7 @@ class Finding:
 
     def where(self) -> str:
         """Ranks and hosts as text: "rank 3 on gpu-07", "ranks 0-7 on gpu-01, gpu-02"; empty: all."""
-        ranks = "" if not self.ranks else f"rank{'s' if len(self.ranks) > 1 else ''} {ranges(self.ranks)}"
+        ranks = named(self.ranks) if self.ranks else ""
         return " on ".join(part for part in (ranks, _hosts(self.host)) if part)
 
 
@@ -165,6 +165,11 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             groups.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in groups)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in ascending order as text: "rank 3", "ranks 0-3, 7"."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {ranges(ranks)}"
 
 
 def _hosts(host: str) -> str:

@@ -112,6 +112,10 @@ def test_variables_of_a_launcher_that_contradict_each_other() -> None:
     done = processes.run(command(), env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "RANK=3: must be from 0 to below WORLD_SIZE=2" in done.stderr
+    environment = {**os.environ, "LOCAL_RANK": "%q", "WORLD_SIZE": "2"}
+    done = processes.run(command(), env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: LOCAL_RANK=%q: must be a whole number; torchrun sets it\n"
 
 
 def test_ctrl_c_prints_what_was_found(root: Path) -> None:

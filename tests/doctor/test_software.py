@@ -89,7 +89,7 @@ def test_versions_that_differ_name_ranks_and_hosts() -> None:
         agreement([*good, *(of(rank, torch="2.11.0", python="3.12.2", driver="580.1") for rank in (4, 5))])
     )
     assert [(one.state, one.figure, one.where()) for one in found] == [
-        ("failed", "torch 2.11.0, and 2.13.0 on most ranks", "ranks 4-5 on gpu-2"),
-        ("warning", "python 3.12.2, and 3.12.1 on most ranks", "ranks 4-5 on gpu-2"),
+        ("failed", "torch 2.11.0, and 2.13.0 on ranks 0-3", "ranks 4-5 on gpu-2"),
+        ("warning", "python 3.12.2, and 3.12.1 on ranks 0-3", "ranks 4-5 on gpu-2"),
     ]
     assert all("same" in one.remedy for one in found)

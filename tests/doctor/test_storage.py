@@ -124,7 +124,7 @@ def test_ranks_that_see_another_dataset_are_named() -> None:
 
     found = only(agreement([of(0, "a"), of(1, "a"), of(2, "a"), of(3, "b")]))
     assert (found.state, found.where()) == ("failed", "rank 3 on gpu-1")
-    assert found.figure == "digest bbbbbbbbbbbb, and aaaaaaaaaaaa on most ranks"
+    assert found.figure == "digest bbbbbbbbbbbb, and aaaaaaaaaaaa on ranks 0-2"
     assert "sa1b copy" in found.remedy
 
 
