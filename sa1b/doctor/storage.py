@@ -241,9 +241,12 @@ def _measured(subject: Subject, found: Dataset) -> Rates:
         damage_log=os.devnull,
     )
     sizes: list[int] = []
-    began, samples, passed = time.perf_counter(), 0, 0.0
+    samples, passed = 0, 0.0
     with ThreadPoolExecutor(threads) as pool:
-        for number in storage_reads(stream, pool, threads, sizes):
+        reads = storage_reads(stream, pool, threads, sizes)
+        next(reads)  # loads compiled kernels and opens connections
+        began = time.perf_counter()
+        for number in reads:
             samples += number
             passed = time.perf_counter() - began
             if passed >= subject.seconds / 2:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,18 @@ def test_a_good_directory(root: Path) -> None:
     assert rate.values["samples_per_second"] > 0
     assert rate.values["sequential_bytes_per_second"] > 0
     assert 0 < rate.values["sample_bytes"] < 1e6
+
+
+def test_the_first_reads_which_load_code_and_open_connections_do_not_count(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads(stream: object, pool: object, threads: int, sizes: list[int]) -> Iterator[int]:
+        time.sleep(0.2)
+        yield from (8, 1000)
+
+    monkeypatch.setattr(storage, "storage_reads", reads)
+    found = only(storage.read_rate(Subject(root=str(root), seconds=0.1, rate=0.001)))
+    assert found.values["samples_per_second"] > 1000  # a thousand at once, after eight in 0.2 s
 
 
 def test_without_root_storage_is_skipped_with_a_hint() -> None:
