@@ -30,6 +30,8 @@ def main(
     seconds: float = 5.0,
     timeout: float = 60.0,
     rate: float | None = None,
+    largest_message: int = 256,
+    ring: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> NoReturn:
     """Check that this machine, or all ranks of a job, are set up right for training.
@@ -44,20 +46,40 @@ def main(
         timeout: Seconds that a rank waits for the others, 1 to 3600.
         rate: Images per second that one rank trains, which storage must deliver. By default those of ViT-B
             at 40 % of the GPU's peak, or 1 on a CPU.
+        largest_message: MiB of the largest message of the bandwidth sweep, 1 to 65536. Those that would take
+            more than --seconds are left out.
+        ring: Also run a ring all-reduce of messages between neighbours, print who sends what in each step,
+            and time each link.
         json_output: Print the findings of all ranks as JSON, without progress.
     """
-    check(root, only=only, skip=skip, seconds=seconds, timeout=timeout, rate=rate)
+    check(
+        root,
+        only=only,
+        skip=skip,
+        seconds=seconds,
+        timeout=timeout,
+        rate=rate,
+        largest_message=largest_message,
+    )
     with loading():
         from sa1b.doctor.check import Subject
-        from sa1b.doctor.examination import Interrupted, examine
+        from sa1b.doctor.examination import ON_DEMAND, Interrupted, examine
     try:
-        subject = Subject.of_this_process(root=root, out=out, seconds=seconds, timeout=timeout, rate=rate)
+        subject = Subject.of_this_process(
+            root=root,
+            out=out,
+            seconds=seconds,
+            timeout=timeout,
+            rate=rate,
+            largest_message=largest_message << 20,
+        )
     except ValueError as error:
         raise UsageError(f"{error}") from None
     chosen, left_out = set(map(plain, only)), set(map(plain, skip))
 
     def runs(name: str) -> bool:
-        return plain(name) not in left_out and (not chosen or plain(name) in chosen)
+        wanted = plain(name) in chosen if chosen or name in ON_DEMAND else True
+        return plain(name) not in left_out and (wanted or (ring and plain(name) == "ring"))
 
     try:
         report = examine(subject, runs, quiet=json_output)
@@ -80,6 +102,7 @@ def check(
     seconds: float = 5.0,
     timeout: float = 60.0,
     rate: float | None = None,
+    largest_message: int = 256,
     **_: object,
 ) -> None:
     """Refuse wrong arguments of `main`.
@@ -95,6 +118,8 @@ def check(
         raise UsageError(f"--timeout {timeout:g}: must be from 1 to 3600")
     if rate is not None and not 0 < rate < 1e6:
         raise UsageError(f"--rate {rate:g}: must be more than 0 and less than 1,000,000")
+    if not 1 <= largest_message <= 65536:
+        raise UsageError(f"--largest-message {largest_message}: must be from 1 to 65,536 MiB")
     with loading():
         from sa1b.doctor.examination import names
     for flag, given in (("--only", only), ("--skip", skip)):

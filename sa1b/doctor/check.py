@@ -14,6 +14,8 @@ import torch
 from sa1b.doctor.report import Finding
 from sa1b.stream.plan import process_rank
 
+ABORTED = "aborted"  # in the values of a finding: the check did not end, or ended by an error
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -25,6 +27,7 @@ class Subject:
         seconds: duration of each measurement of a rate.
         rate: images per second that a rank trains; None: estimated from its device.
         timeout: seconds that a rank waits for the others.
+        largest_message: bytes of the largest message of the bandwidth sweep.
         local_rank, local_world_size: rank on this machine, and number of ranks on it.
         device: of this rank; a GPU has an index.
         host: name of this machine.
@@ -36,6 +39,7 @@ class Subject:
     out: Path | None = None
     seconds: float = 5.0
     timeout: float = 60.0
+    largest_message: int = 256 << 20
     rate: float | None = None
     rank: int = 0
     world_size: int = 1
@@ -118,18 +122,27 @@ class Check:
         """
         if skipped := unmet(self.name, self.needs, before):
             return [skipped]
-        found: list[Finding] = []
+        return in_thread(self.name, lambda: self.work(subject), subject.limit)
 
-        def work() -> None:
-            try:
-                found.extend(list(self.work(subject)))
-            except Exception as error:
-                found.append(crashed(self.name, error))
 
-        thread = threading.Thread(target=work, name=self.name, daemon=True)
-        thread.start()
-        thread.join(subject.limit)
-        return list(found) if not thread.is_alive() else [hung(self.name, subject.limit)]
+def in_thread(check: str, work: Callable[[], Iterable[Finding]], limit: float) -> list[Finding]:
+    """The findings of a check that may hang or raise an error, which are findings too.
+
+    Args:
+        limit: seconds after which it counts as hanging; its thread is left behind.
+    """
+    found: list[Finding] = []
+
+    def run() -> None:
+        try:
+            found.extend(work())
+        except Exception as error:
+            found.append(crashed(check, error))
+
+    thread = threading.Thread(target=run, name=check, daemon=True)
+    thread.start()
+    thread.join(limit)
+    return [*found, *([hung(check, limit)] if thread.is_alive() else [])]
 
 
 def unmet(check: str, needs: tuple[str, ...], before: Iterable[Finding]) -> Finding | None:
@@ -151,6 +164,7 @@ def hung(check: str, seconds: float) -> Finding:
         "failed",
         f"did not end within {seconds:g} s",
         "A file system, a store or a driver does not answer: look at `df`, `mount` and `dmesg`",
+        values={ABORTED: True},
     )
 
 
@@ -161,4 +175,5 @@ def crashed(check: str, error: Exception) -> Finding:
         "failed",
         f"the check ended by {type(error).__name__}: {error}".splitlines()[0],
         "Report this with the output of --json; the other checks are not affected",
+        values={ABORTED: True},
     )

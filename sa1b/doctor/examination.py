@@ -15,9 +15,15 @@ from typing import Any
 from sa1b.console import counted
 from sa1b.doctor import device, environment, machine, software, storage
 from sa1b.doctor.agreement import agreement
-from sa1b.doctor.check import Check, Subject, unmet
+from sa1b.doctor.bandwidth import BANDWIDTH, bandwidth
+from sa1b.doctor.check import ABORTED, Check, Subject, unmet
+from sa1b.doctor.group import GROUP, process_group, rank_sum
 from sa1b.doctor.meeting import CheckTogether, Meeting, of_rank
+from sa1b.doctor.reachability import REACHABILITY, connect_reason, reachability
 from sa1b.doctor.report import Finding, Report, named
+from sa1b.doctor.ring import RING, ring
+from sa1b.doctor.skew import SKEW, clock_skew
+from sa1b.doctor.synchronisation import GRADIENTS, gradients
 
 # The quick ones first.
 LOCAL = (
@@ -41,7 +47,16 @@ LOCAL = (
 RENDEZVOUS = "rendezvous"
 _LAST = 5.0  # seconds that rank 0 waits at the end
 # Checks that the ranks run together, in this order.
-TOGETHER: tuple[CheckTogether, ...] = ()
+TOGETHER: tuple[CheckTogether, ...] = (
+    CheckTogether(REACHABILITY, reachability),
+    CheckTogether(SKEW, clock_skew),
+    CheckTogether(GROUP, process_group),
+    CheckTogether("rank sum", rank_sum, needs=(GROUP,)),
+    CheckTogether(GRADIENTS, gradients, needs=(GROUP,)),
+    CheckTogether(BANDWIDTH, bandwidth, needs=(GROUP,)),
+    CheckTogether(RING, ring, needs=(GROUP,)),
+)
+ON_DEMAND = (RING,)  # not run unless chosen
 
 
 def names() -> tuple[str, ...]:
@@ -135,7 +150,11 @@ def _lead(
     if chosen(RENDEZVOUS):
         found.append(_met(subject, missing))
     for check in together:
-        skipped = _absent(check.name, missing) if missing else unmet(check.name, check.needs, found)
+        skipped = (
+            _absent(check.name, missing)
+            if missing
+            else unmet(check.name, check.needs, found) or out_of_step(check, together, found)
+        )
         meeting.send(_go(check), skipped is None)
         if skipped is not None:
             found.append(skipped)
@@ -146,7 +165,7 @@ def _lead(
         found += [one for _, findings in sorted(answers.items()) for one in findings]
         missing = _missing(subject, answers)
         if missing:
-            found.append(_silent(subject, check.name, missing))
+            found.append(_silent(subject, check.name, missing, hosts))
     progress.end()
     # The store may be in this process: it must not end before the others have read the last decision.
     answering = [rank for rank in range(1, subject.world_size) if rank not in missing]
@@ -175,6 +194,22 @@ def _follow(
     meeting.send("done", True)
 
 
+def out_of_step(
+    check: CheckTogether, together: Sequence[CheckTogether], found: Sequence[Finding]
+) -> Finding | None:
+    """The finding that a check is skipped because ranks left an earlier one at different collectives.
+
+    The next collective would match those of another check; gloo then ends the process.
+    """
+    if GROUP not in check.needs:
+        return None
+    members = {one.name for one in together if GROUP in one.needs}
+    aborted = next((one.check for one in found if one.check in members and ABORTED in one.values), None)
+    if aborted is None:
+        return None
+    return Finding(check.name, "skipped", f"the check {aborted!r} did not end on all ranks", "Fix that first")
+
+
 def _go(check: CheckTogether) -> str:
     return f"go/{check.name}"
 
@@ -196,13 +231,14 @@ def _absent(check: str, missing: list[int]) -> Finding:
     return Finding(check, "skipped", what, "Fix that first")
 
 
-def _silent(subject: Subject, check: str, missing: list[int]) -> Finding:
+def _silent(subject: Subject, check: str, missing: list[int], hosts: Sequence[str]) -> Finding:
     return Finding(
         check,
         "failed",
         f"{len(missing)} of {subject.world_size} ranks did not end this check within {subject.timeout:g} s",
         "Look at the output of these ranks; `py-spy dump --pid` shows where a rank hangs",
         ranks=tuple(missing),
+        host=", ".join(dict.fromkeys(hosts[rank] for rank in missing)),
     )
 
 
@@ -223,6 +259,9 @@ def _met(subject: Subject, missing: list[int]) -> Finding:
 def _unreachable(subject: Subject, error: Exception) -> Finding:
     address = _address(subject)
     reason = (str(error).splitlines() or [type(error).__name__])[0]
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and (why := connect_reason(host, int(port))):
+        reason = f"{why} ({reason})"
     return Finding(
         RENDEZVOUS,
         "failed",

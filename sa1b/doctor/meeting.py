@@ -10,12 +10,18 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 from torch.distributed.rendezvous import rendezvous
 
-from sa1b.doctor.check import Subject, crashed
+from sa1b.doctor.check import ABORTED, Subject, in_thread
 from sa1b.doctor.report import Finding
 
 _INTERVAL = 0.05  # seconds between two looks for an answer; a call of the store cannot be interrupted
+
+_LOST = (
+    "A rank may have ended or hang, or a link be blocked: look at the findings of the others and of the "
+    "check 'reachability', at `dmesg`, and with `py-spy dump --pid` at where ranks are"
+)
 
 
 class KeyValueStore(Protocol):
@@ -88,12 +94,17 @@ class CheckTogether:
     needs: tuple[str, ...] = ()
 
     def run(self, subject: Subject, meeting: Meeting) -> list[Finding]:
-        """The findings of this rank. An error of the check itself is a finding too."""
-        try:
-            found = list(self.work(subject, meeting))
-        except Exception as error:
-            found = [crashed(self.name, error)]
-        return of_rank(found, subject)
+        """The findings of this rank. An error of the check is a finding too, and so is one that hangs."""
+
+        def work() -> Iterable[Finding]:
+            if subject.device.type == "cuda":
+                torch.cuda.set_device(subject.device)  # of this thread
+            return self.work(subject, meeting)
+
+        found = in_thread(self.name, work, subject.limit)
+        return of_rank(
+            [replace(one, remedy=_LOST) if ABORTED in one.values else one for one in found], subject
+        )
 
 
 def of_rank(findings: Sequence[Finding], subject: Subject) -> list[Finding]:

@@ -11,6 +11,7 @@ from sa1b.console import counted
 State = Literal["ok", "warning", "failed", "skipped"]
 STATES: tuple[State, ...] = ("failed", "warning", "skipped", "ok")
 SHOWN = 8  # lines of one check in the table
+LINES = "lines"  # in the values of a finding: text that is printed after the table
 
 # A number that is not part of a name or a version.
 _NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)")
@@ -83,6 +84,9 @@ class Report:
             if len(of_check) > SHOWN:
                 more = f"and {len(of_check) - SHOWN:,} more; --json lists all"
                 lines.append(f"  {'':<7}  {'':<{width}}  {more}")
+        for one in rows:
+            if LINES in one.values:
+                lines += ["", f"{one.check.capitalize()}:", *(f"  {line}" for line in one.values[LINES])]
         for state in ("warning", "failed"):
             if advice := _advice([one for one in rows if one.state == state]):
                 lines += ["", "Failed:" if state == "failed" else "Warnings:", *advice]

@@ -1,0 +1,158 @@
+"""Connections between hosts: names, the port of the rendezvous, every pair of hosts in both directions."""
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from sa1b.console import counted
+from sa1b.doctor.check import Subject
+from sa1b.doctor.meeting import Meeting
+from sa1b.doctor.report import Finding
+from sa1b.engine.network import choose
+
+REACHABILITY = "reachability"
+_CONNECT = 5.0  # seconds
+_AT_ONCE = 32
+_REMEDIES = {
+    "timed out": "Open all TCP ports between these hosts in firewall and security group: the ranks listen on "
+    "ports that the system chooses (net.ipv4.ip_local_port_range)",
+    "connection refused": "The address leads to another machine or interface, or a firewall rejects: set "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between these hosts",
+    "no route": "Look at the routes of both hosts (ip route get ADDRESS), and set GLOO_SOCKET_IFNAME and "
+    "NCCL_SOCKET_IFNAME to the interface between them",
+    "name not known": "Add the name to DNS or /etc/hosts (getent hosts NAME)",
+}
+
+
+def reachability(subject: Subject, meeting: Meeting, address: str | None = None) -> Iterator[Finding]:
+    """Connect each host with each other one, from the address that gloo would use.
+
+    One rank of each host takes part. It listens on a port that the system chooses, as gloo and NCCL do.
+
+    Args:
+        address: at which this host listens; by default that of the interface of gloo.
+    """
+    own = own_address(subject) if address is None else address
+    meeting.send("reachability/host", subject.host)
+    hosts = meeting.receive("reachability/host")
+    first = {host: rank for rank, host in sorted(hosts.items(), reverse=True)}  # the lowest rank of a host
+    if len(first) < 2:
+        if subject.rank == 0:
+            yield Finding(REACHABILITY, "ok", "one host", "", tuple(hosts))
+        return
+    if first[subject.host] != subject.rank:
+        return
+    members = sorted(first.values())
+    if own.startswith("127.") and address is None:
+        yield Finding(
+            REACHABILITY,
+            "failed",
+            f"{subject.host}: its own name leads to {own}, which no other host reaches",
+            "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface to the other machines, or "
+            "correct /etc/hosts",
+        )
+    with socket.create_server((own, 0), backlog=len(members)) as server:
+        threading.Thread(target=_accept, args=(server,), daemon=True).start()
+        meeting.send("reachability/address", (own, server.getsockname()[1]))
+        addresses = meeting.receive("reachability/address", members)
+        targets = {rank: at for rank, at in addresses.items() if rank != subject.rank}
+        targets[-1] = _rendezvous(subject)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            reasons = dict(zip(targets, pool.map(_reason, targets.values()), strict=True))
+        # Others may still connect to this server.
+        meeting.send("reachability/done", True)
+        meeting.receive("reachability/done", members)
+    yield from judged(subject.host, hosts, targets, reasons)
+
+
+def judged(
+    host: str, hosts: Mapping[int, str], targets: Mapping[int, tuple[str, int]], reasons: Mapping[int, str]
+) -> Iterator[Finding]:
+    """The findings of a host: one for each reason why it cannot reach some of the others.
+
+    Args:
+        hosts: rank -> host.
+        targets: rank -> address and port; rank -1 is the rendezvous.
+        reasons: rank -> why the connection failed; empty: it succeeded.
+    """
+    groups: dict[str, list[str]] = {}
+    for rank, reason in reasons.items():
+        if reason:
+            name = "rendezvous" if rank < 0 else hosts[rank]
+            groups.setdefault(reason, []).append(f"{name} ({targets[rank][0]}:{targets[rank][1]})")
+    for reason, names in groups.items():
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        yield Finding(
+            REACHABILITY,
+            "failed",
+            f"{host} -> {', '.join(names[:4])}{more}: {reason}",
+            _REMEDIES.get(reason, "Look at interfaces and routes of both hosts"),
+            values={"from": host, "to": names, "reason": reason},
+        )
+    if not groups:
+        others = counted(len(targets) - 1, "other host")
+        yield Finding(REACHABILITY, "ok", f"{others} and the rendezvous answer")
+
+
+def connect_reason(host: str, port: int, seconds: float = _CONNECT) -> str:
+    """Why a connection fails, such as "timed out" or "connection refused"; empty: it works."""
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except TimeoutError:
+        return "timed out"
+    except ConnectionRefusedError:
+        return "connection refused"
+    except socket.gaierror:
+        return "name not known"
+    except OSError as error:
+        text = (error.strerror or str(error)).lower()
+        return "no route" if "unreachable" in text or "no route" in text else text
+    return ""
+
+
+def _reason(target: tuple[str, int]) -> str:
+    return connect_reason(*target)
+
+
+def _rendezvous(subject: Subject) -> tuple[str, int]:
+    return subject.environment["MASTER_ADDR"], int(subject.environment["MASTER_PORT"])
+
+
+def _accept(server: socket.socket) -> None:
+    """Accept connections and close them, until the server is closed."""
+    with suppress(OSError):
+        while True:
+            server.accept()[0].close()
+
+
+def own_address(subject: Subject) -> str:
+    """The IPv4 address that gloo would give the other ranks.
+
+    It is that of the interface in GLOO_SOCKET_IFNAME, which training sets if it finds the interface to the
+    first machine, else that of the host name; gloo takes the loopback address if the name is not known.
+    """
+    environment = {**subject.environment}
+    choose(
+        "auto", gpus=False, out=subject.out or subject.system, environment=environment, root=subject.system
+    ).apply(environment)
+    name = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if name and (found := _address_of_interface(name)):
+        return found
+    try:
+        return socket.gethostbyname(subject.host)
+    except OSError:
+        return "127.0.0.1"
+
+
+def _address_of_interface(name: str) -> str | None:
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            request = struct.pack("256s", name.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+    except (ImportError, OSError):
+        return None

@@ -1,0 +1,82 @@
+"""Difference of the clocks of hosts, by messages through the ranks' store as in NTP.
+
+A host sends a message at t0, rank 0 receives it at t1 and answers at t2, and the answer arrives at t3, each
+by the own clock. The difference is ((t1 - t0) + (t2 - t3)) / 2 if both ways take the same time; in any case
+it is wrong by at most half of the time on the way, ((t3 - t0) - (t2 - t1)) / 2. Of some messages, the fastest
+counts.
+"""
+
+import pickle
+import time
+from collections.abc import Callable, Iterator
+
+from sa1b.doctor.check import Subject
+from sa1b.doctor.meeting import Meeting
+from sa1b.doctor.report import Finding, State
+
+SKEW = "clock skew"
+_MESSAGES = 8
+# Claims of sources and --deadline compare times of several hosts, and so does the reader of their logs.
+WARNED = 1.0  # seconds
+FAILED = 900.0  # seconds; S3 rejects a request whose time is 15 minutes off (RequestTimeTooSkewed)
+
+
+def clock_skew(
+    subject: Subject, meeting: Meeting, clock: Callable[[], float] = time.time
+) -> Iterator[Finding]:
+    """Compare the clock of each host with that of rank 0.
+
+    Args:
+        clock: seconds since 1970.
+    """
+    meeting.send("skew/host", subject.host)
+    hosts = meeting.receive("skew/host")
+    first: dict[str, int] = {}
+    for rank, host in sorted(hosts.items()):
+        first.setdefault(host, rank)
+    others = [rank for host, rank in first.items() if rank > 0 and host != hosts.get(0)]
+    store = meeting.store
+    if subject.rank == 0:
+        for rank in others:
+            for number in range(_MESSAGES):
+                key = f"doctor/skew/{rank}/{number}"
+                store.get(f"{key}/sent")  # waits for the message
+                received = clock()
+                store.set(f"{key}/answer", pickle.dumps((received, clock())))
+        if not others:
+            yield Finding(SKEW, "ok", "one host has one clock", "", tuple(hosts))
+    elif subject.rank in others:
+        measured = []
+        for number in range(_MESSAGES):
+            key = f"doctor/skew/{subject.rank}/{number}"
+            sent = clock()
+            store.set(f"{key}/sent", b"")
+            received, answered = pickle.loads(store.get(f"{key}/answer"))
+            arrived = clock()
+            on_the_way = (arrived - sent) - (answered - received)
+            measured.append((on_the_way / 2, ((sent - received) + (arrived - answered)) / 2))
+        bound, offset = min(measured)
+        yield judged(offset, bound, subject.host, hosts[0])
+
+
+def judged(offset: float, bound: float, host: str, reference: str) -> Finding:
+    """The finding about the clock of a host.
+
+    Args:
+        offset: seconds by which it is ahead of the clock of rank 0.
+        bound: the largest error of the offset, seconds.
+    """
+    state: State = "failed" if abs(offset) > FAILED else "warning" if abs(offset) > WARNED + bound else "ok"
+    direction = "ahead of" if offset >= 0 else "after"
+    text = _text(abs(offset))
+    values = {"offset_seconds": offset, "error_seconds": bound}
+    if state == "ok":
+        return Finding(SKEW, "ok", f"{text} from rank 0, known to {_text(bound)}", values=values)
+    figure = f"the clock of {host} is {text} {direction} that of {reference} (known to {_text(bound)})"
+    figure += "; S3 rejects requests 15 minutes off" if state == "failed" else ""
+    remedy = f"Run a time service on {host} and {reference}: chronyc tracking, timedatectl set-ntp true"
+    return Finding(SKEW, state, figure, remedy, values=values)
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"

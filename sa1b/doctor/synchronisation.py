@@ -1,0 +1,168 @@
+"""Gradients after a real backward pass of DDP and FSDP on different data, compared with one process.
+
+To compare parameters between ranks would prove nothing: DDP copies those of rank 0 when it is built, so they
+are equal before the first step, whether gradients are synchronised or not. To compare gradients between ranks
+is not enough either: a sum that is not divided by the number of ranks is wrong and equal everywhere.
+Therefore each rank computes the gradient of the data of all ranks alone, without communication, and compares
+its own with it.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from sa1b.doctor.check import Subject
+from sa1b.doctor.group import joined
+from sa1b.doctor.meeting import Meeting
+from sa1b.doctor.report import Finding, ranges
+from sa1b.doctor.small_step import small_inputs, small_model
+from sa1b.engine.parallel import ParallelConfig, wrap
+
+GRADIENTS = "gradients"
+_DATA = 8  # different inputs; rank r has number r % 8, so that thousands of ranks need no thousands of passes
+_TOLERANCE = 1e-4  # of the largest value of a gradient: ranks are summed in another order
+
+Gradients = Mapping[str, Tensor]
+
+
+def gradients(
+    subject: Subject,
+    meeting: Meeting,
+    alter: Callable[[nn.Module], None] = lambda module: None,
+    modes: Sequence[Literal["ddp", "fsdp"]] = ("ddp", "fsdp"),
+) -> Iterator[Finding]:
+    """Compare the gradients of both modes between ranks and with those of one process.
+
+    Args:
+        alter: called with the wrapped model before the backward pass.
+    """
+    numbers = [rank % _DATA for rank in range(subject.world_size)]
+    alone = {number: _backward(small_model().to(subject.device), number) for number in sorted(set(numbers))}
+    own = alone[numbers[subject.rank]]
+    mean = {name: torch.stack([alone[number][name] for number in numbers]).mean(0) for name in own}
+    for mode in modes:
+        rank_info = joined(subject, mode)
+        module = wrap(small_model(), ParallelConfig(mode=mode), rank_info)
+        alter(module)
+        found = _backward(module, numbers[subject.rank])
+        wrong = [name for name in mean if not _equal(found.get(name), mean[name])]
+        if mode == "ddp":  # ranks of fsdp have different shards
+            meeting.send(
+                "gradients/digests", None if wrong else {name: _digest(found[name]) for name in found}
+            )
+        if wrong:
+            name = wrong[0]
+            more = f" and {len(wrong) - 1:,} more of {len(mean):,}" if len(wrong) > 1 else ""
+            what = _difference(found.get(name), mean[name], own[name], subject.world_size)
+            yield Finding(
+                GRADIENTS,
+                "failed",
+                f"{mode}: {name}{more}: {what}",
+                _remedy(what),
+                values={"mode": mode, "parameters": wrong},
+            )
+        else:
+            yield Finding(GRADIENTS, "ok", f"{mode}: {len(mean)} gradients are those of one process")
+        if subject.rank == 0 and mode == "ddp":
+            yield from differing(
+                {
+                    rank: sent
+                    for rank, sent in meeting.receive("gradients/digests").items()
+                    if sent is not None
+                }
+            )
+
+
+def _backward(module: nn.Module, number: int) -> dict[str, Tensor]:
+    """The gradients of a model by name, after a pass with the inputs of this number."""
+    device = next(module.parameters()).device
+    loss: Tensor = module(*small_inputs(device, number))["loss"]
+    torch.autograd.backward(loss)
+    return {
+        name.removeprefix("module."): parameter.grad.detach()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _same_shard(whole: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """A complete tensor and a gradient, both reduced to the part that this rank has."""
+    if not isinstance(like, DTensor):
+        return whole, like
+    part = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return part.to_local(), like.to_local()
+
+
+def _equal(found: Tensor | None, expected: Tensor) -> bool:
+    if found is None:
+        return not expected.any()
+    limit = _TOLERANCE * float(expected.abs().max()) + 1e-7
+    part, own = _same_shard(expected, found)
+    return own.shape == part.shape and bool(((own - part).abs() <= limit).all())
+
+
+def _difference(found: Tensor | None, expected: Tensor, alone: Tensor, world_size: int) -> str:
+    """What is wrong with a gradient, as text."""
+    if found is None:
+        return "has no gradient"
+    if _equal(found, alone):
+        return "not synchronised, it is the gradient of the data of this rank alone"
+    part, own = _same_shard(expected, found)
+    if not own.numel() or own.shape != part.shape:
+        return f"has the shape {list(own.shape)}, expected {list(part.shape)}"
+    if not bool(torch.isfinite(own).all()):
+        return "is not finite"
+    at = int(part.abs().argmax())
+    right, wrong = float(part.flatten()[at]), float(own.flatten()[at])
+    factor = wrong / right if right else 0.0
+    if factor and _equal(found, expected * factor):
+        what = f"the mean over the ranks times {factor:.4g}"
+        return f"{what}, the sum" if abs(factor - world_size) < 1e-3 * world_size else what
+    return f"element {at} is {wrong:.6g}, expected {right:.6g}"
+
+
+def _remedy(what: str) -> str:
+    if "synchronised" in what or "no gradient" in what:
+        return (
+            "Look for no_sync, set_requires_gradient_sync(False), or a hook that leaves out the reduction, "
+            "on these ranks"
+        )
+    if "times" in what:
+        return "Look for a communication hook that divides by another number than that of the ranks"
+    return (
+        "If the check 'rank sum' is ok, look for hooks on these ranks and for versions that differ; else fix "
+        "that first"
+    )
+
+
+def _digest(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def differing(answers: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
+    """The ranks whose gradients are not byte for byte those of most ranks.
+
+    Args:
+        answers: rank -> name of a parameter -> digest of its gradient.
+    """
+    for name in next(iter(answers.values()), {}):
+        found = {rank: digests.get(name) for rank, digests in answers.items()}
+        groups: dict[int | None, list[int]] = {}
+        for rank, digest in sorted(found.items()):
+            groups.setdefault(digest, []).append(rank)
+        if len(groups) > 1:
+            most = max(groups.values(), key=len)
+            ranks = tuple(rank for rank in found if rank not in most)
+            yield Finding(
+                GRADIENTS,
+                "failed",
+                f"ddp: {name}: has other bytes than on ranks {ranges(most)}",
+                "Weights drift apart in every step: look for hooks on these ranks and for versions that "
+                "differ",
+                ranks=ranks,
+            )
+            return
