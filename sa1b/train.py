@@ -36,12 +36,13 @@ from sa1b.engine.gradients import finish, micro_batch, warm_up
 from sa1b.engine.health import HealthError
 from sa1b.engine.optim import lr_at, set_lr, update_ema
 from sa1b.engine.parallel import set_timeout, start, stop
-from sa1b.engine.phase import Phases
+from sa1b.engine.phase import OTHER, Phases
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.profiler import StepProfiler
 from sa1b.engine.ranks import RankInfo, explain
 from sa1b.engine.remote_run import RemoteRun
 from sa1b.engine.run import Run
+from sa1b.engine.watchdog import Watchdog
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.store import open_store
@@ -55,7 +56,7 @@ def train(run: Run) -> None:
     optimizer, scaler, control, phases = run.optimizer, run.scaler, run.control, run.phases
     profiler = StepProfiler(config.logging.profile, config.folder, rank_info, control, run.metrics.say)
     module.train()
-    phases.begin(run.step)
+    phases.enter(OTHER, step=run.step)
     run.evaluate_what_is_missing()
     if not run.ended:
         with phases.part("data"):
@@ -114,6 +115,7 @@ def run(config: Config) -> int:
     connection.apply()
     rank_info = start(config.parallel)
     config = settings.agree(config, rank_info)
+    watchdog = Watchdog(config.health.stall, config.parallel, config.folder, rank_info, phases)
     if config.dry_run:
         estimate.plan(config, rank_info, connection)
         stop()
@@ -121,9 +123,11 @@ def run(config: Config) -> int:
     elif config.evaluate_only:
         if config.is_remote and rank_info.rank == 0:  # not to stdout, where --json prints the scores
             sys.stderr.write(f"predictions and damage log of the evaluation are in {config.folder}\n")
-        score(config, partial(scored_model, config), rank_info, phases)
+        with watchdog:
+            score(config, partial(scored_model, config), rank_info, phases)
     else:
-        code = train_and_close(begin(config, rank_info, phases))
+        with watchdog:
+            code = train_and_close(begin(config, rank_info, phases))
     stop()  # not after an error, because this rank would wait for the others
     return code
 

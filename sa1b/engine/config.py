@@ -73,7 +73,7 @@ class Config(ABC):
         optim: Optimizer and schedule.
         checkpoint: Schedule of checkpoints.
         evaluation: Schedule and data of evaluations.
-        health: Handling of losses that are not finite.
+        health: Losses that are not finite, and ranks that hang.
         logging: Recorded figures.
     """
 
@@ -280,6 +280,13 @@ def _check(config: Config) -> None:
                 f"--parallel.{flag.replace('_', '-')} {getattr(config.parallel, flag):g}: not longer than "
                 f"--data.deadline {config.data.deadline:g}, so a rank that waits for its storage would "
                 "end the run; raise the first or lower the second"
+            )
+        stall = config.health.stall or 0
+        if config.parallel.mode != "none" and stall >= getattr(config.parallel, flag):
+            raise UsageError(
+                f"--health.stall {stall:g}: not shorter than --parallel.{flag.replace('_', '-')} "
+                f"{getattr(config.parallel, flag):g}, which would end the run before the report; lower the "
+                "first or raise the second"
             )
     _check_out(config)
     if config.folder.exists() and not config.folder.is_dir():

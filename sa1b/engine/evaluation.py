@@ -271,6 +271,7 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo,
         config.evaluation, config.data, config.image_size, rank_info, config.folder, None
     )
     assert held_out is not None  # refused by Config.check
+    phases.reading = held_out.reading
     module = wrap(build(), config.parallel, rank_info)
     control = Control(rank_info)
     scores = evaluate(

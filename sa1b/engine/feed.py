@@ -208,6 +208,10 @@ class Feed:
         self._batches = self._batches or iter(self.loader)
         return next(self._batches, None)
 
+    def reading(self) -> str | None:
+        """The sample that the next incomplete batch waits for; see `sa1b.stream.loader.Loader.reading`."""
+        return self.loader.reading()
+
     def steps(self) -> Iterator[list[Batch]]:
         """Steps until a sequential feed ends."""
         return iter(lambda: list(self.step()), [])

@@ -19,18 +19,27 @@ class HealthError(Sa1bError):
 
 @dataclass(frozen=True, slots=True)
 class HealthConfig:
-    """Handling of losses that are not finite: all ranks skip the step, and the images are logged.
+    """Handling of losses that are not finite, and of ranks that hang.
+
+    If a loss is not finite, all ranks skip the step, and the images are logged.
 
     Attributes:
         patience: Number of consecutive steps with a loss or gradient that is not finite after which the run
             still continues. With fp16, overflows after which the scaler lowers its scale count too.
+        stall: Seconds without progress after which a report names the rank that hangs, where it is and what
+            it reads, and each rank writes its stacks to RUN/stacks-<rank>.txt. The run is not ended. By
+            default two thirds of --parallel.timeout, or of --parallel.timeout-first in the first step.
+            0: no report.
     """
 
     patience: int = 20
+    stall: float | None = None
 
     def __post_init__(self) -> None:
         if self.patience < 0:
             raise UsageError(f"--health.patience {self.patience}: must not be negative")
+        if self.stall is not None and self.stall < 0:
+            raise UsageError(f"--health.stall {self.stall}: must be at least 0 seconds")
 
 
 class Health:

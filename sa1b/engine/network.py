@@ -5,7 +5,8 @@
     print(connection)
 
 A variable that is set already, in the environment or in a configuration file of NCCL, is kept. On one machine
-nothing is set. Variables are used as the documentation of NCCL 2.30 and of torch.distributed describes them:
+only NCCL's record of collectives is set up; gloo has no such record. Variables are used as the documentation
+of NCCL 2.30 and of torch.distributed describes them:
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html,
 https://docs.pytorch.org/docs/stable/distributed.html. Where NCCL's own choice is documented as the best one,
 the variable is listed, but not set.
@@ -32,7 +33,10 @@ _INTERNAL = re.compile(
 )
 _FAST = 100_000  # Mbit/s
 _CLOUDS = ("0x1d0f", "0x1ae0")  # network devices of Amazon and Google, for which NCCL has its own numbers
-_SAME = {"TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # an older name of the variable
+_SAME = {  # older names of variables
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +101,11 @@ def choose(
         UsageError: InfiniBand is demanded, and this machine has no active port.
     """
     world_size = int(environment.get("WORLD_SIZE", "1"))
+    found = {**configured(environment, root), **environment}
     if int(environment.get("LOCAL_WORLD_SIZE", world_size)) >= world_size:
-        return Connection("one machine: nothing is set")
+        if not gpus or world_size == 1:
+            return Connection("one machine: nothing is set")
+        return Connection("one machine", tuple(_kept(one, found) for one in _recorder(out)))
     ports = active_ports(root)
     if kind == "infiniband" and not ports:
         raise UsageError(
@@ -112,18 +119,26 @@ def choose(
     wanted = [*_sockets(environment.get("MASTER_ADDR", ""), gpus, bool(infiniband), root)]
     if gpus:
         wanted += _infiniband(infiniband) if infiniband else _ethernet(kind)
+        wanted += _recorder(out)
         wanted += [
-            Setting(
-                "TORCH_FR_DUMP_TEMP_FILE",
-                f"{out.absolute()}/collectives-rank-",
-                "after a timeout, torch writes the last collectives of each rank where they outlive the node",
-            ),
-            Setting("NCCL_BUFFSIZE", None, "not set: NCCL's 4 MiB; no other size is better in general"),
+            Setting("NCCL_BUFFSIZE", None, "not set: NCCL's 4 MiB; no other size is better in general")
         ]
-    found = {**configured(environment, root), **environment}
     kept = (_kept(one, found) for one in wanted)
     how = "demanded" if kind != "auto" else "a port is active" if infiniband else "no active InfiniBand port"
     return Connection(f"{'infiniband' if infiniband else 'ethernet'} ({how})", tuple(kept))
+
+
+def _recorder(out: Path) -> Iterator[Setting]:
+    """Torch's flight recorder of NCCL's collectives, by the names of torch 2.11 to 2.13."""
+    yield Setting(
+        "TORCH_FR_BUFFER_SIZE", "2000", "torch records so many collectives of each rank, with stacks"
+    )
+    yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "and writes them when a collective exceeds its timeout")
+    yield Setting(
+        "TORCH_FR_DUMP_TEMP_FILE",
+        f"{out.absolute()}/collectives-rank-",
+        "after a timeout, torch writes the last collectives of each rank where they outlive the node",
+    )
 
 
 def _kept(setting: Setting, found: MutableMapping[str, str]) -> Setting:

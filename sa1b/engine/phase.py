@@ -51,7 +51,8 @@ class Phase(NamedTuple):
 class Phases:
     """The phases of one rank. One thread sets them, and any thread may read `current`.
 
-    Beginning a phase is an addition and the write of a tuple, and takes about 1 µs.
+    Beginning a phase is an addition and the write of a tuple. With their contexts, the phases of a step with
+    two micro-batches take 23 µs (timeit on a CPU).
 
     The parts of a step, on this process's clock:
 
@@ -70,17 +71,23 @@ class Phases:
             knows better may move seconds from one part to another.
         began: start of the step on the clock of time.perf_counter.
         observer: called with each phase when it begins, if it is set.
+        steps: steps begun in this process.
+        reading: returns the sample that this rank waits for, with its shard and offset; None if it waits for
+            none. Any thread may call it.
     """
 
     def __init__(self) -> None:
         self.observer: Callable[[Phase], None] | None = None
         self.began = time.perf_counter()
+        self.steps = 0
+        self.reading: Callable[[], str | None] = lambda: None
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.current = Phase("start", 0, 0, 0, self.began)
 
     def begin(self, step: int) -> None:
         """Begin a step: all its parts have 0 seconds."""
         self.enter(OTHER, step=step)
+        self.steps += 1
         self.began = self.current.began
         self.seconds.clear()
 

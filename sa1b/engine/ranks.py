@@ -62,6 +62,11 @@ _SHOWN_AFTER = 5.0  # seconds within which a host must see a file that another h
 PEER_LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
+def lost_peer(error: Exception) -> bool:
+    """Whether an error of a collective means that another rank ended or does not answer."""
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in PEER_LOST)
+
+
 def explain(error: Exception, rank: int, world_size: int) -> str:
     """The message of a failing rank: its error, or one line if it only lost another rank.
 
@@ -72,9 +77,10 @@ def explain(error: Exception, rank: int, world_size: int) -> str:
     if isinstance(error, Sa1bError | OSError):
         return "\n".join([*lines, f"{where}: {error}\n"])
     text = str(error)
-    if isinstance(error, dist.DistError) or any(sign in text for sign in PEER_LOST):
+    if lost_peer(error):
         reason = (text.splitlines() or [type(error).__name__])[0]
-        return f"rank {rank} ends because another rank ended or does not answer ({reason})\n"
+        lines.insert(0, f"rank {rank} ends because another rank ended or does not answer ({reason})")
+        return "\n".join([*lines, ""])
     trace = "".join(traceback.format_exception(error))
     return f"{trace}{where}: {type(error).__name__}: {text}\n"
 

@@ -59,6 +59,7 @@ class Run:
         self.held_out = held_out_feed(
             config.evaluation, data, size, rank_info, config.folder, self.feed.stream
         )
+        phases.reading = self.reading
         module = build(config, initial_weights(config))
         freeze(module, config.optim)
         self.module: nn.Module = wrap(module, config.parallel, rank_info)
@@ -160,6 +161,11 @@ class Run:
             "config": self.config.document(),
         }
         self.checkpoints.save(self.step, self.module, self.optimizer, state)
+
+    def reading(self) -> str | None:
+        """The sample that this rank waits for, with its shard and offset; None if it waits for none."""
+        held_out = None if self.held_out is None else self.held_out.reading()
+        return held_out or self.feed.reading()
 
     def evaluate(self) -> None:
         """Evaluate on the held-out images and record the scores, unless a stop is requested meanwhile."""

@@ -91,6 +91,7 @@ class Loader:
                 f"not on {self.device}; pass device={stream.decoder.device.type!r}"
             )
         self._state = stream.state_dict()
+        self._pipeline: Pipeline | None = None  # of the current iteration
         size = stream.options.image_size
         images = stream.plan.micro_batch
         # Batches in flight, the caller's batch, and the one that the caller holds while it asks for the next.
@@ -117,7 +118,7 @@ class Loader:
         begun = self.stream.begin()
         self._state = {**self.stream.state_dict(), "position": begun}
         pieces = self.stream.plan.micro_batches(begun)
-        pipeline = Pipeline(self._settings)
+        self._pipeline = pipeline = Pipeline(self._settings)
         try:
             while True:
                 while len(pipeline.pending) < self.prefetch + 1 and (piece := next(pieces, None)) is not None:
@@ -130,6 +131,7 @@ class Loader:
                 self.stream.taken(batch)
                 yield batch
         finally:
+            self._pipeline = None
             pipeline.close()
             self.stream.close()
 
@@ -162,6 +164,14 @@ class Loader:
         See `sa1b.stream.stats.PipelineStats.snapshot` for its keys and units.
         """
         return self.stream.stats.snapshot()
+
+    def reading(self) -> str | None:
+        """The sample that the next incomplete batch waits for, with shard and offset; None if none.
+
+        Any thread may call this while another one iterates.
+        """
+        pipeline = self._pipeline
+        return None if pipeline is None else pipeline.reading()
 
     def _memory(self) -> str:
         """The memory that batches take."""

@@ -191,6 +191,13 @@ class Pipeline:
         waiting = Counter(_STAGES[-stage] for _, stage in self.pool.waiting())
         self.stats.look(waiting, sum(work.result.done() for work in self.pending))
 
+    def reading(self) -> str | None:
+        """The sample that the oldest incomplete batch waits for, with its shard; None if there is none."""
+        for work in tuple(self.pending):
+            if not work.result.done() and (unfinished := work.unfinished()):
+                return self.stream.where(work.pending.rows[unfinished[0]])
+        return None
+
     def close(self) -> None:
         """Cancel the batches in flight and stop the threads."""
         for work in self.pending:

@@ -120,6 +120,11 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--optim.min-lr-ratio", "0.1"], "--optim.min-lr-ratio: is for --optim.schedule cosine"),
         ([*ROOT, "--checkpoint.every", "0"], "--checkpoint.every 0: must be at least 1"),
         ([*ROOT, "--health.patience", "-1"], "must not be negative"),
+        ([*ROOT, "--health.stall", "-1"], "must be at least 0 seconds"),
+        (
+            [*ROOT, "--parallel.mode", "ddp", "--health.stall", "600"],
+            "not shorter than --parallel.timeout 600",
+        ),
         ([*ROOT, "--optim.lr", "inf"], "--optim.lr inf: must be a finite number"),
         ([*ROOT, "--recipe.focal-weight", "nan"], "--recipe.focal-weight nan: must be a finite number"),
         ([*ROOT, "--seed", "-1"], "--seed -1: must be"),

@@ -10,6 +10,11 @@ from sa1b.errors import UsageError
 
 RANKS = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "10.1.2.3"}
 OUT = Path("/shared/run")
+RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_DUMP_TEMP_FILE": "/shared/run/collectives-rank-",
+}
 
 
 def route(name: str, network: str, mask: str, metric: int = 0) -> str:
@@ -81,7 +86,7 @@ def test_infiniband_is_detected(cluster: Path) -> None:
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1,mlx5_10:1",
         "NCCL_IB_TIMEOUT": "22",
-        "TORCH_FR_DUMP_TEMP_FILE": "/shared/run/collectives-rank-",
+        **RECORDER,
     }
     text = str(connection)
     assert text.startswith("network       infiniband (a port is active)\n")
@@ -97,7 +102,7 @@ def test_ethernet_uses_sockets_even_where_infiniband_is_active(cluster: Path) ->
         "NCCL_SOCKET_IFNAME": "=eth0",
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_IB_DISABLE": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": "/shared/run/collectives-rank-",
+        **RECORDER,
     }
 
 
@@ -141,7 +146,8 @@ def test_what_is_set_already_is_kept(cluster: Path) -> None:
     (cluster / ".nccl.conf").write_text("NCCL_BUFFSIZE=8388608\n")
     own = {"NCCL_SOCKET_IFNAME": "eth0", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/mine", "HOME": str(cluster)}
     connection = choose("auto", gpus=True, out=OUT, environment=RANKS | own, root=cluster)
-    assert made(connection).keys() == {"GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"}
+    recorder = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+    assert made(connection).keys() == {"GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", *recorder}
     found = reasons(connection)
     assert found["NCCL_SOCKET_IFNAME"] == "kept: 'eth0' is set already"
     assert found["NCCL_IB_TIMEOUT"] == "kept: '23' is set already"
@@ -152,10 +158,22 @@ def test_what_is_set_already_is_kept(cluster: Path) -> None:
     assert environment == own | made(connection)
 
 
-@pytest.mark.parametrize("environment", [{}, RANKS | {"LOCAL_WORLD_SIZE": "16"}])
-def test_nothing_is_set_on_one_machine(cluster: Path, environment: dict[str, str]) -> None:
-    connection = choose("infiniband", gpus=True, out=OUT, environment=environment, root=cluster)
+@pytest.mark.parametrize(("environment", "gpus"), [({}, True), (RANKS | {"LOCAL_WORLD_SIZE": "16"}, False)])
+def test_nothing_is_set_for_one_process_or_without_gpus_on_one_machine(
+    cluster: Path, environment: dict[str, str], gpus: bool
+) -> None:
+    connection = choose("infiniband", gpus=gpus, out=OUT, environment=environment, root=cluster)
     assert str(connection) == "network       one machine: nothing is set"
+
+
+def test_on_one_machine_nccl_records_its_collectives(cluster: Path) -> None:
+    environment = RANKS | {"LOCAL_WORLD_SIZE": "16"}
+    connection = choose("auto", gpus=True, out=OUT, environment=environment, root=cluster)
+    assert str(connection).startswith("network       one machine\n")
+    assert made(connection) == RECORDER
+    environment |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    connection = choose("auto", gpus=True, out=OUT, environment=environment, root=cluster)
+    assert list(made(connection)) == ["TORCH_FR_DUMP_TEMP_FILE"]
 
 
 def test_ranks_on_processors_need_the_interface_only(cluster: Path) -> None:

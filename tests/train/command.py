@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -80,10 +80,13 @@ def start(
     of_rank: Sequence[Sequence[str]] = (),
     model: str = "sam",
     folders: Sequence[Path] = (),
+    stuck: int | None = None,
+    until: Callable[[], bool] | None = None,
 ) -> Ended:
     """Run the command on so many ranks and wait.
 
-    of_rank: further flags of single ranks; folders: in which they run.
+    of_rank: further flags of single ranks; folders: in which they run; stuck: a rank that does not end by
+    itself and is killed when `until` holds, by default when another rank has ended.
     """
     flags_of_model = FLAGS if model == "sam" else SECOND_FLAGS
     common = ["--data.root", str(root), "--out", str(out), *flags_of_model, "--parallel.mode", mode, *flags]
@@ -102,6 +105,12 @@ def start(
                     )
                 )
         end = time.monotonic() + PATIENCE
+        if stuck is not None:
+            others = [process for rank, process in enumerate(processes) if rank != stuck]
+            until = until or (lambda: any(process.poll() is not None for process in others))
+            while not until() and time.monotonic() < end:
+                time.sleep(0.05)
+            processes[stuck].kill()
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))

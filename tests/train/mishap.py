@@ -9,6 +9,9 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
     nan     its loss is not finite, from the step on for "times" steps
     inf     its loss is, but not its gradient, from the step on for "times" steps
     fill    the rank fills the disk that the folder "disk" is on, before the step
+    freeze  the rank is stopped by SIGSTOP, before the step
+    spin    the rank computes the loss of the step for ever
+    block   reads of the rank block, from the step on: they open the FIFO "fifo"
     table   the rank is sent SIGUSR2
     slow    the rank sleeps for "seconds" in a part of each step, or in each "read" of a file and each "decode" of
             an image: "parts" has, for each part, its steps [from, to)
@@ -40,6 +43,7 @@ from sa1b.engine.health import Health
 from sa1b.engine.metrics import Metrics
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.score import Score
+from sa1b.shards.sample_read import PendingRead
 from sa1b.storage.local import LocalRead
 from sa1b.stream import decode
 
@@ -61,6 +65,8 @@ def arrange(mishap: dict[str, Any]) -> None:
         _slow(mishap["seconds"], mishap["parts"])
     elif mishap["what"] == "fill":
         _fill(mishap["step"], Path(mishap["disk"]))
+    elif mishap["what"] in ("freeze", "spin", "block"):
+        _hang(mishap)
     elif mishap.get("moment") == "evaluating":
         _interrupt_evaluation(mishap)
     elif mishap["what"] == "clock":
@@ -96,6 +102,29 @@ def _set_clock(at: int) -> None:
         return own_stop(self)
 
     train.lr_at, Control._own_stop = lr_at, asked
+
+
+def _hang(mishap: dict[str, Any]) -> None:
+    what, current = mishap["what"], [-1]
+    at_rate, forward, result = train.lr_at, Interactive.forward, PendingRead.result
+
+    def lr_at(config: Any, batch: int, step: int) -> float:
+        current[0] = step
+        if what == "freeze" and step == mishap["step"]:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return at_rate(config, batch, step)
+
+    def spinning(self: Interactive, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
+        while what == "spin" and current[0] >= mishap["step"]:
+            pass
+        return forward(self, *arguments, **options)
+
+    def blocked(self: PendingRead) -> Any:
+        if what == "block" and current[0] >= mishap["step"]:
+            Path(mishap["fifo"]).open().close()
+        return result(self)
+
+    train.lr_at, Interactive.forward, PendingRead.result = lr_at, spinning, blocked
 
 
 def _interrupt_evaluation(mishap: dict[str, Any]) -> None:

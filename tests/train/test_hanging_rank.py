@@ -1,0 +1,92 @@
+"""A rank that hangs is named with its phase, its stacks and what it reads, before the run ends."""
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.command import start
+
+HANGS = {  # what -> sentence about rank 1
+    "freeze": r"does not answer: it is stopped or dead, or its host is lost; last seen .* in step \d, \w+",
+    "spin": r"is in step 2, compute, micro-batch 1, for \d+ s, at train/mishap.py:\d+ spinning, and the others",
+    "block": r"is in step \d, data, micro-batch \d, for \d+ s, at .*; it waits for image \d+ in .*/root/sa1b-\d+-"
+    r"\d+.tar at offset [\d,]+, and the others wait for it",
+}
+
+
+def hang(root: Path, folder: Path, what: str, *flags: str, **more: Any) -> tuple[list[int], list[str], Path]:
+    out = folder / "run"
+    os.mkfifo(folder / "fifo")
+    mishap = {"what": what, "rank": 1, "step": 1, "fifo": str(folder / "fifo")}
+    ended = start(root, out, "--health.stall", "1.5", *flags, mishap=mishap, stuck=1, **more)
+    return ended.codes, ended.outputs, out
+
+
+def assert_named(what: str, outputs: list[str], out: Path) -> None:
+    sentence = rf"rank 1 \(host .*\) {HANGS[what]}"
+    assert re.search(rf"sa1b: no progress for \d+ s\n  {sentence}", outputs[0])
+    assert re.search(sentence, (out / "stall.txt").read_text())
+    assert "no progress" not in "".join(outputs[1:])
+    assert 'train.py", line' in (out / "stacks-0.txt").read_text()
+    if what == "spin":
+        assert re.search(r'mishap.py", line \d+ in spinning', (out / "stacks-1.txt").read_text())
+    if what == "block":
+        assert re.search(r'mishap.py", line \d+ in blocked', (out / "stacks-1.txt").read_text())
+
+
+@pytest.mark.parametrize(
+    ("what", "mode", "ranks"),
+    [
+        ("freeze", "ddp", 2),
+        ("block", "ddp", 2),
+        *(
+            pytest.param(what, mode, 3, marks=pytest.mark.slow)
+            for what in ("freeze", "spin", "block")
+            for mode in ("ddp", "fsdp")
+        ),
+    ],
+)
+def test_it_is_named_and_again_when_it_is_killed(
+    root: Path, tmp_path: Path, what: str, mode: str, ranks: int
+) -> None:
+    report = tmp_path / "run" / "stall.txt"
+
+    def reported() -> bool:
+        return report.exists() and re.search(HANGS[what], report.read_text()) is not None
+
+    codes, outputs, out = hang(root, tmp_path, what, ranks=ranks, mode=mode, until=reported)
+    assert codes == [1, -signal.SIGKILL, 1][:ranks]
+    assert_named(what, outputs, out)
+    for rank in {0, ranks - 1} - {1}:
+        first, last = outputs[rank].splitlines()[-2:]
+        assert first.startswith(f"rank {rank} ends because another rank ended or does not answer (")
+        assert last.startswith(f"rank {rank}: rank 1 (host ")
+        assert "does not answer: it is stopped or dead" in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["freeze", "spin", "block"])
+def test_the_last_words_of_a_run_that_times_out_name_it(root: Path, tmp_path: Path, what: str) -> None:
+    timeouts = ("--data.deadline", "5", "--parallel.timeout", "15", "--parallel.timeout-first", "120")
+    codes, outputs, out = hang(root, tmp_path, what, *timeouts, ranks=2, mode="ddp")
+    assert codes == [1, -signal.SIGKILL]
+    assert_named(what, outputs, out)
+    first, last = outputs[0].splitlines()[-2:]
+    assert "Timed out" in first
+    assert re.match(rf"rank 0: rank 1 \(host .*\) {HANGS[what]}", last)
+
+
+def test_a_single_process_reports_its_blocked_read(root: Path, tmp_path: Path) -> None:
+    out, fifo = tmp_path / "run", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    mishap = {"what": "block", "step": 1, "fifo": str(fifo)}
+    report = out / "stall.txt"
+    flags = ("--health.stall", "1")
+    ended = start(root, out, *flags, mishap=mishap, stuck=0, until=report.exists)
+    assert ended.codes == [-signal.SIGKILL]
+    assert re.search(r"rank 0 \(host .*\) is in step \d, data.*; it waits for image \d+ in", ended.outputs[0])
+    assert "the others" not in ended.outputs[0]
