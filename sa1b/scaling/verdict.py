@@ -8,6 +8,7 @@ from sa1b.scaling.result import Point, Scaling
 
 GOOD = 0.8  # efficiency from which there is nothing to explain
 _NAMED = 0.03  # a smaller part of the step is not named as a cause
+_BUSY = 0.05  # share of the time in which a rank waits for a CPU
 _UNEVEN = 1.1  # computation of the slowest rank relative to the median rank
 
 
@@ -16,7 +17,7 @@ class Verdict:
     """The judgement of a measurement.
 
     Attributes:
-        lines: one for each series with a low efficiency, and one about all others.
+        lines: whether the machine was busy, one for each series with a low efficiency, one about all others.
         advice: reasons and what to change, for all of these series.
     """
 
@@ -44,6 +45,13 @@ def judge(found: Scaling) -> Verdict:
         lines.append(
             f"{len(good)} of {len(compared)} series: efficiency at least {GOOD:.0%} with the most ranks; the "
             f"lowest of them is {series} with {worst.efficiency:.0%}"
+        )
+    queued = max(point.result.queued for points in found.points.values() for point in points)
+    if queued >= _BUSY:
+        lines.insert(
+            0,
+            f"The machine was busy: ranks waited for a CPU up to {queued:.0%} of the time, because other "
+            "processes use the same CPUs; measure on an idle machine",
         )
     points = list(low.values())
     advice = [*_on_communication(points, found), *_on_data(points, found), *_on_compute(points, found)]
@@ -102,13 +110,7 @@ def _on_compute(points: Sequence[Point], found: Scaling) -> Iterator[str]:
     results = [point.result for point in points if "compute" in _parts(point)]
     if not results:
         return
-    queued = max(result.queued for result in results)
     imbalance = max(result.imbalance for result in results)
-    if queued >= _NAMED:
-        yield (
-            f"computation: ranks waited for a CPU up to {queued:.0%} of the time, because other processes "
-            "use the same CPUs; measure on an idle machine, with more --rounds"
-        )
     if found.shared_cores:
         yield "computation: ranks share cores; pass fewer --ranks or --threads"
     if imbalance >= _UNEVEN:

@@ -29,11 +29,6 @@ BASE = result(0.1)
             ["communication: ", "data: ", "computation: "],
         ),
         (
-            result(0.2, queued=0.4),
-            "computation takes 50% more",
-            ["waited for a CPU up to 40% of the time, because other processes"],
-        ),
-        (
             result(0.2, imbalance=1.5),
             "computation takes 50% more",
             ["the slowest rank takes up to 1.50 times as long"],
@@ -68,6 +63,15 @@ def test_shared_cores_are_named_and_advice_for_gpus_differs() -> None:
     results = {case(1): BASE, case(2): result(0.2)}
     assert "ranks share cores; pass fewer" in str(judge(scaling(results, shared_cores=True)))
     assert "do not fill a GPU" in str(judge(scaling(results, device="NVIDIA H100")))
+
+
+@pytest.mark.parametrize("step", [0.11, 0.2])
+def test_a_busy_machine_is_named_first(step: float) -> None:
+    found = judge(scaling({case(1): result(0.1, queued=0.1), case(2): result(step, queued=0.4)}))
+    assert found.lines[0].startswith("The machine was busy: ranks waited for a CPU up to 40% of the time")
+    assert len(found.lines) == 2
+    idle = judge(scaling({case(1): BASE, case(2): result(step, queued=0.01)}))
+    assert idle.lines == found.lines[1:]
 
 
 def test_fsdp_has_advice_of_its_own() -> None:
