@@ -111,7 +111,7 @@ def check(
         UsageError: the message names the flag.
     """
     if root == "":
-        raise UsageError("ROOT '': is empty; name a dataset directory, or omit it")
+        raise UsageError(f"ROOT {root!r}: must be a dataset directory; omit it to skip the checks of storage")
     if not 0.1 <= seconds <= 600:
         raise UsageError(f"--seconds {seconds:g}: must be from 0.1 to 600")
     if not 1 <= timeout <= 3600:

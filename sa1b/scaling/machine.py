@@ -39,10 +39,10 @@ class Machine:
         Raises:
             UsageError: there is no GPU although the device is cuda, or this process is one of several ranks.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise UsageError(
-                "this command starts its ranks itself, on one machine; run it without torchrun, and with one "
-                "task of srun"
+                f"WORLD_SIZE {ranks}: this command starts its ranks itself, on one machine; run it without "
+                "torchrun, and with one task of srun"
             )
         gpus = 0 if device == "cpu" else torch.cuda.device_count()
         if device == "cuda" and not gpus:
