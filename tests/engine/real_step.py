@@ -1,5 +1,6 @@
 """Memory of real steps, measured by torch's profiler: the sum of all allocations and releases since the start."""
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ def settings(world_size: int, **parallel: Any) -> SamConfig:
 
 def peak_of(config: SamConfig) -> int:
     """Largest number of bytes of the CPU allocator in two steps of this rank; the batch counts once."""
+    gc.collect()  # modules of an earlier call: their release would count as negative
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _steps(config)
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
