@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from sa1b.doctor.check import Subject
+from sa1b.doctor.reachability import gloo_interface
 from sa1b.engine.network import active_ports
 
 _LINK = re.compile(r"^\s*Link \d+: ([\d.]+) GB/s", re.MULTILINE)
@@ -123,11 +124,10 @@ def _port_rate(system: Path, port: str) -> float:
 
 def _interface_rate(subject: Subject) -> float:
     """Of the interface that gloo or NCCL is set to use."""
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        name = subject.environment.get(variable, "").lstrip("=").partition(",")[0]
-        if name and "^" not in name:
-            return max(_first(subject.system / "sys/class/net" / name / "speed"), 0.0) * 1e6 / 8
-    return 0.0
+    name = subject.environment.get("NCCL_SOCKET_IFNAME", "").lstrip("=").partition(",")[0]
+    if not name or "^" in name or subject.device.type != "cuda":
+        name = gloo_interface(subject)
+    return max(_first(subject.system / "sys/class/net" / name / "speed"), 0.0) * 1e6 / 8 if name else 0.0
 
 
 def _first(path: Path) -> float:

@@ -134,17 +134,21 @@ def own_address(subject: Subject) -> str:
     It is that of the interface in GLOO_SOCKET_IFNAME, which training sets if it finds the interface to the
     first machine, else that of the host name; gloo takes the loopback address if the name is not known.
     """
-    environment = {**subject.environment}
-    choose(
-        "auto", gpus=False, out=subject.out or subject.system, environment=environment, root=subject.system
-    ).apply(environment)
-    name = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    name = gloo_interface(subject)
     if name and (found := _address_of_interface(name)):
         return found
     try:
         return socket.gethostbyname(subject.host)
     except OSError:
         return "127.0.0.1"
+
+
+def gloo_interface(subject: Subject) -> str:
+    """The interface in GLOO_SOCKET_IFNAME, as it is set or as training would set it; empty: none."""
+    environment = {**subject.environment}
+    out = subject.out or subject.system
+    choose("auto", gpus=False, out=out, environment=environment, root=subject.system).apply(environment)
+    return environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
 
 
 def _address_of_interface(name: str) -> str | None:
