@@ -19,7 +19,7 @@ from sa1b.doctor.bandwidth import BANDWIDTH, bandwidth
 from sa1b.doctor.check import ABORTED, Check, Subject, unmet
 from sa1b.doctor.group import GROUP, process_group, rank_sum
 from sa1b.doctor.meeting import CheckTogether, Meeting, of_rank
-from sa1b.doctor.reachability import REACHABILITY, connect_reason, reachability
+from sa1b.doctor.reachability import REACHABILITY, reachability
 from sa1b.doctor.report import Finding, Report, named
 from sa1b.doctor.ring import RING, ring
 from sa1b.doctor.skew import SKEW, clock_skew
@@ -259,9 +259,6 @@ def _met(subject: Subject, missing: list[int]) -> Finding:
 def _unreachable(subject: Subject, error: Exception) -> Finding:
     address = _address(subject)
     reason = (str(error).splitlines() or [type(error).__name__])[0]
-    host, _, port = address.rpartition(":")
-    if port.isdecimal() and (why := connect_reason(host, int(port))):
-        reason = f"{why} ({reason})"
     return Finding(
         RENDEZVOUS,
         "failed",

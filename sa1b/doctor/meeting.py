@@ -11,13 +11,15 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import TCPStore
 
 from sa1b.doctor.check import ABORTED, Subject, in_thread
+from sa1b.doctor.connection import connect_reason
 from sa1b.doctor.report import Finding
 
 _INTERVAL = 0.05  # seconds between two looks for an answer; a call of the store cannot be interrupted
 
+_RETRY = 0.5  # seconds between two attempts to connect
 _LOST = (
     "A rank may have ended or hang, or a link be blocked: look at the findings of the others and of the "
     "check 'reachability', at `dmesg`, and with `py-spy dump --pid` at where ranks are"
@@ -46,10 +48,21 @@ class Meeting:
             RuntimeError: the store cannot be reached within the timeout.
         """
         self._subject = subject
+        at = (subject.environment["MASTER_ADDR"], int(subject.environment["MASTER_PORT"]))
+        # As in torch.distributed.rendezvous, but the store does not wait for all ranks: a rank that never
+        # comes is then known by its number.
+        has_store = subject.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serves = subject.rank == 0 and not has_store
+        end = time.monotonic() + subject.wait
+        # Torch would print traces for a rank 0 that is not there yet.
+        while not serves and (reason := connect_reason(*at)):
+            if time.monotonic() > end:
+                raise RuntimeError(f"{reason}, tried for {subject.wait:g} s")
+            time.sleep(_RETRY)
         wait = timedelta(seconds=subject.wait)
-        self.store: KeyValueStore = next(
-            rendezvous("env://", subject.rank, subject.world_size, timeout=wait)
-        )[0]
+        # Its stub lacks values of type bytes.
+        store: Any = TCPStore(*at, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
+        self.store: KeyValueStore = store
 
     def send(self, topic: str, value: object) -> None:
         """Publish a value of this rank."""

@@ -9,12 +9,12 @@ from contextlib import suppress
 
 from sa1b.console import counted
 from sa1b.doctor.check import Subject
+from sa1b.doctor.connection import connect_reason
 from sa1b.doctor.meeting import Meeting
 from sa1b.doctor.report import Finding
 from sa1b.engine.network import choose
 
 REACHABILITY = "reachability"
-_CONNECT = 5.0  # seconds
 _AT_ONCE = 32
 _REMEDIES = {
     "timed out": "Open all TCP ports between these hosts in firewall and security group: the ranks listen on "
@@ -95,22 +95,6 @@ def judged(
     if not groups:
         others = counted(len(targets) - 1, "other host")
         yield Finding(REACHABILITY, "ok", f"{others} and the rendezvous answer")
-
-
-def connect_reason(host: str, port: int, seconds: float = _CONNECT) -> str:
-    """Why a connection fails, such as "timed out" or "connection refused"; empty: it works."""
-    try:
-        socket.create_connection((host, port), timeout=seconds).close()
-    except TimeoutError:
-        return "timed out"
-    except ConnectionRefusedError:
-        return "connection refused"
-    except socket.gaierror:
-        return "name not known"
-    except OSError as error:
-        text = (error.strerror or str(error)).lower()
-        return "no route" if "unreachable" in text or "no route" in text else text
-    return ""
 
 
 def _reason(target: tuple[str, int]) -> str:

@@ -184,8 +184,28 @@ def test_a_rank_that_cannot_reach_the_others_reports_its_own_findings() -> None:
     assert done.returncode == 1
     assert done.stdout.startswith(f"rank 1 on {HOST}, alone\n")
     assert "  ok       clock       " in done.stdout
-    assert f"  FAILED   rendezvous  127.0.0.1:{port}: " in done.stdout
+    assert f"  FAILED   rendezvous  127.0.0.1:{port}: connection refused, tried for " in done.stdout
+    assert "frame #" not in done.stderr  # of torch
     assert f"nc -zv 127.0.0.1 {port}" in done.stdout
+
+
+def test_ranks_without_torchrun_name_one_that_was_not_started() -> None:
+    """Rank 0 has the store, which does not wait for the missing rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    words = command("--only", "rendezvous", "--only", "process-group", "--timeout", 10, "--seconds", 0.1)
+    ranks = [
+        Process(words, env={**os.environ, **at, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    (first, _), (second, errors) = (rank.communicate(timeout=PATIENCE) for rank in ranks)
+    (row,) = [row for row in first.splitlines() if row.startswith("  FAILED   rendezvous")]
+    assert row.endswith("within 10 s  [rank 2]")
+    assert "  skipped  process group  rank 2 did not answer\n" in first
+    assert (second, [rank.returncode for rank in ranks]) == ("", [1, 0]), errors
 
 
 def test_torchrun(root: Path) -> None:

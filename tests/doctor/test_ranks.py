@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sa1b.doctor import skew
-from sa1b.doctor.reachability import connect_reason, judged
+from sa1b.doctor.connection import connect_reason
+from sa1b.doctor.reachability import judged
 from sa1b.doctor.report import Finding, Report
 from sa1b.doctor.ring import steps_of, timeline
 from tests.doctor import ranks
