@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from sa1b.doctor.check import ABORTED, Subject, in_thread
 from sa1b.doctor.connection import connect_reason
