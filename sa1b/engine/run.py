@@ -96,6 +96,7 @@ class Run:
                 self.metrics,
                 LoaderSettings.of(self.feed),
                 separable=self.times.separable,
+                shares=shares,
             )
 
     def _resume(self) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ PARTS = ("data", "compute", "sync", "update")
 LIMIT = 1.3  # times the median of the other ranks
 _OWN = [PARTS.index(name) for name in WORK]
 _ROWS = 32  # ranks in a table
+_LARGEST_SHARE = 20  # of the slowest rank
 
 Times = npt.NDArray[np.float64]
 
@@ -64,12 +65,21 @@ class Stragglers:
         hosts: machine of each rank.
         size: steps of a window.
         separable: see `sa1b.engine.rank_time.RankTime`.
+        shares: --parallel.shares as numbers; None: all ranks have the same share of a step.
     """
 
-    def __init__(self, hosts: Sequence[str], size: int, *, separable: bool = True) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        size: int,
+        *,
+        separable: bool = True,
+        shares: Sequence[int] | None = None,
+    ) -> None:
         self.count = 0  # steps so far
         self._hosts = list(hosts)
         self._separable = separable
+        self._shares = np.array(shares or [1] * len(hosts))
         self._times = np.zeros((size, len(PARTS), len(hosts)))
         self._windows = np.zeros(len(hosts), np.int64)  # consecutive windows in which a rank was slow
 
@@ -121,6 +131,21 @@ class Stragglers:
             )
         return found
 
+    def better_shares(self) -> list[int] | None:
+        """Shares of a step with which all ranks would need the same time; None: no rank is slow.
+
+        The smallest whole numbers whose ratios are within a tenth of those of the ranks' speeds.
+        """
+        if not self.slow():
+            return None
+        speeds = self._shares / self._times[: self.steps].mean(axis=0)[_OWN].sum(axis=0)
+        speeds /= speeds.min()
+        for least in range(1, _LARGEST_SHARE):
+            shares = np.rint(least * speeds)
+            if (np.abs(shares / (least * speeds) - 1) < 0.1).all():
+                break
+        return [int(share) for share in shares]
+
     def judge(self) -> list[Straggler]:
         """At the end of a window, the ranks that were slow in it and in the one before, once per incident."""
         slow = {one.rank: one for one in self.slow()}
@@ -158,6 +183,11 @@ class Stragglers:
             lines.append(f"{rank:>5}  {self._hosts[rank]:<{width}}{columns}{mark}")
         if len(self._hosts) > _ROWS:
             lines.append(f"{len(self._hosts) - _ROWS} faster ranks are left out; metrics.jsonl has all")
+        if len(self._hosts) <= _ROWS and (shares := self.better_shares()) is not None:
+            numbers = ",".join(map(str, shares))
+            lines.append(
+                f"if the slow ranks stay slow: --parallel.shares {numbers} gives them less of each step"
+            )
         lines.append(
             "compute: own work; sync: waiting for other ranks and communication"
             if self._separable

@@ -19,13 +19,20 @@ class Window:
     Args:
         hosts: machine of each rank.
         size: steps of a window.
-        separable: see `sa1b.engine.rank_time.RankTime`.
+        separable, shares: see `sa1b.engine.stragglers.Stragglers`.
     """
 
     def __init__(
-        self, hosts: Sequence[str], size: int, metrics: Metrics, loader: LoaderSettings, *, separable: bool
+        self,
+        hosts: Sequence[str],
+        size: int,
+        metrics: Metrics,
+        loader: LoaderSettings,
+        *,
+        separable: bool,
+        shares: Sequence[int] | None = None,
     ) -> None:
-        self._stragglers = Stragglers(hosts, size, separable=separable)
+        self._stragglers = Stragglers(hosts, size, separable=separable, shares=shares)
         self._loader = LoaderWindow(loader)
         self._metrics = metrics
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sa1b.engine.parallel import ParallelConfig, _refuse
+from sa1b.engine.parallel import ParallelConfig, check_ranks
 from sa1b.errors import UsageError
 from tests.engine import combination_ranks
 from tests.engine.launch import launch
@@ -65,10 +65,10 @@ def test_single_settings_and_pairs_are_refused_as_the_table_says(mode: str) -> N
         if len({one.partition(" ")[0] for one in settings}) < len(settings):
             continue
         if works(mode, *settings):
-            _refuse(config_of(mode, *settings), world_size)
+            check_ranks(config_of(mode, *settings), world_size)
         else:
             with pytest.raises(UsageError, match=r"--parallel\.\S+.*; (drop|pass|must)|must be"):
-                _refuse(config_of(mode, *settings), world_size)
+                check_ranks(config_of(mode, *settings), world_size)
 
 
 @pytest.mark.slow
