@@ -32,7 +32,7 @@ from sa1b.engine.compression import undo_reduction
 from sa1b.engine.config import Config, build, has_checkpoints
 from sa1b.engine.control import TABLE_SIGNAL, Stop
 from sa1b.engine.evaluation import score
-from sa1b.engine.gradients import finish, micro_batch, warm_up
+from sa1b.engine.gradients import clear, finish, micro_batch, warm_up
 from sa1b.engine.health import HealthError
 from sa1b.engine.optim import lr_at, set_lr, update_ema
 from sa1b.engine.parallel import set_timeout, start, stop
@@ -95,7 +95,7 @@ def train(run: Run) -> None:
                         f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}"
                     )
             scaler.update()
-            optimizer.zero_grad()
+            clear(module, optimizer)
         profiler.after(run.step)
         if run.step == first:
             set_timeout(rank_info, config.parallel.timeout)

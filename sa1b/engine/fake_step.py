@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.compression import compression_rank
 from sa1b.engine.config import Config, build
-from sa1b.engine.gradients import autocast, finish, micro_batch
+from sa1b.engine.gradients import autocast, clear, finish, micro_batch
 from sa1b.engine.live_memory import PURPOSES, LiveMemory
 from sa1b.engine.model import declared
 from sa1b.engine.optim import freeze, make_optimizer, of_rank, update_ema
@@ -136,7 +136,7 @@ def _step(
         finish(module, optimizer, scaler, masks, rank_info, grad_clip=config.optim.grad_clip)
         scaler.step(optimizer)
         update_ema(optimizer, config.optim, 0)
-        optimizer.zero_grad()
+        clear(module, optimizer)
 
     def accumulated() -> None:
         for parameter in module.parameters():
@@ -152,7 +152,8 @@ def _step(
         memory.mark((value for value in state.values() if isinstance(value, Tensor)), "optimizer")
     # From the second one on, micro-batches add to gradients. FSDP keeps those of a first one in its own form.
     passes = 2 if count > 1 and parallel.mode == "fsdp" else 1
-    if count > 1 and passes == 1:
+    # DDP accumulates in its buckets, which exist already.
+    if count > 1 and parallel.mode == "none":
         accumulated()
     memory.begin()
     masks = torch.zeros(())

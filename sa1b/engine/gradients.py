@@ -72,6 +72,15 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
         parameter.grad = None
 
 
+def clear(module: nn.Module, optimizer: Optimizer) -> None:
+    """Clear the gradients after a step.
+
+    DDP's gradients are views of its buckets and are set to zero in place. Otherwise the next micro-batches
+    would accumulate in tensors of their own, and the gradient would be stored twice until the last one.
+    """
+    optimizer.zero_grad(set_to_none=not isinstance(module, DistributedDataParallel))
+
+
 def loss_divisor(expected: int) -> float:
     """The divisor of losses before the backward pass: about the largest count of a global batch.
 

@@ -17,7 +17,7 @@
                 scaler.scale(sums["loss"]).backward()
             count += sums["count"]
         norm = finish(module, optimizer, scaler, count, rank_info, grad_clip=optim.grad_clip)
-        scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
+        scaler.step(optimizer), scaler.update(), clear(module, optimizer)
     stop()
 
 The gradient is the same in all modes, for any number of ranks and micro-batches.

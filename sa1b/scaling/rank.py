@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from sa1b.engine.config import Config, build
 from sa1b.engine.feed import Feed
-from sa1b.engine.gradients import autocast, finish, grad_scaler, loss_divisor, micro_batch, warm_up
+from sa1b.engine.gradients import autocast, clear, finish, grad_scaler, loss_divisor, micro_batch, warm_up
 from sa1b.engine.model import declared
 from sa1b.engine.optim import freeze, make_optimizer, set_lr
 from sa1b.engine.parallel import start, stop, wrap
@@ -253,7 +253,7 @@ class TrainingStep:
         )
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        clear(self.module, self.optimizer)
         float(norm)  # waits for the device
 
     def _micro_batch(self) -> int:

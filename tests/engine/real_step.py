@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sa1b.engine.config import build
 from sa1b.engine.fake_step import blank_batch
-from sa1b.engine.gradients import autocast, finish, grad_scaler, micro_batch
+from sa1b.engine.gradients import autocast, clear, finish, grad_scaler, micro_batch
 from sa1b.engine.model import declared
 from sa1b.engine.optim import freeze, make_optimizer
 from sa1b.engine.parallel import wrap
@@ -71,4 +71,4 @@ def _steps(config: SamConfig) -> None:
             finish(module, optimizer, scaler, count, rank_info, grad_clip=1.0)
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad()
+            clear(module, optimizer)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sa1b.engine.gradients import autocast, finish, grad_scaler, micro_batch, warm_up
+from sa1b.engine.gradients import autocast, clear, finish, grad_scaler, micro_batch, warm_up
 from sa1b.engine.model import unwrap
 from sa1b.engine.optim import OptimConfig, freeze, lr_at, make_optimizer, set_lr
 from sa1b.engine.parallel import ParallelConfig, wrap
@@ -122,7 +122,7 @@ class Run:
             }
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        clear(self.module, self.optimizer)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return unwrap(self.module).named_parameters()
