@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+import tyro
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -77,7 +78,7 @@ class OptimConfig:
     epsilon: float = 1e-8
     grad_clip: float = 1.0
     ema: float = 0.0
-    freeze: tuple[str, ...] = ()
+    freeze: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")] = ()
 
     def __post_init__(self) -> None:
         """Refuse invalid settings.

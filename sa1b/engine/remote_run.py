@@ -116,7 +116,7 @@ class RemoteRun:
             name = self._object_name("/".join(parts))
             stat = path.stat()
             state = stat.st_size, stat.st_mtime_ns
-            if self._sent.get(name) != state:
+            if stat.st_size and self._sent.get(name) != state:  # the watchdog opens its file in advance
                 sending.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, sending)  # other threads may append to the file during the upload
                 self.store.commit_file(sending, name)
