@@ -46,7 +46,7 @@ sys.exit(code if code >= 0 else 128 - code)
 
 
 def write_commands(folder: Path) -> None:
-    """Write `sa1b` and `python` of this interpreter and this checkout, and serve `sa1b`.
+    """Write `sa1b`, `python` and `torchrun` of this interpreter and this checkout, and serve `sa1b`.
 
     Args:
         folder: created here; its path must be short enough for a socket.
@@ -60,6 +60,7 @@ def write_commands(folder: Path) -> None:
     (folder / "client.py").write_text(_CLIENT.format(address=str(address)))
     scripts = {
         "python": f'PYTHONPATH={REPOSITORY} exec {sys.executable} "$@"',
+        "torchrun": f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m torch.distributed.run "$@"',
         "sa1b": f'exec {sys.executable} -ISs {folder}/client.py "$@"',
     }
     for name, script in scripts.items():
