@@ -47,8 +47,9 @@ def main(
             synthetic batches in memory, and the time for data is not measured.
         preset: Preset of `sa1b train`; by default vit_b on GPUs and tiny on CPUs.
         ranks: Numbers of ranks; by default 1, 2, 4, ... up to the GPUs or CPUs of this machine.
-        modes: ddp, fsdp-full, fsdp-grad_op, fsdp-hybrid (two copies of the model, at least 4 ranks); by
-            default all.
+        modes: ddp, zero1, fsdp-full, fsdp-grad_op, fsdp-hybrid (two copies of the model, at least 4 ranks);
+            by default these without zero1. Variants: ddp-bucket-1, ddp-bucket-10, ddp-bucket-50 (MiB; ddp has
+            25), ddp-bf16, ddp-powersgd-4, fsdp-wrap-none, fsdp-reduce-bf16.
         precisions: fp32, tf32, bf16, fp16.
         micro_batch: Images that a rank computes at a time.
         global_batch: Images of a step over all ranks in strong scaling; by default a micro-batch for each of
@@ -92,7 +93,7 @@ def main(
     counts = machine.ranks(None if ranks is None else _numbers("--ranks", ranks), threads)
     found = series(
         counts,
-        modes_for(counts) if modes is None else _words("--modes", modes, MODES),
+        modes_for(counts) if modes is None else _words("--modes", modes, tuple(MODES)),
         _words("--precisions", precisions, get_args(Precision)),
         micro_batch=micro_batch,
         global_batch=micro_batch * counts[-1] if global_batch is None else global_batch,

@@ -11,7 +11,7 @@ global batch is one micro-batch for each of the most ranks, both have the same c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sa1b.console import counted
 from sa1b.engine.gradients import Precision
@@ -20,10 +20,24 @@ from sa1b.errors import UsageError
 from sa1b.scaling.machine import Device
 
 Kind = Literal["weak", "strong"]
-Mode = Literal["ddp", "fsdp-full", "fsdp-grad_op", "fsdp-hybrid"]
 KINDS: tuple[Kind, ...] = ("weak", "strong")
-MODES: tuple[Mode, ...] = ("ddp", "fsdp-full", "fsdp-grad_op", "fsdp-hybrid")
 REPLICAS = 2  # copies of the model in fsdp-hybrid
+# The settings of ParallelConfig for each mode. The first ones are measured by default.
+MODES: dict[str, dict[str, Any]] = {
+    "ddp": {"mode": "ddp"},
+    "fsdp-full": {"mode": "fsdp"},
+    "fsdp-grad_op": {"mode": "fsdp", "shard": "grad_op"},
+    "fsdp-hybrid": {"mode": "fsdp", "replicas": REPLICAS},
+    "zero1": {"mode": "zero1"},
+    "ddp-bucket-1": {"mode": "ddp", "bucket": 1},
+    "ddp-bucket-10": {"mode": "ddp", "bucket": 10},
+    "ddp-bucket-50": {"mode": "ddp", "bucket": 50},
+    "ddp-bf16": {"mode": "ddp", "compress": "bf16"},
+    "ddp-powersgd-4": {"mode": "ddp", "compress": "powersgd:4", "compress_after": 2},
+    "fsdp-wrap-none": {"mode": "fsdp", "wrap": "none"},
+    "fsdp-reduce-bf16": {"mode": "fsdp", "reduce": "bf16"},
+}
+_DEFAULT = 4
 HYBRID_RANKS = 2 * REPLICAS  # the fewest ranks of fsdp-hybrid: each copy is sharded over two
 
 
@@ -32,14 +46,14 @@ class Case:
     """One measured configuration.
 
     Attributes:
-        mode: ddp; or FSDP with shard "full" or "grad_op", or "full" with two copies of the model (hybrid).
+        mode: a name in `MODES`.
         precision: number format of the matrix products.
         ranks: number of ranks.
         images: images of each rank in a step.
         micro_batch: images that a rank computes at a time; divides `images`.
     """
 
-    mode: Mode
+    mode: str
     precision: Precision
     ranks: int
     images: int
@@ -61,13 +75,11 @@ class Case:
             timeout: seconds that a rank waits for the others.
         """
         return ParallelConfig(
-            mode="ddp" if self.mode == "ddp" else "fsdp",
             precision=self.precision,
             device=device,
-            shard="grad_op" if self.mode == "fsdp-grad_op" else "full",
-            replicas=REPLICAS if self.mode == "fsdp-hybrid" else 1,
             timeout_first=timeout,
             timeout=timeout,
+            **MODES[self.mode],
         )
 
 
@@ -76,7 +88,7 @@ class Series:
     """Cases that differ only in the number of ranks, ascending; each is compared with the first."""
 
     kind: Kind
-    mode: Mode
+    mode: str
     precision: Precision
     cases: tuple[Case, ...]
 
@@ -86,7 +98,7 @@ class Series:
 
 def series(
     ranks: Sequence[int],
-    modes: Sequence[Mode],
+    modes: Sequence[str],
     precisions: Sequence[Precision],
     *,
     micro_batch: int,
@@ -129,13 +141,13 @@ def series(
     ]
 
 
-def modes_for(ranks: Sequence[int]) -> tuple[Mode, ...]:
-    """The modes that these numbers of ranks allow."""
+def modes_for(ranks: Sequence[int]) -> tuple[str, ...]:
+    """The modes that are measured by default with these numbers of ranks."""
     hybrid = any(count >= HYBRID_RANKS and count % REPLICAS == 0 for count in ranks)
-    return tuple(mode for mode in MODES if hybrid or mode != "fsdp-hybrid")
+    return tuple(mode for mode in tuple(MODES)[:_DEFAULT] if hybrid or mode != "fsdp-hybrid")
 
 
-def _ranks_of(mode: Mode, ranks: Sequence[int]) -> list[int]:
+def _ranks_of(mode: str, ranks: Sequence[int]) -> list[int]:
     if mode != "fsdp-hybrid":
         return list(ranks)
     if mode not in modes_for(ranks):
@@ -146,7 +158,7 @@ def _ranks_of(mode: Mode, ranks: Sequence[int]) -> list[int]:
     return [count for count in ranks if count == 1 or (count >= HYBRID_RANKS and count % REPLICAS == 0)]
 
 
-def _mode_of(mode: Mode, count: int) -> Mode:
+def _mode_of(mode: str, count: int) -> str:
     """One rank has one copy of the model, in hybrid mode too."""
     return "fsdp-full" if mode == "fsdp-hybrid" and count == 1 else mode
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from sa1b.scaling.cases import KINDS, MODES, Kind
+from sa1b.scaling.cases import KINDS, Kind
 from sa1b.scaling.result import Point, Scaling, milliseconds
 from sa1b.scaling.verdict import Verdict
 
 _FRAME = Path(__file__).with_name("page.html")
+_LINE_COLORS = 6  # in page.html
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 48, 14, 12, 46
 _PARTS = ("compute", "communication", "data")
 _COLORS = {"compute": 1, "communication": 3, "data": 2}  # numbers of the classes s0, s1, ...
@@ -75,6 +76,7 @@ def _curves(kind: Kind, precision: str, found: Scaling) -> str:
     def y(value: float) -> str:
         return f"{bottom - value / top * (bottom - _TOP):.1f}"
 
+    colors = {mode: number % _LINE_COLORS for number, mode in enumerate(lines)}
     step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if top / step <= 6)
     across = "".join(
         f'<path class="grid" d="M{_LEFT} {y(tick)}H{right}"/>'
@@ -88,7 +90,7 @@ def _curves(kind: Kind, precision: str, found: Scaling) -> str:
     )
     ideal = f'<path class="ideal" d="M{x(ranks[0])} {y(ranks[0])}L{x(ranks[-1])} {y(ranks[-1])}"/>'
     drawn = "".join(
-        f'<g class="line l{MODES.index(mode)}">'
+        f'<g class="line l{colors[mode]}">'
         f'<path d="M{"L".join(f"{x(point.case.ranks)} {y(point.speed_up)}" for point in points)}"/>'
         + "".join(
             f'<circle cx="{x(point.case.ranks)}" cy="{y(point.speed_up)}" r="3.5"><title>{mode}, '
@@ -99,7 +101,7 @@ def _curves(kind: Kind, precision: str, found: Scaling) -> str:
         + "</g>"
         for mode, points in lines.items()
     )
-    key = "".join(f'<span><b class="l{MODES.index(mode)}"></b>{mode}</span>' for mode in lines)
+    key = "".join(f'<span><b class="l{colors[mode]}"></b>{mode}</span>' for mode in lines)
     return (
         f'<figure class="card"><figcaption>{title}</figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">'

@@ -28,7 +28,7 @@ from sa1b.engine.config import Config, build
 from sa1b.engine.feed import Feed
 from sa1b.engine.gradients import autocast, clear, finish, grad_scaler, loss_divisor, micro_batch, warm_up
 from sa1b.engine.model import declared
-from sa1b.engine.optim import freeze, make_optimizer, set_lr
+from sa1b.engine.optim import freeze, make_optimizer, of_rank, set_lr
 from sa1b.engine.parallel import start, stop, wrap
 from sa1b.engine.ranks import RankInfo
 from sa1b.scaling.cases import Case
@@ -204,8 +204,11 @@ class TrainingStep:
         self.module: nn.Module = wrap(module, config.parallel, rank_info)
         self.module.train()
         self.model = declared(self.module)
-        self.optimizer = make_optimizer(self.module, config.optim, config.data.global_batch)
-        set_lr(self.optimizer, 0.0)
+        self.optimizer = make_optimizer(
+            self.module, config.optim, config.data.global_batch, sharded=config.parallel.mode == "zero1"
+        )
+        for optimizer in (self.optimizer, of_rank(self.optimizer)):
+            set_lr(optimizer, 0.0)
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.divisor = loss_divisor(config.data.global_batch * max(config.data.masks, 1))
         # While parameters are gathered, the module has other parameters than the optimizer.
@@ -251,7 +254,8 @@ class TrainingStep:
             rank_info,
             grad_clip=self.config.optim.grad_clip,
         )
-        self.scaler.step(self.optimizer)
+        # A sharded optimizer sends the weights that it has updated.
+        self.scaler.step(self.optimizer if self.zeros is None else of_rank(self.optimizer))
         self.scaler.update()
         clear(self.module, self.optimizer)
         float(norm)  # waits for the device

@@ -24,7 +24,7 @@ def test_a_micro_batch_for_each_rank_or_a_fixed_global_batch() -> None:
 
 
 def test_every_mode_and_precision_has_a_series_of_each_kind() -> None:
-    found = series((1, 4), MODES, ("fp32", "bf16"), micro_batch=1, global_batch=4)
+    found = series((1, 4), tuple(MODES)[:4], ("fp32", "bf16"), micro_batch=1, global_batch=4)
     assert len(found) == 2 * 4 * 2
     assert len({(one.kind, one.mode, one.precision) for one in found}) == 16
 
@@ -37,8 +37,8 @@ def test_hybrid_sharding_has_two_copies_of_the_model_and_is_compared_with_one_ra
         (6, "fsdp-hybrid"),
     ]
     assert [one.parallel("cpu", 60).replicas for one in weak.cases] == [1, 2, 2]
-    assert modes_for((1, 2, 3)) == MODES[:3]
-    assert modes_for((1, 4)) == MODES
+    assert modes_for((1, 2, 3)) == tuple(MODES)[:3]
+    assert modes_for((1, 4)) == tuple(MODES)[:4]
 
 
 def test_settings_of_training_for_each_mode() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from sa1b.engine.parallel import start
 from sa1b.engine.presets import PRESETS
-from sa1b.scaling.cases import Case, Mode
+from sa1b.scaling.cases import Case
 from sa1b.scaling.rank import TrainingStep
 from sa1b.scaling.synthetic_batch import synthetic_batch
 from sa1b.workers import supervise
@@ -37,7 +37,7 @@ def take_alone(environment: dict[str, str], report) -> list[str]:  # type: ignor
     os.environ |= environment
     torch.set_num_threads(1)
     problems = []
-    modes: tuple[Mode, ...] = ("ddp", "fsdp-full", "fsdp-grad_op")
+    modes = ("ddp", "fsdp-full", "fsdp-grad_op", "zero1")
     for mode in modes:
         step = step_of(Case(mode, "bf16", 2, 2, 1))
         rank = step.rank_info.rank
