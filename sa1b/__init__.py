@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sa1b.stream.batch import Batch
     from sa1b.stream.dataset import Stream
     from sa1b.stream.loader import Loader
+    from sa1b.stream.text import Text
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ _PUBLIC = {
     "Sample": ("sa1b.shards.sample", "Sample"),
     "Stream": ("sa1b.stream.dataset", "Stream"),
     "Loader": ("sa1b.stream.loader", "Loader"),
+    "Text": ("sa1b.stream.text", "Text"),
     "Batch": ("sa1b.stream.batch", "Batch"),
     "load_model": ("sa1b.engine.checkpoint.weights", "load_model"),
     "predict": ("sa1b.sam.prediction", "predict"),
@@ -37,6 +39,7 @@ __all__ = [
     "Loader",
     "Sample",
     "Stream",
+    "Text",
     "__version__",
     "load_model",
     "open",

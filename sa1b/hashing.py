@@ -52,6 +52,7 @@ class Purpose(IntEnum):
     DROP_PATH = 21  # which residual branches are dropped for an image
     GALLERY = 22  # which images a gallery shows; the key's only other number is the image id
     CACHE = 23  # which shards a local cache holds; the key's other numbers are the bytes of the name
+    TEXT = 24  # which of an image's or mask's texts a visit takes
 
 
 @kernel

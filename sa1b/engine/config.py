@@ -78,6 +78,7 @@ class Config(ABC):
     """
 
     evaluates: ClassVar[bool] = False  # whether sa1b.engine.evaluation can score the model
+    reads_text: ClassVar[bool] = False  # whether the model reads `Batch.texts`
 
     preset: str = ""
     out: str = "run"
@@ -267,6 +268,7 @@ def _check(config: Config) -> None:
         )
     if not config.data.root and not coco:
         raise UsageError("--data.root: missing; pass the folder that `sa1b reshard` made, or its URL")
+    config.data.check_text(type(config).__name__, reads_text=config.reads_text)
     for flag, value in _numbers(config.document()):
         if not math.isfinite(value):
             raise UsageError(f"--{flag} {value}: must be a finite number")

@@ -17,9 +17,12 @@ from sa1b.shards.dataset import Dataset
 from sa1b.storage.errors import MissingError
 from sa1b.storage.protocols import endpoint_options
 from sa1b.stream.batch import Batch
+from sa1b.stream.columns import ColumnError
 from sa1b.stream.dataset import Stream
 from sa1b.stream.loader import Loader
 from sa1b.stream.sample import Strategy
+from sa1b.stream.text import Key, Text
+from sa1b.stream.tokenizer import BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,13 @@ class DataConfig:
         cache: Folder on a local disk that keeps what is read of a URL, so that later epochs read it from
             there. Samples do not change.
         cache_bytes: Limit of the cache for the dataset directory, in bytes; required with a cache.
+        text: Table of texts of images or masks, for models that read text: a Parquet file, a file of JSON
+            lines, or its URL. Of several texts of an id (a list), each visit takes one.
+        text_column: Column of the texts: strings, lists of strings, or embeddings (lists of numbers).
+        text_key: Column of the ids; by default mask_id if the table has one, else image_id.
+        text_tokens: Largest number of tokens of a text; longer ones are cut.
+        tokenizer: How texts become numbers: bytes (of UTF-8), a .json file of the library tokenizers, or
+            MODULE:FUNCTION, a function that returns a list of int for a text.
     """
 
     root: str = ""
@@ -66,6 +76,11 @@ class DataConfig:
     deadline: float = 300.0
     cache: str | None = None
     cache_bytes: int | None = None
+    text: str | None = None
+    text_column: str = "text"
+    text_key: Key | None = None
+    text_tokens: int = 64
+    tokenizer: str = BYTES
 
     def __post_init__(self) -> None:
         for flag in (
@@ -76,6 +91,7 @@ class DataConfig:
             "threads",
             "prefetch",
             "cache_bytes",
+            "text_tokens",
         ):
             value = getattr(self, flag)
             if value is not None and value < 1:
@@ -93,6 +109,27 @@ class DataConfig:
             raise UsageError(
                 f"--data.cache-bytes {self.cache_bytes}: is the limit of a cache; also pass --data.cache"
             )
+        if self.text is None and (self.text_key, self.text_column) != (None, "text"):
+            flag = "--data.text-key" if self.text_key is not None else "--data.text-column"
+            raise UsageError(f"{flag}: is a column of a table of texts; also pass --data.text")
+
+    def check_text(self, settings: str, *, reads_text: bool) -> None:
+        """Refuse a table of texts for a model that reads none.
+
+        Raises:
+            UsageError
+        """
+        if self.text is not None and not reads_text:
+            raise UsageError(
+                f"--data.text {self.text}: the model of {settings} reads no text; drop it, or pass "
+                "--preset grounding"
+            )
+
+    def texts(self) -> Text | None:
+        """The table of texts; None without one."""
+        if self.text is None:
+            return None
+        return Text(self.text, self.text_column, self.text_key, self.tokenizer, self.text_tokens)
 
 
 class Feed:
@@ -150,7 +187,10 @@ class Feed:
                 flip=config.flip if order == "shuffle" else 0.0,
                 min_pixels=config.min_pixels if order == "shuffle" else 0,
                 min_pixels_size=target_size,
+                text=config.texts(),
             )
+        except ColumnError as error:
+            raise UsageError(f"--data.text: {error}") from None
         except ValueError as error:
             raise UsageError(f"--data: {error}") from None
         except (ManifestError, MissingError) as error:

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -31,46 +31,15 @@ from sa1b.masks import raster, raster_torch
 from sa1b.masks.runs import Runs, check_size
 from sa1b.stream.buffers import fresh
 from sa1b.stream.sample import SampleMasks
+from sa1b.stream.tensors import Tensors
+from sa1b.stream.text import Texts
 
 _LARGE = ("images", "dense")  # tensors that are not packed with the others
 _ALIGNMENT = 64  # bytes; tensors in a packed buffer start at multiples of it, enough for every dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Tensors:
-    """A dataclass of tensors that are moved together."""
-
-    def _map(self, function: Callable[[str, Tensor], Tensor]) -> Self:
-        """A copy in which function(name, tensor) replaces each tensor, also in nested dataclasses."""
-        changed: dict[str, Any] = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if isinstance(value, Tensor):
-                changed[one.name] = function(one.name, value)
-            elif isinstance(value, _Tensors):
-                changed[one.name] = value._map(function)
-        return replace(self, **changed)
-
-    def pin_memory(self) -> Self:
-        """A copy in pinned memory, from which copies to a GPU need not wait."""
-        return self._map(lambda name, tensor: tensor.pin_memory())
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Tell CUDA's allocator that `stream` uses these tensors too."""
-
-        def record(name: str, tensor: Tensor) -> Tensor:
-            tensor.record_stream(stream)
-            return tensor
-
-        self._map(record)
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
-        """A copy on another device; tensors that are already there are not copied."""
-        return self._map(lambda name, tensor: tensor.to(device, non_blocking=non_blocking))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RaggedMasks(_Tensors):
+class RaggedMasks(Tensors):
     """The masks of a micro-batch as runs, M masks of B images.
 
     Attributes:
@@ -168,7 +137,7 @@ class RaggedMasks(_Tensors):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch(_Tensors):
+class Batch(Tensors):
     """One micro-batch of one rank: B images and their M masks.
 
     Attributes:
@@ -197,6 +166,7 @@ class Batch(_Tensors):
         dense: the masks as pixels, uint8 [M, size, size]; None unless the loader has `dense` set.
         extra: joined columns (`Stream(join=...)`), on the host: name -> list of B or M Python values, None
             if the table has no row; see sa1b.stream.columns.
+        texts: one text for each image or mask (`Stream(text=...)`), as tokens; else None.
         buffer: uint8, the memory of all tensors except `images` and `dense` after `pack`, else None.
     """
 
@@ -219,6 +189,7 @@ class Batch(_Tensors):
     position: int
     dense: Tensor | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
+    texts: Texts | None = None
     buffer: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -243,7 +214,7 @@ class Batch(_Tensors):
         """
         sizes: list[int] = []
         loose = replace(self, buffer=None)
-        loose._map(lambda name, tensor: _noted(name, tensor, sizes))
+        loose.map_tensors(lambda name, tensor: _noted(name, tensor, sizes))
         ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
         buffer = allocate(ends[-1])[: ends[-1]]
         starts = iter([0, *ends])
@@ -253,7 +224,7 @@ class Batch(_Tensors):
                 return tensor
             return _view(buffer, next(starts), tensor).copy_(tensor)
 
-        return replace(loose._map(moved), buffer=buffer)
+        return replace(loose.map_tensors(moved), buffer=buffer)
 
     def _repacked(self, buffer: Tensor) -> "Batch":
         """A batch with a copy of its buffer: the tensors in the old buffer become views of the new one."""
@@ -268,23 +239,23 @@ class Batch(_Tensors):
                 return _view(buffer, tensor.data_ptr() - first, tensor)
             return tensor
 
-        return self._map(moved)
+        return self.map_tensors(moved)
 
     def pin_memory(self) -> "Batch":
         """A packed copy in pinned memory, from which copies to a GPU need not wait."""
         packed = self.pack(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
-        return packed._map(lambda name, tensor: tensor.pin_memory() if name in _LARGE else tensor)
+        return packed.map_tensors(lambda name, tensor: tensor.pin_memory() if name in _LARGE else tensor)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "Batch":
         """A copy on another device: one copy for `images`, one for `dense`, one for all other tensors."""
         if torch.device(device).type == self.ids.device.type:
-            return _Tensors.to(self, device, non_blocking=non_blocking)
+            return Tensors.to(self, device, non_blocking=non_blocking)
         packed = self
         if self.buffer is None:
             packed = self.pack(lambda size: torch.empty(size, dtype=torch.uint8, device=self.ids.device))
         assert packed.buffer is not None
         moved = packed._repacked(packed.buffer.to(device, non_blocking=non_blocking))
-        return _Tensors.to(moved, device, non_blocking=non_blocking)
+        return Tensors.to(moved, device, non_blocking=non_blocking)
 
 
 def collate(

@@ -31,7 +31,7 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,19 @@ class Column:
         self._ids: npt.NDArray[np.int64] = batch.column(0).to_numpy()  # a view of the mapped file
         self._values = batch.column(1)
 
+    @property
+    def kind(self) -> "pa.DataType":
+        """Arrow's type of the values."""
+        return self._values.type
+
+    def innermost_length(self) -> int:
+        """Length of the first list of numbers, in a column of lists or of lists of lists; 0 if none."""
+        values = self._values
+        while hasattr(values.type, "value_type") and hasattr(values.type.value_type, "value_type"):
+            values = values.flatten()
+        kept = values.drop_null()
+        return len(kept[0]) if len(kept) else 0
+
     def __len__(self) -> int:
         return len(self._ids)
 
@@ -117,7 +130,7 @@ class Column:
             warnings.warn(
                 f"{self.source} has no {self.name} for {np.sum(~found):,} of {len(ids):,} images; "
                 "their value is None",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _rows(self, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -128,23 +141,41 @@ class Column:
 
 
 def open_columns(
-    join: "Mapping[str, str | Path | pa.Table | Column]", storage_options: Mapping[str, Any] | None = None
+    join: "Mapping[str, str | Path | pa.Table | Column]",
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    key: str | None = None,
 ) -> dict[str, Column]:
     """Open the columns of a stream; convert sources that are not converted yet.
 
     Args:
         join: name of the column -> source; an open column is used unchanged.
         storage_options: for fsspec's file system, if the source is a URL.
+        key: the column of ids; None: the first of KEYS that the source has.
 
     Raises:
         ColumnError: the source has no such column or no key, or its ids are duplicate or not integers.
         sa1b.storage.errors.StorageError: the source cannot be read.
         OSError: the cache cannot be written.
     """
-    return {name: _open(name, source, storage_options) for name, source in join.items()}
+    return {name: _open(name, source, storage_options, key) for name, source in join.items()}
 
 
-def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None) -> Column:
+def warn_of_missing(columns: Iterable[Column], images: Callable[[], npt.NDArray[np.int64]]) -> None:
+    """Warn of images without a row in columns by image id.
+
+    Args:
+        images: returns the image ids of the stream, int64 [N]; called only if it is needed.
+
+    Raises:
+        ColumnError: a column has none of the images.
+    """
+    for column in columns:
+        if column.key == "image_id":
+            column.warn_of_missing(images())
+
+
+def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None, key: str | None) -> Column:
     import pyarrow as pa
 
     if isinstance(source, Column):
@@ -152,18 +183,18 @@ def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None) -> 
     if not isinstance(name, str) or name in ("", *KEYS):
         raise ColumnError(f"join[{name!r}]: must be the name of a column other than {' and '.join(KEYS)}")
     if isinstance(source, pa.Table):
-        return _open_table(name, source)
+        return _open_table(name, source, key)
     if not isinstance(source, str | os.PathLike):
         raise ColumnError(
             f"join[{name!r}]: {type(source).__name__} is not a source; pass a path, a URL or a pyarrow table"
         )
-    return _open_file(name, os.fspath(source), storage_options)
+    return _open_file(name, os.fspath(source), storage_options, key)
 
 
-def _open_table(name: str, table: "pa.Table") -> Column:
+def _open_table(name: str, table: "pa.Table", key: str | None) -> Column:
     """Convert a table in memory to a file of this process: workers map the file and do not copy it."""
     where = f"join[{name!r}]: the pyarrow table"
-    batch = _sorted(table, name, where)
+    batch = _sorted(table, name, where, key)
     descriptor, path = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")
     os.close(descriptor)
     with naming_path(Path(path)):
@@ -179,7 +210,7 @@ def _remove(path: str, process: int) -> None:
             Path(path).unlink()
 
 
-def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None) -> Column:
+def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None, key: str | None) -> Column:
     if not source.endswith((*_PARQUET, *_LINES)):
         raise ColumnError(
             f"join[{name!r}]: {source} is neither a Parquet file nor a file of JSON lines; its name must end "
@@ -200,7 +231,7 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
             size,
             Path(source).stat().st_mtime_ns if reader.is_local else _state(source, storage_options),
         ]
-        folder = cache_folder() / "columns" / _digest([source, name])
+        folder = cache_folder() / "columns" / _digest([source, name, *([] if key is None else [key])])
         final = folder / f"{_digest([_VERSION, *state])}.arrow"
         if not final.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +239,7 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
                 if not final.exists():  # no other process has converted it meanwhile
                     for stale in folder.glob("*.partial"):
                         stale.unlink()
-                    _convert(name, source, reader, file, size, final)
+                    _convert(name, source, reader, file, size, final, key)
     return Column(name, final, source)
 
 
@@ -225,10 +256,12 @@ def _state(url: str, storage_options: Mapping[str, Any] | None) -> str:
         ) from error
 
 
-def _convert(name: str, source: str, reader: Reader, file: str, size: int, final: Path) -> None:
+def _convert(
+    name: str, source: str, reader: Reader, file: str, size: int, final: Path, key: str | None
+) -> None:
     temporary = final.with_suffix(".partial")
     with naming_path(temporary), _local(source, reader, file, size, final.parent) as path:
-        batch = _sorted(_read(path, name, source), name, source)
+        batch = _sorted(_read(path, name, source), name, source, key)
         _write(batch, temporary)
         flush(temporary)
         commit(temporary, final)
@@ -266,7 +299,7 @@ def _read(path: str, name: str, source: str) -> "pa.Table":
         raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
 
 
-def _sorted(table: "pa.Table", name: str, source: str) -> "pa.RecordBatch":
+def _sorted(table: "pa.Table", name: str, source: str, key: str | None) -> "pa.RecordBatch":
     """Ids, int64, ascending, and values of a table."""
     import pyarrow as pa
 
@@ -277,7 +310,11 @@ def _sorted(table: "pa.Table", name: str, source: str) -> "pa.RecordBatch":
             )
     if name not in table.schema.names:
         raise ColumnError(f"{source}: no column {name!r}; choose from {', '.join(table.schema.names)}")
-    key = next((key for key in KEYS if key in table.schema.names), None)
+    if key is not None and key not in table.schema.names:
+        raise ColumnError(
+            f"{source}: no column {key!r} to join {name!r} by; choose from {', '.join(table.schema.names)}"
+        )
+    key = key or next((key for key in KEYS if key in table.schema.names), None)
     if key is None:
         raise ColumnError(
             f"{source}: has {', '.join(table.schema.names)}, and no column to join {name!r} by; add a column "
@@ -301,7 +338,7 @@ def _sorted(table: "pa.Table", name: str, source: str) -> "pa.RecordBatch":
     if len(repeated):
         raise ColumnError(
             f"{source}: id {ids[repeated[0]]} occurs more than once in column {key!r}; {len(repeated):,} "
-            "rows are too many in all: keep one row for each id"
+            "rows are too many in all: keep one row for each id, or collect the values of an id in a list"
         )
     return pa.record_batch([pa.array(ids), values.take(pa.array(order))], names=[key, name])
 

@@ -18,8 +18,6 @@ batch i of a rank comes from worker i mod n, the order in which a DataLoader col
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +30,7 @@ from sa1b.arguments import number, path, whole_number
 from sa1b.shards.dataset import Dataset, check_cache
 from sa1b.stream.batch import Batch, send_errors
 from sa1b.stream.buffers import fresh
-from sa1b.stream.columns import open_columns
+from sa1b.stream.columns import open_columns, warn_of_missing
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decode import decoder
 from sa1b.stream.iterations import Iterations
@@ -40,8 +38,9 @@ from sa1b.stream.order import Order, Sequential
 from sa1b.stream.pending import PendingBatch
 from sa1b.stream.plan import MicroBatch, Plan, largest_share, process_rank
 from sa1b.stream.resume import ResumeError, check_state
-from sa1b.stream.sample import SampleOptions
+from sa1b.stream.sample import SampleOptions, check_names
 from sa1b.stream.stats import PipelineStats
+from sa1b.stream.text import open_text
 from sa1b.stream.transform import check_pickles
 from sa1b.views.view import open_view
 
@@ -78,6 +77,7 @@ class Stream(IterableDataset[Batch]):
         cache_bytes: limit of the cache for this dataset directory, in bytes; required with `cache`.
         join: columns of other tables by image or mask id, such as {"caption": "captions.parquet"}; the values
             are in `batch.extra["caption"]`; see sa1b.stream.columns.
+        text: a table of texts, `sa1b.Text(...)` or its path, for `batch.texts`; see sa1b.stream.text.
         options: fields of sa1b.stream.sample.SampleOptions: image_size, masks, strategy, flip, resize,
             transform, min_pixels, min_pixels_size, decoder.
 
@@ -109,6 +109,7 @@ class Stream(IterableDataset[Batch]):
         cache: str | Path | None = None,
         cache_bytes: int | None = None,
         join: Mapping[str, Any] | None = None,
+        text: Any = None,
         **options: Any,
     ) -> None:
         if order not in ("shuffle", "sequential"):
@@ -146,7 +147,9 @@ class Stream(IterableDataset[Batch]):
         found_rank, found_size = process_rank()
         self.rank = found_rank if rank is None else whole_number("rank", rank)
         self.world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
-        self._check_options(options)
+        check_names(
+            options, [name for name in signature(Stream).parameters if name not in ("root", "options")]
+        )
         self._arguments = {
             "root": root,
             "global_batch": global_batch,
@@ -165,6 +168,7 @@ class Stream(IterableDataset[Batch]):
             "cache": cache,
             "cache_bytes": cache_bytes,
             "join": join,
+            "text": text,
             **options,
         }
         self.epochs = epochs
@@ -185,9 +189,11 @@ class Stream(IterableDataset[Batch]):
             self.dataset.check_table()  # with blocks, the order depends on locations, not on a digest alone
             self.view = self.view.by_location(self.dataset.table)
         self.columns = open_columns(join or {}, storage_options)
-        for name, column in self.columns.items():
-            if column.key == "image_id" and column is not (join or {})[name]:  # workers get open columns
-                column.warn_of_missing(self.view.image_ids(self.dataset.table).astype(np.int64))
+        self.text = open_text(text, storage_options)
+        opened = [one for name, one in self.columns.items() if one is not (join or {})[name]]
+        if self.text is not None and self.text is not text:  # workers get open columns
+            opened.append(self.text.column)
+        warn_of_missing(opened, lambda: self.view.image_ids(self.dataset.table).astype(np.int64))
         count = len(self.view)
         formula = (
             Order(count, self.view.ids_digest, seed, block_size, endless=epochs is None)
@@ -200,21 +206,11 @@ class Stream(IterableDataset[Batch]):
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self._iterations = Iterations()
 
-    @classmethod
-    def _check_options(cls, options: Mapping[str, Any]) -> None:
-        known = [one.name for one in fields(SampleOptions)]
-        every = [*(name for name in signature(cls).parameters if name not in ("root", "options")), *known]
-        for name in options:
-            if name not in known:
-                near = get_close_matches(name, every, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(every)}"
-                raise TypeError(f"Stream({name}=...): no such argument; {hint}")
-
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], Iterations]]:
         # A worker process maps table and view of the same version of the dataset that was opened here.
-        opened = {"root": self.dataset, "join": self.columns, "cache": None, "cache_bytes": None}
+        opened = {"root": self.dataset, "join": self.columns, "text": self.text, "cache": None}
         check_pickles(self.options.transforms)
-        return _reopen, ({**self._arguments, **opened}, self._iterations)
+        return _reopen, ({**self._arguments, **opened, "cache_bytes": None}, self._iterations)
 
     def __repr__(self) -> str:
         return (
@@ -364,7 +360,7 @@ class Stream(IterableDataset[Batch]):
             "block_size": self.plan.block_size,
             "epochs": self.epochs,
             "bytes_sha256": self.view.bytes_digest,
-            "options": self.options.record(),
+            "options": self.options.record() | ({} if self.text is None else {"text": self.text.record()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

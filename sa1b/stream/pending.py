@@ -159,7 +159,18 @@ class PendingBatch:
         batch = collate(images, samples, range(piece.start, piece.stop), self.valid, piece.position)
         by_key = {"image_id": batch.ids.numpy(), "mask_id": batch.mask_ids.numpy()}
         columns = self.stream.columns
-        return replace(batch, extra={name: one.lookup(by_key[one.key]) for name, one in columns.items()})
+        extra = {name: one.lookup(by_key[one.key]) for name, one in columns.items()}
+        if self.stream.text is None:
+            return replace(batch, extra=extra)
+        text = self.stream.text
+        epochs = batch.positions.numpy() // self.stream.plan.order.count
+        of_images, indices = by_key["image_id"], np.zeros(len(batch), np.int64)
+        if text.column.key == "mask_id":
+            image = batch.masks.image.numpy()
+            of_images, epochs, indices = of_images[image], epochs[image], batch.mask_index.numpy()
+        ids = by_key[text.column.key]
+        texts, values = text.read(self.stream.seed, ids, of_images, epochs, indices)
+        return replace(batch, extra=extra | {text.column.name: values}, texts=texts)
 
     def cancel(self) -> None:
         """Cancel all pending reads."""

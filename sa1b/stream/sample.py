@@ -13,8 +13,9 @@ or thread. The strategies:
 Masks without foreground, and masks without a pixel in a transform's window, are never chosen.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Literal, get_args
 
@@ -103,6 +104,21 @@ class SampleOptions:
         elif self.min_pixels_size is None:
             named["min_pixels_size"] = self.image_size
         return {**named, "transform": ", ".join(map(name_of, self.transforms)) or None}
+
+
+def check_names(options: Iterable[str], others: Iterable[str]) -> None:
+    """Refuse names that are not those of `SampleOptions`; others: all other arguments of the stream.
+
+    Raises:
+        TypeError: the message contains the most similar argument.
+    """
+    known = [one.name for one in fields(SampleOptions)]
+    every = [*sorted(others), *known]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, every, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(every)}"
+            raise TypeError(f"Stream({name}=...): no such argument; {hint}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -94,6 +94,8 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--evaluation.every", "5"], "--evaluation.every 5: needs --evaluation.view"),
         ([*ROOT, "--evaluate-only"], "--evaluate-only: no images are named; pass --evaluation.view"),
         ([*ROOT, "--json"], "--json: is for --evaluate-only"),
+        ([*ROOT, "--data.text", "a.parquet"], "the model of SamConfig reads no text"),
+        ([*ROOT, "--data.text-key", "mask_id"], "--data.text-key: is a column of a table of texts"),
         (
             [*ROOT, "--data.view", "a", "--evaluation.view", "a"],
             "is also --data.view; pass a view of other images",

@@ -1,0 +1,271 @@
+"""Texts of the images or masks of a batch: captions, phrases or precomputed embeddings, as tensors.
+
+    text = sa1b.Text("captions.parquet", column="caption", key="mask_id", tokenizer="bpe.json", length=32)
+    stream = sa1b.Stream("shards", global_batch=256, text=text)
+    for batch in sa1b.Loader(stream, device="cuda"):
+        tokens, given = batch.texts.padded()  # int64 [M, 32] and bool [M, 32], on the device
+        batch.extra["caption"]                # list [M] of str, the same texts
+
+The table has a column of ids and a column of texts; see `sa1b.stream.columns`. A text is a string, or a list
+of strings, of which each visit takes one: a hash of the seed, the image id, the epoch and the mask's index
+decides, so that the choice is the same on any rank, worker or thread. Instead of strings there may be
+lists of float of one length, which are embeddings that a text encoder computed before, or lists of these.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sa1b.arguments import whole_number
+from sa1b.hashing import Purpose, below, random_words
+from sa1b.stream.columns import KEYS, Column, ColumnError, open_columns
+from sa1b.stream.tensors import Tensors
+from sa1b.stream.tokenizer import BYTES, Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Key = Literal["image_id", "mask_id"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts(Tensors):
+    """One text for each of N images or masks, as tokens or as vectors.
+
+    Attributes:
+        tokens: int32 [T], the tokens of all texts.
+        offsets: int64 [N + 1] into tokens; a text without tokens has none.
+        vectors: float32 [N, D], precomputed embeddings; D is 0 if there are tokens.
+        keys: int64 [N], a hash of each text: equal texts have equal keys. -1 where there is no text.
+        key: "image_id" if the texts are those of the images, "mask_id" if they are those of the masks.
+        length: largest number of tokens of a text; longer ones are cut.
+    """
+
+    tokens: Tensor
+    offsets: Tensor
+    vectors: Tensor
+    keys: Tensor
+    key: Key
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def given(self) -> Tensor:
+        """Which of the images or masks have a text: bool [N]."""
+        return self.keys >= 0
+
+    def padded(self, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """The tokens, int64 [N, length], 0 after the end of a text, and which of them belong to the text.
+
+        The host does not wait for the device.
+
+        Args:
+            length: tokens of each row; by default `self.length`.
+        """
+        columns = torch.arange(self.length if length is None else length, device=self.tokens.device)
+        belongs = columns < self.offsets.diff()[:, None]
+        index = torch.where(belongs, self.offsets[:-1, None] + columns, len(self.tokens))
+        return pad(self.tokens, (0, 1))[index].long(), belongs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """A table of texts for `Stream(text=...)`.
+
+    Attributes:
+        source: path or URL of a Parquet file or of JSON lines, or a pyarrow table; see sa1b.stream.columns.
+        column: column of the texts.
+        key: column of the ids, "image_id" or "mask_id"; None: mask_id if there is one, else image_id.
+        tokenizer: "bytes", a file of the library tokenizers, or MODULE:FUNCTION; see sa1b.stream.tokenizer.
+        length: largest number of tokens of a text; longer ones are cut.
+
+    Raises:
+        ValueError: an argument is invalid; the message names it.
+    """
+
+    source: "str | os.PathLike[str] | pa.Table | Column"
+    column: str = "text"
+    key: Key | None = None
+    tokenizer: str | os.PathLike[str] = BYTES
+    length: int = 64
+
+    def __post_init__(self) -> None:
+        if self.key is not None and self.key not in KEYS:
+            raise ValueError(f"key={self.key!r} must be {' or '.join(map(repr, KEYS))}")
+        if not isinstance(self.tokenizer, str | os.PathLike):
+            raise ValueError(
+                f"tokenizer={self.tokenizer!r} must be a name, so that worker processes can open it: pass "
+                "MODULE:FUNCTION for a function"
+            )
+        object.__setattr__(self, "length", whole_number("length", self.length, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextColumn:
+    """An open table of texts.
+
+    Attributes:
+        options: how it was opened.
+        column: the texts by id.
+        tokenizer: None if the table has embeddings.
+        width: numbers of an embedding; 0 if the table has strings.
+        several: whether an id has a list of texts.
+    """
+
+    options: Text
+    column: Column
+    tokenizer: Tokenizer | None = field(init=False)
+    width: int = field(init=False)
+    several: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        import pyarrow as pa
+
+        kind, is_list = self.column.kind, _is_list
+        several = is_list(kind) and (is_list(kind.value_type) or _is_string(kind.value_type))
+        one = kind.value_type if several else kind
+        if not _is_string(one) and not (is_list(one) and pa.types.is_floating(one.value_type)):
+            raise ColumnError(
+                f"{self.column.source}: column {self.column.name!r} is {kind}; texts are strings or lists of "
+                "strings, embeddings are lists of float or lists of these"
+            )
+        embeds = is_list(one)
+        object.__setattr__(self, "several", several)
+        object.__setattr__(self, "tokenizer", None if embeds else open_tokenizer(self.options.tokenizer))
+        object.__setattr__(self, "width", self.column.innermost_length() if embeds else 0)
+
+    def __reduce__(self) -> tuple[type["TextColumn"], tuple[Text, Column]]:
+        return TextColumn, (self.options, self.column)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of different tokens; None if the table has embeddings or the tokenizer does not state it."""
+        return None if self.tokenizer is None else self.tokenizer.vocabulary
+
+    def record(self) -> str:
+        """A description for the state of a stream, equal where texts are equal."""
+        read = "embeddings" if self.tokenizer is None else f"{self.tokenizer.name}, {self.options.length}"
+        return f"{self.column.name} of {self.column.source} by {self.column.key} ({read})"
+
+    def read(
+        self, seed: int, ids: npt.NDArray[np.int64], images: npt.NDArray[np.int64],
+        epochs: npt.NDArray[np.int64], indices: npt.NDArray[np.int64],
+    ) -> tuple[Texts, list[Any]]:  # fmt: skip
+        """The texts of N images or masks, as tensors and as Python values, None where there is none.
+
+        Args:
+            seed: seed of the stream.
+            ids: int64 [N], image or mask ids, according to the key.
+            images, epochs: int64 [N], id of each one's image, and the epoch.
+            indices: int64 [N], index of each mask in its record; 0 for images.
+
+        Raises:
+            ColumnError: embeddings have different lengths, or the tokenizer returns something else.
+        """
+        values = self.column.lookup(ids)
+        if self.several:
+            counts = np.array([len(value or ()) for value in values], np.int64)
+            words = random_words(seed, Purpose.TEXT, images, epochs, indices)
+            chosen = below(words, np.maximum(counts, 1)).tolist()
+            values = [value[index] if value else None for value, index in zip(values, chosen, strict=True)]
+        if self.tokenizer is None:
+            texts = self._of_vectors(values, ids)
+        else:
+            texts = self._of_strings(values, self.tokenizer)
+        return texts, values
+
+    def _of_strings(self, values: Sequence[str | None], tokenizer: Tokenizer) -> Texts:
+        length = self.options.length
+        rows = [np.zeros(0, np.int32) if value is None else _tokens(value, tokenizer) for value in values]
+        rows = [row[:length] for row in rows]
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        tokens = np.concatenate([np.zeros(0, np.int32), *rows])
+        keys = [-1 if value is None else _key(value.encode()) for value in values]
+        return self._texts(tokens, offsets, np.zeros((len(values), 0), np.float32), keys)
+
+    def _of_vectors(self, values: Sequence[Sequence[float] | None], ids: npt.NDArray[np.int64]) -> Texts:
+        vectors = np.zeros((len(values), self.width), np.float32)
+        keys = [-1] * len(values)
+        for row, value in enumerate(values):
+            if value is None:
+                continue
+            if len(value) != self.width or None in value:
+                raise ColumnError(
+                    f"{self.column.source}: {self.column.key} {ids[row]} has an embedding of {len(value)} "
+                    f"numbers, others have {self.width}; all must have the same length and no null"
+                )
+            vectors[row] = value
+            keys[row] = _key(vectors[row].tobytes())
+        return self._texts(np.zeros(0, np.int32), np.zeros(len(values) + 1, np.int64), vectors, keys)
+
+    def _texts(
+        self, tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64],
+        vectors: npt.NDArray[np.float32], keys: list[int],
+    ) -> Texts:  # fmt: skip
+        key: Key = "image_id" if self.column.key == "image_id" else "mask_id"
+        return Texts(
+            tokens=torch.from_numpy(tokens),
+            offsets=torch.from_numpy(offsets),
+            vectors=torch.from_numpy(vectors),
+            keys=torch.tensor(keys, dtype=torch.int64),
+            key=key,
+            length=self.options.length,
+        )
+
+
+def open_text(text: Any, storage_options: Any = None) -> TextColumn | None:
+    """Open the table of `Stream(text=...)`: a `Text`, a source with its default options, or an open one.
+
+    Raises:
+        ColumnError, sa1b.storage.errors.StorageError: the table cannot be read; see `open_columns`.
+        UsageError: there is no such tokenizer.
+    """
+    if text is None or isinstance(text, TextColumn):
+        return text
+    options = text if isinstance(text, Text) else Text(text)
+    name = options.column
+    return TextColumn(options, open_columns({name: options.source}, storage_options, key=options.key)[name])
+
+
+def _tokens(value: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
+    if tokenizer.name == BYTES:
+        return np.frombuffer(value.encode(), np.uint8).astype(np.int32)
+    try:
+        tokens = np.array(tokenizer.encode(value), np.int64).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise ColumnError(
+            f"tokenizer {tokenizer.name!r}: must return a list of int, and for {value!r} it does not ({error})"
+        ) from error
+    most = (1 << 31) if tokenizer.vocabulary is None else tokenizer.vocabulary
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < most:
+        raise ColumnError(
+            f"tokenizer {tokenizer.name!r}: returns {tokens.tolist()} for {value!r}; tokens must be from 0 "
+            f"to {most - 1}"
+        )
+    return tokens.astype(np.int32)
+
+
+def _key(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def _is_string(kind: "pa.DataType") -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_list(kind: "pa.DataType") -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

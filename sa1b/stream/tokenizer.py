@@ -1,0 +1,89 @@
+"""Tokenizers by name: a byte-level one, a file of the library `tokenizers`, or any function.
+
+    open_tokenizer("bytes").encode("Grüße")        # the bytes of UTF-8, numbers from 0 to 255
+    open_tokenizer("bpe.json")                     # tokenizers.Tokenizer.from_file("bpe.json")
+    open_tokenizer("my_package.words:encode")      # my_package.words.encode(text) -> list of int
+
+The numbers of a function are from 0 to its attribute `vocabulary` - 1.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sa1b.errors import UsageError
+
+BYTES = "bytes"
+_FORMS = f"{BYTES!r}, the path of a .json file of the library tokenizers, or MODULE:FUNCTION"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A tokenizer.
+
+    Attributes:
+        name: the name or path that it was opened with.
+        encode: text -> tokens, integers from 0 to vocabulary - 1.
+        vocabulary: number of different tokens; None if a function does not state it.
+    """
+
+    name: str
+    encode: Callable[[str], Sequence[int]]
+    vocabulary: int | None
+
+
+def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
+    """A tokenizer by its name, see the module.
+
+    Raises:
+        UsageError: there is no such tokenizer, or the library tokenizers is missing.
+    """
+    name = os.fspath(name)
+    if name == BYTES:
+        return Tokenizer(name, lambda text: text.encode(), 256)
+    if name.endswith(".json"):
+        return _of_library(name)
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise UsageError(f"tokenizer {name!r}: must be {_FORMS}")
+    try:
+        called: Any = import_module(module)
+        for part in function.split("."):
+            called = getattr(called, part)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"tokenizer {name!r}: cannot be imported ({error}); set PYTHONPATH to the folder of the module, "
+            f"or pass {_FORMS}"
+        ) from error
+    vocabulary = getattr(called, "vocabulary", None)
+    if not callable(called) or not (vocabulary is None or isinstance(vocabulary, int)):
+        raise UsageError(
+            f"tokenizer {name!r}: must be a function of a text that returns a list of int, and its attribute "
+            "`vocabulary`, if there is one, a whole number"
+        )
+    return Tokenizer(name, called, vocabulary)
+
+
+def _of_library(path: str) -> Tokenizer:
+    if not Path(path).is_file():
+        raise UsageError(f"tokenizer {path!r}: there is no such file; pass {_FORMS}")
+    try:
+        library: Any = import_module("tokenizers")
+    except ImportError:
+        raise UsageError(
+            f"tokenizer {path!r}: the package tokenizers is missing; install it with: pip install "
+            "'sa1b[text]'"
+        ) from None
+    try:
+        opened = library.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises Exception itself
+        raise UsageError(
+            f"tokenizer {path!r}: is no file of the library tokenizers ({error}); write it with "
+            "Tokenizer.save"
+        ) from error
+    opened.no_padding()
+    opened.no_truncation()
+    return Tokenizer(path, lambda text: opened.encode(text).ids, opened.get_vocab_size())
