@@ -244,7 +244,8 @@ def _tokens(value: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
         tokens = np.array(tokenizer.encode(value), np.int64).reshape(-1)
     except (TypeError, ValueError) as error:
         raise ColumnError(
-            f"tokenizer {tokenizer.name!r}: must return a list of int, and for {value!r} it does not ({error})"
+            f"tokenizer {tokenizer.name!r}: must return a list of int, which it does not for {value!r} "
+            f"({error})"
         ) from error
     most = (1 << 31) if tokenizer.vocabulary is None else tokenizer.vocabulary
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < most:
