@@ -27,6 +27,7 @@ def main(
     seed: int = 0,
     simple: bool = False,
     plain: bool = False,
+    phrases: bool = False,
     workers: int | None = None,
     overwrite: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
@@ -47,6 +48,8 @@ def main(
         simple: Draw a few large objects with smooth outlines and plain surfaces instead of scenes with
             SA-1B's statistics, so that a small model learns in minutes.
         plain: Write plain tars instead of gzip.
+        phrases: Also write OUT/phrases.parquet, which describes the size, colour, texture and shape of each
+            object, for `sa1b train --preset grounding --data.text OUT/phrases.parquet`.
         workers: Worker processes, each with one tar at a time; by default one for each CPU that this job may
             use.
         overwrite: Replace existing tars.
@@ -79,6 +82,7 @@ def main(
             compress=not plain,
             workers=available_cpus() if workers is None else workers,
             overwrite=overwrite,
+            phrases=phrases,
             progress=shown.update,
         )
     print(json.dumps(summary.as_dict()) if json_output else summary.table())

@@ -42,7 +42,7 @@ class AnnotationFile(TypedDict):
 
 def annotate(
     rng: np.random.Generator, image_id: int, height: int, width: int, shapes: list[Shape]
-) -> tuple[AnnotationFile, int]:
+) -> tuple[AnnotationFile, int, list[Shape]]:
     """The annotation file of a scene, with its objects in random order.
 
     Args:
@@ -52,7 +52,7 @@ def annotate(
         shapes: the objects; every mask has at least one pixel.
 
     Returns:
-        The file as `json.loads` returns it, and the number of runs of all its masks.
+        The file as `json.loads` returns it, the number of runs of all its masks, and its objects in order.
     """
     shapes = [shapes[i] for i in rng.permutation(len(shapes))]
     pieces = [mask_runs(shape.mask, shape.x, shape.y, height, width) for shape in shapes]
@@ -83,7 +83,7 @@ def annotate(
         )
     name = member_name(image_id, "jpg")
     image: ImageInfo = {"image_id": image_id, "width": width, "height": height, "file_name": name}
-    return {"image": image, "annotations": annotations}, len(runs)
+    return {"image": image, "annotations": annotations}, len(runs), shapes
 
 
 def mask_runs(mask: Mask, x: int, y: int, height: int, width: int) -> npt.NDArray[np.uint32]:

@@ -14,6 +14,8 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.synthetic.phrases import Look
+
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.uint8]
 Hues = npt.NDArray[np.float64]  # [3] of 0..1
@@ -69,12 +71,31 @@ class Shape:
         x, y: position of the top left pixel of `mask` in the image, in pixels.
         mask: uint8 [h, w] of 0 and 1, the visible region.
         ancestors: indices of the objects that contain this object.
+        look: how it was drawn; None before it is painted.
     """
 
     x: int
     y: int
     mask: Mask
     ancestors: frozenset[int] = field(default_factory=frozenset)
+    look: Look | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    mask: Mask  # uint8 [h, w] of 0 and 1, without empty border rows or columns
+    power: float  # exponent of the superellipse
+    aspect: float
+    hollow: bool
+    thin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Surface:
+    colour: tuple[float, float, float]
+    tile: int
+    contrast: float
+    striped: bool
 
 
 def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool = False) -> Plan:
@@ -134,11 +155,16 @@ def draw(rng: np.random.Generator, scene: Plan) -> tuple[Mask, list[Shape]]:
     shapes: list[Shape] = []
     roughness = ROUGHNESS * (SIMPLE_ROUGHNESS if scene.simple else 1)
     for area in scene.areas * (height * width):
-        shape = _place(rng, _outline(rng, float(area), height, width, roughness), owner, shapes)
+        outline = _outline(rng, float(area), height, width, roughness)
+        shape = _place(rng, outline.mask, owner, shapes)
         if not shape.mask.any():
             continue
         _hide(shape, shapes)
-        _paint(rng, canvas, shape, hues, contrast)
+        surface = _paint(rng, canvas, shape, hues, contrast)
+        shape.look = Look(
+            surface.colour, surface.tile, surface.contrast, surface.striped,
+            outline.power, outline.aspect, outline.hollow, outline.thin,
+        )  # fmt: skip
         h, w = shape.mask.shape
         owner[shape.y : shape.y + h, shape.x : shape.x + w][shape.mask > 0] = len(shapes)
         shapes.append(shape)
@@ -150,14 +176,15 @@ def draw(rng: np.random.Generator, scene: Plan) -> tuple[Mask, list[Shape]]:
     return np.clip(canvas, 0, 255).astype(np.uint8), visible
 
 
-def _outline(rng: np.random.Generator, area: float, height: int, width: int, roughness: float) -> Mask:
-    """A filled random shape of about `area` pixels, uint8 [h, w], without empty border rows or columns."""
+def _outline(rng: np.random.Generator, area: float, height: int, width: int, roughness: float) -> _Outline:
+    """A filled random shape of about `area` pixels."""
     n = int(np.clip(2.5 * np.sqrt(area), 24, 6000))
     angle = np.linspace(0, 2 * np.pi, n, endpoint=False)
     power = rng.choice([1.6, 2.0, 2.0, 3.0, 6.0])  # superellipse: from diamond to box
     radius = (np.abs(np.cos(angle)) ** power + np.abs(np.sin(angle)) ** power) ** (-1 / power)
     long, bend = float(np.exp(abs(rng.normal(0, 0.2)))), 0.0  # square root of the aspect ratio
-    if rng.random() < 0.08 and area < 0.02 * height * width:  # poles, cables, branches
+    thin = bool(rng.random() < 0.08 and area < 0.02 * height * width)  # poles, cables, branches
+    if thin:
         long, bend = rng.uniform(2.0, 3.0), rng.normal(0, 0.4)
     radius *= np.exp(rng.uniform(0.2 * roughness, roughness) / long * _wiggle(rng, n))
     x, y = radius * np.cos(angle) * long, radius * np.sin(angle) / long
@@ -177,7 +204,7 @@ def _outline(rng: np.random.Generator, area: float, height: int, width: int, rou
     w, h = (high - low).astype(int) + 1
     mask = np.zeros((h, w), np.uint8)
     cv2.fillPoly(mask, [np.round(c * 16).astype(np.int32) for c in contours], 1, shift=4)
-    return mask[:height, :width]
+    return _Outline(mask[:height, :width], float(power), float(long) ** 2, hole > 0, thin)
 
 
 def _wiggle(rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
@@ -242,17 +269,17 @@ def _background(rng: np.random.Generator, height: int, width: int, hues: Hues, c
     """A shaded, textured background, float32 [height, width, 3] in grey levels."""
     coarse = np.stack([[_colour(rng, hues, 0.5) for _ in range(3)] for _ in range(2)]).astype(np.float32)
     canvas = np.asarray(cv2.resize(coarse, (width, height), interpolation=cv2.INTER_LINEAR), np.float32)
-    canvas += _texture(rng, height, width)[:, :, None] * np.float32(9 * contrast)
+    canvas += _texture(rng, height, width)[0][:, :, None] * np.float32(9 * contrast)
     # Below a soft, uneven horizon the background has another colour and texture.
     skyline = height * (rng.uniform(0.2, 0.6) + 0.04 * _wiggle(rng, 4 * width)[:width])
     depth = (np.arange(height)[:, None] - skyline[None, :]) / (0.01 * height)
     ground = (1 / (1 + np.exp(-np.clip(depth, -20, 20)))).astype(np.float32)[:, :, None]
-    soil = _texture(rng, height, width)[:, :, None] * np.float32(14 * contrast)
+    soil = _texture(rng, height, width)[0][:, :, None] * np.float32(14 * contrast)
     canvas += ground * (soil + 0.7 * (_colour(rng, hues, 0.7).astype(np.float32) - canvas))
     return canvas
 
 
-def _paint(rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, contrast: float) -> None:
+def _paint(rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, contrast: float) -> _Surface:
     """Draw an object on the canvas, in place: a shadow, then a textured surface with soft edges."""
     pad = 8
     height, width = canvas.shape[:2]
@@ -273,8 +300,11 @@ def _paint(rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, c
     u = np.linspace(-1, 1, solid.shape[1], dtype=np.float32)[None, :]
     slope = rng.normal(0, 0.14, 2).astype(np.float32)
     light = 1 + slope[0] * u + slope[1] * v
-    texture = _texture(rng, *solid.shape) * np.float32(contrast * min(rng.lognormal(2.3, 0.5), 30))
-    if rng.random() < 0.2 and solid.size > 4000:  # stripes: slats, windows, cloth
+    texture, tile = _texture(rng, *solid.shape)
+    deviation = float(contrast * min(rng.lognormal(2.3, 0.5), 30))
+    texture *= np.float32(deviation)
+    striped = bool(rng.random() < 0.2 and solid.size > 4000)  # slats, windows, cloth
+    if striped:
         along, period = rng.normal(0, 1, 2), rng.uniform(6, 40)
         along *= 2 * np.pi / period / np.hypot(*along)
         along *= np.array(solid.shape[::-1]) / 2
@@ -286,6 +316,8 @@ def _paint(rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, c
     surface -= ground
     surface *= alpha
     ground += surface
+    red, green, blue = colour.tolist()
+    return _Surface((red, green, blue), tile, deviation, striped)
 
 
 def _colour(rng: np.random.Generator, hues: Hues, strength: float = 1.0) -> npt.NDArray[np.float64]:
@@ -296,12 +328,13 @@ def _colour(rng: np.random.Generator, hues: Hues, strength: float = 1.0) -> npt.
     return np.asarray(255 * value * (1 - saturation + saturation * ramp))
 
 
-def _texture(rng: np.random.Generator, height: int, width: int) -> Floats:
-    """A random crop of a texture tile, float32 [height, width], mean 0, standard deviation 1."""
-    tile = _tiles()[int(rng.integers(len(_tiles())))]
+def _texture(rng: np.random.Generator, height: int, width: int) -> tuple[Floats, int]:
+    """A random crop of a tile, float32 [height, width], mean 0, deviation 1, and the tile's number."""
+    number = int(rng.integers(len(_tiles())))
+    tile = _tiles()[number]
     top, left = rng.integers(0, TILE, 2)
     rows, columns = np.arange(top, top + height) % TILE, np.arange(left, left + width) % TILE
-    return np.asarray(np.take(np.take(tile, rows, 0), columns, 1))
+    return np.asarray(np.take(np.take(tile, rows, 0), columns, 1)), number
 
 
 @lru_cache(maxsize=1)

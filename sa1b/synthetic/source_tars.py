@@ -20,19 +20,25 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import cv2
 import numpy as np
 import simplejpeg
 
+from sa1b.storage.atomic import write_whole
 from sa1b.storage.store import temporary_path
 from sa1b.synthetic.annotation import AnnotationFile, annotate
-from sa1b.synthetic.scene import draw, plan
+from sa1b.synthetic.phrases import Phrases
+from sa1b.synthetic.scene import Shape, draw, plan
 from sa1b.workers import Failure, supervise
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 IDS_PER_TAR = 11_187  # images per tar in the download; the ids of a tar do not depend on its number of images
 MTIME = 1_680_000_000  # seconds; a fixed time, chosen arbitrarily
+PHRASES = "phrases.parquet"
 _SHUFFLE = 0x7A6  # separates the random values of a tar from those of an image
 
 
@@ -87,14 +93,14 @@ def scene(
         The JPEG (baseline, 4:2:0, quality 95 or 75, no EXIF) and the annotation file as `json.loads`
         returns it.
     """
-    jpeg, annotations, _ = _scene(image_id, seed, long_side, simple)
+    jpeg, annotations, *_ = _scene(image_id, seed, long_side, simple)
     return jpeg, annotations
 
 
 def _scene(
     image_id: int, seed: int, long_side: int | None, simple: bool
-) -> tuple[bytes, AnnotationFile, int]:
-    """The return values of `scene`, and the number of runs of all masks."""
+) -> tuple[bytes, AnnotationFile, int, list[Shape]]:
+    """The return values of `scene`, the number of runs of all masks, and the objects of the annotations."""
     rng = np.random.default_rng([seed, image_id, long_side or 0])
     outlook = plan(rng, long_side, simple=simple)
     picture, shapes = draw(rng, outlook)
@@ -113,6 +119,7 @@ def write_tar(
     compress: bool = True,
     directory: bool = True,
     temporary: Path | None = None,
+    phrases: Phrases | None = None,
     progress: Callable[[int], Any] | None = None,
 ) -> SyntheticSummary:
     """Write one source tar in the format of the download, and commit it when it is complete.
@@ -129,6 +136,7 @@ def write_tar(
         compress: write gzip, as in the download; False for a plain tar.
         directory: write an entry for `./` first.
         temporary: path of the incomplete tar, in the same folder; by default one that no other process uses.
+        phrases: phrases of the objects are added here.
         progress: called with 1 for every image drawn.
 
     Returns:
@@ -146,7 +154,9 @@ def write_tar(
             tar = stack.enter_context(tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT))
             spill = stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
             for image_id in range(first_id, first_id + images):
-                jpeg, annotations, runs = _scene(image_id, seed, long_side, simple)
+                jpeg, annotations, runs, shapes = _scene(image_id, seed, long_side, simple)
+                if phrases is not None:
+                    _describe(phrases, annotations, shapes)
                 text = json.dumps(annotations).encode()
                 for suffix, data in (("jpg", jpeg), ("json", text)):
                     members.append((f"./sa_{image_id}.{suffix}", spill.tell(), len(data)))
@@ -172,6 +182,14 @@ def write_tar(
     return summary
 
 
+def _describe(phrases: Phrases, annotations: AnnotationFile, shapes: list[Shape]) -> None:
+    pixels = annotations["image"]["width"] * annotations["image"]["height"]
+    areas = [one["area"] / pixels for one in annotations["annotations"]]
+    looks = [shape.look for shape in shapes if shape.look is not None]
+    ids = [one["id"] for one in annotations["annotations"]]
+    phrases.add(annotations["image"]["image_id"], ids, looks, areas)
+
+
 def _entry(name: str, size: int) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(name)
     entry.size, entry.mtime, entry.mode = size, MTIME, 0o644
@@ -190,6 +208,7 @@ def write_tars(
     compress: bool = True,
     workers: int = 1,
     overwrite: bool = False,
+    phrases: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> SyntheticSummary:
     """Write `sa_000000.tar`, `sa_000001.tar`, ... to a folder; the bytes do not depend on `workers`.
@@ -202,10 +221,11 @@ def write_tars(
         seed, long_side, simple, compress: see `write_tar`.
         workers: worker processes; each writes one tar at a time.
         overwrite: replace existing tars.
+        phrases: also write phrases.parquet, a row for each mask; see `sa1b.synthetic.phrases`.
         progress: called with 1 for every image drawn.
 
     Raises:
-        FileExistsError: one of the tars exists; nothing was written.
+        FileExistsError: one of the files exists; nothing was written.
         OSError: the disk is full or fails; with the path of the tar.
         ChildProcessError: a worker failed for another reason; the message names its tar.
         ValueError: `images_per_tar` is out of range.
@@ -220,16 +240,21 @@ def write_tars(
         raise FileExistsError(
             f"{present[0]}: already exists ({len(present)} of {tars} tars do); replace them with --overwrite"
         )
-    options = images_per_tar, seed, long_side, simple, compress
+    table = out / PHRASES
+    if phrases and table.exists() and not overwrite:
+        raise FileExistsError(f"{table}: already exists; replace it and the tars with --overwrite")
+    options = images_per_tar, seed, long_side, simple, compress, phrases
     tasks = [(path, temporary_path(path), first_id, *options) for path, first_id in jobs]
-    total = SyntheticSummary()
+    total, described = SyntheticSummary(), Phrases()
     events = supervise(_work, tasks, workers=workers)
     try:
         for event in events:
             if event.kind == "progress" and progress is not None:
                 progress(event.value)
             elif event.kind == "done":
-                total.add(event.value)
+                summary, phrases_of_tar = event.value
+                total.add(summary)
+                described.extend(phrases_of_tar)
             elif event.kind in ("failed", "lost"):
                 path = jobs[event.task][0]
                 if isinstance(event.value, Failure) and event.value.errno is not None:
@@ -240,7 +265,17 @@ def write_tars(
         events.close()
         for _, temporary, *_ in tasks:
             temporary.unlink(missing_ok=True)
+    if phrases:
+        _write_table(described.table(), table)
     return total
+
+
+def _write_table(table: "pa.Table", path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    write_whole(path, buffer.getvalue())
 
 
 def _work(
@@ -252,11 +287,13 @@ def _work(
     long_side: int | None,
     simple: bool,
     compress: bool,
+    describe: bool,
     report: Callable[[int], None],
-) -> SyntheticSummary:
+) -> tuple[SyntheticSummary, Phrases]:
     """Write one tar in a worker process."""
     cv2.setNumThreads(1)
-    return write_tar(
+    phrases = Phrases()
+    summary = write_tar(
         path,
         images=images,
         first_id=first_id,
@@ -265,5 +302,7 @@ def _work(
         simple=simple,
         compress=compress,
         temporary=temporary,
+        phrases=phrases if describe else None,
         progress=report,
     )
+    return summary, phrases

@@ -8,13 +8,15 @@ import time
 
 import cv2
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import simplejpeg
 from pycocotools import mask as coco_mask
 
 from sa1b.synthetic.annotation import annotate, mask_runs
+from sa1b.synthetic.phrases import colour_name
 from sa1b.synthetic.scene import draw, plan
-from sa1b.synthetic.source_tars import IDS_PER_TAR, scene, write_tar, write_tars
+from sa1b.synthetic.source_tars import IDS_PER_TAR, PHRASES, _scene, scene, write_tar, write_tars
 from tests import processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools
@@ -112,6 +114,59 @@ def test_bytes_do_not_depend_on_workers(tmp_path):
         digests.append([hashlib.sha256(path.read_bytes()).digest() for path in sorted(out.iterdir())])
     assert digests[0] == digests[1]
     assert f"./sa_{1 + 2 * IDS_PER_TAR}.jpg" in {m.name for m, _ in read(tmp_path / "1" / "sa_000002.tar")}
+
+
+def test_phrases_describe_each_mask_and_leave_the_tars_unchanged(tmp_path):
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        write_tars(
+            out, tars=2, images_per_tar=3, long_side=160, workers=workers, phrases=True, compress=False
+        )
+    write_tars(tmp_path / "plain", tars=2, images_per_tar=3, long_side=160, workers=1, compress=False)
+    for name in ("sa_000000.tar", "sa_000001.tar"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+    assert (tmp_path / "1" / PHRASES).read_bytes() == (tmp_path / "2" / PHRASES).read_bytes()
+    rows = pq.read_table(tmp_path / "1" / PHRASES).to_pylist()
+    ids = [
+        (document["image"]["image_id"], mask["id"])
+        for name in ("sa_000000.tar", "sa_000001.tar")
+        for member, data in read(tmp_path / "1" / name)
+        if member.name.endswith(".json")
+        for document in [json.loads(data)]
+        for mask in document["annotations"]
+    ]
+    assert [(row["image_id"], row["mask_id"]) for row in rows] == sorted(ids)
+    for row in rows:
+        parts = [row[name] for name in ("size", "colour", "texture", "shape")]
+        assert row["text"] == row["texts"][0] == " ".join(parts)
+        assert all(part in text for part in parts for text in row["texts"])
+    assert len({row["text"] for row in rows}) > len(rows) / 2
+    with pytest.raises(FileExistsError, match=r"phrases\.parquet: already exists.*--overwrite"):
+        write_tars(tmp_path / "1", tars=1, first_tar=5, images_per_tar=1, long_side=64, phrases=True)
+
+
+def test_colours_of_objects_are_those_of_their_pixels(scenes):
+    """The mean colour of an object is near the one that its phrase is about."""
+    picture, annotations = scenes[0]
+    *_, shapes = _scene(100, 1, 640, False)
+    near = []
+    for mask, shape in zip(annotations["annotations"], shapes, strict=True):
+        if mask["area"] > 400:
+            own = coco_mask.decode(mask["segmentation"]).astype(bool)
+            near.append(np.abs(np.median(picture[own], 0) - shape.look.colour).max() < 40)
+    assert np.mean(near) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("colour", "name"),
+    [
+        ((10, 10, 12), "black"), ((245, 245, 240), "white"), ((80, 82, 84), "dark grey"),
+        ((220, 20, 30), "bright red"), ((90, 40, 10), "dark brown"), ((20, 130, 40), "green"),
+        ((30, 60, 150), "blue"), ((220, 120, 200), "bright pink"),
+    ],
+)  # fmt: skip
+def test_colours_have_names(colour, name):
+    assert colour_name(colour) == name
 
 
 def test_existing_tars_are_refused_before_anything_is_drawn(tmp_path):
@@ -279,7 +334,7 @@ def test_calibration_at_full_size():
         picture, shapes = draw(rng, outlook)
         jpeg = simplejpeg.encode_jpeg(picture, quality=outlook.quality, colorsubsampling="420")
         jpegs[outlook.quality].append(len(jpeg))
-        content, count = annotate(rng, image_id, outlook.height, outlook.width, shapes)
+        content, count, _ = annotate(rng, image_id, outlook.height, outlook.width, shapes)
         areas += [a["area"] / (outlook.height * outlook.width) for a in content["annotations"]]
         runs += count
         text += len(json.dumps(content))
