@@ -13,8 +13,9 @@ import pytest
 import torch
 from pycocotools import mask as pycocotools
 
-from sa1b.masks import coco, geometry, overlap, points, raster, raster_torch
+from sa1b.masks import coco, dense, geometry, logits, overlap, points, raster, raster_torch
 from sa1b.masks.runs import Runs
+from sa1b.sam.prediction import at_source
 
 HEIGHT, WIDTH = 1500, 2250
 MASKS, CHOSEN = 100, 64
@@ -192,3 +193,38 @@ def test_iou_pycocotools(benchmark, images):
 )
 def test_geometry(benchmark, images, operation):
     run(benchmark, operation, images)
+
+
+def predicted(seed: int) -> np.ndarray:
+    """Logits of 16 masks in the padded square of 1024 pixels: discs of 4 % of the image."""
+    random = np.random.default_rng(seed)
+    y, x = np.mgrid[:256, :256].astype(np.float32)
+    at = random.uniform(30, (226, 140), (16, 2))
+    return np.stack([0.8 * (23.6 - np.hypot(x - one[0], y - one[1])) for one in at]).astype(np.float32)
+
+
+@pytest.mark.benchmark(group="16 masks from logits")
+def test_logits(benchmark, images):
+    rows = logits.logit_axis(HEIGHT, 683, 1024, 256)
+    columns = logits.logit_axis(WIDTH, 1024, 1024, 256)
+
+    def enlarged(found):
+        logits.areas(found, rows, columns, 1.0)
+        return logits.runs_of_logits(found, np.arange(len(found)), rows, columns)
+
+    run(benchmark, enlarged, [predicted(seed) for seed in range(3)])
+
+
+@pytest.mark.benchmark(group="16 masks from logits")
+def test_logits_enlarged_by_torch(benchmark, images):
+    def enlarged(found):
+        return dense.runs_of(at_source(torch.from_numpy(found), (HEIGHT, WIDTH), (683, 1024), 1024).numpy())
+
+    run(benchmark, enlarged, [predicted(seed) for seed in range(3)], reference=True)
+
+
+@pytest.mark.benchmark(group="suppression of 3,000 boxes")
+def test_suppress(benchmark, images):
+    boxes = np.concatenate([geometry.bbox_sa1b(image) for image in images])
+    boxes = np.concatenate([boxes, boxes + 5, boxes + 300])[:3000]
+    run(benchmark, lambda scores: overlap.suppress(boxes, scores, 0.7), [np.arange(3000) % 97])

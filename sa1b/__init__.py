@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sa1b.engine.checkpoint.weights import load_model
+    from sa1b.sam.mask_generator import generate_masks
     from sa1b.sam.prediction import predict
     from sa1b.shards.dataset import Dataset
     from sa1b.shards.dataset import open_dataset as open
@@ -29,6 +30,7 @@ _PUBLIC = {
     "Text": ("sa1b.stream.text", "Text"),
     "Batch": ("sa1b.stream.batch", "Batch"),
     "load_model": ("sa1b.engine.checkpoint.weights", "load_model"),
+    "generate_masks": ("sa1b.sam.mask_generator", "generate_masks"),
     "predict": ("sa1b.sam.prediction", "predict"),
     "webdataset_decoder": ("sa1b.shards.record", "webdataset_decoder"),
 }
@@ -41,6 +43,7 @@ __all__ = [
     "Stream",
     "Text",
     "__version__",
+    "generate_masks",
     "load_model",
     "open",
     "predict",

@@ -6,7 +6,8 @@ A mask is stored as runs (`Runs`) and is rasterised last, directly at the reques
     coco          COCO's compressed strings to runs and back
     geometry      area, boxes, crop, flips, resize and the padded frame, on runs
     points        point-in-mask test and uniform points of a mask, on runs
-    overlap       intersection and IoU, on runs
+    overlap       intersection and IoU, on runs; suppression of boxes that overlap
+    logits        masks that a model predicts, enlarged to the pixels of their image, as runs
     grid          rule for the source pixel that a target pixel reads, common to all back ends
     raster        runs to pixels on the CPU
     raster_torch  the same bits in plain torch, on any device
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
         resize,
     )
     from sa1b.masks.grid import framed_size
-    from sa1b.masks.overlap import intersection, iou
+    from sa1b.masks.overlap import intersection, iou, suppress
     from sa1b.masks.points import contains, nth_foreground, uniform_point
     from sa1b.masks.raster import rasterize, rasterize_frame
     from sa1b.masks.runs import MAX_PIXELS, MaskError, Runs, SizeError
@@ -62,6 +63,7 @@ __all__ = [
     "rasterize",
     "rasterize_frame",
     "resize",
+    "suppress",
     "uniform_point",
 ]
 
@@ -78,7 +80,7 @@ MODULES = {
         "resize",
     ),
     "grid": ("framed_size",),
-    "overlap": ("intersection", "iou"),
+    "overlap": ("intersection", "iou", "suppress"),
     "points": ("contains", "nth_foreground", "uniform_point"),
     "raster": ("rasterize", "rasterize_frame"),
     "runs": ("MAX_PIXELS", "MaskError", "Runs", "SizeError"),

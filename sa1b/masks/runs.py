@@ -1,6 +1,6 @@
 """All masks of an image as two arrays: run lengths and offsets."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,3 +155,24 @@ class Runs:
                 mask, "sum_mismatch", f"runs add up to {sums[mask]} pixels instead of {height} x {width}"
             )
         return self
+
+
+def joined(parts: Sequence[Runs], height: int, width: int) -> Runs:
+    """All masks of several lists, in their order; no parts give no masks.
+
+    Args:
+        parts: masks of images of height x width pixels.
+
+    Raises:
+        ValueError: a part belongs to an image of another size.
+    """
+    for part in parts:
+        if (part.height, part.width) != (height, width):
+            raise ValueError(
+                f"masks of an image of {part.height} x {part.width} pixels: must be of {height} x {width}"
+            )
+    counts = [np.diff(part.offsets) for part in parts]
+    offsets = np.concatenate([np.zeros(1, np.int64), *counts]).cumsum()
+    return Runs(
+        np.concatenate([np.empty(0, np.uint32), *(part.runs for part in parts)]), offsets, height, width
+    )

@@ -80,10 +80,8 @@ def predict(
     Raises:
         ValueError: an argument has a wrong shape, dtype or range; the message names it.
     """
-    if not hasattr(model, "pixel_mean"):  # not isinstance, because a compiled model has another class
-        loaded = f"load_model({str(model)!r})" if isinstance(model, str | PathLike) else "load_model(path)"
-        raise ValueError(f"model: {_type(model)} is not a SAM; pass sa1b.{loaded}")
-    pixels = _rgb(image)
+    check_model(model)
+    pixels = rgb_pixels(image)
     height, width = pixels.shape[:2]
     prompts, tags = _prompts(points, labels, boxes, height, width)
     kinds = (tags != NOTHING).sum(axis=1)  # prompts with equally many points and corners are decoded together
@@ -153,7 +151,23 @@ def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], i
     return made
 
 
-def _rgb(image: Any) -> npt.NDArray[np.uint8]:
+def check_model(model: object) -> None:
+    """Refuse what is not the result of `sa1b.load_model`.
+
+    Raises:
+        ValueError: the model has no image encoder, such as a path.
+    """
+    if not hasattr(model, "pixel_mean"):  # not isinstance, because a compiled model has another class
+        loaded = f"load_model({str(model)!r})" if isinstance(model, str | PathLike) else "load_model(path)"
+        raise ValueError(f"model: {_type(model)} is not a SAM; pass sa1b.{loaded}")
+
+
+def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
+    """The pixels of an image, uint8 [height, width, 3], from an array of that form or a PIL image.
+
+    Raises:
+        ValueError: the image has another form.
+    """
     if isinstance(image, str | PathLike):
         raise ValueError(f"image: {_type(image)} is not an array of pixels; open it with PIL.Image.open")
     if hasattr(image, "convert"):  # a PIL image; PIL need not be imported for this test

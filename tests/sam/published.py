@@ -27,12 +27,17 @@ def modeling() -> ModuleType:
 
 def module(name: str) -> ModuleType:
     """A module of the published package."""
+    return modules(name)[0]
+
+
+def modules(*names: str) -> list[ModuleType]:
+    """Modules of the published package, imported together: another call imports other copies."""
     with stand_ins():
         pytest.importorskip(
             "segment_anything",
             reason="the package segment_anything, a reference of this test, is not installed",
         )
-        return importlib.import_module(name)
+        return [importlib.import_module(name) for name in names]
 
 
 def stand_ins() -> AbstractContextManager[object]:

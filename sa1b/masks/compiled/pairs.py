@@ -80,3 +80,31 @@ def intersection(
                     index_a += end_a == end
                     index_b += end_b == end
             out[a, b] = common
+
+
+@kernel
+def suppress(boxes: npt.NDArray[np.float64], max_iou: float, kept: npt.NDArray[np.bool_]) -> None:
+    """Write into kept [N] whether no box that is kept before a box overlaps it by more than `max_iou`.
+
+    A box is x, y, width and height. Two boxes without area overlap completely if they are equal.
+    """
+    for b in range(len(boxes)):
+        right, bottom = boxes[b, 0] + boxes[b, 2], boxes[b, 1] + boxes[b, 3]
+        kept[b] = True
+        for a in range(b):
+            if kept[a]:
+                across = min(right, boxes[a, 0] + boxes[a, 2]) - max(boxes[b, 0], boxes[a, 0])
+                down = min(bottom, boxes[a, 1] + boxes[a, 3]) - max(boxes[b, 1], boxes[a, 1])
+                if across < 0 or down < 0:
+                    continue
+                common = across * down
+                union = boxes[a, 2] * boxes[a, 3] + boxes[b, 2] * boxes[b, 3] - common
+                if union > 0:
+                    iou = common / union
+                elif (boxes[a] == boxes[b]).all():
+                    iou = 1.0
+                else:
+                    iou = 0.0
+                if iou > max_iou:
+                    kept[b] = False
+                    break

@@ -1,0 +1,296 @@
+"""`sa1b.generate_masks`: all masks of an image, without prompts of a user.
+
+    model = sa1b.load_model("run")
+    found = sa1b.generate_masks(model, image)
+    found.runs.to_coco()                                            # or sa1b.masks.rasterize(found.runs)
+
+The algorithm is that of "Segment Anything" (2023), appendix B, with the defaults of the published
+`SamAutomaticMaskGenerator`. A regular grid of points covers the image, and optionally crops of it. The model
+predicts three masks for each point. Masks with a low predicted IoU, unstable masks and masks at the border of
+a crop are left out; of masks with overlapping boxes, the one with the highest predicted IoU stays.
+
+Logits are enlarged to the pixels of the image by `sa1b.masks.logits`, which writes runs, counts the pixels
+for the stability score, and computes only the part of the image that a mask covers. No dense mask is made.
+
+Given the same resized image, the masks are those of the published class (`tests/sam/test_mask_generator.py`).
+Points are scaled to the input of the model as there, by the ratio of the sizes: `sa1b.predict`, which scales
+the centres of pixels, puts the same point up to half a pixel of the input beside it.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sa1b.arguments import number, whole_number
+from sa1b.masks import geometry, overlap
+from sa1b.masks.grid import framed_size
+from sa1b.masks.logits import LogitAxis, areas, logit_axis, runs_of_logits
+from sa1b.masks.runs import Runs, joined
+from sa1b.sam.clicks import FOREGROUND, NOTHING
+from sa1b.sam.mask_decoder import AMBIGUOUS
+from sa1b.sam.model import Sam
+from sa1b.sam.prediction import check_model, framed_image, rgb_pixels
+
+_THREADS = 4  # for masks; on a GPU, one thread takes longer than the decoder
+_EDGE = 20  # pixels; a mask whose box ends this close to the border of a crop continues outside of it
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorConfig:
+    """Which points are prompts and which masks are kept; the defaults are the published ones.
+
+    Attributes:
+        points_per_side: Points of the grid along each side of the image, and of each crop.
+        points_per_batch: Points that are decoded together. More need more memory; the masks are the same.
+        min_predicted_iou: Keep masks whose IoU, as predicted by the model, is above this number.
+        min_stability: Keep masks whose stability score is at least this number: the IoU of the masks at the
+            logits +stability_offset and -stability_offset.
+        stability_offset: Shift of the threshold for the stability score, in logits.
+        max_box_iou: Of masks whose boxes have a higher IoU, only the one with the highest predicted IoU is
+            kept.
+        crop_layers: Also use crops of the image: layer 1 has 2 x 2, layer 2 has 4 x 4, and so on.
+        crop_overlap: Overlap of the crops of layer 1, as a part of the shorter side of the image; those of
+            further layers overlap by half as much as the layer before.
+        crop_points_divisor: Divides the points per side for each layer of crops.
+        crop_max_box_iou: As max_box_iou, between masks of different crops: masks of smaller crops are kept.
+    """
+
+    points_per_side: int = 32
+    points_per_batch: int = 64
+    min_predicted_iou: float = 0.88
+    min_stability: float = 0.95
+    stability_offset: float = 1.0
+    max_box_iou: float = 0.7
+    crop_layers: int = 0
+    crop_overlap: float = 512 / 1500
+    crop_points_divisor: int = 1
+    crop_max_box_iou: float = 0.7
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a value is out of range; the message begins with its name."""
+        whole_number("points_per_side", self.points_per_side, 1, 1024)
+        whole_number("points_per_batch", self.points_per_batch, 1)
+        number("min_predicted_iou", self.min_predicted_iou)
+        number("min_stability", self.min_stability, most=1)
+        number("stability_offset", self.stability_offset)
+        number("max_box_iou", self.max_box_iou, most=1)
+        whole_number("crop_layers", self.crop_layers, 0, 4)
+        number("crop_overlap", self.crop_overlap, most=0.9)
+        whole_number("crop_points_divisor", self.crop_points_divisor, 1)
+        number("crop_max_box_iou", self.crop_max_box_iou, most=1)
+
+    def crops(self, height: int, width: int) -> Iterator["Crop"]:
+        """The image, then its crops, layer by layer."""
+        yield Crop(0, 0, width, height, self.points_per_side)
+        for layer in range(1, self.crop_layers + 1):
+            count = 2**layer
+            points = max(1, self.points_per_side // self.crop_points_divisor**layer)
+            shared = int(self.crop_overlap * min(height, width) * 2 / count)
+            sides = [-(-(shared * (count - 1) + side) // count) for side in (width, height)]
+            for x in (sides[0] - shared) * np.arange(count):
+                for y in (sides[1] - shared) * np.arange(count):
+                    if x < width and y < height:  # an image of few pixels has fewer crops
+                        yield Crop(
+                            int(x),
+                            int(y),
+                            min(sides[0], width - int(x)),
+                            min(sides[1], height - int(y)),
+                            points,
+                        )
+
+
+class Crop(NamedTuple):
+    """A part of an image, in its pixels, and the points along each side of the grid."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    points_per_side: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GeneratedMasks:
+    """N masks of an image: those of smaller crops first, and those of a crop by descending predicted IoU.
+
+    Attributes:
+        runs: the masks, at the resolution of the image; each has a pixel.
+        predicted_iou: float32 [N], the IoU with the true mask as predicted by the model.
+        stability_score: float32 [N], 0 to 1, see `GeneratorConfig.min_stability`.
+        points: float64 [N, 2], x and y of the prompt in pixels of the image, inside or outside of the mask.
+        crop_boxes: int64 [N, 4], x, y, width and height of the crop in which the mask was found.
+    """
+
+    runs: Runs
+    predicted_iou: npt.NDArray[np.float32]
+    stability_score: npt.NDArray[np.float32]
+    points: npt.NDArray[np.float64]
+    crop_boxes: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def select(self, indices: npt.NDArray[np.int64]) -> "GeneratedMasks":
+        """The masks of these indices, in this order."""
+        return GeneratedMasks(
+            self.runs.select(indices),
+            self.predicted_iou[indices],
+            self.stability_score[indices],
+            self.points[indices],
+            self.crop_boxes[indices],
+        )
+
+
+def generate_masks(model: Sam, image: Any, **settings: Any) -> GeneratedMasks:
+    """Find the masks of an image with a grid of points as prompts.
+
+    Args:
+        model: the result of `sa1b.load_model`, on any device.
+        image: uint8 RGB [height, width, 3], or a PIL image of any mode; any size.
+        settings: fields of `sa1b.sam.mask_generator.GeneratorConfig`.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype or range; the message names it.
+        TypeError: a setting has another name.
+    """
+    check_model(model)
+    return generate(model, rgb_pixels(image), GeneratorConfig(**settings))
+
+
+@torch.no_grad()
+def generate(model: Sam, pixels: npt.NDArray[np.uint8], config: GeneratorConfig) -> GeneratedMasks:
+    """As `generate_masks`, from pixels uint8 [height, width, 3]."""
+    height, width = pixels.shape[:2]
+    # The model computes the next points meanwhile: the kernels release the GIL.
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = [_of_crop(model, pixels, crop, config, threads) for crop in config.crops(height, width)]
+    every = _joined(found, height, width)
+    if len(found) > 1:
+        smaller_first = -(every.crop_boxes[:, 2] * every.crop_boxes[:, 3])
+        boxes = geometry.bbox_sa1b(every.runs)
+        every = every.select(overlap.suppress(boxes, smaller_first, config.crop_max_box_iou))
+    return every
+
+
+def _of_crop(
+    model: Sam,
+    pixels: npt.NDArray[np.uint8],
+    crop: Crop,
+    config: GeneratorConfig,
+    threads: ThreadPoolExecutor,
+) -> GeneratedMasks:
+    height, width = pixels.shape[:2]
+    size, side = model.config.image_size, 4 * model.config.side
+    taken = framed_size(crop.height, crop.width, size)
+    device = model.pixel_mean.device
+    part = pixels[crop.y : crop.y + crop.height, crop.x : crop.x + crop.width]
+    embedding = model.embed(
+        torch.from_numpy(framed_image(part, *taken, size)).to(device)[None].permute(0, 3, 1, 2),
+        sizes=torch.tensor([taken]),
+    )
+    target = _Target(
+        logit_axis(crop.height, taken[0], size, side),
+        logit_axis(crop.width, taken[1], size, side),
+        crop,
+        (height, width),
+        config,
+    )
+    points = _grid(crop)
+    scale = (taken[1] / crop.width, taken[0] / crop.height)
+    found: list[GeneratedMasks] = []
+    waiting: deque[Future[GeneratedMasks]] = deque()
+    for start in range(0, len(points), config.points_per_batch):
+        own = points[start : start + config.points_per_batch]
+        logits, predicted = _decode(model, embedding, own * scale)
+        kept = (predicted > config.min_predicted_iou).nonzero()
+        chosen = logits[kept[:, 0], kept[:, 1]].float().cpu().numpy()
+        quality = predicted[kept[:, 0], kept[:, 1]].cpu().numpy()
+        asked = own[kept[:, 0].cpu().numpy()] + (crop.x, crop.y)
+        waiting.append(threads.submit(target.masks, chosen, quality, asked))
+        while len(waiting) > 2 * _THREADS:  # bounds the memory for logits
+            found.append(waiting.popleft().result())
+    found += [one.result() for one in waiting]
+    every = _joined(found, height, width)
+    boxes = geometry.bbox_sa1b(every.runs)
+    return every.select(overlap.suppress(boxes, every.predicted_iou, config.max_box_iou))
+
+
+def _grid(crop: Crop) -> npt.NDArray[np.float64]:
+    """The points of a crop, [n * n, 2], row by row: the centres of equal parts, in pixels of the crop."""
+    parts = (np.arange(crop.points_per_side) + 0.5) / crop.points_per_side
+    y, x = np.meshgrid(parts * crop.height, parts * crop.width, indexing="ij")
+    return np.stack([x.reshape(-1), y.reshape(-1)], axis=1)
+
+
+def _decode(model: Sam, embedding: Tensor, points: npt.NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+    """Logits [P, 3, R, R] and predicted IoU, float32 [P, 3], of points in pixels of the padded square."""
+    count, device = len(points), embedding.device
+    at = torch.zeros((count, 2, 2), dtype=torch.float32)
+    at[:, 0] = torch.from_numpy(points)
+    labels = torch.tensor([FOREGROUND, NOTHING]).expand(count, 2)  # the empty point of prompts without a box
+    logits, predicted = model.decode(
+        embedding,
+        torch.zeros(count, dtype=torch.int64, device=device),
+        at.to(device),
+        labels.to(device),
+        counts=[count],
+        candidates=AMBIGUOUS,
+    )
+    return logits, predicted.float()
+
+
+class _Target(NamedTuple):
+    """Where the logits of a crop belong in the image."""
+
+    rows: LogitAxis
+    columns: LogitAxis
+    crop: Crop
+    image: tuple[int, int]
+    config: GeneratorConfig
+
+    def masks(
+        self,
+        logits: npt.NDArray[np.float32],
+        quality: npt.NDArray[np.float32],
+        points: npt.NDArray[np.float64],
+    ) -> GeneratedMasks:
+        """The masks that are stable and do not continue outside of the crop."""
+        counted = areas(logits, self.rows, self.columns, self.config.stability_offset)
+        stability = (counted[:, 1] / np.maximum(counted[:, 2], 1)).astype(np.float32)
+        chosen = np.flatnonzero((stability >= self.config.min_stability) & (counted[:, 0] > 0))
+        x, y, width, height, _ = self.crop
+        runs = runs_of_logits(logits, chosen, self.rows, self.columns, position=(x, y), image=self.image)
+        inside = np.flatnonzero(~self._at_border(geometry.bbox_sa1b(runs)))
+        chosen = chosen[inside]
+        return GeneratedMasks(
+            runs.select(inside),
+            quality[chosen],
+            stability[chosen],
+            points[chosen],
+            np.tile(np.array([x, y, width, height], np.int64), (len(chosen), 1)),
+        )
+
+    def _at_border(self, boxes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether boxes end at the border of the crop, where it is not the border of the image: bool [N]."""
+        x, y, width, height, _ = self.crop
+        sides = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
+        of_crop = np.abs(sides - (x, y, x + width, y + height)) <= _EDGE
+        of_image = np.abs(sides - (0, 0, self.image[1], self.image[0])) <= _EDGE
+        return np.asarray((of_crop & ~of_image).any(axis=1))
+
+
+def _joined(parts: list[GeneratedMasks], height: int, width: int) -> GeneratedMasks:
+    return GeneratedMasks(
+        joined([part.runs for part in parts], height, width),
+        np.concatenate([part.predicted_iou for part in parts]),
+        np.concatenate([part.stability_score for part in parts]),
+        np.concatenate([part.points for part in parts]),
+        np.concatenate([part.crop_boxes for part in parts]),
+    )
