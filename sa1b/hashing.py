@@ -53,6 +53,7 @@ class Purpose(IntEnum):
     GALLERY = 22  # which images a gallery shows; the key's only other number is the image id
     CACHE = 23  # which shards a local cache holds; the key's other numbers are the bytes of the name
     TEXT = 24  # which of an image's or mask's texts a visit takes
+    MASK_ID = 25  # ids of masks that a model found; the numbers of the key are image id and index
 
 
 @kernel

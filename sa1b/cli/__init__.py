@@ -27,6 +27,7 @@ VERBS = (
     "doctor",
     "train",
     "convert",
+    "annotate",
     "slurm",
     "index",
     "export",
@@ -66,6 +67,7 @@ Train
   train       train a model                 sa1b train --preset tiny --data.root shards --out run
                 several GPUs: torchrun --nproc_per_node=8 -m sa1b.train ...
   convert     write weights as one file     sa1b convert run --out sam.safetensors
+  annotate    label your own images         sa1b annotate photos --weights run --out labelled
 
 On a cluster
   slurm       print a job script            sa1b slurm reshard downloads --out shards > job.sh

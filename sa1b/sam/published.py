@@ -104,7 +104,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
             if path.suffix == ".pth":
                 torch.save(whole, temporary)
             else:
-                save_file(whole, temporary, {"format": "pt", _DIGEST: _digest(whole)})
+                save_file(whole, temporary, {"format": "pt", _DIGEST: weights_digest(whole)})
                 _sort_header(temporary)
             flush(temporary)
             commit(temporary, path)
@@ -203,7 +203,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             digest = (file.metadata() or {}).get(_DIGEST)
     except SafetensorError as error:
         raise WeightsError(f"{path}: damaged, or not a .safetensors ({error}); {_AGAIN}") from None
-    if digest not in (None, _digest(found)):
+    if digest not in (None, weights_digest(found)):
         raise WeightsError(f"{path}: damaged, its bytes are not those that were written; {_AGAIN}")
     return found
 
@@ -250,11 +250,12 @@ def _sort_header(path: Path) -> None:
             file.write(header.encode().ljust(size))
 
 
-def _digest(weights: Mapping[str, Tensor]) -> str:
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
+    """sha256 of the names, types, shapes and values of weights."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

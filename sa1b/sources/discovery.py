@@ -30,6 +30,8 @@ _PARTIAL_ENDINGS = (".part", ".partial", ".crdownload", ".download", ".aria2", "
 # Operating systems, file servers and tools write these files, users never do: neither taken nor listed.
 _SYSTEM = (
     ".DS_Store",
+    "annotate.json",  # settings and list of images of `sa1b annotate`, beside its folders of pairs
+    "annotate.jsonl",
     ".export.json",  # the record of `sa1b export` beside its tars
     "._*",
     ".Spotlight-V100",

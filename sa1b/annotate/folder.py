@@ -1,0 +1,147 @@
+"""The output of an annotation: folders of pairs, the settings and the list of images.
+
+    OUT/annotate.json             weights and settings, which are the same for every run on this folder
+    OUT/annotate.jsonl            a line for each annotated image: its id, its file and its number of masks
+    OUT/<name>-0000/sa_5.jpg      pairs, in folders of about 10,000 images, each a source of `sa1b reshard`
+    OUT/<name>-0000/sa_5.json     written after the image, atomically: with it the image is complete
+
+Several processes may write to one folder, on one or several machines: no file depends on another process,
+and a file that two of them write has the same bytes.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sa1b.errors import BadSample, UsageError
+from sa1b.names import is_source_name, member_name, parse_member_name
+from sa1b.storage.atomic import append, append_line, json_bytes, write_whole
+from sa1b.storage.processes import is_of_dead_process
+from sa1b.storage.store import open_store, temporary_path
+
+SETTINGS, LINES = "annotate.json", "annotate.jsonl"
+FORMAT = "sa1b-annotate-1"
+OTHER_IDS = "pass --image-ids content, or annotate these images into another folder"
+_INFORMATION = ("folders", "weights")  # entries that may differ between runs: the digest identifies weights
+IMAGES_PER_FOLDER = 10_000  # about as many as in a tar of SA-1B
+
+
+@dataclass(slots=True)
+class AnnotationFolder:
+    """The output folder of an annotation.
+
+    Attributes:
+        out: the folder.
+        folders: number of folders of pairs.
+        complete: ids of images with an annotation file.
+        listed: names of the images that have a line in annotate.jsonl, by id.
+    """
+
+    out: Path
+    folders: int
+    complete: set[int] = field(default_factory=set)
+    listed: dict[int, set[str]] = field(default_factory=dict)
+
+    def _path(self, image_id: int, ending: str) -> Path:
+        number = image_id % self.folders
+        prefix = self.out.resolve().name
+        name = f"{prefix if is_source_name(prefix) else 'annotated'}-{number:04d}"
+        return self.out / name / member_name(image_id, ending)
+
+    def is_complete(self, image_id: int, jpeg: bytes) -> bool:
+        """Whether this image is annotated.
+
+        Raises:
+            BadSample: another image has this id.
+        """
+        if image_id not in self.complete:
+            return False
+        path = self._path(image_id, "jpg")
+        if not path.exists() or path.read_bytes() != jpeg:
+            raise BadSample(
+                "id_taken",
+                f"{path} is another image with this id; {OTHER_IDS}",
+            )
+        return True
+
+    def write(self, image_id: int, jpeg: bytes, document: bytes) -> None:
+        """Write a pair, the annotation file last.
+
+        Raises:
+            OSError: the disk is full or fails; the message names the file.
+        """
+        for ending, data in (("jpg", jpeg), ("json", document)):
+            path = self._path(image_id, ending)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, data, temporary_path(path))
+
+    def list_image(self, image_id: int, name: str, masks: int | None) -> None:
+        """Add a line for a complete image, unless it has one."""
+        names = self.listed.setdefault(image_id, set())
+        if name not in names:
+            names.add(name)
+            line: dict[str, Any] = {"image_id": image_id, "file": name}
+            append_line(self.out / LINES, json.dumps(line if masks is None else line | {"masks": masks}))
+
+
+def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> AnnotationFolder:
+    """Create the folder, or open that of an earlier run with the same settings.
+
+    Files that killed processes left incomplete are removed.
+
+    Args:
+        settings: weights and settings that change the annotations.
+        images: number of images, from which the number of folders is computed.
+
+    Raises:
+        UsageError: the folder has other content, or annotations with other settings.
+        OSError: the folder cannot be read or written.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: is a file; name a folder")
+    own = {"format": FORMAT, "folders": max(1, -(-images // IMAGES_PER_FOLDER)), **settings}
+    path = out / SETTINGS
+    if not path.exists():
+        used = out.exists() and any(child.name[0] != "." for child in out.iterdir())
+        if used and not path.exists():  # another process may have begun meanwhile
+            raise UsageError(f"--out {out}: is not empty, and has no {SETTINGS}; name another folder")
+        open_store(out).put_if_absent(SETTINGS, json_bytes(own))  # one of several processes writes it
+    try:
+        stored = json.loads(path.read_bytes())
+        folders = int(stored["folders"])
+        differing = [name for name in own if name not in _INFORMATION and stored.get(name) != own[name]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: damaged ({error!r}); annotate into another folder") from None
+    if differing:
+        changes = ", ".join(f"{name} {stored.get(name)}, now {own[name]}" for name in differing)
+        raise UsageError(
+            f"--out {out}: has annotations with other settings ({changes}); repeat the settings of "
+            f"{path}, or name another folder"
+        )
+    folder = AnnotationFolder(out, folders)
+    _scan(folder)
+    return folder
+
+
+def _scan(folder: AnnotationFolder) -> None:
+    for path in (child for part in folder.out.iterdir() if part.is_dir() for child in part.iterdir()):
+        named = parse_member_name(path.name)
+        if named is not None and named.ending == "json":
+            folder.complete.add(named.image_id)
+        elif path.name.endswith(".partial") and is_of_dead_process(path.name.split(".")[-2]):
+            path.unlink(missing_ok=True)
+    try:
+        line = b"\n"
+        with (folder.out / LINES).open("rb") as file:
+            for line in file:
+                try:
+                    listed = json.loads(line)
+                    folder.listed.setdefault(int(listed["image_id"]), set()).add(str(listed["file"]))
+                except (ValueError, KeyError, TypeError):
+                    continue  # a line that a crash of the machine cut; the image gets another one
+        if not line.endswith(b"\n"):
+            append(folder.out / LINES, b"\n")
+    except FileNotFoundError:
+        pass

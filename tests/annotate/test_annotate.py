@@ -1,0 +1,363 @@
+"""`sa1b annotate`: pairs in SA-1B's form, complete and resumable; what cannot be annotated is listed."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from PIL import Image
+
+import sa1b
+from sa1b.annotate.annotate import AnnotationSummary, Part, annotate
+from sa1b.annotate.document import content_id, mask_ids
+from sa1b.cli.annotate import main
+from sa1b.errors import UsageError
+from sa1b.masks import geometry
+from sa1b.sam.mask_generator import GeneratorConfig
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.published import write_weights
+from sa1b.shards.annotation import parse_annotation
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.storage.processes import this_process
+from tests.processes import Process, run
+from tests.shards.tiny import ingest_tar, make_tar
+
+SMALL = ModelConfig(image_size=32, patch_size=8, width=32, depth=1, heads=2, global_blocks=(0,), channels=32)
+CONFIG = GeneratorConfig(points_per_side=3, min_predicted_iou=0, min_stability=0, max_box_iou=0.9)
+FLAGS = ("--points-per-side", "3", "--min-predicted-iou", "0", "--min-stability", "0", "--max-box-iou", "0.9")
+
+
+@pytest.fixture(scope="module")
+def model() -> Sam:
+    """Random weights, with some masks in every image."""
+    torch.manual_seed(5)
+    made = Sam(SMALL).eval()
+    with torch.no_grad():
+        made.mask_decoder.iou_prediction_head.layers[-1].bias.fill_(0.9)
+        for perceptron in made.mask_decoder.output_hypernetworks_mlps:
+            perceptron.layers[-1].weight.mul_(100)
+    return made
+
+
+@pytest.fixture(scope="module")
+def weights(model: Sam, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "sam.safetensors"
+    write_weights(path, model.state_dict())
+    return path
+
+
+def photo(seed: int, height: int = 40, width: int = 56) -> bytes:
+    random = np.random.default_rng(seed)
+    pixels = np.kron(random.integers(0, 256, (5, 7, 3)), np.ones((-(-height // 5), -(-width // 7), 1)))
+    return simplejpeg.encode_jpeg(pixels[:height, :width].astype(np.uint8), quality=90)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = tmp_path / "photos"
+    (folder / "more").mkdir(parents=True)
+    for number in range(5):
+        (folder / f"IMG_{number}.jpg").write_bytes(photo(number))
+    (folder / "more" / "A.JPEG").write_bytes(photo(9, 20, 70))
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+@pytest.fixture
+def work(model: Sam, tmp_path: Path) -> Callable[..., AnnotationSummary]:
+    def work(*paths: object, out: str = "labels", **options: Any) -> AnnotationSummary:
+        settings = {"config": CONFIG, "max_pixels": 1 << 24, "quiet": True} | options
+        return annotate([str(path) for path in paths], model, tmp_path / out, **settings)
+
+    return work
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Path and content of every file, with the lines of the list in sorted order."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        name: b"".join(sorted(data.splitlines())) if name.endswith("l") else data
+        for name, data in found.items()
+    }
+
+
+def test_the_result_is_resharded_and_has_the_masks_of_the_model(
+    work: Callable[..., AnnotationSummary], model: Sam, photos: Path, tmp_path: Path
+) -> None:
+    summary = work(photos)
+    assert (summary.images, summary.annotated, summary.refused, summary.others) == (6, 6, [], 1)
+    done = run(
+        [
+            sys.executable,
+            "-m",
+            "sa1b",
+            "reshard",
+            tmp_path / "labels",
+            "--out",
+            tmp_path / "shards",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    dataset = sa1b.open(tmp_path / "shards")
+    originals = {content_id(path.read_bytes()): path for path in photos.rglob("*.[jJ]*")}
+    assert sorted(originals) == dataset.table.image_id.tolist()
+    assert min(originals) >= 2**52
+    masks: list[int] = []
+    for sample in dataset:
+        data = originals[sample.image_id].read_bytes()
+        assert sample.jpeg == data
+        found = sa1b.generate_masks(
+            model,
+            simplejpeg.decode_jpeg(data),
+            points_per_side=3,
+            min_predicted_iou=0,
+            min_stability=0,
+            max_box_iou=0.9,
+        )
+        columns = sample.annotations
+        assert len(columns) == len(found)
+        assert np.array_equal(columns.runs().runs, found.runs.runs)
+        assert np.array_equal(columns.bbox, geometry.bbox_sa1b(found.runs))
+        assert np.array_equal(columns.area, geometry.area(found.runs))
+        assert np.array_equal(columns.point_coords, found.points)
+        assert np.array_equal(columns.crop_box, found.crop_boxes)
+        assert np.allclose(columns.predicted_iou, found.predicted_iou)
+        assert np.allclose(columns.stability_score, found.stability_score)
+        assert np.array_equal(columns.mask_id, mask_ids(sample.image_id, len(found)))
+        assert columns.text is None  # the file has SA-1B's usual form
+        masks += columns.mask_id.tolist()
+    assert len(set(masks)) == len(masks) == summary.masks > 5
+    lines = [json.loads(line) for line in (tmp_path / "labels/annotate.jsonl").read_text().splitlines()]
+    assert {line["image_id"]: line["file"] for line in lines} == {
+        image_id: str(path) for image_id, path in originals.items()
+    }
+    assert sum(line["masks"] for line in lines) == summary.masks
+    for path in (tmp_path / "labels").rglob("sa_*.json"):
+        assert not parse_annotation(path.read_bytes(), int(path.stem[3:])).warnings
+
+
+def test_a_rerun_skips_complete_images_and_repeats_what_was_cut(
+    work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path
+) -> None:
+    work(photos)
+    labels, before = tmp_path / "labels", tree(tmp_path / "labels")
+    times = {path: path.stat().st_mtime_ns for path in labels.rglob("sa_*")}
+    lost, *_ = sorted(labels.rglob("sa_*.json"))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    partial = lost.with_name(f".{lost.name}.{this_process(dead.pid)}-0123.partial")
+    own = lost.with_name(f".{lost.name}.{this_process()}-0123.partial")
+    for path in (partial, own):
+        path.write_bytes(b"half")
+    lost.unlink()
+    lines = (labels / "annotate.jsonl").read_bytes()
+    (labels / "annotate.jsonl").write_bytes(lines[: -len(lines.splitlines()[-1]) // 2])  # power was lost
+    (photos / "copy.jpg").write_bytes(photo(3))
+    summary = work(photos)
+    assert (summary.annotated, summary.complete, summary.duplicates) in ((1, 6, 0), (1, 5, 1))
+    assert not partial.exists()
+    assert own.exists()  # its process runs
+    own.unlink()
+    after = tree(labels)
+    names = {
+        json.loads(line)["file"]
+        for line in (labels / "annotate.jsonl").read_text().splitlines()
+        if line[0] == "{" and line[-1] == "}"
+    }
+    assert names == {str(path) for path in photos.rglob("*.[jJ]*")}
+    assert {**after, "annotate.jsonl": b""} == {**before, "annotate.jsonl": b""}
+    assert {path for path in times if path.stat().st_mtime_ns != times[path]} == {
+        lost,
+        lost.with_suffix(".jpg"),
+    }
+
+
+def test_parts_together_write_what_one_process_writes(
+    work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path
+) -> None:
+    (photos / "copy.jpg").write_bytes(photo(3))
+    whole = work(photos, out="a/labels")
+    parts = [work(photos, out="b/labels", part=Part(index, 3)) for index in range(3)]
+    assert sum(part.images for part in parts) == whole.images == 7
+    assert whole.duplicates == 1
+    one, other = tree(tmp_path / "a/labels"), tree(tmp_path / "b/labels")
+    assert one.keys() == other.keys()
+    one.pop("annotate.jsonl")
+    other.pop("annotate.jsonl")  # a copy that another part annotated has no number of masks
+    assert one == other
+
+
+def test_what_cannot_be_annotated_is_listed(
+    work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path
+) -> None:
+    png = io.BytesIO()
+    Image.fromarray(np.random.default_rng(1).integers(0, 256, (30, 40), np.uint8)).save(png, "PNG")
+    cmyk = io.BytesIO()
+    Image.new("CMYK", (30, 40)).save(cmyk, "JPEG")
+    bad = {
+        "cut.jpg": (photo(20)[:300], "jpeg_truncated"),
+        "flipped.jpg": (photo(21)[:700] + b"\xff\xd9", "jpeg_"),
+        "empty.jpg": (b"", "not_a_jpeg"),
+        "icon.png": (png.getvalue(), "not_a_jpeg"),
+        "print.jpg": (cmyk.getvalue(), "jpeg_unsupported"),
+        "large.jpg": (photo(22, 100, 100), "absurd_size"),
+    }
+    for name, (data, _) in bad.items():
+        (photos / name).write_bytes(data)
+    (photos / "gone.jpg").symlink_to(photos / "nothing")
+    summary = work(photos, max_pixels=9000)
+    assert summary.annotated == 6
+    reasons = {Path(one["image"]).name: one["reason"] for one in summary.refused}
+    assert reasons.keys() == bad.keys() | {"gone.jpg"}
+    assert reasons["gone.jpg"] == "unreadable"
+    assert all(reasons[name].startswith(reason) for name, (_, reason) in bad.items()), reasons
+    assert summary.exit_code() == 3
+    assert "--quality 95 converts" in next(
+        one["message"] for one in summary.refused if "icon" in one["image"]
+    )
+    assert "  refused  7" in summary.table()
+    assert len(list((tmp_path / "labels").rglob("*.jpg"))) == 6
+
+    again = work(photos, max_pixels=9000, quality=95)
+    assert (again.annotated, again.complete) == (2, 6)
+    reasons = {Path(one["image"]).name: one["reason"] for one in again.refused}
+    assert reasons["empty.jpg"] == "not_an_image"
+    (stored,) = (tmp_path / "labels").rglob(f"sa_{content_id(png.getvalue())}.jpg")
+    with Image.open(png) as image:
+        difference = np.asarray(image.convert("RGB"), int) - simplejpeg.decode_jpeg(stored.read_bytes())
+    assert np.abs(difference).mean() < 10
+    assert work(photos, max_pixels=9000, quality=95).complete == 8
+
+
+def test_ids_from_names_numbers_and_dataset_directories(
+    work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path
+) -> None:
+    make_tar(tmp_path / "sa_000020.tar", [7, 9])
+    ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "shards")
+    write_dataset(tmp_path / "shards", read_tasks(tmp_path / "shards"))
+    work(photos, tmp_path / "shards", out="numbers", image_ids="100")
+    ids = sorted(int(path.stem[3:]) for path in (tmp_path / "numbers").rglob("sa_*.json"))
+    assert ids == [7, 9, 100, 101, 102, 103, 104, 105]
+    stored = next((tmp_path / "numbers").rglob("sa_7.jpg")).read_bytes()
+    assert stored == sa1b.open(tmp_path / "shards").by_id(7).jpeg
+
+    (photos / "AAA.jpg").write_bytes(photo(30))  # moves the numbers of the others
+    moved = work(photos, out="numbers", image_ids="100")
+    assert {one["reason"] for one in moved.refused} == {"id_taken"}
+    assert "pass --image-ids content" in moved.refused[0]["message"]
+    assert len(moved.refused) == 6
+
+    (photos / "sa_55.jpg").write_bytes(photo(31))
+    (photos / "more" / "sa_55.jpg").write_bytes(photo(32))
+    named = work(photos, out="names", image_ids="name")
+    assert named.annotated == 1
+    assert sorted(one["reason"] for one in named.refused) == ["id_taken", *["no_id"] * 7]
+    assert len(list((tmp_path / "names").rglob("sa_55.json"))) == 1
+
+
+def test_other_settings_and_other_folders_are_refused(
+    work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path
+) -> None:
+    work(photos)
+    with pytest.raises(UsageError, match=r"other settings \(points_per_side 3, now 4\); repeat"):
+        work(
+            photos,
+            config=GeneratorConfig(points_per_side=4, min_predicted_iou=0, min_stability=0, max_box_iou=0.9),
+        )
+    (tmp_path / "labels/annotate.json").write_text("{")
+    with pytest.raises(UsageError, match="annotate.json: damaged"):
+        work(photos)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(photos, tmp_path / "within/photos")
+    for paths, out, message in (
+        ((photos,), "full", "is not empty, and has no annotate.json"),
+        ((photos,), "full/file", "is a file"),
+        ((photos, tmp_path / "gone"), "new", "gone: no such file or folder"),
+        ((tmp_path / "empty",), "new", "empty: holds no image"),
+        ((photos / "more",), "photos", "is inside --out"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            work(*paths, out=out)
+    assert not (tmp_path / "new").exists()
+    inside = work(tmp_path / "within", out="within/labels")  # the output is not an input
+    assert work(tmp_path / "within", out="within/labels").complete == inside.annotated == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"points_per_side": 0}, "--points-per-side 0: must be a whole number from 1 to 1024"),
+        ({"min_stability": 2.0}, "--min-stability 2.0: must be from 0 to 1"),
+        ({"image_ids": "names"}, "--image-ids names: must be content, name, or a whole number"),
+        ({"quality": 0}, "--quality 0: must be from 1 to 100"),
+        ({"max_pixels": 0}, "--max-pixels 0: must be"),
+        ({"part": "9/8"}, "--part 9/8: must be I/N with I from 1 to N"),
+        ({"part": "0/8"}, "--part 0/8: must be"),
+        ({"device": "gpu"}, "--device gpu: must be cpu, cuda or cuda:N"),
+        ({"device": "cuda:99"}, "--device cuda:99: this process sees"),
+    ],
+)
+def test_a_wrong_flag_is_named(weights: Path, photos: Path, tmp_path: Path, flags: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        main((str(photos),), weights=str(weights), out=tmp_path / "labels", **flags)
+    assert not (tmp_path / "labels").exists()
+
+
+def test_the_command_and_ranks_of_torchrun(weights: Path, photos: Path, tmp_path: Path) -> None:
+    (photos / "cut.jpg").write_bytes(photo(20)[:300])
+    command = [sys.executable, "-m", "sa1b", "annotate", photos, "--weights", weights, *FLAGS, "--out"]
+    found = []
+    for rank in range(2):
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        done = run([*command, tmp_path / "labels", "--json"], capture_output=True, text=True, env=environment)
+        found.append(json.loads(done.stdout))
+        assert done.returncode == found[-1]["exit_code"], done.stderr
+    assert [one["images"] for one in found] == [4, 3]
+    assert sorted(one["exit_code"] for one in found) == [0, 3]
+    done = run([*command, tmp_path / "labels"], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "  images   6 (6 already annotated)" in done.stdout
+    assert "cut.jpg: jpeg_truncated" in done.stdout
+    done = run(
+        [*command[:4], photos, "--weights", tmp_path / "gone", "--out", "x"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "gone: no such file or folder" in done.stderr
+
+
+def test_an_interrupted_run_is_continued(weights: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number:03d}.jpg").write_bytes(photo(number))
+    command = [sys.executable, "-m", "sa1b", "annotate", folder, "--weights", weights, *FLAGS]
+    command += ["--out", tmp_path / "labels"]
+    process = Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "labels/annotate.jsonl").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130, errors
+    assert not list((tmp_path / "labels").rglob(".*partial"))
+    before = len(list((tmp_path / "labels").rglob("*.json"))) - 1
+    assert 0 < before < 60
+    done = run([*command, "--json"], capture_output=True, text=True)
+    summary = json.loads(done.stdout)
+    assert (summary["complete"], summary["annotated"]) == (before, 60 - before)
