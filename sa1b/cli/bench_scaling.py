@@ -82,7 +82,7 @@ def main(
         raise UsageError(f"--report {report}: there is no folder {report.parent}; make it first")
     with loading():
         from sa1b.engine.gradients import Precision
-        from sa1b.engine.presets import PRESETS
+        from sa1b.engine.presets import SAM_PRESETS
         from sa1b.scaling.cases import MODES, modes_for, series
         from sa1b.scaling.machine import Machine
         from sa1b.scaling.measurement import Settings, measure
@@ -99,9 +99,9 @@ def main(
         global_batch=micro_batch * counts[-1] if global_batch is None else global_batch,
     )
     preset = preset or ("vit_b" if machine.device == "cuda" else "tiny")
-    if preset not in PRESETS:
-        raise UsageError(f"--preset {preset}: must be one of {', '.join(PRESETS)}")
-    config = PRESETS[preset]
+    if preset not in SAM_PRESETS:
+        raise UsageError(f"--preset {preset}: must be one of {', '.join(SAM_PRESETS)}")
+    config = SAM_PRESETS[preset]
     if root is not None:
         Dataset(root)  # before any process starts
     data = replace(config.data, root=root or "", masks=config.data.masks if masks is None else masks)

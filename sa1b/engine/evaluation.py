@@ -1,6 +1,6 @@
-"""Evaluation: mean IoU after 1, 3 and 5 clicks and with a box, on held-out images.
+"""Evaluation on held-out images: the scorer of the model, or mean IoU after 1, 3, 5 clicks and with a box.
 
-Two protocols:
+Two protocols for clicks:
 
     uniform    clicks are uniform random pixels of the mask or of the error, IoU at the resolution of the
                losses: cheap, for curves of a training run
@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -133,6 +133,75 @@ def held_out_feed(
     return feed
 
 
+class Scorer(Protocol):
+    """What an evaluation computes: sums over all images, and masks to show."""
+
+    def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
+        """Evaluate a micro-batch: call the module once, on every rank; `inputs` are those of the model."""
+        ...
+
+    def predictions(self, batch: Batch) -> list[tuple[int, str]]:
+        """Position and line of predictions.jsonl for each image of the micro-batch that was added last."""
+        ...
+
+    def all_reduce(self) -> None:
+        """Add the sums of all ranks; collective."""
+        ...
+
+    def result(self) -> dict[str, float]:
+        """The scores by name; "empty" is the number of masks that are left out, without a pixel."""
+        ...
+
+
+@runtime_checkable
+class Scored(Protocol):
+    """A model with its own scorer."""
+
+    def scorer(self, device: torch.device) -> Scorer: ...
+
+
+class ClickScorer:
+    """Mean IoU by prompt and mask size; see sa1b.sam.score.
+
+    Args:
+        published: clicks of the protocol sam, not uniform ones.
+    """
+
+    def __init__(self, published: bool, device: torch.device) -> None:
+        self.published = published
+        self.score = Score.empty(device, protocol.PROMPTS if published else PROMPTS, by_size=published)
+        self.empty = torch.zeros((), dtype=torch.int64, device=device)
+        self._last: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
+
+    def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
+        """See `Scorer`."""
+        rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
+        if self.published:
+            found = module(*inputs, protocol=SamProtocol(source_truth(batch)))
+        else:
+            found = module(*inputs, evaluate=True)
+            found = {name: values[rows] for name, values in found.items()}
+        weights = torch.ones_like(batch.areas[rows]) if self.published else inputs[1].weights[rows]
+        self.score.add(found["intersections"], found["unions"], batch.areas[rows], weights)
+        self.empty += (weights == 0).sum()
+        self._last = rows, weights, found
+
+    def predictions(self, batch: Batch) -> list[tuple[int, str]]:
+        """See `Scorer`."""
+        assert self._last is not None
+        rows, weights, found = self._last
+        return prediction_lines(batch, rows[weights > 0], weights > 0, found)
+
+    def all_reduce(self) -> None:
+        """See `Scorer`."""
+        self.score.all_reduce()
+        dist.all_reduce(self.empty)
+
+    def result(self) -> dict[str, float]:
+        """See `Score.result`."""
+        return self.score.result() | {"empty": int(self.empty)}
+
+
 @torch.no_grad()
 def evaluate(
     module: nn.Module,
@@ -144,12 +213,12 @@ def evaluate(
     control: Control,
     phases: Phases,
 ) -> dict[str, float] | None:
-    """Mean IoU by prompt and mask size, the same figure at any world size; see sa1b.sam.score.
+    """The scores of a model, the same figures at any world size.
 
     Collective. The module's mode and weights are unchanged.
 
     Args:
-        module: wrapped `Interactive`.
+        module: wrapped model.
         feed: feed of held-out images; read from its start.
         config: the protocol, and the number of images whose predicted masks are written.
         out: folder of the run, for predictions.jsonl.
@@ -157,7 +226,7 @@ def evaluate(
         phases: phases of this rank; "evaluation" begins with each micro-batch.
 
     Returns:
-        The scores of `Score.result`. "damaged" is the number of images that cannot be read and are left out,
+        The result of the scorer. "damaged" is the number of images that cannot be read and are left out,
         see OUT/damaged.jsonl. "empty" is the number of masks without a pixel at the evaluated resolution,
         which are left out too; it is 0 with the protocol sam, because every mask has a pixel at source
         resolution. None if a stop was requested meanwhile.
@@ -165,9 +234,12 @@ def evaluate(
     training = module.training
     module.eval()
     model = declared(module)
-    published = config.protocol == "sam"
-    score = Score.empty(rank_info.device, protocol.PROMPTS if published else PROMPTS, by_size=published)
-    counts = torch.zeros(2, dtype=torch.int64, device=rank_info.device)
+    scorer: Scorer
+    if isinstance(model, Scored):
+        scorer = model.scorer(rank_info.device)
+    else:
+        scorer = ClickScorer(config.protocol == "sam", rank_info.device)
+    damaged = torch.zeros((), dtype=torch.int64, device=rank_info.device)
     images = len(feed.stream.view)
     shown: list[tuple[int, str]] = []
     feed.load_state_dict({**feed.state_dict(), "position": 0})
@@ -178,34 +250,24 @@ def evaluate(
             phases.enter("evaluation", number)
             if control.poll():
                 return None
-            inputs = model.inputs(batch, seed=0)
-            rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
             with autocast(parallel.precision, rank_info.device):
-                if published:
-                    found = module(*inputs, protocol=SamProtocol(source_truth(batch)))
-                else:
-                    found = module(*inputs, evaluate=True)
-                    found = {name: values[rows] for name, values in found.items()}
-            weights = torch.ones_like(batch.areas[rows]) if published else inputs[1].weights[rows]
-            score.add(found["intersections"], found["unions"], batch.areas[rows], weights)
-            damaged = ~batch.valid & (batch.positions < images)
-            counts += torch.stack((damaged.sum(), (weights == 0).sum()))
+                scorer.add(module, model.inputs(batch, seed=0), batch)
+            damaged += (~batch.valid & (batch.positions < images)).sum()
             if bool((batch.positions < config.show).any()):
-                lines = prediction_lines(batch, rows[weights > 0], weights > 0, found)
-                shown += [line for line in lines if line[0] < config.show]
+                shown += [line for line in scorer.predictions(batch) if line[0] < config.show]
     finally:
         feed.close()
         module.train(training)
     if rank_info.world_size > 1:
-        score.all_reduce()
-        dist.all_reduce(counts)
+        scorer.all_reduce()
+        dist.all_reduce(damaged)
         of_all: list[list[tuple[int, str]]] = [[] for _ in range(rank_info.world_size)]
         dist.all_gather_object(of_all, shown)
         shown = [line for some in of_all for line in some]
     if config.show and rank_info.rank == 0:
         with control.writing():
             write_whole(out / "predictions.jsonl", "".join(line for _, line in sorted(shown)).encode())
-    return score.result() | dict(zip(("damaged", "empty"), counts.tolist(), strict=True))
+    return scorer.result() | {"damaged": int(damaged)}
 
 
 def source_truth(batch: Batch) -> list[ImageTruth]:

@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.compression import compression_rank
 from sa1b.engine.config import Config, build
+from sa1b.engine.feed import DataConfig
 from sa1b.engine.gradients import autocast, clear, finish, micro_batch
 from sa1b.engine.live_memory import PURPOSES, LiveMemory
 from sa1b.engine.model import declared
@@ -44,6 +45,7 @@ from sa1b.engine.parallel import ParallelConfig, check_ranks, distribute
 from sa1b.engine.ranks import RankInfo
 from sa1b.engine.sharding import mesh_of, replicas_on
 from sa1b.stream.batch import Batch, RaggedMasks
+from sa1b.stream.text import Texts
 
 RUNS_PER_MASK = 300  # mean of synthetic images with the statistics of SA-1B
 _CPU = torch.device("cpu")
@@ -118,8 +120,11 @@ def _step(
     target = data.target_size or config.image_size // 4
     # See sa1b.stream.loader: the batch in use, the complete ones, and one in flight.
     batches = [blank_batch(micro, data.masks, config.image_size, target) for _ in range(data.prefetch + 2)]
+    if data.text is not None:
+        batches = [replace(batch, texts=_blank_texts(micro * data.masks, data)) for batch in batches]
     for batch in batches:
-        tensors = [getattr(one, name.name) for one in (batch, batch.masks) for name in fields(one)]
+        parts = (batch, batch.masks, *([] if batch.texts is None else [batch.texts]))
+        tensors = [getattr(one, name.name) for one in parts for name in fields(one)]
         memory.mark((one for one in tensors if isinstance(one, Tensor)), "batches")
     optimizer = make_optimizer(module, config.optim, data.global_batch, sharded=parallel.mode == "zero1")
     memory.mark([*module.parameters(), *module.buffers()], "parameters")
@@ -213,6 +218,26 @@ def _send_nothing(module: DistributedDataParallel) -> None:
     module.reducer = cast(Any, _FixedBuckets(module.reducer))
 
 
+class _BlankMasks(RaggedMasks):
+    """Masks of zeros; their runs have no numbers from which pixels could be computed."""
+
+    def dense(self, size: int | None = None, *, out: Tensor | None = None) -> Tensor:
+        size = size or self.image_size
+        return torch.zeros(len(self), size, size, dtype=torch.uint8)
+
+
+def _blank_texts(count: int, data: DataConfig) -> Texts:
+    length = 0 if data.text_width else data.text_tokens
+    return Texts(
+        tokens=torch.zeros(count * length, dtype=torch.int32),
+        offsets=torch.zeros(count + 1, dtype=torch.int64),
+        vectors=torch.zeros(count, data.text_width),
+        keys=torch.zeros(count, dtype=torch.int64),
+        key="mask_id",
+        length=data.text_tokens,
+    )
+
+
 def blank_batch(images: int, masks: int, image_size: int, target_size: int) -> Batch:
     """A micro-batch with the shapes and dtypes of the loader's, of zeros."""
     total = images * masks
@@ -222,7 +247,7 @@ def blank_batch(images: int, masks: int, image_size: int, target_size: int) -> B
 
     return Batch(
         images=torch.zeros(images, image_size, image_size, 3, dtype=torch.uint8).permute(0, 3, 1, 2),
-        masks=RaggedMasks(
+        masks=_BlankMasks(
             runs=torch.zeros(total * RUNS_PER_MASK, dtype=torch.int32),
             offsets=whole(total + 1),
             image=whole(total),

@@ -56,6 +56,7 @@ class DataConfig:
         text_column: Column of the texts: strings, lists of strings, or embeddings (lists of numbers).
         text_key: Column of the ids; by default mask_id if the table has one, else image_id.
         text_tokens: Largest number of tokens of a text; longer ones are cut.
+        text_width: Numbers of an embedding, if the column has embeddings; 0: it has strings.
         tokenizer: How texts become numbers: bytes (of UTF-8), a .json file of the library tokenizers, or
             MODULE:FUNCTION, a function that returns a list of int for a text.
     """
@@ -80,6 +81,7 @@ class DataConfig:
     text_column: str = "text"
     text_key: Key | None = None
     text_tokens: int = 64
+    text_width: int = 0
     tokenizer: str = BYTES
 
     def __post_init__(self) -> None:
@@ -96,9 +98,10 @@ class DataConfig:
             value = getattr(self, flag)
             if value is not None and value < 1:
                 raise UsageError(f"--data.{flag.replace('_', '-')} {value}: must be at least 1")
-        for flag in ("masks", "min_pixels"):
+        for flag in ("masks", "min_pixels", "text_width"):
             if getattr(self, flag) < 0:
-                raise UsageError(f"--data.{flag.replace('_', '-')} {getattr(self, flag)}: must be at least 0")
+                name = flag.replace("_", "-")
+                raise UsageError(f"--data.{name} {getattr(self, flag)}: must be at least 0")
         if not 0 <= self.flip <= 1:
             raise UsageError(f"--data.flip {self.flip}: must be from 0 to 1")
         if not self.deadline > 0:

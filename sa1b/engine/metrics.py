@@ -209,7 +209,7 @@ def about(rank_info: RankInfo, mode: str, precision: str) -> dict[str, Any]:
 
 
 def score_line(scores: Mapping[str, float]) -> str:
-    """The scores of an evaluation as one line of text."""
+    """The scores of an evaluation as one line of text; the first one of a model's scorer is the count."""
     prompts = {"1_click": "1 click", "3_clicks": "3 clicks", "5_clicks": "5 clicks", "box": "box"}
     left_out = [
         label.format(f"{scores[name]:,.0f}")
@@ -220,6 +220,10 @@ def score_line(scores: Mapping[str, float]) -> str:
         if scores.get(name)
     ]
     without = f"; left out: {', '.join(left_out)}" if left_out else ""
+    if "masks" not in scores:  # a scorer of the model
+        count, *means = (item for item in scores.items() if item[0] not in ("empty", "damaged"))
+        words = [f"{name} {value:.3f}" for name, value in means]
+        return f"{', '.join(words) or 'nothing to evaluate'} on {count[1]:,.0f} {count[0]}{without}"
     if not scores["masks"]:
         return f"mIoU: there is no mask to evaluate on{without}"
     words = []

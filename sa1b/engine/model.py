@@ -63,8 +63,9 @@ class Model(Protocol):
     further name in `figures`. The engine divides by the count over all ranks. For an empty micro-batch, all
     sums are 0, and every trained parameter still gets a gradient.
 
-    Evaluation is optional. If `evaluates` of the settings is true, `forward` must accept `evaluate=True` and
-    return intersections, unions and logits in the same form as SAM, for `sa1b.engine.evaluation`.
+    Evaluation is optional. If `evaluates` of the settings is true, the model either has a method
+    `scorer(device)` that returns a `sa1b.engine.evaluation.Scorer`, or its `forward` accepts `evaluate=True`
+    and returns intersections, unions and logits in the same form as SAM, for `sa1b.engine.evaluation`.
 
     Attributes:
         figures: Names of the sums whose means are recorded each step, including "loss".

@@ -1,19 +1,25 @@
-"""The presets of `sa1b train`: settings of SAM models."""
+"""The presets of `sa1b train`: settings of SAM models and of grounding models."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
+
+import torch.distributed as dist
 
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
 from sa1b.engine.config import Config
 from sa1b.engine.feed import DataConfig
 from sa1b.engine.optim import OptimConfig
 from sa1b.errors import UsageError
+from sa1b.grounding.model import Grounding
+from sa1b.grounding.recipe import GroundingRecipe
+from sa1b.grounding.text_encoder import TextConfig
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
+from sa1b.stream.tokenizer import open_tokenizer
 
-Preset = Literal["vit_b", "vit_l", "vit_h", "sam2", "tiny"]
+Preset = Literal["vit_b", "vit_l", "vit_h", "sam2", "tiny", "grounding", "grounding_tiny"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,8 @@ class SamConfig(Config):
     Attributes:
         preset: Set of defaults for all other flags. tiny: learns in minutes on two CPU cores. vit_b,
             vit_l, vit_h: the published models with the recipe of their paper. sam2: vit_b with the recipe of
-            SAM 2's first stage, which is trained on SA-1B.
+            SAM 2's first stage, which is trained on SA-1B. grounding, grounding_tiny: SAM's image encoder and
+            a text encoder, which find what a phrase describes; `--preset grounding --help` shows their flags.
         model: Sizes of the model.
         recipe: Prompts and losses.
     """
@@ -46,14 +53,99 @@ class SamConfig(Config):
     def check(self) -> None:
         """See `Config.check`."""
         Config.check(self)
-        if self.data.masks == 0:
-            raise UsageError("--data.masks 0: leaves SAM nothing to learn; pass at least 1")
-        low = self.image_size // 4
-        if self.data.target_size is not None and self.data.target_size < low:
+        _check_targets(self)
+
+
+@dataclass(frozen=True, slots=True)
+class GroundingConfig(Config):
+    """A run that trains a grounding model.
+
+    Attributes:
+        preset: Set of defaults for all other flags. grounding: the image encoder of vit_b. grounding_tiny:
+            learns in minutes on two CPU cores.
+        model: Sizes of the image encoder.
+        text: Sizes of the text encoder.
+        recipe: Losses.
+    """
+
+    evaluates: ClassVar[bool] = True
+    reads_text: ClassVar[bool] = True
+
+    preset: Preset = "grounding"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    recipe: GroundingRecipe = field(default_factory=GroundingRecipe)
+
+    @property
+    def image_size(self) -> int:
+        """Size of the padded square that the model takes, pixels."""
+        return self.model.image_size
+
+    def build(self) -> Grounding:
+        """The model. In a process group, its capacity is that of the group's micro-batches."""
+        data, world_size = self.data, dist.get_world_size() if dist.is_initialized() else 1
+        images = data.global_batch if self.evaluate_only else self.micro_batches(world_size)[0]
+        return Grounding(
+            self.model,
+            self.text,
+            self.recipe,
+            vocabulary=1 if data.text_width else self.text.vocabulary or _vocabulary(data.tokenizer),
+            length=data.text_tokens,
+            vectors=data.text_width,
+            capacity=images * data.masks,
+        )
+
+    def micro_batches(self, world_size: int) -> tuple[int, int]:
+        """See `Config.micro_batches`; several would change the contrastive loss."""
+        size, count = Config.micro_batches(self, world_size)
+        if count > 1 and self.recipe.negatives == "step":
             raise UsageError(
-                f"--data.target-size {self.data.target_size}: must be at least the {low} pixels of the "
-                f"decoder's masks (--model.image-size {self.image_size} / 4)"
+                f"--data.micro-batch {size}: the {count} micro-batches of a step would each compare only "
+                "their own regions and phrases, which is another loss; drop it and use more ranks, or pass "
+                "--recipe.negatives micro-batch to train with that loss"
             )
+        return size, count
+
+    def check(self) -> None:
+        """See `Config.check`."""
+        Config.check(self)
+        if self.data.text is None:
+            raise UsageError(
+                "--data.text: missing; pass a table with a phrase for each mask, such as the phrases.parquet "
+                "of `sa1b synthesize --phrases`"
+            )
+        if self.data.text_key == "image_id":
+            raise UsageError(
+                "--data.text-key image_id: grounding needs a phrase for each mask; pass mask_id, and a table "
+                "with that column"
+            )
+        _check_targets(self)
+        if self.model.pixel_features or self.model.compile_decoder:
+            flag = "pixel-features" if self.model.pixel_features else "compile-decoder"
+            raise UsageError(f"--model.{flag}: is of SAM's decoder, which grounding does not have; drop it")
+        if self.evaluation.coco is not None or self.evaluation.protocol != "uniform":
+            flag = "coco" if self.evaluation.coco is not None else "protocol"
+            raise UsageError(f"--evaluation.{flag}: is about clicks and boxes, not about phrases; drop it")
+
+
+def _vocabulary(tokenizer: str) -> int:
+    vocabulary = open_tokenizer(tokenizer).vocabulary
+    if vocabulary is None:
+        raise UsageError(
+            f"--data.tokenizer {tokenizer}: does not state its number of tokens; pass --text.vocabulary"
+        )
+    return vocabulary
+
+
+def _check_targets(config: SamConfig | GroundingConfig) -> None:
+    if config.data.masks == 0:
+        raise UsageError("--data.masks 0: leaves the model nothing to learn; pass at least 1")
+    low = config.image_size // 4
+    if config.data.target_size is not None and config.data.target_size < low:
+        raise UsageError(
+            f"--data.target-size {config.data.target_size}: must be at least the {low} pixels of the "
+            f"predicted masks (--model.image-size {config.image_size} / 4)"
+        )
 
 
 def _published(model: Preset, **recipe: Any) -> SamConfig:
@@ -80,7 +172,7 @@ def _published(model: Preset, **recipe: Any) -> SamConfig:
 #
 # tiny: not published. The recipe is SAM's, shortened until it learns in minutes. The model compares pixels
 # with the clicked pixels (sa1b.sam.similarity); SAM has to learn this.
-PRESETS: dict[str, SamConfig] = {
+SAM_PRESETS: dict[str, SamConfig] = {
     "vit_b": _published(
         "vit_b", lr=8e-4, reference_batch=128, layer_decay=0.6, drop_path=0.6, steps=180_000,
         milestones=(120_000, 173_332),
@@ -120,3 +212,31 @@ PRESETS: dict[str, SamConfig] = {
         checkpoint=CheckpointConfig(every=100),
     ),
 }  # fmt: skip
+
+# grounding: not published; sizes of vit_b, the losses of the recipe, and the optimizer of SAM's recipe.
+# grounding_tiny: the same for the image sizes of `tiny`.
+GROUNDING_PRESETS: dict[str, GroundingConfig] = {
+    "grounding": GroundingConfig(
+        preset="grounding",
+        data=DataConfig(global_batch=64, masks=32, flip=0.5),
+        model=replace(MODELS["vit_b"], drop_path=0.1),
+        optim=OptimConfig(
+            lr=4e-4, reference_batch=64, schedule="cosine", steps=90_000, warmup=1_000, layer_decay=0.8,
+            weight_decay=0.1,
+        ),
+    ),
+    "grounding_tiny": GroundingConfig(
+        preset="grounding_tiny",
+        data=DataConfig(global_batch=8, masks=16, flip=0.5),
+        model=replace(MODELS["tiny"], pixel_features=0, channels=64),
+        text=TextConfig(width=128, depth=2),
+        recipe=GroundingRecipe(features=64),
+        optim=OptimConfig(
+            lr=1e-3, reference_batch=8, schedule="cosine", steps=400, warmup=20, layer_decay=1.0,
+            weight_decay=0.05, min_lr_ratio=0.05,
+        ),
+        checkpoint=CheckpointConfig(every=100),
+    ),
+}  # fmt: skip
+
+PRESETS: dict[str, SamConfig | GroundingConfig] = {**SAM_PRESETS, **GROUNDING_PRESETS}

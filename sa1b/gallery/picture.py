@@ -131,6 +131,7 @@ def _paired(
         iou=predicted.iou[chosen],
         predicted_iou=predicted.predicted_iou[chosen],
         runs=predicted.runs.select(chosen),
+        phrases=tuple(predicted.phrases[i] for i in chosen) if predicted.phrases else (),
     )
 
 
@@ -168,16 +169,24 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
         )
         noted = f'<ul class="noted">{reasons}</ul>'
     if picture.predicted is not None:
+        phrased = bool(picture.predicted.phrases)
+        what = (
+            "Regions that the model found for phrases"
+            if phrased
+            else "Masks of the model from one click each"
+        )
         twin = (
-            '<div class="stage twin" role="img" aria-label="Masks of the model from one click each">'
+            f'<div class="stage twin" role="img" aria-label="{what}">'
             f'<img alt="" width="{width}" height="{height}">'
             f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>'
         )
         mean = f"{picture.predicted.iou.mean():.3f}" if count else "none"
-        words = (
-            f"<p>True masks, then the model's masks from one click each; mean IoU {mean}. "
-            f"{_filtered(picture.filtered)}</p>"
+        shown = (
+            "the regions that the model found for their phrases"
+            if phrased
+            else ("the model's masks from one click each")
         )
+        words = f"<p>True masks, then {shown}; mean IoU {mean}. {_filtered(picture.filtered)}</p>"
     return (
         f'<figure class="picture" id="{title}" {keys} style="--ratio:{width / height:.6f}">'
         f'<div class="stage" tabindex="0" role="group" '
@@ -223,6 +232,7 @@ def _masks(picture: Picture, longer_side: int) -> dict[str, Any]:
             "predicted": [string.decode("ascii") for string in coco.encode(drawn)],
             "iou": _plain(picture.predicted.iou),
             "model_iou": _plain(picture.predicted.predicted_iou),
+            **({"phrases": list(picture.predicted.phrases)} if picture.predicted.phrases else {}),
         }
     if picture.filtered is not None:
         rest = geometry.resize(picture.filtered, masks.height, masks.width)

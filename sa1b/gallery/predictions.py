@@ -2,7 +2,9 @@
 
 The file has one line of JSON per image: {"image_id": 7, "masks": [{"mask_id": ..., "point": [x, y],
 "iou": ..., "predicted_iou": ..., "segmentation": {"size": [height, width], "counts": "..."}}, ...]}.
-Masks are COCO strings at source resolution. `point` is the prompt, in source pixels.
+Masks are COCO strings at source resolution. `point` is the prompt, in source pixels. If the prompt is
+a phrase, it is in "phrase", the point is in the true mask, and "predicted_iou" is the probability of the
+region found.
 """
 
 import json
@@ -28,6 +30,7 @@ class Predicted:
         iou: float64 [N], IoU of prediction and true mask.
         predicted_iou: float64 [N], the model's estimate of `iou`.
         runs: the predicted masks at source resolution.
+        phrases: the phrases that were the prompts; empty if points were.
     """
 
     mask_id: npt.NDArray[np.int64]
@@ -35,11 +38,12 @@ class Predicted:
     iou: npt.NDArray[np.float64]
     predicted_iou: npt.NDArray[np.float64]
     runs: Runs
+    phrases: tuple[str, ...] = ()
 
     def line(self, image_id: int) -> str:
         """The line of the file for an image."""
         size = [self.runs.height, self.runs.width]
-        masks = [
+        masks: list[dict[str, Any]] = [
             {
                 "mask_id": mask_id,
                 "point": [round(x, 2) for x in point],
@@ -56,6 +60,8 @@ class Predicted:
                 strict=True,
             )
         ]
+        for mask, phrase in zip(masks, self.phrases, strict=False):
+            mask["phrase"] = phrase
         return json.dumps({"image_id": image_id, "masks": masks}) + "\n"
 
 
@@ -89,10 +95,14 @@ def _parse(masks: list[dict[str, Any]]) -> Predicted:
     height, width = masks[0]["segmentation"]["size"]
     if any(mask["segmentation"]["size"] != [height, width] for mask in masks):
         raise ValueError("masks of different sizes")
+    phrases = tuple(str(mask["phrase"]) for mask in masks if "phrase" in mask)
+    if len(phrases) not in (0, len(masks)):
+        raise ValueError("masks with and without a phrase")
     return Predicted(
         mask_id=np.array([mask["mask_id"] for mask in masks], np.int64),
         points=np.array([mask["point"] for mask in masks], np.float64).reshape(-1, 2),
         iou=np.array([mask["iou"] for mask in masks], np.float64),
         predicted_iou=np.array([mask["predicted_iou"] for mask in masks], np.float64),
         runs=coco.decode([mask["segmentation"]["counts"] for mask in masks], height, width),
+        phrases=phrases,
     )

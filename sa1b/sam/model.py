@@ -139,6 +139,24 @@ def _flag(name: str) -> str:
     return f"--model.{name.replace('_', '-')}"
 
 
+def normalised(images: Tensor, sizes: Tensor | None, mean: Tensor, std: Tensor) -> Tensor:
+    """Normalised pixels, the input of the image encoder: float32 [B, 3, S, S].
+
+    Args:
+        images: uint8 [B, 3, S, S], RGB.
+        sizes: int64 [B, 2], rows and columns of each image in the square; pixels outside are set to 0 after
+            normalisation. None: all pixels belong to the image.
+        mean, std: float32 [3, 1, 1].
+    """
+    pixels = images.to(torch.float32).sub_(mean).div_(std)
+    if sizes is not None:
+        pixels_of_axis = torch.arange(images.shape[-1], device=images.device)
+        rows, columns = (pixels_of_axis < sizes.to(images.device)[:, :, None]).unbind(1)
+        pixels *= rows[:, None, :, None]
+        pixels *= columns[:, None, None, :]
+    return pixels
+
+
 class Sam(nn.Module):
     """Image encoder, prompt encoder and mask decoder.
 
@@ -203,12 +221,7 @@ class Sam(nn.Module):
             return self.embed(blank, None if keep is None else F.pad(keep, (0, 0, 0, 0, 0, 1), value=True))[
                 :0
             ]
-        pixels = images.to(torch.float32).sub_(self.pixel_mean).div_(self.pixel_std)
-        if sizes is not None:
-            pixels_of_axis = torch.arange(self.config.image_size, device=images.device)
-            rows, columns = (pixels_of_axis < sizes.to(images.device)[:, :, None]).unbind(1)
-            pixels *= rows[:, None, :, None]
-            pixels *= columns[:, None, None, :]
+        pixels = normalised(images, sizes, self.pixel_mean, self.pixel_std)
         embeddings: Tensor = self.image_encoder(pixels, keep)
         return embeddings if self.similarity is None else self.similarity.with_features(pixels, embeddings)
 

@@ -294,6 +294,8 @@ def _read(path: str, name: str, source: str) -> "pa.Table":
             return pyarrow.json.read_json(path)
         with pq.ParquetFile(Path(path).absolute()) as parquet:
             names = parquet.schema_arrow.names
+            if name not in names:
+                raise ColumnError(f"{source}: no column {name!r}; choose from {', '.join(names)}")
             return parquet.read([one for one in (*KEYS, name) if names.count(one)])
     except (pa.ArrowException, ValueError) as error:
         raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sa1b.engine.presets import PRESETS, SamConfig
+from sa1b.engine.presets import SAM_PRESETS, SamConfig
 from sa1b.sam.model import Sam
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -41,11 +41,11 @@ def _shown(value: Any) -> str:
 
 
 def _row(label: str, read: Callable[[SamConfig], str]) -> str:
-    return f"| {label} | {' | '.join(read(config) for config in PRESETS.values())} |"
+    return f"| {label} | {' | '.join(read(config) for config in SAM_PRESETS.values())} |"
 
 
 def _head(label: str) -> list[str]:
-    names = [f"`{name}`" for name in PRESETS]
+    names = [f"`{name}`" for name in SAM_PRESETS]
     return [f"| {label} | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
 
 
@@ -68,12 +68,12 @@ def training() -> str:
     """The settings of training that differ between two presets, or between a preset and the default."""
     rows = []
     for part in ("data", "optim", "recipe", "model"):
-        for one in fields(getattr(PRESETS["vit_b"], part)):
+        for one in fields(getattr(SAM_PRESETS["vit_b"], part)):
             name = f"{part}.{one.name}"
-            values = [getattr(getattr(config, part), one.name) for config in PRESETS.values()]
+            values = [getattr(getattr(config, part), one.name) for config in SAM_PRESETS.values()]
             if name in _LEFT_OUT or (part == "model" and one.name in _SIZES):
                 continue
-            used = [_used(config, part, one.name) for config in PRESETS.values()]
+            used = [_used(config, part, one.name) for config in SAM_PRESETS.values()]
             if len({value for value, use in zip(values, used, strict=True) if use}) > 1 or not all(used):
                 cells = [_shown(value) if use else "" for value, use in zip(values, used, strict=True)]
                 if any(cells):

@@ -13,7 +13,7 @@ from sa1b.engine.control import StepFigures
 from sa1b.engine.data_wait import BUSY, LoaderSettings, LoaderWindow
 from sa1b.engine.metrics import figures_of
 from sa1b.engine.phase import Phases
-from sa1b.engine.presets import PRESETS
+from sa1b.engine.presets import SAM_PRESETS
 from sa1b.engine.rank_time import WORK
 from sa1b.engine.stragglers import PARTS, Stragglers
 from sa1b.engine.utilisation import CPU, GPU
@@ -30,10 +30,10 @@ def test_generated_tables_are_those_of_their_source(page: Path) -> None:
 
 def test_every_preset_and_every_setting_of_the_recipe_is_on_the_page_of_recipes() -> None:
     text = (generated.DOCS / "recipes.md").read_text(encoding="utf-8")
-    names = {one.name for one in fields(PRESETS["vit_b"].recipe)}
+    names = {one.name for one in fields(SAM_PRESETS["vit_b"].recipe)}
     flags = {flag.replace("-", "_") for flag in re.findall(r"--recipe\.([a-z-]+)", text)}
     assert flags == names
-    assert {name for name in PRESETS if f"`{name}`" not in text} == set()
+    assert {name for name in SAM_PRESETS if f"`{name}`" not in text} == set()
 
 
 def names_of_the_api() -> list[str]:

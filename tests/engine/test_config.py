@@ -10,11 +10,12 @@ from docstring_parser import parse as parse_docstring
 
 from sa1b.engine import config as settings
 from sa1b.engine.config import Config
-from sa1b.engine.presets import PRESETS, SamConfig
+from sa1b.engine.presets import GROUNDING_PRESETS, PRESETS, SamConfig
 from sa1b.errors import UsageError
 from sa1b.sam.model import PRESETS as MODELS
 
 ROOT = ("--data.root", "shards")
+GROUNDING, TEXT = ("--preset", "grounding"), ("--data.text", "words.parquet")
 
 
 def parse(flags: list[str], description: str | None) -> Config:
@@ -24,9 +25,10 @@ def parse(flags: list[str], description: str | None) -> Config:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_decides_all_that_no_flag_decides(preset: str) -> None:
     for spelled in (["--preset", preset], [f"--preset={preset}"]):
-        found = parse([*spelled, *ROOT, "--data.masks", "7"], None)
+        text = ["--data.text", "words.parquet"] if preset in GROUNDING_PRESETS else []
+        found = parse([*spelled, *ROOT, *text, "--data.masks", "7"], None)
         expected = PRESETS[preset]
-        data = dataclasses.replace(expected.data, root="shards", masks=7)
+        data = dataclasses.replace(expected.data, root="shards", masks=7, text=text[1] if text else None)
         assert found == dataclasses.replace(expected, data=data)
 
 
@@ -95,6 +97,13 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--evaluate-only"], "--evaluate-only: no images are named; pass --evaluation.view"),
         ([*ROOT, "--json"], "--json: is for --evaluate-only"),
         ([*ROOT, "--data.text", "a.parquet"], "the model of SamConfig reads no text"),
+        ([*ROOT, *GROUNDING], "--data.text: missing; pass a table with a phrase for each mask"),
+        ([*ROOT, *GROUNDING, *TEXT, "--data.text-key", "image_id"], "grounding needs a phrase for each mask"),
+        ([*ROOT, *GROUNDING, *TEXT, "--model.pixel-features", "8"], "--model.pixel-features: is of SAM's"),
+        (
+            [*ROOT, *GROUNDING, *TEXT, "--evaluation.protocol", "sam"],
+            "--evaluation.protocol: is about clicks",
+        ),
         ([*ROOT, "--data.text-key", "mask_id"], "--data.text-key: is a column of a table of texts"),
         (
             [*ROOT, "--data.view", "a", "--evaluation.view", "a"],
@@ -104,7 +113,7 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--data.global-batch", "0"], "--data.global-batch 0: must be at least 1"),
         ([*ROOT, "--data.micro-batch", "0"], "--data.micro-batch 0: must be at least 1"),
         ([*ROOT, "--data.masks", "-1"], "--data.masks -1: must be at least 0"),
-        ([*ROOT, "--data.masks", "0"], "--data.masks 0: leaves SAM nothing to learn"),
+        ([*ROOT, "--data.masks", "0"], "--data.masks 0: leaves the model nothing to learn"),
         ([*ROOT, "--data.block-size", "0"], "--data.block-size 0: must be at least 1"),
         ([*ROOT, "--data.threads", "0"], "--data.threads 0: must be at least 1"),
         ([*ROOT, "--data.prefetch", "0"], "--data.prefetch 0: must be at least 1"),

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -27,6 +28,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream.order import Order
 from sa1b.synthetic import source_tars as synthetic
+from sa1b.synthetic.phrases import Phrases
 from tests.processes import REPOSITORY, Process, rank_environments
 from tests.shards import tiny
 
@@ -46,12 +48,23 @@ SECOND_FLAGS = (
     *("--preset", "small", "--data.threads", "1", "--optim.steps", str(STEPS), "--checkpoint.every", "2"),
     *("--logging.tensorboard", "False"),
 )
+GROUNDING_FLAGS = (
+    *("--preset", "grounding_tiny", "--model.image-size", "64", "--model.width", "32", "--model.heads", "2"),
+    *("--model.window", "2", "--model.channels", "32", "--model.drop-path", "0.3", "--text.width", "32"),
+    *("--text.depth", "1", "--text.heads", "2", "--data.global-batch", str(BATCH), "--data.masks", "4"),
+    *("--data.threads", "1", "--optim.steps", str(STEPS), "--optim.warmup", "2", "--checkpoint.every", "2"),
+    *("--logging.tensorboard", "False"),
+)
+FLAGS_OF_MODELS = {"sam": FLAGS, "reconstruction": SECOND_FLAGS, "grounding": GROUNDING_FLAGS}
 PATIENCE = 600  # seconds until a command counts as hanging
 
 
 def make_root(folder: Path, images: int = IMAGES) -> Path:
-    """A root of a few small synthetic images, ids from 100 on."""
-    synthetic.write_tar(folder / "sa_000001.tar", images=images, first_id=100, long_side=160)
+    """A root of a few small synthetic images, ids from 100 on, and FOLDER/phrases.parquet."""
+    phrases = Phrases()
+    tar = folder / "sa_000001.tar"
+    synthetic.write_tar(tar, images=images, first_id=100, long_side=160, phrases=phrases)
+    pq.write_table(phrases.table(), folder / "phrases.parquet")
     tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=7)
     write_dataset(folder / "root", read_tasks(folder / "root"))
     return folder / "root"
@@ -88,8 +101,10 @@ def start(
     of_rank: further flags of single ranks; folders: in which they run; stuck: a rank that does not end by
     itself and is killed when `until` holds, by default when another rank has ended.
     """
-    flags_of_model = FLAGS if model == "sam" else SECOND_FLAGS
-    common = ["--data.root", str(root), "--out", str(out), *flags_of_model, "--parallel.mode", mode, *flags]
+    own = [*FLAGS_OF_MODELS[model]]
+    if model == "grounding":
+        own += ["--data.text", str(root.parent / "phrases.parquet")]
+    common = ["--data.root", str(root), "--out", str(out), *own, "--parallel.mode", mode, *flags]
     with tempfile.TemporaryDirectory() as folder, rank_environments(ranks) as environments:
         processes = []
         for rank, environment in enumerate(environments):

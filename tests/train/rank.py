@@ -14,4 +14,4 @@ if __name__ == "__main__":
     model, what = sys.argv.pop(1), json.loads(sys.argv.pop(1))
     if what is not None:
         mishap.arrange(what)
-    train.exit_at_once(train.main(train.PRESETS if model == "sam" else reconstruction.PRESETS))
+    train.exit_at_once(train.main(reconstruction.PRESETS if model == "reconstruction" else train.PRESETS))

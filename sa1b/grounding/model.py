@@ -1,0 +1,305 @@
+"""The grounding model: SAM's image encoder, a text encoder, and two ways to compare a phrase with an image.
+
+    grounding = Grounding(ModelConfig(), TextConfig(), GroundingRecipe(), vocabulary=256, length=64)
+    sums = grounding(images, masks, image_keys)     # losses of a micro-batch; see sa1b.engine.model
+    found = grounding(images, masks, image_keys, evaluate=True)
+
+A region is a mask: its feature is computed from the mean of the image embedding over the mask, and the phrase
+whose feature is nearest describes it. And for a phrase the model draws a mask: the logit of a pixel is the
+similarity of its token's feature with that of the phrase, plus the product of its upscaled embedding with a
+vector of the phrase. The first needs given masks, the second does not.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sa1b.errors import UsageError
+from sa1b.grounding.alignment import contrastive_loss
+from sa1b.grounding.inputs import Phrased, phrased
+from sa1b.grounding.recipe import GroundingRecipe
+from sa1b.grounding.regions import region_features
+from sa1b.grounding.score import GroundingScore
+from sa1b.grounding.text_encoder import TextConfig, TextEncoder
+from sa1b.sam.flops import encoder_flops
+from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder
+from sa1b.sam.initial_weights import fit_weights, read_initial_weights, resize_positions, resize_table
+from sa1b.sam.model import PIXEL_MEAN, PIXEL_STD, ModelConfig, normalised
+from sa1b.sam.published import read_tensors
+from sa1b.sam.random_values import kept_branches
+from sa1b.stream.batch import Batch
+
+PIXEL_FEATURES = 32  # numbers of each pixel of the drawn masks
+SIMILARITY_GAIN, BACKGROUND = 10.0, -3.0  # initial factor of the similarities, and logit of background
+_ENCODER, _SCALE = "image_encoder.", "log_scale"
+
+
+class Grounding(nn.Module):
+    """The model in training, with its losses; it fulfils the contract of `sa1b.engine.model`.
+
+    Args:
+        config: sizes of the image encoder; `pixel_features` and `compile_decoder` have no effect.
+        text: sizes of the text encoder.
+        recipe: losses.
+        vocabulary: number of different tokens.
+        length: largest number of tokens of a phrase.
+        vectors: numbers of a precomputed embedding, which replaces the text encoder; 0: phrases are tokens.
+        capacity: largest number of masks of a micro-batch of any rank.
+    """
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+    figures = ("loss", "mask_loss", "contrastive_loss", "retrieved", "temperature")
+    shown: Mapping[str, str] = {"retrieved": "retrieved"}
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        text: TextConfig,
+        recipe: GroundingRecipe,
+        *,
+        vocabulary: int,
+        length: int,
+        vectors: int = 0,
+        capacity: int = 1,
+    ) -> None:
+        super().__init__()
+        self.config, self.text, self.recipe = config, text, recipe
+        self.vectors, self.capacity = vectors, capacity
+        channels, features = config.channels, recipe.features
+        self.image_encoder = ImageEncoder(
+            image_size=config.image_size, patch_size=config.patch_size, width=config.width,
+            depth=config.depth, heads=config.heads, global_blocks=config.global_blocks, window=config.window,
+            channels=channels, drop_rates=config.drop_rates, recomputed=config.recomputed_blocks,
+        )  # fmt: skip
+        self.text_encoder = None if vectors else TextEncoder(text, vocabulary, length)
+        width = vectors or text.width
+        hidden = max(channels // 4, PIXEL_FEATURES)
+        self.upscale = nn.Sequential(
+            nn.ConvTranspose2d(channels, hidden, kernel_size=2, stride=2),
+            ChannelNorm(hidden),
+            nn.GELU(),
+            nn.ConvTranspose2d(hidden, PIXEL_FEATURES, kernel_size=2, stride=2),
+        )
+        self.pixel_query = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, PIXEL_FEATURES))
+        self.region_head = nn.Sequential(
+            nn.LayerNorm(channels), nn.Linear(channels, 2 * features), nn.GELU(),
+            nn.Linear(2 * features, features),
+        )  # fmt: skip
+        self.text_head = nn.Linear(width, features)
+        self.similarity_gain = nn.Parameter(torch.full((1,), SIMILARITY_GAIN))
+        self.background = nn.Parameter(torch.full((1,), BACKGROUND))
+        self.log_scale = nn.Parameter(torch.full((1,), -math.log(recipe.temperature)))
+        self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
+        if config.compile_blocks:
+            self.image_encoder.compile_blocks()
+
+    def inputs(self, batch: Batch, seed: int) -> tuple[Tensor, Phrased, Tensor]:
+        """Images, masks with phrases, and image keys; see `phrased`."""
+        return phrased(batch, seed, self.config.side, self.vectors)
+
+    def weights(self) -> "Grounding":
+        """The module that checkpoints contain."""
+        return self
+
+    def read_weights(self, path: Path) -> dict[str, Tensor]:
+        """The tensors of a grounding model, a SAM or a plain ViT."""
+        found = read_tensors(path)
+        return found if _SCALE in found else read_initial_weights(path)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> str:
+        """Load weights of this model, or those of a SAM or a ViT for the image encoder.
+
+        Raises:
+            UsageError: the weights are those of a model with other sizes.
+        """
+        if _SCALE in weights:
+            try:
+                self.load_state_dict(dict(weights))
+            except RuntimeError as error:
+                raise UsageError(
+                    "weights of a grounding model of other sizes "
+                    f"({str(error).splitlines()[-1].strip()}): must fit --model, --text, --recipe and "
+                    "--data.text flags of this run"
+                ) from None
+            return f"{len(weights)} tensors of a grounding model"
+        fitted = self._encoder_of_sam(weights) if f"{_ENCODER}pos_embed" in weights else None
+        if fitted is None:
+            fitted = fit_weights(weights, self.config).tensors
+        missing, _ = self.load_state_dict(fitted, strict=False)
+        parts = dict.fromkeys(name.split(".")[0] for name in missing)
+        return f"{len(fitted)} tensors for the image encoder; initial values: {', '.join(parts)}"
+
+    def _encoder_of_sam(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, own in self.image_encoder.state_dict().items():
+            tensor = weights.get(_ENCODER + name)
+            if tensor is not None and name == "pos_embed":
+                tensor = resize_positions(tensor, own.shape[1])
+            elif tensor is not None and "rel_pos_" in name and len(tensor) != len(own):
+                tensor = resize_table(tensor, len(own))
+            if tensor is None or tensor.shape != own.shape:
+                has = "missing" if tensor is None else str(list(tensor.shape))
+                raise UsageError(
+                    f"weights with {_ENCODER}{name} {has}: the image encoder has {list(own.shape)}; pass the "
+                    "--model flags of these weights"
+                )
+            found[_ENCODER + name] = tensor
+        return found
+
+    def fsdp_units(self) -> list[list[nn.Module]]:
+        """Attention and MLP of each block of the image encoder; all else is gathered with the root."""
+        blocks = self.image_encoder.blocks
+        return [[block.get_submodule("attn"), block.get_submodule("mlp")] for block in blocks]
+
+    def layer_of(self, name: str) -> int | None:
+        """0 for the image encoder's embeddings, i + 1 for its block i, None after them."""
+        parts = name.split(".")
+        if parts[0] != "image_encoder":
+            return None
+        if parts[1] == "blocks":
+            return int(parts[2]) + 1
+        return 0 if parts[1] in ("patch_embed", "pos_embed") else None
+
+    def decays(self, name: str, parameter: Tensor) -> bool:
+        """False for biases, norms, positions and the temperature; else True."""
+        last = name.rpartition(".")[2]
+        return parameter.ndim > 1 and last not in ("pos_embed", "rel_pos_h", "rel_pos_w", "position")
+
+    def flops(self, images: float, masks: float) -> float:
+        """See the contract; the products of pixels and phrases are included, small parts are not."""
+        pixels = 16 * self.config.side**2
+        phrase = 2.0 * pixels * PIXEL_FEATURES
+        if self.text_encoder is not None:
+            length, width = len(self.text_encoder.position), self.text.width
+            phrase += 2.0 * length * width * (12 * width + 2 * length) * self.text.depth
+        return 3 * (images * encoder_flops(self.config) + masks * phrase)
+
+    def scorer(self, device: torch.device) -> GroundingScore:
+        """What an evaluation computes; see `sa1b.engine.evaluation.Scorer`."""
+        return GroundingScore.empty(device)
+
+    def forward(
+        self, images: Tensor, masks: Phrased, image_keys: Tensor, *, evaluate: bool = False
+    ) -> dict[str, Tensor]:
+        """Losses of a micro-batch, or what is needed for its scores.
+
+        Args:
+            images: uint8 [B, 3, S, S]; B may be 0.
+            masks: M masks with phrases; M may be 0.
+            image_keys: int64 [B], a hash for each image and visit; drop path depends on it.
+            evaluate: compute no loss. The module must be in evaluation mode.
+
+        Returns:
+            Training: sums over the counted masks, float32 scalars: "loss", with gradient; "mask_loss" and
+            "contrastive_loss" before their weights; "retrieved", how many phrases found their own region
+            among all of the step; "temperature" times the count; "count". In a process group, all ranks must
+            call it together: the features are gathered.
+            Evaluation: "regions" and "texts", float32 [M, D], of length 1; "scale", the inverse temperature;
+            "logits", float32 [M, 4 * side, 4 * side] of the padded square.
+
+        Raises:
+            ValueError: the targets are smaller than the drawn masks.
+        """
+        if masks.dense.shape[-1] < 4 * self.config.side:
+            raise ValueError(
+                f"targets of {masks.dense.shape[-1]} pixels: smaller than the drawn masks, which have "
+                f"{4 * self.config.side}; rasterise the targets at that size or above"
+            )
+        if len(images) == 0 or len(masks.image) == 0:
+            # Compute one blank image or phrase and discard it: every parameter gets a gradient (of zeros).
+            return self._compute(*_with_blank(images, masks, image_keys), evaluate)
+        return self._compute(images, masks, image_keys, slice(None), evaluate)
+
+    def _compute(
+        self, images: Tensor, masks: Phrased, image_keys: Tensor, kept: slice, evaluate: bool
+    ) -> dict[str, Tensor]:
+        embeddings = self.embed(images, masks.sizes, image_keys)
+        phrases = self.read(masks)
+        pooled = region_features(embeddings, masks.coarse, masks.points, masks.counts, self.config.image_size)
+        regions = functional.normalize(self.region_head(pooled).float(), dim=-1)[kept]
+        texts = functional.normalize(self.text_head(phrases).float(), dim=-1)
+        logits = self.draw(embeddings, phrases, texts, masks.counts)[kept]
+        texts = texts[kept]
+        scale = self.log_scale.clamp(max=-math.log(self.recipe.least_temperature)).exp()
+        if evaluate:
+            return {"regions": regions, "texts": texts, "scale": scale, "logits": logits}
+        return self._losses(masks, regions, texts, logits, scale, kept)
+
+    def embed(self, images: Tensor, sizes: Tensor, image_keys: Tensor) -> Tensor:
+        """The embedding of each image: float [B, channels, side, side]."""
+        keep = None
+        if self.training and self.config.drop_path > 0:
+            keep = kept_branches(image_keys, self.config.depth, self.config.drop_path)
+        found: Tensor = self.image_encoder(normalised(images, sizes, self.pixel_mean, self.pixel_std), keep)
+        return found
+
+    def read(self, masks: Phrased) -> Tensor:
+        """The vector of each phrase: float [M, width]."""
+        if self.text_encoder is None:
+            return masks.vectors
+        found: Tensor = self.text_encoder(masks.tokens, masks.belongs)
+        return found
+
+    def draw(self, embeddings: Tensor, phrases: Tensor, texts: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """The logits of the masks that the phrases describe: float32 [M, 4 * side, 4 * side].
+
+        Args:
+            embeddings: result of `embed`.
+            phrases: result of `read`, in the order of the images.
+            texts: features of the phrases, of length 1.
+            counts: phrases of each image.
+        """
+        pixels, query = self.upscale(embeddings), self.pixel_query(phrases)
+        tokens = self.region_head(embeddings.flatten(2).transpose(1, 2)).float()
+        tokens = functional.normalize(tokens, dim=-1)
+        each, size = list(counts), pixels.shape[2:]
+        fine = [part @ own for part, own in zip(torch.split(query, each), pixels.flatten(2), strict=True)]
+        coarse = [part @ own.T for part, own in zip(torch.split(texts, each), tokens, strict=True)]
+        similar = torch.cat(coarse).float().view(-1, 1, *embeddings.shape[2:])
+        similar = functional.interpolate(similar, size, mode="bilinear", align_corners=False)[:, 0]
+        drawn: Tensor = torch.cat(fine).float().view(-1, *size) + self.background
+        return drawn + self.similarity_gain * similar
+
+    def _losses(
+        self, masks: Phrased, regions: Tensor, texts: Tensor, logits: Tensor, scale: Tensor, kept: slice
+    ) -> dict[str, Tensor]:
+        counted, keys, dense = masks.counted[kept], masks.keys[kept], masks.dense[kept]
+        weights = counted.float()
+        if dense.shape[-1] > logits.shape[-1]:
+            size = dense.shape[-2:]
+            logits = functional.interpolate(logits[:, None], size, mode="bilinear", align_corners=False)[:, 0]
+        with torch.autocast(logits.device.type, enabled=False):
+            errors = functional.binary_cross_entropy_with_logits(logits, dense.float(), reduction="none")
+            drawn = (errors.mean(dim=(1, 2)) * weights).sum()
+        losses, hits = contrastive_loss(regions, texts, keys, counted, scale, self.capacity)
+        aligned, count = losses.sum(), weights.sum()
+        recipe = self.recipe
+        return {
+            "loss": recipe.mask_weight * drawn + recipe.contrastive_weight * aligned,
+            "mask_loss": drawn.detach(),
+            "contrastive_loss": aligned.detach(),
+            "retrieved": hits.sum(),
+            "temperature": count / scale.detach()[0],
+            "count": count,
+        }
+
+
+def _with_blank(images: Tensor, masks: Phrased, image_keys: Tensor) -> tuple[Tensor, Phrased, Tensor, slice]:
+    """The inputs with a blank image and a phrase for it after them, and the slice of the original masks."""
+    count, image = len(masks.image), len(images)
+    padded = {
+        one.name: torch.cat((value, value.new_zeros(1, *value.shape[1:])))
+        for one in fields(masks)
+        if isinstance(value := getattr(masks, one.name), Tensor)
+    }
+    padded["image"][-1] = image
+    blank = replace(masks, **padded, counts=(*masks.counts, 1))
+    more = torch.cat((images, images.new_zeros(1, *images.shape[1:])))
+    return more, blank, torch.cat((image_keys, image_keys.new_zeros(1))), slice(0, count)

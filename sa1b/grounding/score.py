@@ -1,0 +1,141 @@
+"""The scores of an evaluation of grounding, summed in integers: they do not depend on order or world size.
+
+For each phrase, the regions of its image are ordered by similarity:
+
+    recall_at_1, recall_at_5   part of the phrases whose region is the first, or among the first five
+    chance_at_1                the same for a region chosen at random
+    miou_region                mean IoU of the first region with the one of the phrase; 1 if it is described
+    miou_mask                  mean IoU of the mask that the model draws for the phrase, without given regions
+
+A region is described by a phrase if its own phrase is the same.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sa1b.gallery.predictions import Predicted
+from sa1b.grounding.inputs import Phrased
+from sa1b.masks.raster_torch import inside_image
+from sa1b.masks.runs import Runs
+from sa1b.sam.losses import overlaps
+from sa1b.sam.score import UNIT
+from sa1b.stream.batch import Batch
+
+MEANS = ("recall_at_1", "recall_at_5", "chance_at_1", "miou_region", "miou_mask")
+AT = (1, 5)
+
+
+@dataclass(slots=True, eq=False)
+class GroundingScore:
+    """Sums over the phrases of an evaluation.
+
+    Attributes:
+        sums: int64 [len(MEANS) + 1]: a sum for each of MEANS in units of 1 / UNIT, and the number of phrases.
+        empty_masks: int64, number of masks without a pixel, which are left out.
+    """
+
+    sums: Tensor
+    empty_masks: Tensor
+    _found: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> "GroundingScore":
+        """A score of no phrases."""
+        return cls(
+            torch.zeros(len(MEANS) + 1, dtype=torch.int64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
+
+    def add(self, module: nn.Module, inputs: tuple[Tensor, Phrased, Tensor], batch: Batch) -> None:
+        """Evaluate the model on a micro-batch and add its phrases."""
+        masks = inputs[1]
+        outputs = module(*inputs, evaluate=True)
+        present = batch.valid[masks.image] & masks.dense.flatten(1).any(dim=1).bool()
+        same_image = masks.image[:, None] == masks.image[None]
+        candidate = same_image & present[None]
+        similarity = (outputs["texts"] @ outputs["regions"].T).masked_fill(~candidate, -torch.inf)
+        described = candidate & (masks.keys[:, None] == masks.keys[None])
+        rows = torch.nonzero(masks.counted).flatten()
+        similarity, candidate, described = similarity[rows], candidate[rows], described[rows]
+        if not len(rows):
+            self._found = {"rows": rows, "first": rows, "iou": rows, "chance": rows}
+            self._count(batch, masks, rows.new_zeros((0, len(MEANS))))
+            return
+        best = similarity.masked_fill(~described, -torch.inf).amax(dim=1, keepdim=True)
+        before = (similarity > best).sum(dim=1)
+        first = similarity.argmax(dim=1)
+        size, image_size = masks.dense.shape[-1], batch.images.shape[-1]
+        inside = inside_image(masks.sizes, image_size, size)[masks.image]
+        true = masks.dense.bool() & inside
+        logits = outputs["logits"][rows]
+        if size > logits.shape[-1]:
+            logits = functional.interpolate(logits[:, None], (size, size), mode="bilinear")[:, 0]
+        of_region = overlaps(true[first], true[rows])
+        of_mask = overlaps((logits > 0) & inside[rows], true[rows])
+        hits = [(before < at).long() * UNIT for at in AT]
+        chance = described.sum(dim=1) * UNIT // candidate.sum(dim=1)
+        ious = [both * UNIT // either.clamp(min=1) for both, either in (of_region, of_mask)]
+        ious[0] = torch.where(before < 1, UNIT, ious[0])
+        self._count(batch, masks, torch.stack([*hits, chance, *ious], dim=1))
+        probability = (similarity * outputs["scale"]).softmax(dim=1).amax(dim=1)
+        self._found = {"rows": rows, "first": first, "iou": ious[0] / UNIT, "chance": probability}
+
+    def _count(self, batch: Batch, masks: Phrased, entries: Tensor) -> None:
+        entries = torch.cat((entries, torch.ones_like(entries[:, :1])), dim=1)
+        self.sums += entries.sum(dim=0)
+        phrased = (masks.keys >= 0) & batch.valid[masks.image]
+        self.empty_masks += (phrased & ~masks.counted).sum()
+
+    def predictions(self, batch: Batch) -> list[tuple[int, str]]:
+        """Position and line of predictions.jsonl for each image of the micro-batch that was added last."""
+        rows, first = (self._found[name].cpu().numpy() for name in ("rows", "first"))
+        iou, chance = (self._found[name].double().cpu().numpy() for name in ("iou", "chance"))
+        texts = [*batch.extra.values()][-1]  # `Stream` adds the texts after the joined columns
+        phrases = [texts[row] if isinstance(texts[row], str) else "(an embedding)" for row in rows]
+        image = batch.masks.image.cpu().numpy()[rows]
+        points, mask_ids = batch.points.cpu().double().numpy(), batch.mask_ids.cpu().numpy()
+        made = []
+        for number, (image_id, position) in enumerate(
+            zip(batch.ids.tolist(), batch.positions.tolist(), strict=True)
+        ):
+            own = np.flatnonzero(image == number)
+            if not len(own):
+                continue
+            height, width = batch.source_sizes[number].tolist()
+            taken = batch.framed_sizes[number].tolist()
+            scale = np.array([width, height]) / taken[::-1]
+            regions = _regions(batch, first[own], height, width)
+            some = Predicted(
+                mask_ids[rows[own]], points[rows[own]] * scale, iou[own], chance[own], regions,
+                tuple(phrases[row] for row in own),
+            )  # fmt: skip
+            made.append((position, some.line(image_id)))
+        return made
+
+    def all_reduce(self) -> None:
+        """Add the sums of all ranks; collective."""
+        both = torch.cat((self.sums, self.empty_masks[None]))
+        dist.all_reduce(both)
+        self.sums, self.empty_masks = both[:-1], both[-1]
+
+    def result(self) -> dict[str, float]:
+        """The means by name, from 0 to 1, "phrases", their number, and "empty"."""
+        *sums, count = self.sums.tolist()
+        found: dict[str, float] = {"phrases": count}
+        if count:
+            found |= {name: total / (UNIT * count) for name, total in zip(MEANS, sums, strict=True)}
+        return found | {"empty": int(self.empty_masks)}
+
+
+def _regions(
+    batch: Batch, masks: "np.ndarray[tuple[int], np.dtype[np.int64]]", height: int, width: int
+) -> Runs:
+    """The runs of some masks of one image at source resolution."""
+    offsets = batch.masks.offsets.cpu().numpy()
+    runs = batch.masks.runs.cpu().numpy().view(np.uint32)
+    return Runs(runs, offsets, height, width).select(masks)

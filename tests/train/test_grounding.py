@@ -1,0 +1,114 @@
+"""The grounding preset in the training command: several ranks, resuming, evaluation, refused settings."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sa1b
+from sa1b.cli import view
+from sa1b.gallery.predictions import read_predictions
+from tests.train.command import STEPS, assert_same_state, losses, start, train_to_end
+
+SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsdp", 2))]
+Run = Callable[[str, int], Path]
+
+
+@pytest.fixture(scope="module")
+def run(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The folder of an uninterrupted run."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def of(mode: str, ranks: int) -> Path:
+        if (mode, ranks) not in made:
+            out = tmp_path_factory.mktemp("grounding") / "run"
+            made[mode, ranks] = train_to_end(root, out, ranks=ranks, mode=mode, model="grounding")
+        return made[mode, ranks]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def held_out(root: Path) -> str:
+    view.main(str(root), held_out="40%", split="held-out", name="grounding-held-out")
+    return "grounding-held-out"
+
+
+def evaluation(root: Path, weights: Path, held_out: str, out: Path, **more: Any) -> dict[str, Any]:
+    flags = ["--evaluate-only", "--json", "--init", str(weights), "--evaluation.view", held_out]
+    ended = start(root, out, *flags, model="grounding", **more)
+    assert ended.codes == [0] * len(ended.codes), "\n".join(ended.outputs)
+    return dict(json.loads(next(line for line in ended.outputs[0].splitlines() if line.startswith("{"))))
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("fsdp", 2), pytest.param("ddp", 3, marks=pytest.mark.slow)])
+def test_losses_are_those_of_a_single_process(run: Run, mode: str, ranks: int) -> None:
+    found = losses(run(mode, ranks))
+    assert len(found) == STEPS
+    assert found == pytest.approx(losses(run("none", 1)), rel=1e-5, abs=0)
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), *SLOW])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    root: Path, run: Run, tmp_path: Path, mode: str, ranks: int
+) -> None:
+    out = tmp_path / "run"
+    given: dict[str, Any] = {"ranks": ranks, "mode": mode, "model": "grounding"}
+    train_to_end(root, out, mishap={"what": "stop", "rank": ranks - 1, "step": 2}, **given)
+    assert len(losses(out)) == 3
+    train_to_end(root, out, **given)
+    assert losses(out) == losses(run(mode, ranks))
+    assert_same_state(out, run(mode, ranks))
+
+
+def test_scores_are_the_same_on_two_ranks_and_say_which_region_was_found(
+    root: Path, run: Run, held_out: str, tmp_path: Path
+) -> None:
+    weights = run("none", 1)
+    alone = evaluation(root, weights, held_out, tmp_path / "alone", ranks=1)
+    assert evaluation(root, weights, held_out, tmp_path / "two", ranks=2, mode="ddp") == alone
+    assert alone["phrases"] > 20
+    assert 0 < alone["chance_at_1"] < alone["recall_at_5"] < 1
+    assert alone["recall_at_1"] <= alone["miou_region"] < 1
+    files = [(tmp_path / name / "predictions.jsonl").read_text() for name in ("alone", "two")]
+    assert files[0] == files[1]
+    hits = 0
+    for image_id, found in read_predictions(tmp_path / "alone" / "predictions.jsonl").items():
+        true = sa1b.open(root).by_id(image_id).annotations
+        assert len(found.phrases) == len(found.mask_id)
+        rows = [true.mask_id.tolist().index(mask_id) for mask_id in found.mask_id]
+        own = true.runs(np.array(rows))
+        for number, iou in enumerate(found.iou.tolist()):
+            same = own.select([number]).runs.tolist() == found.runs.select([number]).runs.tolist()
+            assert iou == 1 or not same
+            hits += iou == 1
+    assert hits == round(alone["recall_at_1"] * alone["phrases"])
+
+
+def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
+    for flags, message in (
+        (
+            ["--data.micro-batch", "2"],
+            "--data.micro-batch 2: the 3 micro-batches of a step would each compare",
+        ),
+        (["--data.text-width", "7"], "--data.text-width 7: the column of texts has strings; pass"),
+        (["--data.text-column", "caption"], "no column 'caption'; choose from image_id, mask_id, text"),
+    ):
+        ended = start(root, tmp_path / "run", *flags, model="grounding")
+        assert ended.codes == [2], ended.outputs
+        assert message in ended.outputs[0]
+    flags = [
+        "--data.micro-batch",
+        "2",
+        "--recipe.negatives",
+        "micro-batch",
+        "--optim.warmup",
+        "0",
+        "--optim.steps",
+        "1",
+    ]
+    ended = start(root, tmp_path / "other", *flags, model="grounding")
+    assert ended.codes == [0], ended.outputs
