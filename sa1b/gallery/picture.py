@@ -170,23 +170,16 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
         noted = f'<ul class="noted">{reasons}</ul>'
     if picture.predicted is not None:
         phrased = bool(picture.predicted.phrases)
-        what = (
-            "Regions that the model found for phrases"
-            if phrased
-            else "Masks of the model from one click each"
-        )
+        of_model = "the regions that the model found" if phrased else "the model's masks from one click each"
+        true = "True masks and their phrases" if phrased else "True masks"
+        label = "Regions that the model found" if phrased else "Masks of the model from one click each"
         twin = (
-            f'<div class="stage twin" role="img" aria-label="{what}">'
+            f'<div class="stage twin" role="img" aria-label="{label}">'
             f'<img alt="" width="{width}" height="{height}">'
             f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>'
         )
         mean = f"{picture.predicted.iou.mean():.3f}" if count else "none"
-        shown = (
-            "the regions that the model found for their phrases"
-            if phrased
-            else ("the model's masks from one click each")
-        )
-        words = f"<p>True masks, then {shown}; mean IoU {mean}. {_filtered(picture.filtered)}</p>"
+        words = f"<p>{true}, then {of_model}; mean IoU {mean}. {_filtered(picture.filtered)}</p>"
     return (
         f'<figure class="picture" id="{title}" {keys} style="--ratio:{width / height:.6f}">'
         f'<div class="stage" tabindex="0" role="group" '
@@ -195,10 +188,24 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
         f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>{twin}'
         f'<figcaption><h2><a href="#{title}">{title}</a></h2>'
         f"<p>{annotations.width:,} × {annotations.height:,} px, "
-        f"{masks}, {escape(picture.place)}</p>{words}{noted}"
+        f"{masks}, {escape(picture.place)}</p>{words}{_phrases(picture.predicted)}{noted}"
         f'<dl class="numbers" aria-live="polite"></dl></figcaption>'
         f'<script type="application/json">{_script_json(_masks(picture, longer_side))}</script></figure>'
     )
+
+
+def _phrases(predicted: Predicted | None) -> str:
+    """The phrases as a list of buttons, each with the IoU of the region that was found for it."""
+    if predicted is None or not predicted.phrases:
+        return ""
+    items = "".join(
+        f'<li><button type="button" data-number="{number}" aria-pressed="false" '
+        f'class="{"found" if iou == 1 else "other"}"><span class="swatch"></span>'
+        f"<span>{escape(phrase)}</span>"
+        f"<small>{'found' if iou == 1 else f'IoU {iou:.2f}'}</small></button></li>"
+        for number, (phrase, iou) in enumerate(zip(predicted.phrases, predicted.iou.tolist(), strict=True))
+    )
+    return f'<ol class="phrases">{items}</ol>'
 
 
 def _filtered(runs: Runs | None) -> str:

@@ -30,9 +30,10 @@ const boxes = (chart) => [...chart.querySelectorAll("text")].map((each) => [each
 const width = document.documentElement.clientWidth;
 document.querySelector("#probe").textContent = JSON.stringify({
   drawn: pictures.map((each) => each.querySelectorAll(".stage .mask").length),
+  phrases: document.querySelectorAll(".phrases button").length,
   without_image: [...document.querySelectorAll(".stage img")].filter((each) => !each.src).length,
   width: document.documentElement.scrollWidth - width,
-  too_wide: [...document.querySelectorAll(".picture, .stage, .chart, .chart svg")]
+  too_wide: [...document.querySelectorAll(".picture, .stage, .phrases button, .chart, .chart svg")]
     .filter((each) => each.getBoundingClientRect().right > width || each.getBoundingClientRect().left < 0).length,
   overlapping: [...document.querySelectorAll(".chart")].flatMap((chart) => boxes(chart).flatMap(([text, box], at) =>
     boxes(chart).slice(0, at).filter(([, other]) => overlap(box, other)).map(([other]) => [other, text]))),
@@ -60,7 +61,7 @@ def probe(page: Path, width: int, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of two images with predictions for half of their masks."""
+    """A page of two images with predictions for half of their masks, for one of them from phrases."""
     folder = tmp_path_factory.mktemp("page")
     synthetic.write_tar(folder / "sa_000001.tar", images=2, first_id=100, long_side=160)
     ingest_tar(folder / "sa_000001.tar", folder / "root")
@@ -70,7 +71,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         chosen = np.arange(0, len(sample.annotations), 2)
         runs = geometry.flip_horizontal(sample.annotations.runs(chosen))
         points = np.full((len(chosen), 2), 5.0)
-        one = Predicted(sample.annotations.mask_id[chosen], points, chosen / 100, chosen / 100, runs)
+        phrases = tuple(f"a phrase {'of several words ' * (row % 4)}" for row in chosen) if not lines else ()
+        one = Predicted(sample.annotations.mask_id[chosen], points, chosen / 100, chosen / 100, runs, phrases)
         lines.append(one.line(sample.image_id))
     (folder / "predictions.jsonl").write_text("".join(lines))
     write_gallery(
@@ -86,6 +88,7 @@ def test_all_is_drawn_before_the_first_frame_and_fits(page: Path, width: int, tm
     assert len(found["drawn"]) == 2
     assert all(number > 0 for number in found["drawn"])
     assert found["without_image"] == 0
+    assert found["phrases"] > 0
     assert found["width"] <= 0
     assert found["too_wide"] == 0
     assert found["overlapping"] == []

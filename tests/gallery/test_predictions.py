@@ -1,6 +1,7 @@
 """Predicted masks beside the true masks on the gallery's page."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,27 @@ def test_the_page_shows_the_images_of_the_file_with_both_masks_in_one_order(
             assert data[name] == [text.decode() for text in coco.encode(geometry.resize(runs, *size))]
         assert data["iou"] == own.iou[at].tolist()
         assert data["point_coords"] == own.points[at].tolist()
+
+
+def test_phrases_are_listed_with_what_was_found_for_them(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "predictions.jsonl"
+    one = drawn(root, 103)
+    phrases = tuple(f"<b>phrase {mask_id}" for mask_id in one.mask_id.tolist())
+    found = replace(one, iou=np.where(np.arange(len(phrases)) % 2, 0.25, 1.0), phrases=phrases)
+    file.write_text(found.line(103))
+    assert read_predictions(file)[103].phrases == phrases
+    write_gallery(root, tmp_path / "page.html", Choice(), predictions=file, quiet=True)
+    page = Page((tmp_path / "page.html").read_text())
+    data = page.pictures[103]
+    assert data["phrases"] == [f"<b>phrase {mask_id}" for mask_id in data["mask_id"]]
+    buttons = [attributes for name, attributes in page.tags if "data-number" in attributes]
+    assert [one["class"] for one in buttons] == ["found" if iou == 1 else "other" for iou in data["iou"]]
+    text = " ".join(page.texts)
+    assert "True masks and their phrases, then the regions that the model found; mean IoU" in text
+    assert f"{phrases[0]}" in text
+    file.write_text(found.line(103).replace('"phrase": "<b>phrase', '"other": "', 1))
+    with pytest.raises(UsageError, match="line 1 is no prediction"):
+        read_predictions(file)
 
 
 def test_masks_without_a_prediction_are_counted_and_drawn_apart(root: Path, tmp_path: Path) -> None:
