@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Four on two cores: a third of the time the tests wait for processes and servers.
 PROCESSES ?= 4
 
-PARTS := demo reshard masks record stream order scale range_reads local_cache scaling
+PARTS := demo reshard masks record stream order scale range_reads local_cache scaling recompute convergence
 
 .PHONY: demo test test-all coverage bench figures docs lint clean
 
@@ -31,11 +31,12 @@ coverage: .venv/installed-dev
 bench: .venv/installed-dev
 	$(BIN)/pytest benchmarks
 
-# The figures of the documentation that single benchmarks give: twenty minutes on two idle cores. Those
+# The figures of the documentation that single benchmarks give: forty minutes on two idle cores. Those
 # of the comparison: pytest benchmarks/test_peers.py, then python -m benchmarks.readme.
 figures: .venv/installed-dev
 	$(BIN)/pytest --record $(PARTS:%=benchmarks/test_%.py)
 	$(BIN)/python -m benchmarks.readme "$$(ls -t benchmarks/results/*-parts.json | head -1)"
+	$(BIN)/python -m benchmarks.curves "$$(ls -t benchmarks/results/*-parts.json | head -1)"
 
 # To build/site; a broken link or anchor ends it.
 docs: .venv/installed-dev

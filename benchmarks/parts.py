@@ -164,6 +164,28 @@ def _local_cache(found: dict[str, dict[str, float]]) -> Iterator[Row]:
         )
 
 
+def _convergence(found: dict[str, Any]) -> Iterator[Row]:
+    first, *others = ((name, line[-1]) for name, line in found["losses"].items())
+    steps, count = found["steps"], len(found["losses"][first[0]])
+    yield (
+        f"loss of the last {steps} of {steps * count} steps with compressed gradients, 2 ranks",
+        ", ".join(f"{name} {loss:.3f}" for name, loss in others),
+        f"{first[0]} {first[1]:.3f}",
+    )
+
+
+def _recompute(found: dict[str, dict[str, float]]) -> Iterator[Row]:
+    def text(one: dict[str, float]) -> str:
+        return f"{one['seconds']:.1f} s, {one['activations'] / 1e9:.2f} GB"
+
+    for value in ("every:2", "all"):
+        yield (
+            f"`--model.checkpoint-blocks {value}`: encoder of ViT-B, 2 images of 512; activations",
+            text(found[value]),
+            f"none: {text(found['none'])}",
+        )
+
+
 def _scaling(found: dict[str, Any]) -> Iterator[Row]:
     """Rows for each kind of scaling and mode, with the efficiency in each precision."""
     points = Scaling.of_document(found).points
@@ -218,5 +240,7 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Iterator[Row]], str]] = [
     ("loader at 20 ms", _far_loader, "test_range_reads"),
     ("local cache", _local_cache, "test_local_cache"),
     ("scaling", _scaling, "test_scaling"),
+    ("convergence", _convergence, "test_convergence"),
+    ("recompute", _recompute, "test_recompute"),
     ("demo", _demo, "test_demo"),
 ]  # fmt: skip

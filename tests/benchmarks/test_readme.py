@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import parts, readme, report, tables
+from benchmarks import curves, parts, readme, report, tables
 from benchmarks.readme import PAGES, REPOSITORY, headline, rewritten
 from tests.benchmarks import results
 from tests.scaling import measured
@@ -107,3 +108,16 @@ def test_blocks_are_filled_from_the_files_they_name_or_from_those_of_another_mac
     assert "| 200 MB/s | `gzip -dc` alone: 400 MB/s |" in filled
     assert "training included | 1 s |" in filled
     assert rewritten(filled) == filled
+
+
+def test_the_curves_of_the_documentation_are_those_of_the_results() -> None:
+    (figures,) = (
+        found["parts"]["convergence"]["figures"]
+        for path in sorted(parts.RESULTS.glob("*-parts.json"))
+        if "convergence" in (found := json.loads(path.read_text()))["parts"]
+    )
+    drawn = curves.svg(figures)
+    assert curves.OUT.read_text() == drawn
+    image = ElementTree.fromstring(drawn)
+    lines = [path for path in image.iter() if path.get("class", "").startswith("line")]
+    assert len(lines) == 2 * len(figures["losses"])  # and the key
