@@ -145,7 +145,10 @@ def annotate(
     began = time.monotonic()
     part = part or Part()
     device = model.pixel_mean.device
-    set_float32(precision, device)
+    try:
+        set_float32(precision, device)
+    except UsageError as error:  # names the flag of training
+        raise UsageError(str(error).replace("--parallel.", "--")) from None
     found = find_images(paths, out)
     first = _first_id(image_ids)
     settings = {

@@ -12,13 +12,16 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
+from sa1b.console import command
 from sa1b.errors import BadSample, ShardError, UsageError
 from sa1b.names import image_name
 from sa1b.shards import jpeg
 from sa1b.shards.annotation import pixels_message
 from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.manifest import DATASET
+from sa1b.sources.discovery import is_tar_name
 from sa1b.sources.link_list import is_url
+from sa1b.sources.tar_reader import holds_tar
 from sa1b.storage.errors import StorageError
 
 _JPEG_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif")
@@ -68,7 +71,7 @@ def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
         skip: folder that is left out, such as the output.
 
     Raises:
-        UsageError: a path does not exist, or holds no image.
+        UsageError: a path does not exist, is a tar, or holds no image.
         ManifestError: a dataset directory is damaged.
     """
     found = FoundImages()
@@ -76,6 +79,11 @@ def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
     for path in paths:
         if is_url(path) or (Path(path) / DATASET).exists():
             images = list(_stored(open_dataset(path)))
+        elif Path(path).is_file() and (is_tar_name(path) or holds_tar(Path(path))):
+            raise UsageError(
+                f"{path}: a tar; extract its images to a folder, or pass the dataset directory that "
+                f"`{command('reshard')}` made of it"
+            )
         elif Path(path).is_file():
             images = list(_files_of([Path(path)]))
         elif Path(path).is_dir():

@@ -22,7 +22,7 @@ import sa1b
 from sa1b.annotate.annotate import AnnotationSummary, Part, annotate
 from sa1b.annotate.document import content_id, mask_ids
 from sa1b.cli.annotate import main
-from sa1b.errors import UsageError
+from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import geometry
 from sa1b.sam.mask_generator import GeneratorConfig
 from sa1b.sam.model import ModelConfig, Sam
@@ -285,6 +285,7 @@ def test_other_settings_and_other_folders_are_refused(
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     (tmp_path / "empty").mkdir()
+    make_tar(tmp_path / "sa_000020.tar", [7])
     shutil.copytree(photos, tmp_path / "within/photos")
     for paths, out, message in (
         ((photos,), "full", "is not empty, and has no annotate.json"),
@@ -292,6 +293,7 @@ def test_other_settings_and_other_folders_are_refused(
         ((photos, tmp_path / "gone"), "new", "gone: no such file or folder"),
         ((tmp_path / "empty",), "new", "empty: holds no image"),
         ((photos / "more",), "photos", "is inside --out"),
+        ((photos, tmp_path / "sa_000020.tar"), "new", "sa_000020.tar: a tar; extract its images"),
     ):
         with pytest.raises(UsageError, match=message):
             work(*paths, out=out)
@@ -303,6 +305,7 @@ def test_other_settings_and_other_folders_are_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ({"weights": "/gone"}, "/gone: no such file or folder"),
         ({"points_per_side": 0}, "--points-per-side 0: must be a whole number from 1 to 1024"),
         ({"min_stability": 2.0}, "--min-stability 2.0: must be from 0 to 1"),
         ({"image_ids": "names"}, "--image-ids names: must be content, name, or a whole number"),
@@ -310,13 +313,14 @@ def test_other_settings_and_other_folders_are_refused(
         ({"max_pixels": 0}, "--max-pixels 0: must be"),
         ({"part": "9/8"}, "--part 9/8: must be I/N with I from 1 to N"),
         ({"part": "0/8"}, "--part 0/8: must be"),
+        ({"precision": "tf32", "device": "cpu"}, "--precision tf32: needs a GPU"),
         ({"device": "gpu"}, "--device gpu: must be cpu, cuda or cuda:N"),
         ({"device": "cuda:99"}, "--device cuda:99: this process sees"),
     ],
 )
 def test_a_wrong_flag_is_named(weights: Path, photos: Path, tmp_path: Path, flags: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        main((str(photos),), weights=str(weights), out=tmp_path / "labels", **flags)
+    with pytest.raises(Sa1bError, match=message):
+        main((str(photos),), **{"weights": str(weights), "out": tmp_path / "labels", **flags})
     assert not (tmp_path / "labels").exists()
 
 
