@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sa1b.engine.checkpoint.weights import load_model
+    from sa1b.engine.grounding_run import load_grounding
+    from sa1b.grounding.find import ground
     from sa1b.sam.mask_generator import generate_masks
     from sa1b.sam.prediction import predict
     from sa1b.shards.dataset import Dataset
@@ -31,6 +33,8 @@ _PUBLIC = {
     "Batch": ("sa1b.stream.batch", "Batch"),
     "load_model": ("sa1b.engine.checkpoint.weights", "load_model"),
     "generate_masks": ("sa1b.sam.mask_generator", "generate_masks"),
+    "load_grounding": ("sa1b.engine.grounding_run", "load_grounding"),
+    "ground": ("sa1b.grounding.find", "ground"),
     "predict": ("sa1b.sam.prediction", "predict"),
     "webdataset_decoder": ("sa1b.shards.record", "webdataset_decoder"),
 }
@@ -44,6 +48,8 @@ __all__ = [
     "Text",
     "__version__",
     "generate_masks",
+    "ground",
+    "load_grounding",
     "load_model",
     "open",
     "predict",

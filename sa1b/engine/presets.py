@@ -93,6 +93,7 @@ class GroundingConfig(Config):
             length=data.text_tokens,
             vectors=data.text_width,
             capacity=images * data.masks,
+            tokenizer=data.tokenizer,
         )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from sa1b.sam.model import PIXEL_MEAN, PIXEL_STD, ModelConfig, normalised
 from sa1b.sam.published import read_tensors
 from sa1b.sam.random_values import kept_branches
 from sa1b.stream.batch import Batch
+from sa1b.stream.tokenizer import BYTES
 
 PIXEL_FEATURES = 32  # numbers of each pixel of the drawn masks
 SIMILARITY_GAIN, BACKGROUND = 10.0, -3.0  # initial factor of the similarities, and logit of background
@@ -50,6 +51,7 @@ class Grounding(nn.Module):
         length: largest number of tokens of a phrase.
         vectors: numbers of a precomputed embedding, which replaces the text encoder; 0: phrases are tokens.
         capacity: largest number of masks of a micro-batch of any rank.
+        tokenizer: name of the tokenizer, for `sa1b.ground`.
     """
 
     pixel_mean: Tensor
@@ -67,8 +69,10 @@ class Grounding(nn.Module):
         length: int,
         vectors: int = 0,
         capacity: int = 1,
+        tokenizer: str = BYTES,
     ) -> None:
         super().__init__()
+        self.tokenizer, self.length = tokenizer, length
         self.config, self.text, self.recipe = config, text, recipe
         self.vectors, self.capacity = vectors, capacity
         channels, features = config.channels, recipe.features
@@ -111,7 +115,7 @@ class Grounding(nn.Module):
     def read_weights(self, path: Path) -> dict[str, Tensor]:
         """The tensors of a grounding model, a SAM or a plain ViT."""
         found = read_tensors(path)
-        return found if _SCALE in found else read_initial_weights(path)
+        return found if is_grounding(found) else read_initial_weights(path)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Load weights of this model, or those of a SAM or a ViT for the image encoder.
@@ -119,7 +123,7 @@ class Grounding(nn.Module):
         Raises:
             UsageError: the weights are those of a model with other sizes.
         """
-        if _SCALE in weights:
+        if is_grounding(weights):
             try:
                 self.load_state_dict(dict(weights))
             except RuntimeError as error:
@@ -289,6 +293,11 @@ class Grounding(nn.Module):
             "temperature": count / scale.detach()[0],
             "count": count,
         }
+
+
+def is_grounding(weights: Mapping[str, Tensor]) -> bool:
+    """Whether tensors are those of a grounding model, not those of a SAM."""
+    return _SCALE in weights
 
 
 def _with_blank(images: Tensor, masks: Phrased, image_keys: Tensor) -> tuple[Tensor, Phrased, Tensor, slice]:

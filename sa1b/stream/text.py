@@ -181,17 +181,9 @@ class TextColumn:
         if self.tokenizer is None:
             texts = self._of_vectors(values, ids)
         else:
-            texts = self._of_strings(values, self.tokenizer)
+            key = _key_of(self.column)
+            texts = texts_of(values, self.tokenizer, self.options.length, key)
         return texts, values
-
-    def _of_strings(self, values: Sequence[str | None], tokenizer: Tokenizer) -> Texts:
-        length = self.options.length
-        rows = [np.zeros(0, np.int32) if value is None else _tokens(value, tokenizer) for value in values]
-        rows = [row[:length] for row in rows]
-        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        tokens = np.concatenate([np.zeros(0, np.int32), *rows])
-        keys = [-1 if value is None else _key(value.encode()) for value in values]
-        return self._texts(tokens, offsets, np.zeros((len(values), 0), np.float32), keys)
 
     def _of_vectors(self, values: Sequence[Sequence[float] | None], ids: npt.NDArray[np.int64]) -> Texts:
         vectors = np.zeros((len(values), self.width), np.float32)
@@ -206,21 +198,41 @@ class TextColumn:
                 )
             vectors[row] = value
             keys[row] = _key(vectors[row].tobytes())
-        return self._texts(np.zeros(0, np.int32), np.zeros(len(values) + 1, np.int64), vectors, keys)
-
-    def _texts(
-        self, tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64],
-        vectors: npt.NDArray[np.float32], keys: list[int],
-    ) -> Texts:  # fmt: skip
-        key: Key = "image_id" if self.column.key == "image_id" else "mask_id"
         return Texts(
-            tokens=torch.from_numpy(tokens),
-            offsets=torch.from_numpy(offsets),
+            tokens=torch.zeros(0, dtype=torch.int32),
+            offsets=torch.zeros(len(values) + 1, dtype=torch.int64),
             vectors=torch.from_numpy(vectors),
             keys=torch.tensor(keys, dtype=torch.int64),
-            key=key,
+            key=_key_of(self.column),
             length=self.options.length,
         )
+
+
+def texts_of(values: Sequence[str | None], tokenizer: Tokenizer, length: int, key: Key) -> Texts:
+    """The tokens of N texts; None is no text.
+
+    Args:
+        length: largest number of tokens; longer texts are cut.
+        key: what the texts belong to.
+
+    Raises:
+        ColumnError: the tokenizer returns something else than tokens.
+    """
+    rows = [np.zeros(0, np.int32) if value is None else _tokens(value, tokenizer) for value in values]
+    rows = [row[:length] for row in rows]
+    keys = [-1 if value is None else _key(value.encode()) for value in values]
+    return Texts(
+        tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *rows])),
+        offsets=torch.from_numpy(np.cumsum([0, *map(len, rows)], dtype=np.int64)),
+        vectors=torch.zeros(len(values), 0),
+        keys=torch.tensor(keys, dtype=torch.int64),
+        key=key,
+        length=length,
+    )
+
+
+def _key_of(column: Column) -> Key:
+    return "image_id" if column.key == "image_id" else "mask_id"
 
 
 def open_text(text: Any, storage_options: Any = None) -> TextColumn | None:

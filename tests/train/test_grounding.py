@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import sa1b
 from sa1b.cli import view
+from sa1b.engine.checkpoint.weights import convert
+from sa1b.errors import Sa1bError
 from sa1b.gallery.predictions import read_predictions
 from tests.train.command import STEPS, assert_same_state, losses, start, train_to_end
 
@@ -86,6 +89,28 @@ def test_scores_are_the_same_on_two_ranks_and_say_which_region_was_found(
             assert iou == 1 or not same
             hits += iou == 1
     assert hits == round(alone["recall_at_1"] * alone["phrases"])
+
+
+def test_the_model_of_a_run_grounds_phrases(root: Path, run: Run, tmp_path: Path) -> None:
+    model = sa1b.load_grounding(run("none", 1))
+    sample = sa1b.open(root).by_id(103)
+    regions = sample.annotations.runs()
+    found = sa1b.ground(model, sample.image, ["small red disc", "large blue box"], regions=regions)
+    assert found.masks.shape == (2, sample.annotations.height, sample.annotations.width)
+    assert found.similarity.shape == (2, len(regions))
+    newest = max((run("none", 1) / "checkpoints").iterdir())
+    again = sa1b.load_grounding(newest)
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+    for call, message in (
+        (lambda: sa1b.load_model(run("none", 1)), "a grounding model; load its run with sa1b.load_grounding"),
+        (
+            lambda: convert(newest, tmp_path / "w.pth"),
+            "a grounding model, which needs the settings of its run",
+        ),
+        (lambda: sa1b.load_grounding(tmp_path), "not the run of a grounding model .FileNotFoundError"),
+    ):
+        with pytest.raises(Sa1bError, match=message):
+            call()
 
 
 def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:

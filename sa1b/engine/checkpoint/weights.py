@@ -15,6 +15,7 @@ from torch import Tensor
 from sa1b.engine.checkpoint import bucket, files, tensors
 from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, UsageError
+from sa1b.grounding.model import is_grounding
 from sa1b.sam.model import Sam
 from sa1b.sam.published import (
     FORMATS,
@@ -201,6 +202,8 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
     if not isinstance(source, str | PathLike):
         raise UsageError(f"source {source!r}: not a path; pass {_KINDS}")
     where, found = find_weights(source)
+    if is_grounding(found):
+        raise WeightsError(f"{where}: a grounding model; load its run with sa1b.load_grounding")
     try:
         model = Sam(config_of(found))
         model.load_state_dict(found)
@@ -228,6 +231,11 @@ def convert(
     if target.exists() and not overwrite:
         raise UsageError(f"--out {target}: exists; pass --overwrite to replace it")
     where, weights = find_weights(source, scratch=scratch)
+    if is_grounding(weights):
+        raise UsageError(
+            f"{where}: a grounding model, which needs the settings of its run; load the run with "
+            "sa1b.load_grounding, or pass it as --init"
+        )
     write_weights(target, weights)
     config = config_of(weights)
     return Converted(

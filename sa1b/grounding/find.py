@@ -1,0 +1,126 @@
+"""`sa1b.ground`: what phrases describe in an image.
+
+model = sa1b.load_grounding("run")
+found = sa1b.ground(model, image, ["small red disc"], regions=sample.annotations.runs())
+found.masks[0]            # bool [height, width], the mask that the model draws
+found.similarity[0]       # float32 [M], of the phrase and each region
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sa1b.grounding.model import Grounding
+from sa1b.grounding.regions import region_features
+from sa1b.masks import points
+from sa1b.masks.grid import framed_size
+from sa1b.masks.raster import rasterize_frame
+from sa1b.masks.runs import Runs
+from sa1b.sam.prediction import at_source, framed_image, rgb_pixels
+from sa1b.stream.text import texts_of
+from sa1b.stream.tokenizer import open_tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grounded:
+    """What N phrases describe in an image.
+
+    Attributes:
+        masks: bool [N, height, width], the masks that the model draws, at the resolution of the image.
+        logits: float32 [N, 4 * side, 4 * side], of the padded square.
+        similarity: float32 [N, M], cosine of each phrase with each of the M regions; M is 0 without regions.
+    """
+
+    masks: npt.NDArray[np.bool_]
+    logits: npt.NDArray[np.float32]
+    similarity: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    def regions(self) -> npt.NDArray[np.int64]:
+        """The most similar region of each phrase: int64 [N].
+
+        Raises:
+            ValueError: there are no regions.
+        """
+        if not self.similarity.shape[1]:
+            raise ValueError("regions(): there are no regions; pass regions= to sa1b.ground")
+        return np.asarray(self.similarity.argmax(axis=1), np.int64)
+
+
+@torch.no_grad()
+def ground(
+    model: Grounding, image: Any, phrases: Sequence[str] | npt.ArrayLike, *, regions: Runs | None = None
+) -> Grounded:
+    """Find and draw what phrases describe in an image.
+
+    Args:
+        model: the result of `sa1b.load_grounding`, on any device.
+        image: uint8 RGB [height, width, 3], or a PIL image of any mode; any size.
+        phrases: N strings; for a model that was trained with precomputed embeddings, numbers [N, D].
+        regions: masks of the image to choose from, such as `sample.annotations.runs()` or those of
+            `sa1b.generate_masks`.
+
+    Raises:
+        ValueError: an argument has a wrong type or shape; the message names it.
+    """
+    if not isinstance(model, Grounding):
+        raise ValueError(
+            f"model: must be a grounding model, not {type(model).__name__}; pass sa1b.load_grounding(run)"
+        )
+    pixels = rgb_pixels(image)
+    height, width = pixels.shape[:2]
+    if regions is not None and (regions.height, regions.width) != (height, width):
+        raise ValueError(
+            f"regions: must have the size of the image, {width} x {height} pixels, not {regions.width} x "
+            f"{regions.height}"
+        )
+    size, side = model.config.image_size, model.config.side
+    rows, columns = framed_size(height, width, size)
+    device = model.pixel_mean.device
+    square = torch.from_numpy(framed_image(pixels, rows, columns, size)).to(device)
+    sizes = torch.tensor([[rows, columns]])
+    keys = torch.zeros(1, dtype=torch.int64, device=device)
+    embedding = model.embed(square[None].permute(0, 3, 1, 2), sizes, keys)
+    read = _read(model, phrases, device)
+    texts = functional.normalize(model.text_head(read).float(), dim=-1)
+    logits = model.draw(embedding, read, texts, (len(read),))
+    similarity = np.zeros((len(read), 0), np.float32)
+    if regions is not None and len(regions):
+        inside = points.uniform_point(regions, np.zeros(len(regions), np.uint64))
+        coarse = rasterize_frame(regions, size, side, taken=(rows, columns))
+        pooled = region_features(
+            embedding,
+            torch.from_numpy(coarse).to(device),
+            torch.from_numpy((inside + 0.5) * (columns / width, rows / height)).float().to(device),
+            (len(regions),),
+            size,
+        )
+        of_regions = functional.normalize(model.region_head(pooled).float(), dim=-1)
+        similarity = (texts @ of_regions.T).cpu().numpy()
+    masks = at_source(logits, (height, width), (rows, columns), size)
+    return Grounded(masks.cpu().numpy(), logits.cpu().numpy(), similarity)
+
+
+def _read(model: Grounding, phrases: Any, device: torch.device) -> Tensor:
+    if model.text_encoder is None:
+        vectors = np.asarray(phrases)
+        if vectors.dtype.kind not in "fiu" or vectors.shape[1:] != (model.vectors,):
+            raise ValueError(
+                f"phrases: must be embeddings, numbers [N, {model.vectors}], for this model, got "
+                f"{vectors.dtype} {list(vectors.shape)}"
+            )
+        return torch.from_numpy(vectors.astype(np.float32)).to(device)
+    if isinstance(phrases, str) or not all(isinstance(phrase, str) for phrase in phrases):
+        raise ValueError(f"phrases={phrases!r}: must be a list of strings")
+    tokenizer = open_tokenizer(model.tokenizer)
+    tokens, belongs = texts_of(list(phrases), tokenizer, model.length, "mask_id").padded()
+    found: Tensor = model.text_encoder(tokens.to(device), belongs.to(device))
+    return found
