@@ -4,6 +4,7 @@ The next image is read and decoded, and the previous one is written, while the m
 """
 
 import hashlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -184,7 +185,8 @@ def annotate(
             try:
                 work.take(prepared)
             except BadSample as error:
-                refusal = {"image": prepared.name, "reason": error.reason, "message": str(error)}
+                printable = os.fsencode(prepared.name).decode(errors="replace")
+                refusal = {"image": printable, "reason": error.reason, "message": str(error)}
                 summary.refused.append(refusal)
             progress.update(1)
         work.wait(0)

@@ -63,8 +63,8 @@ class FoundImages:
 def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
     """Find all images in `paths`.
 
-    Folders are searched at any depth for files whose names end as those of images do. Hidden files and
-    folders are left out. A path that is a file is always an image.
+    Folders are searched at any depth for files whose names end as those of images do, also through links.
+    Hidden files and folders are left out. A path that is a file is always an image.
 
     Args:
         paths: files, folders and dataset directories; also URLs of dataset directories.
@@ -115,11 +115,12 @@ def _read_stored(dataset: Dataset, row: int) -> bytes:
 
 
 def _names(folder: Path, skip: Path) -> Iterator[Path]:
-    """All files of a folder that are not hidden, by name."""
-    left_out = skip.resolve()
-    for parent, folders, names in os.walk(folder):
-        kept = [name for name in folders if name[0] != "." and (Path(parent) / name).resolve() != left_out]
-        folders[:] = sorted(kept)
+    """All files of a folder that are not hidden, by name; links to folders are followed, each folder once."""
+    seen = {os.path.realpath(folder), os.path.realpath(skip)}
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        below = {name: os.path.realpath(Path(parent) / name) for name in sorted(folders) if name[0] != "."}
+        folders[:] = [name for name, real in below.items() if real not in seen]
+        seen.update(below.values())
         yield from (Path(parent) / name for name in sorted(names) if name[0] != ".")
 
 

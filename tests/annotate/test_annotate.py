@@ -220,17 +220,18 @@ def test_what_cannot_be_annotated_is_listed(
     for name, (data, _) in bad.items():
         (photos / name).write_bytes(data)
     (photos / "gone.jpg").symlink_to(photos / "nothing")
+    (photos / os.fsdecode(b"\xff.jpg")).write_bytes(b"x")
     summary = work(photos, max_pixels=9000)
     assert summary.annotated == 6
     reasons = {Path(one["image"]).name: one["reason"] for one in summary.refused}
-    assert reasons.keys() == bad.keys() | {"gone.jpg"}
+    assert reasons.keys() == bad.keys() | {"gone.jpg", "\ufffd.jpg"}
     assert reasons["gone.jpg"] == "unreadable"
     assert all(reasons[name].startswith(reason) for name, (_, reason) in bad.items()), reasons
     assert summary.exit_code() == 3
     assert "--quality 95 converts" in next(
         one["message"] for one in summary.refused if "icon" in one["image"]
     )
-    assert "  refused  7" in summary.table()
+    assert "  refused  8" in summary.table()
     assert len(list((tmp_path / "labels").rglob("*.jpg"))) == 6
 
     again = work(photos, max_pixels=9000, quality=95)
@@ -298,8 +299,12 @@ def test_other_settings_and_other_folders_are_refused(
         with pytest.raises(UsageError, match=message):
             work(*paths, out=out)
     assert not (tmp_path / "new").exists()
+    (tmp_path / "within/loop").symlink_to(tmp_path / "within")
+    (tmp_path / "within/photos/linked").symlink_to(tmp_path / "linked")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/x.jpg").write_bytes(photo(40))
     inside = work(tmp_path / "within", out="within/labels")  # the output is not an input
-    assert work(tmp_path / "within", out="within/labels").complete == inside.annotated == 6
+    assert work(tmp_path / "within", out="within/labels").complete == inside.annotated == 7
 
 
 @pytest.mark.parametrize(
