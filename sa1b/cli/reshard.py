@@ -5,6 +5,7 @@ Example: sa1b reshard sa_000020.tar sa_000021.tar --out shards --workers 4
          sa1b reshard --out shards --finish
          sa1b reshard downloads --out s3://BUCKET/shards --scratch /nvme/scratch
          sa1b reshard --links links.txt --out shards --workers 8
+         sa1b reshard my_masks.json --images photos --out shards       your own masks, in COCO's format
 
 After an interruption, run the same command again: finished sources are skipped. Exit code 0: every source is
 in the dataset; 1: a source is missing, or the store of --out failed; 2: nothing was done; 3: every source is
@@ -50,6 +51,8 @@ def main(
     links: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     connections: int = CONNECTIONS,
     max_rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
+    images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    image_ids: Literal["keep", "hash"] = "keep",
     md5: Path | None = None,
     on_error: Literal["quarantine", "stop"] = "quarantine",
     accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
@@ -71,7 +74,8 @@ def main(
     Args:
         source: Tars (gzip or plain, detected by content), folders of extracted pairs (flat, or with the
             subfolders images/ and annotations/), folders that contain any of these at any depth, or URLs of
-            tars and of folders of tars (https://, s3://, ...), which are read without storing them.
+            tars and of folders of tars (https://, s3://, ...), which are read without storing them. Or files
+            of your own masks in COCO's format (x.json), with --images.
         out: Folder for the shards, created if it is missing, or a URL such as s3://BUCKET/FOLDER. To add
             sources later, run the command again with them.
         images_per_shard: Images in a shard; 1024 images take about 1 GB.
@@ -98,6 +102,11 @@ def main(
             these links without storing them. Links expire: a later run may use a newer list.
         connections: Requests at the same time for each tar that is read from a URL.
         max_rate: Limit of the bytes read from URLs, in MB per second, over all workers.
+        images: With files in COCO's format: folder that contains the images, by their file_name. By default
+            the folder of the file. JPEGs keep their bytes; other formats become JPEGs of quality 95.
+        image_ids: With files in COCO's format: keep takes the ids of the images in the file; hash takes
+            hashes of source and file_name, for several files whose ids are the same numbers. Finished sources
+            keep their ids; see --redo.
         md5: File with expected digests, one `<md5>  <file name>` per line. Sources with other digests fail.
         on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
         accept: A reason that may be frequent. By default, a reason for more than 1 % of a source's pairs (and
@@ -143,6 +152,7 @@ def main(
             raise UsageError(f"{flag} {seconds:g}: must be above 0 and at most {LONGEST:,.0f} seconds")
     if not 1 <= max_pixels <= MAX_STORED_PIXELS:
         raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
+    _check_images(images, image_ids, paths_of((*source, *map(str, _renamed(rename)))))
     quality = checked_quality(image_size, quality)
     check_rate("--max-rate", max_rate)
     store = store_of(out, scratch, endpoint, source)
@@ -151,6 +161,7 @@ def main(
         from sa1b.ingest.reshard import reshard
         from sa1b.ingest.worker import Run
         from sa1b.shards.manifest import Options
+        from sa1b.sources.coco_file import CocoOptions
     with engines.engine(engine, address, workers) as (count, supervise):
         rate = None if max_rate is None else max_rate * 1e6 / count
         summary = reshard(
@@ -166,6 +177,7 @@ def main(
                 redo=redo,
                 rename=_renamed(rename),
                 ignore=ignore,
+                coco=CocoOptions(images, image_ids),
                 links=linked(source, links, connections, rate, endpoint),
                 task=_part(task),
                 finish=finish,
@@ -213,6 +225,18 @@ def _without_ingest(
     else:
         print(finished.line(store))
     return code
+
+
+def _check_images(images: Path | None, image_ids: str, paths: tuple[Path, ...]) -> None:
+    if images is None and image_ids == "keep":
+        return
+    if not any(path.suffix.lower() == ".json" for path in paths):
+        flag = f"--image-ids {image_ids}" if images is None else f"--images {images}"
+        raise UsageError(
+            f"{flag}: only with a file in COCO's format as SOURCE, such as my_masks.json; omit it"
+        )
+    if images is not None and not images.is_dir():
+        raise UsageError(f"--images {images}: no such folder; name the folder of the images")
 
 
 def _renamed(pairs: tuple[str, ...]) -> dict[Path, str]:

@@ -69,6 +69,9 @@ class _Pass:
         if member.kind == "folder" or (self.sharded and member.name.endswith(".json")):
             return
         where = f"{member.name} in {place}"
+        if member.reason:
+            self.skipped.add(member.reason, f"{where}: {member.detail}")
+            return
         if member.kind != "file":
             self.skipped.add("not_a_file", f"{where}: {member.kind}")
             return

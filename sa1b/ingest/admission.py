@@ -11,6 +11,7 @@ from pathlib import Path
 from sa1b.errors import UsageError
 from sa1b.names import is_source_name, parse_shard_name, source_stem
 from sa1b.shards.manifest import FORMAT, PARTIAL, QUARANTINE, TASKS, Options, Task
+from sa1b.sources.coco_file import CocoOptions
 from sa1b.sources.discovery import Discovered, discover, is_tar_name
 from sa1b.sources.folder import is_pair_name
 from sa1b.sources.link_list import Link
@@ -34,6 +35,7 @@ def admitted(
     rename: Mapping[Path, str],
     skip: Sequence[Path] = (),
     ignore: Sequence[str] = (),
+    coco: CocoOptions | None = None,
 ) -> Discovered:
     """All sources in the order of their names, and the files that are not taken.
 
@@ -53,7 +55,7 @@ def admitted(
                 f"--rename {path}={name}: the name has {len(name)} characters; it must have at most "
                 f"{_NAME_LENGTH}"
             )
-    return discover([*rename, *paths], ignore, skip=skip, rename=rename)
+    return discover([*rename, *paths], ignore, skip=skip, rename=rename, coco=coco)
 
 
 def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, Source], dict[str, Link]]:

@@ -83,6 +83,13 @@ class Finished:
         )
 
 
+def _advice(task: Task) -> str:
+    """The way out for a file in COCO's format whose images have the ids of others."""
+    if task.source["kind"] != "coco":
+        return ""
+    return f". For other images with the same numbers, add --image-ids hash --redo {task.name}"
+
+
 def _shown(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
@@ -111,7 +118,8 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
         if not is_current(store, tasks, failed, pending) and (tasks or without is not None):
             unlike = _other_options(tasks)
             found = tables_of(store, {name: task for name, task in tasks.items() if name not in unlike})
-            left_out = unlike | clashes({name: rows for name, (_, rows) in found.items()})
+            clash = clashes({name: rows for name, (_, rows) in found.items()})
+            left_out = unlike | {name: f"{why}{_advice(tasks[name])}" for name, why in clash.items()}
             tasks = {name: task for name, (task, _) in found.items() if name not in left_out}
             tables = {name: found[name][1] for name in tasks}
             failed |= left_out

@@ -16,6 +16,7 @@ from sa1b.ingest.search import Searched
 from sa1b.shards.commit import abort_uploads, shard_files
 from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
 from sa1b.shards.staging import remove_staging_of
+from sa1b.sources.coco_file import CocoOptions
 from sa1b.sources.link_list import Link
 from sa1b.sources.source import Source, digest_of_source
 from sa1b.storage.claim import TIMEOUT, Claim, holder
@@ -37,6 +38,7 @@ class Run:
         redo: names of finished sources to convert again; their task files are not read.
         rename: path -> name of the source.
         ignore: patterns of files and folders that are left out and not listed.
+        coco: how files in COCO's format are read.
         links: links to further sources.
         task: (I, N): process only the sources I, I + N, I + 2 N, ... in the order of their names, and do not
             finish the dataset unless `finish` is set.
@@ -54,6 +56,7 @@ class Run:
     redo: tuple[str, ...] = ()
     rename: Mapping[Path, str] | None = None
     ignore: tuple[str, ...] = ()
+    coco: CocoOptions | None = None
     links: tuple[Link, ...] = ()
     task: tuple[int, int] | None = None
     finish: bool = False

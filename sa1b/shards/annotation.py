@@ -36,6 +36,7 @@ MAX_JSON_BYTES = 4 << 20  # real files: 63 kB on average; empty lists take 25 ti
 MAX_JSON_DEPTH = 100  # real files: 5; readers parse it again, also from deep call stacks
 
 IMAGE_KEYS = ("image_id", "width", "height", "file_name")
+PROVENANCE = "provenance"  # key of an annotation file for the origin of masks that are not SA-1B's
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
@@ -214,7 +215,7 @@ def _read_document(
         raise BadSample("nested_too_deep", f"annotation file nested {depth:,} deep, cap {MAX_JSON_DEPTH}")
     if columns is None:
         columns = unusual_columns(masks, height, width, warnings)
-    elif not exact:
+    elif not exact and PROVENANCE not in document:
         warnings.add("duplicate_key", "a key occurs more than once")
     return height, width, columns, exact
 
@@ -254,7 +255,8 @@ def _read_image(
     if file_name != member_name(image_id, "jpg"):
         found = repr(file_name) if isinstance(file_name, str) else name_of(file_name)
         warnings.add("file_name", f"image.file_name is {found}, expected 'sa_{image_id}.jpg'")
-    usual = tuple(document) == ("image", "annotations") and tuple(image) == IMAGE_KEYS
+    expected = ("image", "annotations", PROVENANCE)[: 2 + isinstance(document.get(PROVENANCE), dict)]
+    usual = tuple(document) == expected and tuple(image) == IMAGE_KEYS
     if not usual:
         warnings.add("keys", f"keys {list(document)} and {list(image)}")
     return height, width, usual and "file_name" not in warnings

@@ -8,6 +8,7 @@ is listed:
     data/sa_000021/sa_5.jpg     a folder of pairs, see `sa1b.sources.folder`
     data/x.tar.gz.part          not taken: a partial download
     data/notes.txt              not taken: neither a tar nor a member of a pair
+    data/train.json             a file in COCO's format if the user names it, see `sa1b.sources.coco`
 """
 
 import os
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sa1b.errors import SourceError
-from sa1b.names import is_source_name, parse_shard_name, source_stem
+from sa1b.names import is_source_name, parse_member_path, parse_shard_name, source_stem
+from sa1b.sources.coco_file import ENDING, CocoFile, CocoOptions
 from sa1b.sources.folder import Ignore, folder_size, inode_of, is_folder, is_pair_name, pair_files, subfolders
 from sa1b.sources.source import Source
 from sa1b.sources.tar_reader import holds_tar
@@ -78,6 +80,7 @@ def discover(
     *,
     skip: Collection[Path] = (),
     rename: Mapping[Path, str] | None = None,
+    coco: CocoOptions | None = None,
 ) -> Discovered:
     """Find all sources in `paths`.
 
@@ -86,16 +89,18 @@ def discover(
     reached twice counts once.
 
     Args:
-        paths: tars, or folders to search at any depth.
+        paths: tars, files in COCO's format (x.json), or folders to search at any depth for tars and pairs.
         ignore: fnmatch patterns, compared with the file name and with the path relative to the given folder;
             a match is neither taken nor listed. They do not apply to `paths` themselves.
         skip: files and folders of this run, such as its output. They are neither taken nor listed, unless
             they are in `paths`.
         rename: path of a tar or of a folder of pairs -> the name of the source instead of its usual one.
+        coco: how files in COCO's format are read.
 
     Raises:
         SourceError: a path does not exist or holds no source, two sources have one name, extracted pairs and
-            tars share a folder, a path is a dataset directory, or a path in `rename` is no source.
+            tars share a folder, a path is a dataset directory, a path in `rename` is no source, or a file
+            in COCO's format cannot be used.
     """
     names = {os.path.realpath(path): name for path, name in (rename or {}).items()}
     skipped = {inode_of(path) for path in skip if path.exists()}
@@ -104,7 +109,7 @@ def discover(
     for path in paths:
         if not path.exists():
             raise SourceError(f"{path}: no such file or folder; name tars, or folders that hold them")
-        search = _Search(path, Ignore(path, tuple(ignore)), skipped, names)
+        search = _Search(path, Ignore(path, tuple(ignore)), skipped, names, coco or CocoOptions())
         for source in search.run():
             other = sources.setdefault(source_stem(source.name), source)
             if other.path.resolve() != source.path.resolve():
@@ -128,9 +133,14 @@ class _Search:
     """Search of one of the user's paths."""
 
     def __init__(
-        self, path: Path, ignore: Ignore, skipped: set[tuple[int, int]], names: Mapping[str, str]
+        self,
+        path: Path,
+        ignore: Ignore,
+        skipped: set[tuple[int, int]],
+        names: Mapping[str, str],
+        coco: CocoOptions,
     ) -> None:
-        self.path, self.ignore, self.skipped, self.names = path, ignore, skipped, names
+        self.path, self.ignore, self.skipped, self.names, self.coco = path, ignore, skipped, names, coco
         self.sources: list[Source] = []
         self.not_taken: list[NotTaken] = []
         self.seen = skipped - {inode_of(path)}  # folders
@@ -140,7 +150,7 @@ class _Search:
     def run(self) -> list[Source]:
         if self.path.is_file():
             # A gzip file that is not a tar fails when it is read; the error names it, other sources are kept.
-            self._take("tar", self.path)
+            self._take("coco" if _is_coco_name(self.path.name) else "tar", self.path)
             return self.sources
         if not self.path.is_dir():
             raise SourceError(f"{self.path}: neither a file nor a folder; write a pipe to a file first")
@@ -217,7 +227,7 @@ class _Search:
         return False
 
     def _take(self, kind: str, path: Path) -> None:
-        usual = tar_name(path.name) if kind == "tar" else path.resolve().name
+        usual = {"tar": tar_name(path.name), "coco": path.stem}.get(kind) or path.resolve().name
         name = self.names.get(os.path.realpath(path), usual)
         if not is_source_name(name):
             if path == self.path:
@@ -226,6 +236,9 @@ class _Search:
         elif kind == "tar":
             found = path.stat()
             self.sources.append(Source(name, path, kind, found.st_size, found.st_mtime_ns))
+        elif kind == "coco":
+            size = CocoFile(path, name, self.coco).size()
+            self.sources.append(Source(name, path, kind, *size, coco=self.coco))
         else:
             self.sources.append(Source(name, path, kind, *folder_size(path, self.ignore), self.ignore))
 
@@ -236,6 +249,11 @@ class _Search:
 def _is_dataset(names: Sequence[str]) -> bool:
     """Whether a folder with these entries is a dataset directory, complete or not."""
     return "dataset.json" in names or ("tasks" in names and any(map(parse_shard_name, names)))
+
+
+def _is_coco_name(name: str) -> bool:
+    """Whether a file that the user names is one in COCO's format; sa_5.json is the member of a pair."""
+    return name.lower().endswith(ENDING) and parse_member_path(name) is None
 
 
 def is_tar_name(name: str) -> bool:

@@ -104,7 +104,7 @@ def pair_files(path: Path, ignore: Ignore) -> list[Path]:
 
 def folder_size(path: Path, ignore: Ignore) -> tuple[int, int]:
     """Total bytes of all files that can be members, and their newest modification time in nanoseconds."""
-    stats = [found for file in pair_files(path, ignore) if isinstance(found := _stat(file), os.stat_result)]
+    stats = [found for file in pair_files(path, ignore) if isinstance(found := stat_of(file), os.stat_result)]
     size = sum(found.st_size for found in stats if found.st_size <= MAX_MEMBER_BYTES)
     return size, max((found.st_mtime_ns for found in stats), default=0)
 
@@ -144,7 +144,7 @@ class FolderReader:
         """
         stats = hashlib.sha256()
         for file in pair_files(self.path, self.ignore):
-            stats.update(_fingerprint(file, _stat(file)))
+            stats.update(fingerprint(file, stat_of(file)))
         if stats.digest() != self._stats.digest():
             raise SourceError(f"{self.path}: files changed while they were read; run the same command again")
 
@@ -152,8 +152,8 @@ class FolderReader:
         """Nothing to close: every file is closed once it has been read."""
 
     def _member(self, file: Path) -> Member:
-        found = _stat(file)
-        self._stats.update(_fingerprint(file, found))
+        found = stat_of(file)
+        self._stats.update(fingerprint(file, found))
         if isinstance(found, OSError):
             kind = "link to nothing" if file.is_symlink() else UNREADABLE
             return Member(file.name, kind, 0, b"", f"cannot be read: {found.strerror}")
@@ -181,14 +181,16 @@ def inode_of(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _stat(file: Path) -> os.stat_result | OSError:
+def stat_of(file: Path) -> os.stat_result | OSError:
+    """The state of a file, or the error that prevents reading it."""
     try:
         return file.stat()
     except OSError as error:
         return error
 
 
-def _fingerprint(file: Path, found: os.stat_result | OSError) -> bytes:
+def fingerprint(file: Path, found: os.stat_result | OSError) -> bytes:
+    """Bytes that differ if a file was changed; empty if it does not exist."""
     if isinstance(found, OSError):
         return b""  # the file was removed before it was read: its member is refused
     # Without the inode: some network file systems give a file a new number each time it is opened.

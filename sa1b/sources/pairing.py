@@ -81,6 +81,9 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
             damaged = True
             yield item
             continue
+        if item.reason:
+            yield Refusal(item.reason, item.detail, item)
+            continue
         if item.kind != "file":
             if item.kind != "folder":
                 yield Refusal(_REASONS.get(item.kind, "not_a_file"), _why_no_file(item), item)

@@ -1,4 +1,5 @@
-"""A source as a stream of members: a tar as downloaded (gzip or plain) or a folder of extracted pairs."""
+"""A source as a stream of members: a tar as downloaded (gzip or plain), a folder of extracted pairs, or a
+file of annotations in COCO's format with its images."""
 
 import hashlib
 import re
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sa1b.errors import SourceError
+from sa1b.sources.coco import CocoReader
+from sa1b.sources.coco_file import CocoOptions
 from sa1b.sources.folder import FolderReader, Ignore
 from sa1b.sources.hard_links import resolve_links
 from sa1b.sources.link_list import Link
@@ -25,12 +28,13 @@ class Source:
     Attributes:
         name: file name without ending, or the folder's name; part of the names of shards.
         path: file or folder; the name of the tar if it has a link.
-        kind: "tar" or "folder".
+        kind: "tar", "folder" or "coco".
         link: source of the tar's bytes if the tar is not a file; `path` is then only its name.
         wanted: the only pairs that are read; None: all.
-        size: stored bytes of the tar, or of all files of the folder.
-        mtime_ns: modification time in nanoseconds of the tar, or of the newest file of the folder.
+        size: stored bytes of the tar, or of all files of the folder, or of the COCO file and its images.
+        mtime_ns: modification time in nanoseconds of the tar, or of the newest of these files.
         ignore: patterns of the files of a folder that are left out.
+        coco: how a COCO file is read.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Source:
     ignore: Ignore | None = None
     link: Link | None = None
     wanted: WantedPairs | None = None
+    coco: CocoOptions | None = None
 
     @property
     def label(self) -> str:
@@ -60,20 +65,26 @@ class SourceReader:
     ) -> None:
         self.source = source
         self._progress = progress
-        self._reader: StoredStream | FolderReader
+        self._reader: StoredStream | FolderReader | CocoReader
         if source.kind == "tar":
             self._reader = StoredStream(source.link or source.path, md5=md5, progress=progress)
+        elif source.kind == "coco":
+            options = source.coco or CocoOptions()
+            self._reader = CocoReader(source.path, source.name, options, progress=progress)
         else:
             ignore = source.ignore or Ignore(source.path)
             self._reader = FolderReader(source.path, ignore, progress=progress)
 
     def items(self) -> Iterator[Member | Damage]:
-        """Members and damage: for a tar in its order, hard links last; for a folder sorted by image id."""
+        """Members and damage.
+
+        A tar and a COCO file have their order, hard links last; a folder is sorted by image id.
+        """
         items: Iterator[Member | Damage]
-        if isinstance(self._reader, FolderReader):
-            items = self._reader.items()
-        else:
+        if isinstance(self._reader, StoredStream):
             items = resolve_links(members(self._reader), self._again)
+        else:
+            items = self._reader.items()
         return items if self.source.wanted is None else self.source.wanted.filter(items)
 
     def digests(self) -> dict[str, str]:

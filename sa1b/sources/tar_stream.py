@@ -40,7 +40,9 @@ class Member:
         kind: "file", or the kind of the other entry.
         offset: bytes from the start of the tar (uncompressed) to the member's header; 0 in a folder.
         data: content of a file, else empty.
-        detail: target of a hard link as stored; for OVERSIZED and UNREADABLE the reason why `data` is empty.
+        detail: target of a hard link as stored; for OVERSIZED and UNREADABLE the reason why `data` is empty;
+            with `reason` the message.
+        reason: snake_case word: why the reader of the source refuses the member; empty if it does not.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Member:
     offset: int
     data: bytes
     detail: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

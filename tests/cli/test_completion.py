@@ -37,7 +37,7 @@ def test_bash_completes_verbs_and_their_flags(tmp_path: Path) -> None:
     assert set(VERBS) <= completed("")
     assert completed("ver") == {"verify"}
     assert "--deep" in completed("verify", "--")
-    assert completed("reshard", "--im") == {"--images-per-shard", "--image-size"}
+    assert completed("reshard", "--image-") == {"--image-ids", "--image-size"}
     assert all(word.startswith("--") for word in completed("gallery", "--"))
     assert "--data.root" in completed("train", "--data.r")
 

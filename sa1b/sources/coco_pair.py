@@ -1,0 +1,232 @@
+"""The annotations of one image in COCO's format as an annotation file of SA-1B, with their origin.
+
+    {"image": ..., "annotations": [...], "provenance": {...}}
+
+The masks are runs, as in every annotation file. Polygons become the pixels that pycocotools gives. What
+COCO's format lacks has default values: the scores are 1, the prompt point is the middle one of the
+foreground pixels in the order of the runs, and the crop is the image. Annotations that are no mask are
+returned with the reason.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sa1b.masks import coco, geometry
+from sa1b.masks.points import nth_foreground
+from sa1b.masks.polygons import rasterize_polygons
+from sa1b.masks.runs import MaskError, Runs
+from sa1b.names import member_name
+
+_MASK_END = 2**63
+_DROPPED = ("segmentation", "image_id")  # keys of an annotation that the pair has in another form
+
+
+@dataclass(slots=True)
+class _Mask:
+    """An annotation that may become a mask."""
+
+    annotation: dict[str, Any]
+    form: str
+    text: str = ""
+
+
+@dataclass(slots=True)
+class CocoPair:
+    """The annotation file of one image.
+
+    Attributes:
+        text: its bytes, JSON.
+        refused: reason -> the annotations, or parts of annotations, that are not in it.
+        messages: reason -> message about the first of them.
+    """
+
+    text: bytes = b""
+    refused: dict[str, list[Any]] = field(default_factory=dict)
+    messages: dict[str, str] = field(default_factory=dict)
+
+    def refuse(self, reason: str, annotation: Any, message: str) -> None:
+        """Leave an annotation out."""
+        self.refused.setdefault(reason, []).append(annotation)
+        self.messages.setdefault(reason, f"annotation {_name(annotation)}: {message}")
+
+
+def coco_pair(
+    image_id: int,
+    height: int,
+    width: int,
+    annotations: list[Any],
+    categories: dict[int | str, str],
+    provenance: dict[str, Any],
+) -> CocoPair:
+    """Convert the annotations of an image.
+
+    Args:
+        image_id: id of the image in the dataset directory.
+        height, width: pixels of the image.
+        annotations: the objects of the list `annotations` of the COCO file.
+        categories: id of a category -> its name.
+        provenance: keys of the object `provenance` beside `masks`.
+    """
+    pair = CocoPair()
+    masks = [mask for one in annotations if (mask := _mask(pair, one, height, width)) is not None]
+    _rasterize(pair, masks, height, width)
+    masks = [mask for mask in masks if mask.text]
+    _check_strings(pair, masks, height, width)
+    masks = [mask for mask in masks if mask.text]
+    runs = coco.decode([mask.text for mask in masks], height, width)
+    area = geometry.area(runs)
+    for mask in (mask for mask, pixels in zip(masks, area.tolist(), strict=True) if not pixels):
+        pair.refuse("empty_mask", mask.annotation, "the mask has no pixel")
+    stored = np.flatnonzero(area)
+    runs, area = runs.select(stored), area[stored]
+    masks = [masks[index] for index in stored.tolist()]
+    boxes = geometry.bbox_sa1b(runs).astype(np.float64)
+    points = nth_foreground(runs, area // 2) + 0.5
+    defaults: set[str] = set()
+    document = {
+        "image": {
+            "image_id": image_id,
+            "width": width,
+            "height": height,
+            "file_name": member_name(image_id, "jpg"),
+        },
+        "annotations": [
+            {
+                "bbox": box,
+                "area": pixels,
+                "segmentation": {"size": [height, width], "counts": mask.text},
+                "predicted_iou": _score(mask, "predicted_iou", defaults),
+                "point_coords": [_numbers(mask, "point_coords", [point], 2, defaults)],
+                "crop_box": _numbers(
+                    mask, "crop_box", [[0.0, 0.0, float(width), float(height)]], 4, defaults
+                ),
+                "id": _mask_id(mask),
+                "stability_score": _score(mask, "stability_score", defaults),
+            }
+            for mask, box, pixels, point in zip(
+                masks, boxes.tolist(), area.tolist(), points.tolist(), strict=True
+            )
+        ],
+        "provenance": {
+            **provenance,
+            "defaults": sorted(defaults),
+            "masks": [_origin(mask, categories) for mask in masks],
+        },
+    }
+    pair.text = json.dumps(document).encode()
+    return pair
+
+
+def _mask(pair: CocoPair, annotation: Any, height: int, width: int) -> _Mask | None:
+    """The annotation with its string if it has one; None if it is refused."""
+    if not isinstance(annotation, dict):
+        pair.refuse("bad_annotation", annotation, "not an object")
+        return None
+    found = annotation.get("segmentation")
+    if not found:
+        pair.refuse("no_segmentation", annotation, "no segmentation; a box alone is not a mask")
+        return None
+    if isinstance(found, list):
+        return _Mask(annotation, "polygons")
+    if not isinstance(found, dict) or not isinstance(found.get("counts"), str | list):
+        message = "segmentation is neither a list of polygons nor an object with size and counts"
+        pair.refuse("bad_segmentation", annotation, message)
+        return None
+    if found.get("size") != [height, width]:
+        message = f"segmentation size is {str(found.get('size'))[:60]}, the image has {[height, width]}"
+        pair.refuse("mask_size", annotation, message)
+        return None
+    counts = found["counts"]
+    mask = _Mask(annotation, "rle" if isinstance(counts, str) else "counts")
+    if isinstance(counts, str):
+        mask.text = counts or " "  # refused as a string that does not decode
+        return mask
+    numbers = set(map(type, counts)) <= {int} and min(counts, default=-1) >= 0
+    if not numbers or sum(counts) != height * width:
+        message = f"counts are not {height * width:,} pixels in integers from 0"
+        pair.refuse("bad_rle", annotation, message)
+        return None
+    runs = Runs(np.array(counts, np.uint32), np.array([0, len(counts)]), height, width)
+    mask.text = coco.encode(runs)[0].decode("ascii")
+    return mask
+
+
+def _rasterize(pair: CocoPair, masks: list[_Mask], height: int, width: int) -> None:
+    """Set the strings of the masks of polygons; a refused one keeps an empty string."""
+    left = [mask for mask in masks if mask.form == "polygons"]
+    polygons = []
+    for mask in left:
+        parts = mask.annotation["segmentation"]
+        short = [part for part in parts if isinstance(part, list) and len(part) < 6]
+        polygons.append([part for part in parts if not (isinstance(part, list) and len(part) < 6)])
+        if short:
+            what = f"{len(short):,} of {len(parts):,} polygons" if polygons[-1] else "every polygon"
+            pair.refuse("short_polygon", mask.annotation, f"{what} with fewer than three vertices left out")
+    left, polygons = (
+        [one for one, parts in zip(left, polygons, strict=True) if parts],
+        [parts for parts in polygons if parts],
+    )
+    while left:
+        try:
+            runs = rasterize_polygons(polygons, height, width)
+        except MaskError as error:
+            message = str(error).partition(": ")[2]
+            pair.refuse(error.reason, left.pop(error.mask).annotation, message)
+            del polygons[error.mask]
+            continue
+        for mask, text in zip(left, coco.encode(runs), strict=True):
+            mask.text = text.decode("ascii")
+        return
+
+
+def _check_strings(pair: CocoPair, masks: list[_Mask], height: int, width: int) -> None:
+    """Refuse strings that do not decode."""
+    verdicts = coco.reasons([mask.text for mask in masks], height, width)
+    for mask, verdict in zip(masks, verdicts, strict=True):
+        if verdict != "valid":
+            pair.refuse("bad_rle", mask.annotation, f"the string of its segmentation: {verdict}")
+            mask.text = ""
+
+
+def _score(mask: _Mask, key: str, defaults: set[str]) -> float:
+    """The annotation's own value of a score of SA-1B, or a detector's `score` for predicted_iou, or 1."""
+    for name in (key, "score") if key == "predicted_iou" else (key,):
+        if isinstance(found := mask.annotation.get(name), int | float) and not isinstance(found, bool):
+            return float(found)
+    defaults.add(key)
+    return 1.0
+
+
+def _numbers(
+    mask: _Mask, key: str, default: list[list[float]], length: int, defaults: set[str]
+) -> list[float]:
+    """The annotation's own value of a row of numbers, or the default."""
+    found = mask.annotation.get(key)
+    if length == 2 and isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    if isinstance(found, list) and len(found) == length and {*map(type, found)} <= {int, float}:
+        return [float(value) for value in found]
+    defaults.add(key)
+    return default[0]
+
+
+def _mask_id(mask: _Mask) -> int:
+    found = mask.annotation.get("id")
+    return found if type(found) is int and 0 <= found < _MASK_END else -1
+
+
+def _origin(mask: _Mask, categories: dict[int | str, str]) -> dict[str, Any]:
+    """What the COCO file has about a mask beside its pixels."""
+    origin = {key: value for key, value in mask.annotation.items() if key not in _DROPPED}
+    key = origin.get("category_id")
+    if isinstance(key, int | str) and key in categories:
+        origin["category"] = categories[key]
+    return {**origin, "segmentation": mask.form}
+
+
+def _name(annotation: Any) -> str:
+    found = annotation.get("id") if isinstance(annotation, dict) else annotation
+    return str(found)[:60]

@@ -1,0 +1,342 @@
+"""Files in COCO's format as sources: every mask equals that of pycocotools, and nothing is lost silently."""
+
+import contextlib
+import io
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image
+from pycocotools import mask as pycocotools
+from pycocotools.coco import COCO
+
+import sa1b
+from sa1b.cli.reshard import main as reshard
+from sa1b.errors import SourceError, UsageError
+from sa1b.sources.coco_file import CocoFile, CocoOptions
+from sa1b.sources.discovery import discover
+from sa1b.sources.source import SourceReader, digest_of_source
+from sa1b.sources.tar_stream import Member
+from tests.shards import tiny
+
+FOLDER = Path(os.environ.get("SA1B_REAL_SAMPLES", Path(__file__).parents[3] / "shared" / "real"))
+RESULTS = FOLDER / "coco_fakesegm100.json"
+HEIGHT, WIDTH = 40, 60
+
+
+def photo(height: int = HEIGHT, width: int = WIDTH, mode: str = "RGB") -> Image.Image:
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([4 * y % 256, 3 * x % 256, (x + y) % 256], axis=2).astype(np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def saved(path: Path, image: Image.Image, **options: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+
+
+def polygons(shift: float) -> list[list[float]]:
+    return [[3 + shift, 2.5, 30, 4 + shift, 20.2, 30], [35, 10, 55.5, 12, 50, 35 - shift, 33, 30]]
+
+
+def counts(first: int = 100) -> list[int]:
+    return [first, 10, 30, 10, HEIGHT * WIDTH - first - 50]
+
+
+def rle(first: int = 100) -> dict[str, object]:
+    size = [HEIGHT, WIDTH]
+    found = pycocotools.frPyObjects({"size": size, "counts": counts(first)}, *size)
+    return {"size": size, "counts": found["counts"].decode()}
+
+
+GOOD = [
+    {
+        "id": 11,
+        "image_id": 7,
+        "category_id": 3,
+        "segmentation": polygons(0),
+        "iscrowd": 0,
+        "area": 5,
+        "bbox": [1],
+    },
+    {"id": 12, "image_id": 7, "category_id": 3, "segmentation": rle(), "score": 0.75},
+    {"id": 13, "image_id": 7, "segmentation": {"size": [HEIGHT, WIDTH], "counts": counts(31)}, "iscrowd": 1},
+    {"id": 14, "image_id": 9, "category_id": "x", "segmentation": [polygons(2)[0], [1, 2, 3, 4]]},
+    {
+        **{"id": 15, "image_id": 9, "segmentation": rle(50), "predicted_iou": 0.9, "stability_score": 0.8},
+        **{"point_coords": [[3.5, 20.0]], "crop_box": [0, 0, 30, 40]},
+    },
+    {"id": 16, "image_id": 20, "segmentation": [[1, 1, 38, 1, 38, 50, 1, 50]]},
+]
+BAD = {
+    "no_segmentation": [{"id": 30, "image_id": 7, "bbox": [1, 2, 3, 4]}, {"id": 31, "image_id": 7, "segmentation": []}],
+    "short_polygon": [GOOD[3], {"id": 32, "image_id": 9, "segmentation": [[1, 2, 3, 4]]}],
+    "bad_polygon": [
+        {"id": 33, "image_id": 9, "segmentation": [[1, 2, 3, 4, 5, "a"]]},
+        {"id": 34, "image_id": 9, "segmentation": [[1, 2, 3, 4, 5, 6, 7]]},
+    ],
+    "mask_size": [{"id": 35, "image_id": 7, "segmentation": {"size": [WIDTH, HEIGHT], "counts": counts()}}],
+    "bad_rle": [
+        {"id": 36, "image_id": 7, "segmentation": {"size": [HEIGHT, WIDTH], "counts": [1, 2]}},
+        {"id": 37, "image_id": 7, "segmentation": {"size": [HEIGHT, WIDTH], "counts": "abc"}},
+        {"id": 38, "image_id": 7, "segmentation": {"size": [HEIGHT, WIDTH], "counts": ""}},
+    ],
+    "empty_mask": [{"id": 39, "image_id": 7, "segmentation": {"size": [HEIGHT, WIDTH], "counts": [2400]}}],
+    "bad_segmentation": [{"id": 40, "image_id": 7, "segmentation": "abc"}],
+    "annotation_without_image": [{"id": 41, "image_id": 99, "segmentation": polygons(0)}],
+}  # fmt: skip
+IMAGES = [
+    {"id": 7, "file_name": "a/one.jpg", "height": HEIGHT, "width": WIDTH, "license": 2},
+    {"id": 9, "file_name": "two.png", "height": HEIGHT, "width": WIDTH},
+    {"id": 20, "file_name": "upright.jpg", "height": WIDTH, "width": HEIGHT},
+    {"id": 21, "coco_url": "http://x/a/bare.webp"},
+    {"id": 22, "file_name": "gone.jpg"},
+    {"id": 23, "file_name": "../photos2/out.jpg"},
+    {"id": 24, "file_name": "one.txt"},
+    {"id": 25, "file_name": "two.png", "height": 5, "width": 6},
+    {"id": 26, "file_name": "deep.png"},
+    {"id": 7, "file_name": "two.png"},
+    {"id": 27, "file_name": "cut.jpg"},
+]
+LOST = {
+    "image_missing": 1,
+    "image_name": 1,
+    "image_unreadable": 1,
+    "image_size": 1,
+    "image_unsupported": 1,
+    "duplicate": 2,
+    "jpeg_truncated": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def coco(tmp_path_factory):
+    """A folder with masks.json and photos/, and its dataset directory; exit code of reshard."""
+    folder = tmp_path_factory.mktemp("coco")
+    photos = folder / "photos"
+    saved(photos / "a" / "one.jpg", photo(), quality=90)
+    saved(photos / "two.png", photo(mode="RGBA"))
+    exif = Image.Exif()
+    exif[274] = 6
+    saved(photos / "upright.jpg", photo(), exif=exif)
+    saved(photos / "a" / "bare.webp", photo(), lossless=True)
+    saved(photos / "deep.png", Image.fromarray(np.zeros((4, 4), np.uint16)))
+    (photos / "one.txt").write_text("no image")
+    (photos / "cut.jpg").write_bytes((photos / "a" / "one.jpg").read_bytes()[:-40])
+    annotations = [*GOOD, *(one for reason, found in BAD.items() for one in found if one not in GOOD), 17]
+    document = {"images": IMAGES, "annotations": annotations, "categories": [{"id": 3, "name": "cat"}, 5]}
+    (folder / "masks.json").write_text(json.dumps(document))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = reshard(
+            (str(folder / "masks.json"),), out=str(folder / "root"), images=photos, json_output=True
+        )
+    assert code == 3, printed.getvalue()
+    return folder
+
+
+def test_every_mask_equals_that_of_pycocotools(coco):
+    tiny.read_back(coco / "root")
+    ds = sa1b.open(coco / "root")
+    assert ds.table.image_id.tolist() == [7, 9, 20, 21]
+    reference = {"images": [{**one, "height": HEIGHT, "width": WIDTH} for one in IMAGES], "annotations": GOOD}
+    reference["images"][2] |= {"height": WIDTH, "width": HEIGHT}
+    (coco / "reference.json").write_text(json.dumps(reference))
+    api = COCO(coco / "reference.json")
+    found = 0
+    for sample in ds:
+        for number, runs in zip(
+            sample.annotations.mask_id.tolist(), sample.annotations.runs().to_coco(), strict=True
+        ):
+            one = dict(api.anns[number])
+            if number == 14:
+                one["segmentation"] = one["segmentation"][:1]
+            np.testing.assert_array_equal(pycocotools.decode(runs), pycocotools.decode(api.annToRLE(one)))
+            found += 1
+    assert found == len(GOOD)
+
+
+def test_jpegs_keep_their_bytes_and_other_images_their_pixels(coco):
+    ds = sa1b.open(coco / "root")
+    one, two, upright, bare = ds
+    assert one.jpeg == (coco / "photos" / "a" / "one.jpg").read_bytes()
+    for sample, expected in (
+        (two, photo()),
+        (bare, photo()),
+        (upright, photo().transpose(Image.Transpose.ROTATE_270)),
+    ):
+        pixels = simplejpeg.decode_jpeg(sample.jpeg).astype(int)
+        assert pixels.shape == np.asarray(expected).shape
+        assert np.abs(pixels - np.asarray(expected)).mean() < 4
+    assert len(bare.annotations) == 0  # an image without annotations is kept
+
+
+def test_values_that_coco_lacks_have_defaults_and_the_origin_is_stored(coco):
+    one, two, upright, _ = sa1b.open(coco / "root")
+    assert one.annotations.predicted_iou.tolist() == [1.0, 0.75, 1.0]
+    assert one.annotations.stability_score.tolist() == [1.0, 1.0, 1.0]
+    assert sa1b.masks.contains(one.annotations.runs(), one.annotations.point_coords.astype(int)).all()
+    document = one.annotations.to_json()
+    assert document["annotations"][0]["crop_box"] == [0, 0, WIDTH, HEIGHT]
+    provenance = document["provenance"]
+    assert provenance["image"] == IMAGES[0]
+    assert (provenance["format"], provenance["file"]) == ("coco", "masks.json")
+    assert provenance["defaults"] == ["crop_box", "point_coords", "predicted_iou", "stability_score"]
+    assert provenance["masks"][0] == {
+        **{"id": 11, "category_id": 3, "category": "cat", "iscrowd": 0, "area": 5, "bbox": [1]},
+        "segmentation": "polygons",
+    }
+    assert [mask["segmentation"] for mask in provenance["masks"]] == ["polygons", "rle", "counts"]
+    assert provenance["masks"][2]["iscrowd"] == 1
+    own = two.annotations.to_json()["annotations"][1]
+    assert (own["predicted_iou"], own["stability_score"]) == (0.9, 0.8)
+    assert (own["point_coords"], own["crop_box"]) == ([[3.5, 20.0]], [0, 0, 30, 40])
+    assert two.annotations.to_json()["provenance"]["encoded"]["from"] == "PNG"
+    assert upright.annotations.to_json()["provenance"]["encoded"]["turned_upright"]
+
+
+def test_everything_that_is_not_stored_is_in_quarantine_with_its_reason(coco):
+    folder = coco / "root" / "quarantine" / "masks"
+    lines = [json.loads(line) for line in (folder / "refused.jsonl").read_text().splitlines()]
+    found: dict[str, list[dict]] = {}
+    for line in lines:
+        content = (folder / line["file"]).read_bytes()
+        if line["reason"] in BAD:
+            found.setdefault(line["reason"], []).extend(json.loads(content))
+        elif line["reason"] in LOST and line["reason"] not in ("duplicate", "jpeg_truncated"):
+            assert set(json.loads(content)) == {"image", "annotations"}
+    key = lambda one: str(one["id"]) if isinstance(one, dict) else str(one)  # noqa: E731
+    expected = {reason: sorted(ones, key=key) for reason, ones in BAD.items()}
+    expected["annotation_without_image"] = [17, *expected["annotation_without_image"]]
+    assert {reason: sorted(ones, key=key) for reason, ones in found.items()} == expected
+    (task,) = sa1b.shards.manifest.read_tasks(coco / "root").values()
+    others = {reason: count for reason, count in task.counts["refused"].items() if reason not in BAD}
+    assert others == LOST
+    assert not task.warnings
+    missing = next(line for line in lines if line["reason"] == "image_missing")
+    assert "gone.jpg: No such file" in missing["message"]
+
+
+def test_a_finished_file_is_skipped_and_its_members_are_found_again(coco, capsys):
+    assert (
+        reshard((str(coco / "masks.json"),), out=str(coco / "root"), images=coco / "photos", json_output=True)
+        == 3
+    )
+    assert json.loads(capsys.readouterr().out)["skipped"] == ["masks"]
+    (source,) = discover([coco / "masks.json"], coco=CocoOptions(coco / "photos")).sources
+    assert source.size == sum(
+        path.stat().st_size
+        for path in (
+            coco / "masks.json",
+            *(coco / "photos" / image.get("file_name", "a/bare.webp") for image in IMAGES),
+        )
+        if path.exists() and path.parent.name != "photos2"
+    )
+    (task,) = sa1b.shards.manifest.read_tasks(coco / "root").values()
+    assert digest_of_source(source) == task.source["sha256"]
+
+
+def write(path: Path, images: list[object], annotations: object = ()) -> Path:
+    saved(path.parent / "x.png", photo(8, 8))
+    path.write_text(json.dumps({"images": images, "annotations": annotations}))
+    return path
+
+
+def test_files_whose_images_have_the_same_ids_are_told_the_way_out(tmp_path, capsys):
+    names = ("m.json", "n.json")
+    paths = [str(write(tmp_path / name, [{"id": 1, "file_name": "x.png"}])) for name in names]
+    assert reshard(tuple(paths), out=str(tmp_path / "root"), json_output=True) == 1
+    message = json.loads(capsys.readouterr().out)["failed"]["n"]
+    assert message.endswith("For other images with the same numbers, add --image-ids hash --redo n")
+    done = reshard(tuple(paths), out=str(tmp_path / "root"), image_ids="hash", redo=("n",), json_output=True)
+    assert done == 0
+    assert len(sa1b.open(tmp_path / "root")) == 2
+
+
+def test_ids_of_two_files_with_the_same_numbers_are_hashes(tmp_path, capsys):
+    paths = [write(tmp_path / name, [{"id": "a", "file_name": "x.png"}]) for name in ("m.json", "n.json")]
+    with pytest.raises(SourceError, match=r"m\.json: the image 'x\.png' has the id 'a'.*--image-ids hash"):
+        discover(paths)
+    code = reshard(tuple(map(str, paths)), out=str(tmp_path / "root"), image_ids="hash", json_output=True)
+    assert code == 0
+    ids = sa1b.open(tmp_path / "root").table.image_id
+    assert len(set(ids.tolist())) == 2
+    assert (ids < 2**53).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "an empty file"),
+        ("[]", "Expected `object`, got `array`"),
+        ('{"images": []}', "missing required field `annotations`"),
+        ('{"images": [], "annotations": [NaN]}', "malformed"),
+        ("\xff", "not annotations in COCO's format"),
+        (
+            '{"images": [{"id": 1, "file_name": "none.jpg"}], "annotations": []}',
+            "none of its 1 images.*--images",
+        ),
+        ('{"images": [{"id": -1, "file_name": "none.jpg"}], "annotations": []}', "has the id '-1'"),
+        ('{"images": [{"id": true, "file_name": "none.jpg"}], "annotations": []}', "has the id 'True'"),
+    ],
+)
+def test_what_is_not_in_cocos_format_is_refused_before_anything_is_written(tmp_path, text, message):
+    (tmp_path / "m.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(SourceError, match=message):
+        reshard((str(tmp_path / "m.json"),), out=str(tmp_path / "root"))
+    assert not (tmp_path / "root").exists()
+
+
+def test_flags_of_coco_files_need_one(tmp_path):
+    with pytest.raises(UsageError, match="--images .*: only with a file in COCO's format"):
+        reshard((str(tmp_path),), out=str(tmp_path / "root"), images=tmp_path)
+    path = write(tmp_path / "m.json", [])
+    with pytest.raises(UsageError, match="no such folder"):
+        reshard((str(path),), out=str(tmp_path / "root"), images=tmp_path / "none")
+
+
+def test_an_image_that_changes_during_the_pass_is_detected(tmp_path):
+    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}])
+    (source,) = discover([path]).sources
+    reader = SourceReader(source)
+    assert [item.name for item in reader.items() if isinstance(item, Member)] == ["sa_1.jpg", "sa_1.json"]
+    reader.check_unchanged()
+    saved(tmp_path / "x.png", photo(9, 9))
+    with pytest.raises(SourceError, match="changed while"):
+        reader.check_unchanged()
+
+
+def test_annotations_need_a_few_bytes_each_until_their_image_is_read(tmp_path):
+    one = {"image_id": 1, "segmentation": [[0.123456789] * 400]}
+    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}], [one] * 2000)
+    tracemalloc.start()
+    file = CocoFile(path, "m", CocoOptions())
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(file.images[0].annotations) == 2000
+    assert used < 2000 * 200 < path.stat().st_size / 20
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason=f"no real samples in {FOLDER}")
+def test_real_masks_in_results_form_come_back_exactly(tmp_path):
+    results = json.loads(RESULTS.read_bytes())
+    sizes = {one["image_id"]: one["segmentation"]["size"] for one in results}
+    for image_id, (height, width) in sizes.items():
+        saved(tmp_path / f"{image_id}.jpg", photo(height, width))
+    images = [{"id": image_id, "file_name": f"{image_id}.jpg"} for image_id in sizes]
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"images": images, "annotations": results}))
+    reshard((str(path),), out=str(tmp_path / "root"), json_output=True)
+    stored = {
+        (sample.image_id, text["counts"])
+        for sample in sa1b.open(tmp_path / "root")
+        for text in sample.annotations.runs().to_coco(text=True)
+    }
+    assert stored == {
+        (one["image_id"], one["segmentation"]["counts"])
+        for one in results
+        if pycocotools.area(one["segmentation"])
+    }
