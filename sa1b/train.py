@@ -39,7 +39,7 @@ from sa1b.engine.parallel import set_timeout, start, stop
 from sa1b.engine.phase import OTHER, Phases
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.profiler import StepProfiler
-from sa1b.engine.ranks import RankInfo, explain
+from sa1b.engine.ranks import DisagreementError, RankInfo, explain
 from sa1b.engine.remote_run import RemoteRun
 from sa1b.engine.run import Run
 from sa1b.engine.watchdog import Watchdog
@@ -47,7 +47,7 @@ from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.store import open_store
 
-RAISED_TOGETHER = (HealthError, CheckpointError)  # all ranks raise it after the same step
+RAISED_TOGETHER = (HealthError, CheckpointError, DisagreementError)  # all ranks raise it after the same step
 
 
 def train(run: Run) -> None:
@@ -81,8 +81,10 @@ def train(run: Run) -> None:
                 module, optimizer, scaler, totals["count"] / run.divisor, rank_info,
                 grad_clip=config.optim.grad_clip,
             )  # fmt: skip
-            numbers = run.numbers()
-            figures = control.exchange(totals, norm, sum(map(len, ids)), numbers)  # waits for the device
+            numbers = run.numbers(ids)
+            images = sum(map(len, ids)) if run.counts else 0
+            figures = control.exchange(totals, norm, images, numbers)  # waits for the device
+        run.check_images(figures)
         with phases.part("update"):
             loss = figures.means["loss"]
             if run.health.is_good(run.step, loss, figures.norm, figures.own_loss, ids):

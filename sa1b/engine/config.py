@@ -24,7 +24,7 @@ from torch import nn
 
 from sa1b.arguments import was_url
 from sa1b.console import usage_errors
-from sa1b.engine import deadline
+from sa1b.engine import deadline, step_division
 from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.bucket import committed
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
@@ -35,7 +35,7 @@ from sa1b.engine.health import HealthConfig
 from sa1b.engine.metrics import LoggingConfig
 from sa1b.engine.model import Model, declared
 from sa1b.engine.optim import OptimConfig
-from sa1b.engine.parallel import ParallelConfig, rank_shares
+from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.ranks import DisagreementError, RankInfo
 from sa1b.engine.remote_run import local_folder
 from sa1b.engine.vocabulary import refuse_other_names
@@ -43,8 +43,6 @@ from sa1b.errors import Sa1bError, UsageError
 from sa1b.shards.manifest import DATASET
 from sa1b.storage.protocols import READ_ONLY, protocol_of
 from sa1b.storage.store import open_store
-from sa1b.stream.order import check_global_batch, micro_batch_count
-from sa1b.stream.plan import largest_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +129,7 @@ class Config(ABC):
         Raises:
             UsageError: the global batch does not fit this number of ranks.
         """
-        data, shares = self.data, rank_shares(self.parallel, world_size)
-        try:
-            check_global_batch(data.global_batch, world_size, data.block_size, shares)
-        except ValueError as error:
-            raise UsageError(f"--data: {error}") from None
-        share = largest_share(data.global_batch, world_size, shares)
-        size = min(data.micro_batch or share, share)
-        count = micro_batch_count(
-            data.global_batch, world_size, size, block_size=data.block_size, shares=shares
-        )
-        return size, count
+        return step_division.micro_batches(self.data, self.parallel, world_size)
 
     def document(self) -> dict[str, Any]:
         """The settings as JSON values."""
@@ -313,6 +301,12 @@ def _check(config: Config) -> None:
         raise UsageError(
             "--evaluate-only: no images are named; pass --evaluation.view, or --evaluation.coco with "
             "--evaluation.images"
+        )
+    if not config.parallel.divides_steps and (config.evaluation.every or config.evaluate_only):
+        flag = "--evaluate-only" if config.evaluate_only else "--evaluation.every"
+        raise UsageError(
+            f"{flag}: does not work with --parallel.mode pipeline, in which no rank has the complete model; "
+            f"train without it, and evaluate with --evaluate-only --parallel.mode ddp"
         )
     if config.json_output and not config.evaluate_only:
         raise UsageError("--json: is for --evaluate-only; a training run writes OUT/metrics.jsonl")

@@ -16,6 +16,7 @@ from sa1b.engine.model import Model, declared
 from sa1b.engine.network import Connection
 from sa1b.engine.optim import freeze, lr_line
 from sa1b.engine.parallel import rank_shares
+from sa1b.engine.pipeline import divide, owners_of
 from sa1b.engine.ranks import RankInfo
 
 
@@ -32,7 +33,16 @@ def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
         Sa1bError: the run could not start.
     """
     shares = rank_shares(config.parallel, rank_info.world_size)
-    feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed, shares=shares)
+    config.micro_batches(rank_info.world_size)  # refuses those that do not fit
+    feed = Feed(
+        config.data,
+        config.image_size,
+        rank_info,
+        config.folder,
+        config.seed,
+        shares=shares,
+        divided=config.parallel.divides_steps,
+    )
     config = with_steps(config, len(feed.stream.view))
     held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.folder, feed.stream)
     with torch.device("meta"):
@@ -54,6 +64,9 @@ def print_memory(config: Config, rank_info: RankInfo) -> None:
     A model whose shapes depend on values cannot run on fake tensors. The line then says so.
     """
     if rank_info.rank > 0:
+        return
+    if config.parallel.mode == "pipeline":
+        print("peak memory   not measured: the stages of a pipeline need unequal memory")
         return
     try:
         memory = measure(config, rank_info.world_size)
@@ -81,33 +94,53 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
     data, model = config.data, declared(module)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     batch = data.global_batch
-    share = -(-batch // rank_info.world_size)
+    staged = config.parallel.mode == "pipeline"
+    share = batch if staged else -(-batch // rank_info.world_size)
     micro = min(data.micro_batch or share, share)
+    of_rank = (
+        f"{counted(rank_info.world_size, 'rank')} x {counted(micro_batches, 'micro-batch', 'es')} of up to"
+    )
+    if staged:
+        of_rank = (
+            f"{counted(micro_batches, 'micro-batch', 'es')} through {rank_info.world_size} stages, each of"
+        )
     shards = rank_info.shards if config.parallel.shard == "full" else 1
     held = 4 * parameters / 1e9
     state = held / shards + 3 * held / rank_info.shards  # weights; gradients and two moments
+    if staged:
+        state = 4 * _largest_stage(module, rank_info.world_size)
     flops = model.flops(batch, batch * data.masks)
     ideal = peak_seconds(model, batch, batch * data.masks, rank_info)
     seconds = "no estimate of the time: the peak of this device is not known"
     if ideal is not None:
         seconds = f"{ideal:.2f} s at the GPUs' peak, of which 40 % is good"
-    image_bytes = data.prefetch * micro * 3 * config.image_size**2 / 1e9
+    kept = data.prefetch * micro + (batch if staged else 0)  # a pipeline collects the images of a step
+    image_bytes = kept * 3 * config.image_size**2 / 1e9
     target = data.target_size or config.image_size // 4
-    mask_bytes = data.prefetch * micro * data.masks * target**2 / 1e9
+    mask_bytes = kept * data.masks * target**2 / 1e9
+    batches = "the batches of a step" if staged else "prefetched batches"
     return "\n".join(
         [
             f"ranks         {rank_info.world_size} x {rank_info.device.type}, mode {config.parallel.mode}, "
             f"precision {config.parallel.precision}",
-            f"batch         {counted(batch, 'image')} = {counted(rank_info.world_size, 'rank')} x "
-            f"{counted(micro_batches, 'micro-batch', 'es')} of up to {micro}",
+            f"batch         {counted(batch, 'image')} = {of_rank} {micro}",
             f"run           {counted(config.optim.steps, 'step')} = "
             f"{_rounded(config.optim.steps * batch / images)} epochs of {counted(images, 'image')}",
             f"model         {parameters / 1e6:.1f} M parameters at {config.image_size} x {config.image_size}",
             f"memory        {state:.2f} GB a rank for weights, gradients and optimizer; "
-            f"{image_bytes + mask_bytes:.2f} GB for prefetched batches",
+            f"{image_bytes + mask_bytes:.2f} GB for {batches}",
             f"step          {flops / 1e12:.2f} TFLOP for up to {data.masks} masks an image; {seconds}",
         ]
     )
+
+
+def _largest_stage(module: nn.Module, world_size: int) -> float:
+    """GB of the weights of the largest stage of a pipeline."""
+    owners = owners_of(module, divide(module, world_size))
+    sizes = [0] * world_size
+    for name, parameter in declared(module).weights().named_parameters():
+        sizes[owners[name]] += parameter.numel()
+    return 4 * max(sizes) / 1e9
 
 
 def _rounded(number: float) -> str:

@@ -18,6 +18,7 @@ from sa1b.storage.errors import MissingError
 from sa1b.storage.protocols import endpoint_options
 from sa1b.stream.batch import Batch
 from sa1b.stream.columns import ColumnError
+from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.dataset import Stream
 from sa1b.stream.loader import Loader
 from sa1b.stream.sample import Strategy
@@ -147,6 +148,7 @@ class Feed:
         view: view to read instead of `config.view`.
         order: "sequential" for an evaluation.
         shares: shares of a step, one for each rank; None: all ranks have the same.
+        divided: the ranks divide the images of a step; False: every rank reads all of them.
 
     Raises:
         UsageError: settings do not fit together; the message names the flag.
@@ -164,6 +166,7 @@ class Feed:
         view: str | None = None,
         order: Literal["shuffle", "sequential"] = "shuffle",
         shares: tuple[int, ...] | None = None,
+        divided: bool = True,
     ) -> None:
         target_size = config.target_size or image_size // 4
         try:
@@ -177,8 +180,8 @@ class Feed:
                 seed=seed,
                 block_size=config.block_size if order == "shuffle" else 1,
                 damage_log=run / "damaged.jsonl",
-                rank=rank_info.rank,
-                world_size=rank_info.world_size,
+                rank=rank_info.rank if divided else 0,
+                world_size=rank_info.world_size if divided else 1,
                 shares=shares,
                 deadline=config.deadline,
                 storage_options=_options(config),
@@ -199,6 +202,8 @@ class Feed:
         except (ManifestError, MissingError) as error:
             flag = "--data.view" if view is None else "--evaluation.view"
             raise UsageError(f"{flag if self._opens(config) else '--data.root'}: {error}") from None
+        if not divided:  # each rank finds the damage by itself
+            self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
         self.loader = Loader(
             self.stream,
             threads=config.threads,

@@ -2,7 +2,8 @@
 
 Losses are sums over masks. Ranks and micro-batches have different numbers of masks, so a mean of means would
 weight them wrongly. Instead the sums are back-propagated, and the gradients are divided once by the number of
-masks in the global batch. DDP and FSDP average over ranks, so the factor is world size / masks.
+masks in the global batch. DDP and FSDP average over ranks, so the factor is world size / masks. The stages of
+a pipeline have different parameters, which are not averaged.
 
 | precision | matrix products           | everything else, weights, optimizer |
 |-----------|---------------------------|-------------------------------------|
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sa1b.engine.compression import uncompressed
+from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 
@@ -38,8 +40,11 @@ from sa1b.errors import UsageError
 def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
     """Context for forward and backward of one micro-batch: only the last one of a step reduces gradients.
 
-    Until then each rank keeps unsharded gradients in float32, under FSDP too.
+    Until then each rank keeps unsharded gradients in float32, under FSDP too. A pipeline runs all
+    micro-batches of the step with the last one.
     """
+    if isinstance(module, Pipeline):
+        module.last = last
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
     if isinstance(module, DistributedDataParallel) and not last:
@@ -125,11 +130,14 @@ def finish(
     found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     # Local tensors instead of DTensors: all modes run the same kernels, with one call each.
     held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]
-    factor = torch.where(total > 0, rank_info.world_size / total, 1.0).to(held[0].device)
+    averaged = 1 if isinstance(module, Pipeline) else rank_info.world_size
+    factor = torch.where(total > 0, averaged / total, 1.0).to(held[0].device)
     squares = torch.stack(torch._foreach_norm(held)).square().sum()
     if rank_info.mesh is not None:
         # Replicas have equal shards, of which each counts once.
         dist.all_reduce(squares, group=rank_info.mesh.get_group("shard"))
+    elif isinstance(module, Pipeline) and rank_info.world_size > 1:
+        dist.all_reduce(squares)
     norm = squares.sqrt() * factor
     if grad_clip > 0:
         factor = factor * (grad_clip / (norm + 1e-6)).clamp(max=1)

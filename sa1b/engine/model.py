@@ -130,9 +130,54 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class Divisible(Model, Protocol):
+    """A model that can be divided into the stages of a pipeline: a beginning, equal blocks, and an end.
+
+    `forward(*inputs)` equals `end(through(begin(*inputs), range(depth), *inputs), *inputs)`. What passes from
+    block to block is one tensor, the stream. Each part uses only the parameters and saved buffers for which
+    `layer_of` returns 0 (`begin`), i + 1 (block i) or None (`end`); other buffers are on all ranks. Random
+    values depend only on the inputs, which all ranks have.
+
+    Attributes:
+        depth: Number of blocks.
+    """
+
+    @property
+    def depth(self) -> int: ...
+
+    def stream(self, *inputs: Any) -> Tensor:
+        """A tensor on the meta device with the shape and dtype of the stream, also under autocast."""
+        ...
+
+    def begin(self, *inputs: Any) -> Tensor:
+        """The stream before the first block."""
+        ...
+
+    def through(self, stream: Tensor, blocks: range, *inputs: Any) -> Tensor:
+        """The stream after these blocks, from the stream before them."""
+        ...
+
+    def end(self, stream: Tensor, *inputs: Any) -> dict[str, Tensor]:
+        """The result of `forward`, from the stream after the last block."""
+        ...
+
+
+class Wrapper(nn.Module):
+    """A module around a model, in addition to those of torch.
+
+    Attributes:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DDP; FSDP changes the module in place and adds no wrapper."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    """The module inside DDP or a `Wrapper`; FSDP changes the module in place and adds no wrapper."""
+    return module.module if isinstance(module, DistributedDataParallel | Wrapper) else module
 
 
 def declared(module: nn.Module) -> Model:

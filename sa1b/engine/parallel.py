@@ -1,4 +1,4 @@
-"""Parallel training: a single process, DDP, or FSDP2, selected by one flag.
+"""Parallel training: a single process, DDP, FSDP2, or a pipeline, selected by one flag.
 
     rank_info = start(config)                                  # device first, then the process group
     freeze(module, optim)                                  # sa1b.engine.optim: before wrapping
@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -42,8 +43,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.console import counted
 from sa1b.engine.compression import compress_reduction, compression_rank
-from sa1b.engine.gradients import Precision, compute_dtype, set_float32
+from sa1b.engine.gradients import Precision, autocast, compute_dtype, set_float32
 from sa1b.engine.network import Network
+from sa1b.engine.pipeline import Pipeline, Schedule, divide
 from sa1b.engine.rank_store import fresh_store
 from sa1b.engine.ranks import RankInfo, agree
 from sa1b.engine.sharding import least_size, mesh_of, replicas_on, shard_module
@@ -58,7 +60,8 @@ class ParallelConfig:
     Attributes:
         mode: none: one process. ddp: every rank has the complete model. zero1: as ddp, but each rank keeps
             and updates a share of the optimizer state (ZeRO-1). fsdp: ranks have shards of the model,
-            gradients and optimizer state.
+            gradients and optimizer state. pipeline: each rank has some of the encoder blocks, the last one
+            also the decoder; every rank reads all images of a step, and micro-batches pass through all ranks.
         precision: Number format of the matrix products; weights and optimizer are always float32.
         device: auto: the GPU of this rank if there is one, else the CPU.
         shard: For fsdp. full: shard parameters too. grad_op: shard gradients and optimizer only; parameters
@@ -73,6 +76,9 @@ class ParallelConfig:
             model, in float32.
         reduce: For fsdp: number format in which gradients are summed over the ranks. bf16 halves the sent
             bytes and rounds the gradient.
+        schedule: For pipeline: order of the micro-batches' forward and backward passes. 1f1b: a backward pass
+            as soon as possible, which keeps fewer activations; needs a micro-batch for each rank. gpipe: all
+            forward passes first.
         shares: Shares of a step, one for each rank, such as 2,1,1 for a first rank that is twice as fast;
             --data.micro-batch is that of the largest share. By default all ranks have the same.
         compress: For ddp and zero1: how gradients are compressed while they are sent. fp16, bf16: rounded to
@@ -93,7 +99,7 @@ class ParallelConfig:
             ethernet.
     """
 
-    mode: Literal["none", "ddp", "zero1", "fsdp"] = "none"
+    mode: Literal["none", "ddp", "zero1", "fsdp", "pipeline"] = "none"
     precision: Precision = "fp32"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     shard: Literal["full", "grad_op"] = "full"
@@ -101,6 +107,7 @@ class ParallelConfig:
     offload: Literal["none", "cpu", "pinned"] = "none"
     wrap: Annotated[str, tyro.conf.arg(metavar="block|size:NUMBER|none")] = "block"
     reduce: Literal["fp32", "bf16"] = "fp32"
+    schedule: Schedule = "1f1b"
     shares: Annotated[str | None, tyro.conf.arg(metavar="NUMBER,...")] = None
     compress: str = "none"
     compress_after: int = 1000
@@ -110,6 +117,11 @@ class ParallelConfig:
     timeout: float = 600.0
     sync_batchnorm: bool = False
     network: Network = "auto"
+
+    @property
+    def divides_steps(self) -> bool:
+        """Whether the ranks divide the images of a step; in a pipeline, every rank reads all of them."""
+        return self.mode != "pipeline"
 
 
 def start(config: ParallelConfig) -> RankInfo:
@@ -203,12 +215,14 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     Buffers are not broadcast in each step: they are constants, or equal on all ranks, as the statistics of
     `shared_statistics`.
 
+    Pipeline: see `sa1b.engine.pipeline`.
+
     Raises:
-        UsageError: see `shared_statistics`.
+        UsageError: see `shared_statistics` and `sa1b.engine.pipeline.divide`.
         DisagreementError: ranks have built different models; FSDP would mix them, and DDP would hide it.
     """
     agree(module, rank_info)
-    if config.mode != "none":
+    if config.mode not in ("none", "pipeline"):
         module = shared_statistics(module, config, rank_info)
     return distribute(module, config, rank_info)
 
@@ -225,6 +239,10 @@ def distribute(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -
             compute=compute_dtype(config.precision),
             reduce={"fp32": torch.float32, "bf16": torch.bfloat16}[config.reduce],
         )
+    if config.mode == "pipeline":
+        stages = divide(module, rank_info.world_size)
+        context = partial(autocast, config.precision, rank_info.device)
+        return Pipeline(module, stages, rank_info, config.schedule, context)
     if any(one.device != rank_info.device for one in (*module.parameters(), *module.buffers())):
         module.to(rank_info.device)
     if config.mode == "none":
@@ -282,6 +300,9 @@ _FLAGS_OF_MODES = (
     ("reduce", "fp32", ("fsdp",)),
     ("static_graph", False, ("ddp", "zero1")),
     ("compress", "none", ("ddp", "zero1")),
+    ("schedule", "1f1b", ("pipeline",)),
+    ("shares", None, ("none", "ddp", "zero1", "fsdp")),
+    ("sync_batchnorm", False, ("none", "ddp", "zero1", "fsdp")),
 )
 
 
@@ -294,7 +315,7 @@ def check_ranks(config: ParallelConfig, world_size: int) -> None:
     if config.mode == "none" and world_size > 1:
         raise UsageError(
             f"--parallel.mode none: is for one process, this run has {world_size}; "
-            "pass --parallel.mode ddp, zero1 or fsdp"
+            "pass --parallel.mode ddp, zero1, fsdp or pipeline"
         )
     for flag, default, modes in _FLAGS_OF_MODES:
         if config.mode not in modes and getattr(config, flag) != default:
@@ -302,6 +323,11 @@ def check_ranks(config: ParallelConfig, world_size: int) -> None:
                 f"--parallel.{flag.replace('_', '-')}: is for --parallel.mode {' or '.join(modes)}, not "
                 f"{config.mode}; drop one"
             )
+    if config.mode == "pipeline" and config.precision == "fp16":
+        raise UsageError(
+            "--parallel.precision fp16: does not fit --parallel.mode pipeline, whose stages would detect "
+            "different overflows; pass --parallel.precision bf16"
+        )
     rank_shares(config, world_size)
     least_size(config.wrap)
     if compression_rank(config.compress) is not None and config.precision == "fp16":

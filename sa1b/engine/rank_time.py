@@ -16,6 +16,8 @@ counted as synchronisation, so that the rest is each rank's own work:
   of parameters.
 - A sharded optimizer (ZeRO) sends the weights to the other ranks. `_sync_params` is timed.
 
+In a pipeline, stages wait for each other within torch's schedule. `separable` is False.
+
 These methods are no public interface of torch. If one is missing, `separable` is False, and waits count as
 work.
 
@@ -42,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from sa1b.engine.phase import OTHER, PARTS, Phase, Phases
+from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import RankInfo
 
 WORK = ("data", "compute", "update")  # a rank's own work; "sync" is waiting and communication
@@ -111,6 +114,7 @@ class RankTime:
         self.separable = all(self._observe(group, name) for group in _fsdp_groups(module) for name in _TIMED)
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             self.separable &= self._observe(optimizer, "_sync_params")
+        self.separable &= not isinstance(module, Pipeline)
         phases.observer = self._enter
 
     def backward(self, loss: Tensor) -> None:

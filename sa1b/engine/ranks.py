@@ -58,6 +58,7 @@ T = TypeVar("T")
 # Timeout of collectives outside of training. It is long because a slow disk must not end a run; a lost rank
 # is detected at once.
 _TIMEOUT = datetime.timedelta(hours=1)
+_ELSEWHERE = -1  # in place of the digest of a tensor that another rank has; a crc32 is never negative
 _SHOWN_AFTER = 5.0  # seconds within which a host must see a file that another host has created
 PEER_LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -206,7 +207,7 @@ def hosts(rank_info: RankInfo) -> list[str]:
 
 
 class DisagreementError(Sa1bError):
-    """Ranks with different models; the message names the first difference and the ranks."""
+    """Ranks with different models, settings or images; the message names the difference and the ranks."""
 
 
 @torch.no_grad()
@@ -216,7 +217,8 @@ def agree(module: nn.Module, rank_info: RankInfo) -> None:
     Names, shapes, dtypes and placements must be the same on all ranks, and so must the bytes of unsharded
     tensors. For sharded parameters, each rank reads only its own shard, which must equal the same shard of
     the other replicas. A shard without a replica cannot be compared; therefore `wrap` compares before it
-    shards. Under FSDP, parameters that an evaluation left gathered are released.
+    shards. Under FSDP, parameters that an evaluation left gathered are released. A tensor of one stage of a
+    pipeline is on the meta device of the other ranks, and is compared by its name, shape and dtype only.
 
     The ranks exchange one crc32 per tensor, computed at 8.6 GB/s by one thread after a copy from the device.
     ViT-H has 2.5 GB of weights.
@@ -243,10 +245,11 @@ def agree(module: nn.Module, rank_info: RankInfo) -> None:
         shards = rank_info.shards if isinstance(tensor, DTensor) else 1
         for shard in range(shards):
             holders = list(range(shard, rank_info.world_size, shards))
-            found = digests[holders, column].tolist()
-            if len(set(found)) > 1:
+            values = zip(holders, digests[holders, column].tolist(), strict=True)
+            found = {rank: value for rank, value in values if value != _ELSEWHERE}
+            if len(set(found.values())) > 1:
                 raise DisagreementError(
-                    f"{name}: differs between ranks: {_parties(dict(zip(holders, found, strict=True)))}; "
+                    f"{name}: differs between ranks: {_parties(found)}; "
                     "build the model from the same seed and load the same checkpoint on every rank"
                 )
 
@@ -282,6 +285,8 @@ def _description(tensor: Tensor) -> str:
 
 
 def _digest(tensor: Tensor) -> int:
+    if tensor.is_meta:
+        return _ELSEWHERE
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     held = held.detach().cpu().contiguous().reshape(-1)
     return int(isal_zlib.crc32(held.view(torch.uint8).numpy()))

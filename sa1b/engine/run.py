@@ -1,11 +1,13 @@
 """The parts of a run on one rank: data, model, optimizer, checkpoints, metrics."""
 
 import time
+import zlib
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from sa1b.console import counted
+from sa1b.console import command, counted
 from sa1b.engine import deadline, estimate, metrics, resume
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.tensors import MismatchError
@@ -21,8 +23,9 @@ from sa1b.engine.model import declared
 from sa1b.engine.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.parallel import rank_shares, wrap
 from sa1b.engine.phase import Phases
+from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.rank_time import RankTime
-from sa1b.engine.ranks import RankInfo, agree, check_shared_folder, hosts
+from sa1b.engine.ranks import DisagreementError, RankInfo, agree, check_shared_folder, hosts
 from sa1b.engine.remote_run import RemoteRun
 from sa1b.engine.utilisation import Sampler
 from sa1b.engine.window import Window
@@ -54,7 +57,9 @@ class Run:
             print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
-        self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares)
+        config.micro_batches(rank_info.world_size)  # refuses those that do not fit
+        divided = config.parallel.divides_steps
+        self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares, divided=divided)
         config = self.config = with_steps(config, len(self.feed.stream.view))
         self.held_out = held_out_feed(
             config.evaluation, data, size, rank_info, config.folder, self.feed.stream
@@ -97,6 +102,7 @@ class Run:
                 LoaderSettings.of(self.feed),
                 separable=self.times.separable,
                 shares=shares,
+                divided=divided,
             )
 
     def _resume(self) -> dict[str, Any] | None:
@@ -197,17 +203,27 @@ class Run:
         The loss is divided by `divisor`. The caller must divide its count by `divisor` too.
         """
         inputs = self.model.inputs(batch, self.config.seed)
+        if isinstance(self.module, Pipeline):
+            return self.module.forward_backward(inputs, self.divisor)
         with autocast(self.config.parallel.precision, self.rank_info.device):
             sums: dict[str, Tensor] = self.module(*inputs)
         self.times.backward(self.scaler.scale(sums["loss"] / self.divisor))
         return {name: sums[name].detach() for name in (*self.model.figures, "count")}
 
-    def numbers(self) -> dict[str, float]:
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts the images of its batches: in a pipeline, all ranks read the same ones."""
+        return not isinstance(self.module, Pipeline) or self.module.counts
+
+    def numbers(self, ids: list[Tensor]) -> dict[str, float]:
         """Numbers of this rank that the ranks exchange after each step.
 
         `data_wait`: seconds of this step in which it waited for data; times of the last complete step, see
         `RankTime.seconds`; `peak_memory`: bytes; the last sample of its device, see `Sampler`; busy seconds
-        of the loader's stages so far.
+        of the loader's stages so far; in a pipeline `images`: see `check_images`.
+
+        Args:
+            ids: ids of this rank's images, int64 [B] for each micro-batch.
         """
         busy = self.feed.stream.stats.busy_seconds()
         return {
@@ -216,7 +232,26 @@ class Run:
             "peak_memory": metrics.peak_memory(self.rank_info.device),
             **self.sampler.latest(),
             **dict(zip(BUSY, busy.values(), strict=True)),
+            **({"images": _digest(ids)} if isinstance(self.module, Pipeline) else {}),
         }
+
+    def check_images(self, figures: StepFigures) -> None:
+        """Check that all stages of a pipeline have read the same images in this step.
+
+        A sample that is damaged for one rank only, which then reads a substitute, would otherwise pair the
+        features of one image with the masks of another.
+
+        Raises:
+            DisagreementError: raised on all ranks.
+        """
+        digests = figures.ranks.get("images", [])
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise DisagreementError(
+                f"step {self.step + 1}: {counted(len(others), 'stage')} of the pipeline (rank "
+                f"{', '.join(map(str, others[:8]))}) read other images than rank 0, because a sample is "
+                f"damaged for some ranks only; {self.config.folder / 'damaged.jsonl'} lists it. Repair that "
+                f"copy of the dataset (`{command('verify')}`), and start the same command again"
+            )
 
     def record(self, figures: StepFigures, lr: float) -> None:
         """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
@@ -259,3 +294,8 @@ class Run:
             self.metrics.close()
         finally:
             self.checkpoints.close()
+
+
+def _digest(ids: list[Tensor]) -> float:
+    """A number that represents the images of a step and their order; exact as float64."""
+    return float(zlib.crc32(torch.cat(ids).cpu().numpy().tobytes()))

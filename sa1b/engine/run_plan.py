@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from sa1b.console import command
 from sa1b.engine.config import Config, build, with_steps
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.fake_step import StepMemory, measure
@@ -28,6 +29,7 @@ from sa1b.engine.optim import freeze
 from sa1b.engine.parallel import rank_shares
 from sa1b.engine.ranks import RankInfo
 from sa1b.engine.sharding import replicas_on
+from sa1b.errors import UsageError
 
 NO_ROOT = "(all of SA-1B)"  # --data.root of a plan without data
 _HOUR = 3600.0
@@ -268,6 +270,11 @@ def plan(config: Config, cluster: Cluster) -> RunPlan:
         StorageError: the data cannot be read.
     """
     ranks = cluster.world_size
+    if not config.parallel.divides_steps:
+        raise UsageError(
+            "--parallel.mode pipeline: has no plan, because its stages need unequal memory; pass "
+            f"--parallel.mode ddp or fsdp, or see the estimates of `{command('train')} --dry-run`"
+        )
     data = ALL_OF_SA1B if config.data.root == NO_ROOT else _stored_images(config, ranks)
     config = with_steps(config, data.images)
     memory = measure(config, ranks)

@@ -66,6 +66,7 @@ class Stragglers:
         size: steps of a window.
         separable: see `sa1b.engine.rank_time.RankTime`.
         shares: --parallel.shares as numbers; None: all ranks have the same share of a step.
+        divided: the ranks divide the images of a step; False for the stages of a pipeline.
     """
 
     def __init__(
@@ -75,10 +76,12 @@ class Stragglers:
         *,
         separable: bool = True,
         shares: Sequence[int] | None = None,
+        divided: bool = True,
     ) -> None:
         self.count = 0  # steps so far
         self._hosts = list(hosts)
         self._separable = separable
+        self._divided = divided
         self._shares = np.array(shares or [1] * len(hosts))
         self._times = np.zeros((size, len(PARTS), len(hosts)))
         self._windows = np.zeros(len(hosts), np.int64)  # consecutive windows in which a rank was slow
@@ -132,11 +135,12 @@ class Stragglers:
         return found
 
     def better_shares(self) -> list[int] | None:
-        """Shares of a step with which all ranks would need the same time; None: no rank is slow.
+        """Shares of a step with which all ranks would need the same time; None: no rank is slow, or the
+        ranks do not divide steps.
 
         The smallest whole numbers whose ratios are within a tenth of those of the ranks' speeds.
         """
-        if not self.slow():
+        if not self._divided or not self.slow():
             return None
         speeds = self._shares / self._times[: self.steps].mean(axis=0)[_OWN].sum(axis=0)
         speeds /= speeds.min()
@@ -192,6 +196,8 @@ class Stragglers:
             "compute: own work; sync: waiting for other ranks and communication"
             if self._separable
             else "compute includes waiting for other ranks: this version of torch does not separate it"
+            if self._divided
+            else "compute includes waiting for other stages of the pipeline"
         )
         return "\n".join(lines)
 

@@ -19,7 +19,7 @@ class Window:
     Args:
         hosts: machine of each rank.
         size: steps of a window.
-        separable, shares: see `sa1b.engine.stragglers.Stragglers`.
+        separable, shares, divided: see `sa1b.engine.stragglers.Stragglers`.
     """
 
     def __init__(
@@ -31,8 +31,9 @@ class Window:
         *,
         separable: bool,
         shares: Sequence[int] | None = None,
+        divided: bool = True,
     ) -> None:
-        self._stragglers = Stragglers(hosts, size, separable=separable, shares=shares)
+        self._stragglers = Stragglers(hosts, size, separable=separable, shares=shares, divided=divided)
         self._loader = LoaderWindow(loader)
         self._metrics = metrics
 

@@ -84,10 +84,22 @@ class ImageEncoder(nn.Module):
                 each block. Outputs are scaled by 1 / (1 - rate), which keeps the expected value. None: all
                 images pass through all blocks, unscaled.
         """
-        x = self.patch_embed(pixels) + self.pos_embed
-        for index, block in enumerate(self.blocks):
+        return self.embedding(self.through(self.tokens(pixels), range(len(self.blocks)), keep))
+
+    def tokens(self, pixels: Tensor) -> Tensor:
+        """The input of the first block: [B, S / patch, S / patch, width]."""
+        tokens: Tensor = self.patch_embed(pixels) + self.pos_embed
+        return tokens
+
+    def through(self, x: Tensor, blocks: range, keep: Tensor | None) -> Tensor:
+        """Tokens before these blocks -> tokens after them; keep: see `forward`."""
+        for index in blocks:
             gain = None if keep is None else keep[:, index].to(x.dtype) / (1 - self.drop_rates[index])
-            x = block(x, gain)
+            x = self.blocks[index](x, gain)
+        return x
+
+    def embedding(self, x: Tensor) -> Tensor:
+        """Tokens after the last block -> embedding [B, channels, S / patch, S / patch]."""
         embedding: Tensor = self.neck(x.permute(0, 3, 1, 2))
         return embedding
 

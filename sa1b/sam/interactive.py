@@ -151,6 +151,36 @@ class Interactive(nn.Module):
     def _blocks(self) -> list[nn.Module]:
         return list(self.model.image_encoder.blocks)
 
+    # The parts of a pipeline: see sa1b.engine.model.Divisible. Micro-batches have at least one image.
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the image encoder."""
+        return self.model.config.depth
+
+    def stream(self, images: Tensor, targets: Targets, image_keys: Tensor) -> Tensor:
+        """The tokens of the image encoder: float32 [B, side, side, width], also under autocast."""
+        config = self.model.config
+        return torch.empty(len(images), config.side, config.side, config.width, device="meta")
+
+    def begin(self, images: Tensor, targets: Targets, image_keys: Tensor) -> Tensor:
+        """The tokens before the first block."""
+        self.model.check_images(images, None, targets.sizes)
+        return self.model.image_encoder.tokens(self.model.pixels(images, targets.sizes))
+
+    def through(
+        self, stream: Tensor, blocks: range, images: Tensor, targets: Targets, image_keys: Tensor
+    ) -> Tensor:
+        """The tokens after these blocks."""
+        return self.model.image_encoder.through(stream, blocks, self._kept(image_keys))
+
+    def end(self, stream: Tensor, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
+        """Neck, decoder and losses; see `forward`."""
+        _check_sizes(images, targets)
+        pixels = self.model.pixels(images, targets.sizes)
+        embeddings = self.model.with_features(pixels, self.model.image_encoder.embedding(stream))
+        return self._iterate(embeddings, images.shape[-1], targets)
+
     def forward(
         self,
         images: Tensor,
@@ -187,24 +217,27 @@ class Interactive(nn.Module):
         if protocol is not None:
             with torch.no_grad():
                 return protocol(self.model, images, targets.sizes)
-        size, image_size = targets.masks.shape[-1], images.shape[-1]
-        if size < image_size // 4:
-            raise ValueError(
-                f"targets of {size} pixels: smaller than the decoder's masks, which have {image_size // 4} "
-                f"for an image size of {image_size}; rasterise the targets at that size or above"
-            )
+        _check_sizes(images, targets)
         if evaluate:
             with torch.no_grad():
                 return self._evaluate(images, targets)
         return self._train(images, targets, image_keys)
 
     def _train(self, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
-        recipe, config = self.recipe, self.model.config
-        keep = None
-        if self.training and config.drop_path > 0:
-            keep = kept_branches(image_keys, config.depth, config.drop_path)
-        scene = self._look(images, targets, keep)
-        keys, image_size = targets.keys, images.shape[-1]
+        embeddings = self.model.embed(images, self._kept(image_keys), targets.sizes)
+        return self._iterate(embeddings, images.shape[-1], targets)
+
+    def _kept(self, image_keys: Tensor) -> Tensor | None:
+        """The branches that each image passes through: bool [B, depth, 2]; None: all."""
+        config = self.model.config
+        if not self.training or config.drop_path == 0:
+            return None
+        return kept_branches(image_keys, config.depth, config.drop_path)
+
+    def _iterate(self, embeddings: Tensor, image_size: int, targets: Targets) -> dict[str, Tensor]:
+        """All iterations of training, from the embeddings of the images."""
+        recipe, keys = self.recipe, targets.keys
+        scene = _scene(embeddings, image_size, targets)
         limit = recipe.box_noise_limit * image_size / 1024
         sizes = targets.sizes[targets.image]
         boxes = clicks.noised_boxes(targets.boxes, keys, sizes, recipe.box_noise, limit)
@@ -212,7 +245,7 @@ class Interactive(nn.Module):
         rests = clicks.unprompted_iterations(keys, recipe.clicks, recipe.unprompted)
         share = 1.0 if recipe.iteration_loss == "sum" else 1 / (1 + rests.shape[1])
         early = None
-        if self._iterations_are_independent(images.device):
+        if self._iterations_are_independent(embeddings.device):
             early = EarlyGradients(scene.embeddings, self.model.parameters())
             scene = scene._replace(embeddings=early.embeddings)
         losses, parts, ious = [], [], []
@@ -257,7 +290,7 @@ class Interactive(nn.Module):
         return autocast is not torch.float16
 
     def _evaluate(self, images: Tensor, targets: Targets) -> dict[str, Tensor]:
-        scene = self._look(images, targets, None)
+        scene = _scene(self.model.embed(images, None, targets.sizes), images.shape[-1], targets)
         points, labels = clicks.point_prompts(targets.points)
         answer = self._answer(scene, points, labels, None)
         first, scores = answer, []
@@ -279,13 +312,6 @@ class Interactive(nn.Module):
             "logits": _pick(first.logits, first.chosen),
             "predicted_iou": _pick(first.predicted, first.chosen).float(),
         }
-
-    def _look(self, images: Tensor, targets: Targets, keep: Tensor | None) -> _Scene:
-        embeddings = self.model.embed(images, keep, targets.sizes)
-        size = targets.masks.shape[-1]
-        inside = inside_image(targets.sizes, images.shape[-1], size)[targets.image]
-        masks = targets.masks.bool() & inside
-        return _Scene(embeddings, targets.image, targets.counts, masks, inside)
 
     def _iteration(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Outcome:
         """One iteration; without feedback, it is the first one.
@@ -339,6 +365,22 @@ class Interactive(nn.Module):
             chosen=chosen,
             feedback=_pick(logits, chosen)[:, None],
         )
+
+
+def _check_sizes(images: Tensor, targets: Targets) -> None:
+    size, image_size = targets.masks.shape[-1], images.shape[-1]
+    if size < image_size // 4:
+        raise ValueError(
+            f"targets of {size} pixels: smaller than the decoder's masks, which have {image_size // 4} "
+            f"for an image size of {image_size}; rasterise the targets at that size or above"
+        )
+
+
+def _scene(embeddings: Tensor, image_size: int, targets: Targets) -> _Scene:
+    size = targets.masks.shape[-1]
+    inside = inside_image(targets.sizes, image_size, size)[targets.image]
+    masks = targets.masks.bool() & inside
+    return _Scene(embeddings, targets.image, targets.counts, masks, inside)
 
 
 def _pick(values: Tensor, chosen: Tensor) -> Tensor:

@@ -221,8 +221,15 @@ class Sam(nn.Module):
             return self.embed(blank, None if keep is None else F.pad(keep, (0, 0, 0, 0, 0, 1), value=True))[
                 :0
             ]
-        pixels = normalised(images, sizes, self.pixel_mean, self.pixel_std)
-        embeddings: Tensor = self.image_encoder(pixels, keep)
+        pixels = self.pixels(images, sizes)
+        return self.with_features(pixels, self.image_encoder(pixels, keep))
+
+    def pixels(self, images: Tensor, sizes: Tensor | None) -> Tensor:
+        """Normalised pixels, the input of the encoder: float32 [B, 3, S, S]; arguments as in `embed`."""
+        return normalised(images, sizes, self.pixel_mean, self.pixel_std)
+
+    def with_features(self, pixels: Tensor, embeddings: Tensor) -> Tensor:
+        """The result of `embed`, from normalised pixels and the embeddings of the image encoder."""
         return embeddings if self.similarity is None else self.similarity.with_features(pixels, embeddings)
 
     def check_images(self, images: Tensor, keep: Tensor | None, sizes: Tensor | None) -> None:

@@ -15,11 +15,11 @@ from tests.engine import combination_ranks
 from tests.engine.launch import launch
 from tests.processes import REPOSITORY
 
-MODES = ("none", "ddp", "zero1", "fsdp")
+MODES = ("none", "ddp", "zero1", "fsdp", "pipeline")
 PAGE = Path(REPOSITORY, "docs", "parallel.md").read_text(encoding="utf-8")
 TABLE = {
     found[1]: dict(zip(MODES, re.findall(r"yes|no", found[2]), strict=True))
-    for found in re.finditer(r"^\| `--parallel\.([^`]+)` ((?:\| (?:yes|no) ){4})\|$", PAGE, re.MULTILINE)
+    for found in re.finditer(r"^\| `--parallel\.([^`]+)` ((?:\| (?:yes|no) ){5})\|$", PAGE, re.MULTILINE)
 }
 # A combination of two settings that is refused, although each of them works in the mode.
 CONFLICTS = {frozenset(("precision fp16", "compress powersgd:2"))}
@@ -54,6 +54,7 @@ def test_the_table_has_every_setting_that_works_in_some_modes_only() -> None:
         "reduce",
         "compress",
         "static-graph",
+        "schedule",
     }
 
 
@@ -74,7 +75,7 @@ def test_single_settings_and_pairs_are_refused_as_the_table_says(mode: str) -> N
 @pytest.mark.slow
 def test_all_combinations_that_work_take_the_steps_of_one_process() -> None:
     cases = {}
-    for mode in MODES[1:]:
+    for mode in ("ddp", "zero1", "fsdp"):  # tests/engine/test_pipeline.py has those of a pipeline
         for size in (0, 1, 2):
             for settings in combinations(TABLE, size):
                 if works(mode, *settings):

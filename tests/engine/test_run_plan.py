@@ -162,6 +162,11 @@ def test_gpus_are_found_by_their_names(name: str) -> None:
     assert gpu_named(name).memory == 80e9
 
 
+def test_a_pipeline_has_no_plan() -> None:
+    with pytest.raises(UsageError, match="--parallel.mode pipeline: has no plan.*pass --parallel.mode ddp"):
+        plan(config(mode="pipeline"), H100)
+
+
 def test_an_unknown_gpu_is_refused_with_the_nearest_and_the_list() -> None:
     with pytest.raises(UsageError, match="--gpu H10: unknown; did you mean 'H100'\\? known are H100 PCIe"):
         gpu_named("H10")

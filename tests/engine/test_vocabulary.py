@@ -47,7 +47,7 @@ def test_every_answer_names_flags_that_exist_and_no_flag_is_refused() -> None:
         (["--lr", "1e-3"], "--lr: no such flag; pass --optim.lr"),
         (["--accumulation-steps", "4"], "pass --data.micro-batch"),
         (["--save-interval", "10"], "pass --checkpoint.every"),
-        (["--strategy", "FULL_SHARD"], "pass --parallel.mode none, ddp, zero1 or fsdp"),
+        (["--strategy", "FULL_SHARD"], "pass --parallel.mode none, ddp, zero1, fsdp or pipeline"),
         (["--local-rank=0"], "start the ranks with torchrun"),
     ],
 )

@@ -16,6 +16,7 @@ from sa1b.engine.gradients import autocast, clear, finish, grad_scaler, micro_ba
 from sa1b.engine.model import unwrap
 from sa1b.engine.optim import OptimConfig, freeze, lr_at, make_optimizer, set_lr
 from sa1b.engine.parallel import ParallelConfig, wrap
+from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import RankInfo, agree
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
@@ -99,6 +100,9 @@ class Run:
 
     def accumulate(self, micro: MicroBatch, *, last: bool) -> tuple[Tensor, Tensor]:
         with micro_batch(self.module, last=last):
+            if isinstance(self.module, Pipeline):
+                sums = self.module.forward_backward(micro, 1.0)
+                return sums["loss"], sums["count"]
             with autocast(self.config.precision, self.rank_info.device):
                 sums = self.module(*micro)
             self.scaler.scale(sums["loss"]).backward()

@@ -1,14 +1,17 @@
 """Runs with a sharded optimizer and with compressed gradients: stopped, killed, resumed in other modes."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.stream.test_stream import damage
 from tests.train.command import (
     assert_same_state,
     checkpoint_steps,
+    figures,
     losses,
     newest,
     start,
@@ -103,3 +106,87 @@ def test_unequal_shares_have_the_same_losses_and_resume_with_other_shares(
     train_to_end(root, out, "--parallel.shares", "3,1", ranks=2, mode="ddp", mishap=mishap)
     train_to_end(root, out, "--parallel.shares", "1,2,1", ranks=3, mode="fsdp")
     assert losses(out) == pytest.approx(losses(whole("none", 1)), rel=1e-4, abs=0)
+
+
+ONE_IMAGE = ("--data.micro-batch", "1")  # the micro-batches of a pipeline are equal
+
+
+@pytest.fixture(scope="module")
+def pipeline(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two stages."""
+    out = tmp_path_factory.mktemp("pipeline") / "run"
+    return train_to_end(root, out, *ONE_IMAGE, ranks=2, mode="pipeline")
+
+
+def test_a_pipeline_has_the_losses_of_one_process_and_counts_each_image_once(
+    pipeline: Path, whole: Whole
+) -> None:
+    assert losses(pipeline) == pytest.approx(losses(whole("none", 1)), rel=1e-4, abs=0)
+    names = ("images", "masks", "grad_norm", "iou_last")
+    for one, other in zip(figures(pipeline, *names), figures(whole("none", 1), *names), strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
+
+
+def test_a_pipeline_that_is_killed_resumes_bit_for_bit(root: Path, pipeline: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    mishap = {"what": "kill", "rank": 0, "step": 4, "once": str(tmp_path / "once")}
+    ended = start(root, out, *ONE_IMAGE, ranks=2, mode="pipeline", mishap=mishap)
+    assert ended.codes == [-9, 1]
+    train_to_end(root, out, *ONE_IMAGE, ranks=2, mode="pipeline")
+    assert losses(out) == losses(pipeline)
+    assert_same_state(out, pipeline)
+
+
+def test_stages_that_read_other_images_stop_together(root: Path, tmp_path: Path) -> None:
+    """A sample that is damaged in the copy of one machine only; that rank then reads a substitute."""
+    for name in ("good", "bad"):
+        shutil.copytree(root, tmp_path / name / "shards")
+    damage(tmp_path / "bad" / "shards", range(8))
+    out = tmp_path / "run"
+    folders = [tmp_path / "good", tmp_path / "bad"]
+    ended = start(Path("shards"), out, *ONE_IMAGE, ranks=2, mode="pipeline", folders=folders)
+    assert ended.codes == [1, 1]
+    for output in ended.outputs:
+        assert "step 1: 1 stage of the pipeline (rank 1) read other images than rank 0" in output
+    lines = [json.loads(line) for line in (out / "damaged.jsonl").read_text().splitlines()]
+    assert {line["rank"] for line in lines} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modes", [("pipeline", 2, "fsdp", 3), ("zero1", 3, "pipeline", 2)])
+def test_a_pipeline_resumes_from_other_modes_and_they_from_it(
+    root: Path, whole: Whole, tmp_path: Path, modes: tuple[str, int, str, int]
+) -> None:
+    out = tmp_path / "run"
+    mishap = {"what": "stop", "rank": 0, "step": 2}
+    train_to_end(root, out, *ONE_IMAGE, ranks=modes[1], mode=modes[0], mishap=mishap)
+    train_to_end(root, out, *ONE_IMAGE, ranks=modes[3], mode=modes[2])
+    assert losses(out) == pytest.approx(losses(whole("none", 1)), rel=1e-4, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--data.micro-batch", "2"), "--data.micro-batch 2: does not divide --data.global-batch 5, and"),
+        (("--data.micro-batch", "5"), "--data.micro-batch 5: 1 micro-batch of a step for 2 stages"),
+        (("--evaluate-only", "--evaluation.view", "held-out"), "--evaluate-only: does not work with"),
+        (("--evaluation.every", "2", "--evaluation.view", "held-out"), "--evaluation.every: does not work"),
+        (("--parallel.precision", "fp16"), "pass --parallel.precision bf16"),
+        (("--parallel.shares", "2,1"), "--parallel.shares: is for --parallel.mode none or ddp"),
+    ],
+)
+def test_settings_that_do_not_fit_a_pipeline_are_refused(
+    root: Path, tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    out = tmp_path / "run"
+    ended = start(root, out, *ONE_IMAGE, *flags, ranks=2, mode="pipeline")
+    assert ended.codes == [2, 2], "\n".join(ended.outputs)
+    assert message in ended.outputs[0]
+    assert not out.exists() or not list(out.iterdir())
+
+
+def test_a_pipeline_is_estimated_before_it_is_started(root: Path, tmp_path: Path) -> None:
+    ended = start(root, tmp_path / "run", *ONE_IMAGE, "--dry-run", ranks=2, mode="pipeline")
+    assert ended.codes == [0, 0], "\n".join(ended.outputs)
+    assert "5 images = 5 micro-batches through 2 stages, each of 1\n" in ended.outputs[0]
+    assert "not measured: the stages of a pipeline need unequal memory" in ended.outputs[0]

@@ -45,6 +45,7 @@ from sa1b.engine.checkpoint.location import Location
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.checkpoint.torch_metadata import METADATA, read_metadata
 from sa1b.engine.optim import of_rank
+from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import ranks
 from sa1b.engine.remote_run import RemoteRun
 from sa1b.errors import CheckpointError, UsageError
@@ -151,6 +152,7 @@ class Checkpoints:
             self._ranks.rank,
             self._ranks.world_size,
             sharded=of_rank(optimizer) is not optimizer,
+            staged=isinstance(model, Pipeline),
         )
         if self.config.asynchronous:
             if self._stager is None:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from sa1b.engine.compression import powersgd_of
 from sa1b.engine.model import stored
 from sa1b.engine.optim import of_rank
+from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import Ranks
 from sa1b.errors import CheckpointError
 
@@ -75,15 +76,16 @@ class _Writer(FileSystemWriter):
 def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """The tensors by name, not copied; under FSDP each rank's shards, as DTensors.
 
-    With a sharded optimizer (ZeRO-1), each rank has the optimizer state of its own parameters only.
+    With a sharded optimizer (ZeRO-1), each rank has the optimizer state of its own parameters only. A stage
+    of a pipeline has its own parameters and their state only.
 
     Args:
-        model: a model that declares its `weights()`, or a plain module; with or without DDP or FSDP.
+        model: a model that declares its `weights()`, or a plain module; in any mode.
 
     Raises:
         TypeError: the optimizer's state contains values other than tensors.
     """
-    found = _weights(model)
+    found = _present(_weights(model))
     if optimizer is not None:
         names = _names(model)
         for parameter, values in of_rank(optimizer).state.items():
@@ -98,16 +100,19 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
     return found
 
 
-def share(tensors: Mapping[str, Tensor], rank: int, world_size: int, *, sharded: bool) -> dict[str, Tensor]:
+def share(
+    tensors: Mapping[str, Tensor], rank: int, world_size: int, *, sharded: bool, staged: bool = False
+) -> dict[str, Tensor]:
     """The tensors that this rank writes: its shards, and an equal share (by bytes) of the unsharded ones.
 
     Args:
         sharded: the optimizer state is that of a sharded optimizer, so no other rank has it.
+        staged: the tensors are those of a stage of a pipeline, so no other rank has them.
     """
     own: dict[str, Tensor] = {}
     load = [0] * world_size
     for name, tensor in tensors.items():
-        alone = name.startswith(COMPRESSION) or (sharded and name.startswith(OPTIMIZER))
+        alone = staged or name.startswith(COMPRESSION) or (sharded and name.startswith(OPTIMIZER))
         if isinstance(tensor, DTensor) or alone:
             own[name] = tensor
             continue
@@ -143,6 +148,7 @@ def load(
     """
     targets = _weights(model)
     _compare(folder, metadata, targets)
+    targets = _present(targets)
     states = _empty_states(folder, metadata, model, optimizer) if optimizer is not None else {}
     for name, values in states.items():
         targets |= {f"{OPTIMIZER}{name}.{key}": value for key, value in values.items()}
@@ -205,6 +211,11 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {f"{MODEL}{name}": tensor for name, tensor in stored(model).state_dict().items()}
 
 
+def _present(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights that this rank has; in a pipeline, those of the other stages are on the meta device."""
+    return {name: tensor for name, tensor in weights.items() if not tensor.is_meta}
+
+
 def _names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in stored(model).named_parameters()}
 
@@ -263,6 +274,8 @@ def _empty_states(
     trained = {
         names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
     }
+    if isinstance(model, Pipeline):
+        trained |= {name: one for one, name in names.items() if name in model.elsewhere}
     states: dict[str, dict[str, Tensor]] = {}
     for full, entry in _entries(metadata).items():
         if not full.startswith(OPTIMIZER):
