@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Four on two cores: a third of the time the tests wait for processes and servers.
 PROCESSES ?= 4
 
-PARTS := demo reshard masks record stream order scale range_reads local_cache scaling recompute convergence
+PARTS := demo reshard masks record stream order scale range_reads local_cache scaling recompute convergence pipeline
 
 .PHONY: demo test test-all coverage bench figures docs lint clean
 

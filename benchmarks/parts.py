@@ -59,6 +59,17 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
                 yield f"| {what} | {measured} | {compared} | `{_command(name)}` |"
 
 
+def pipeline_lines(document: dict[str, Any]) -> Iterator[str]:
+    """The table of docs/parallel.md: waits of a pipeline's stages, micro-batches that the first keeps."""
+    yield "| stages, micro-batches | formula | `gpipe` waits | keeps | `1f1b` waits | keeps |"
+    yield "|---|---|---|---|---|---|"
+    for what, found in document["parts"]["pipeline"]["figures"].items():
+        yield (
+            f"| {what} | {found['formula']:.0%} | {found['gpipe']:.0%} | {found['gpipe, kept']} | "
+            f"{found['1f1b']:.0%} | {found['1f1b, kept']} |"
+        )
+
+
 def _command(name: str) -> str:
     return "make demo" if name == "test_demo" else f"pytest benchmarks/{name}.py"
 
@@ -209,6 +220,16 @@ def _scaling(found: dict[str, Any]) -> Iterator[Row]:
         )
 
 
+def _pipeline(found: dict[str, dict[str, float]]) -> Iterator[Row]:
+    """A row for the most micro-batches of each number of stages."""
+    for case, row in {name.split(",")[0]: (name, row) for name, row in found.items()}.values():
+        yield (
+            f"pipeline of equal stages that sleep, {case}: part of a step in which they wait",
+            f"gpipe {row['gpipe']:.0%}, 1f1b {row['1f1b']:.0%}",
+            f"(S - 1) / (M + S - 1) = {row['formula']:.0%}",
+        )
+
+
 def _demo(found: dict[str, float]) -> Iterator[Row]:
     yield "`make demo` after the installation, training included", f"{found['seconds']:.0f} s", ""
 
@@ -242,5 +263,6 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Iterator[Row]], str]] = [
     ("scaling", _scaling, "test_scaling"),
     ("convergence", _convergence, "test_convergence"),
     ("recompute", _recompute, "test_recompute"),
+    ("pipeline", _pipeline, "test_pipeline"),
     ("demo", _demo, "test_demo"),
 ]  # fmt: skip

@@ -49,7 +49,7 @@ def main(
         ranks: Numbers of ranks; by default 1, 2, 4, ... up to the GPUs or CPUs of this machine.
         modes: ddp, zero1, fsdp-full, fsdp-grad_op, fsdp-hybrid (two copies of the model, at least 4 ranks);
             by default these without zero1. Variants: ddp-bucket-1, ddp-bucket-10, ddp-bucket-50 (MiB; ddp has
-            25), ddp-bf16, ddp-powersgd-4, fsdp-wrap-none, fsdp-reduce-bf16.
+            25), ddp-bf16, ddp-powersgd-4, fsdp-wrap-none, fsdp-reduce-bf16, pipeline, pipeline-gpipe.
         precisions: fp32, tf32, bf16, fp16.
         micro_batch: Images that a rank computes at a time.
         global_batch: Images of a step over all ranks in strong scaling; by default a micro-batch for each of

@@ -6,7 +6,8 @@
 
 Weak scaling: each rank computes one micro-batch in a step, so the global batch grows with the ranks. Strong
 scaling: the global batch is fixed, so a rank computes fewer micro-batches when there are more ranks. If the
-global batch is one micro-batch for each of the most ranks, both have the same case for the most ranks.
+global batch is one micro-batch for each of the most ranks, both have the same case for the most ranks. The
+stages of a pipeline compute all micro-batches of a step together, which has the same number of images.
 """
 
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ MODES: dict[str, dict[str, Any]] = {
     "ddp-powersgd-4": {"mode": "ddp", "compress": "powersgd:4", "compress_after": 2},
     "fsdp-wrap-none": {"mode": "fsdp", "wrap": "none"},
     "fsdp-reduce-bf16": {"mode": "fsdp", "reduce": "bf16"},
+    "pipeline": {"mode": "pipeline"},
+    "pipeline-gpipe": {"mode": "pipeline", "schedule": "gpipe"},
 }
 _DEFAULT = 4
 HYBRID_RANKS = 2 * REPLICAS  # the fewest ranks of fsdp-hybrid: each copy is sharded over two

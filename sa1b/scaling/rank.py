@@ -9,7 +9,8 @@ the same number of steps three times, on the same micro-batches:
                  gradients, and parameters that stay gathered
 
 Their differences are the time for data and for exposed communication: the communication that no computation
-overlaps. The learning rate is 0, which takes the same time, and keeps the losses the same in all steps.
+overlaps. The stages of a pipeline cannot compute alone. The learning rate is 0, which takes the same time,
+and keeps the losses the same in all steps.
 """
 
 import gc
@@ -30,6 +31,7 @@ from sa1b.engine.gradients import autocast, clear, finish, grad_scaler, loss_div
 from sa1b.engine.model import declared
 from sa1b.engine.optim import freeze, make_optimizer, of_rank, set_lr
 from sa1b.engine.parallel import start, stop, wrap
+from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import RankInfo
 from sa1b.scaling.cases import Case
 from sa1b.scaling.machine import Device, bind
@@ -71,9 +73,10 @@ class StepTimes:
     Attributes:
         whole: with data from the loader; empty without a dataset directory.
         synchronised: with micro-batches in memory.
-        alone: without exchange between ranks; empty if the memory of the GPU does not suffice for it.
-        queued: share of the time of the steps alone in which this rank's main thread was ready to run, but
-            other threads used its CPUs.
+        alone: without exchange between ranks; empty for a pipeline, and if the memory of the GPU does not
+            suffice for it.
+        queued: share of the time of the steps alone, or else synchronised, in which this rank's main thread
+            was ready to run, but other threads used its CPUs.
     """
 
     whole: tuple[float, ...]
@@ -123,28 +126,30 @@ def measure(case: Case, launch: Launch, rank_info: RankInfo) -> StepTimes:
     step = TrainingStep(config, rank_info)
     whole: tuple[float, ...] = ()
     if config.data.root:
-        feed = Feed(config.data, config.image_size, rank_info, launch.folder, config.seed)
+        divided = config.parallel.divides_steps
+        feed = Feed(config.data, config.image_size, rank_info, launch.folder, config.seed, divided=divided)
         try:
             step.warm_up([feed.peek()])
             step.take(list(feed.step()))
             kept: list[list[Batch]] = []
-            whole = _timed(launch.steps, rank_info, lambda number: step.take(_kept(feed.step(), kept)))
+            whole, _ = _timed(launch.steps, rank_info, lambda number: step.take(_kept(feed.step(), kept)))
         finally:
             feed.close()
     else:
         kept = [_synthetic(case, config, rank_info, number) for number in range(launch.steps)]
         step.warm_up(kept[0])
         step.take(kept[0])
-    synchronised = _timed(launch.steps, rank_info, lambda number: step.take(kept[number]))
+    synchronised, queued = _timed(launch.steps, rank_info, lambda number: step.take(kept[number]))
+    alone = not isinstance(step.module, Pipeline)
     try:
-        step.separate()
-        step.take(kept[0])
-        alone = True
+        if alone:
+            step.separate()
+            step.take(kept[0])
     except torch.OutOfMemoryError:  # an unsharded copy of the model does not fit
         alone = False
-    before, began = _queued(), time.perf_counter()
-    without = _timed(launch.steps if alone else 0, rank_info, lambda number: step.take(kept[number]))
-    queued = (_queued() - before) / (time.perf_counter() - began)
+    without: tuple[float, ...] = ()
+    if alone:
+        without, queued = _timed(launch.steps, rank_info, lambda number: step.take(kept[number]))
     return StepTimes(whole, synchronised, without, queued)
 
 
@@ -167,26 +172,28 @@ def _kept(batches: Iterator[Batch], kept: list[list[Batch]]) -> Iterator[Batch]:
 def _synthetic(case: Case, config: Config, rank_info: RankInfo, number: int) -> list[Batch]:
     """The micro-batches of step `number` of this rank."""
     data = config.data
-    first = number * case.global_batch + rank_info.rank * case.images
+    images, first = case.images, number * case.global_batch + rank_info.rank * case.images
+    if not config.parallel.divides_steps:
+        images, first = case.global_batch, number * case.global_batch
     size = data.target_size or config.image_size // 4
     return [
         synthetic_batch(
             case.micro_batch, data.masks, config.image_size, size, first + offset, rank_info.device
         )
-        for offset in range(0, case.images, case.micro_batch)
+        for offset in range(0, images, case.micro_batch)
     ]
 
 
-def _timed(steps: int, rank_info: RankInfo, take: Callable[[int], None]) -> tuple[float, ...]:
-    """Seconds of each call of `take`, which all ranks begin together."""
+def _timed(steps: int, rank_info: RankInfo, take: Callable[[int], None]) -> tuple[tuple[float, ...], float]:
+    """Seconds of each call of `take`, which all ranks begin together; share of them in the CPU's queue."""
     if rank_info.world_size > 1:
         dist.barrier()
-    seconds = []
+    seconds, queued = [], _queued()
     for number in range(steps):
         began = time.perf_counter()
         take(number)
         seconds.append(time.perf_counter() - began)
-    return tuple(seconds)
+    return tuple(seconds), (_queued() - queued) / sum(seconds)
 
 
 class TrainingStep:
@@ -234,20 +241,20 @@ class TrainingStep:
 
     def take(self, batches: Sequence[Batch] | Iterator[Batch]) -> None:
         """One step; returns when the device has finished it."""
-        count = self.config.data.global_batch // (self.rank_info.world_size * self._micro_batch())
+        _, count = self.config.micro_batches(self.rank_info.world_size)
         masks: Tensor | float = 0.0
         for number, batch in enumerate(batches, 1):
             with micro_batch(self.module, last=self.zeros is None and number == count):
                 masks = masks + self._forward_backward(batch)
-        rank_info = self.rank_info
+        module, rank_info = self.module, self.rank_info
         if self.zeros is not None:
-            rank_info = replace(rank_info, world_size=1, mesh=None)
+            module, rank_info = self.weights, replace(rank_info, world_size=1, mesh=None)
             if isinstance(self.module, FSDPModule):
                 for weight, zero in zip(self.weights, self.zeros, strict=True):
                     weight.grad = zero
         assert isinstance(masks, Tensor)
         norm = finish(
-            self.weights,
+            module,
             self.optimizer,
             self.scaler,
             masks / self.divisor,
@@ -260,13 +267,10 @@ class TrainingStep:
         clear(self.module, self.optimizer)
         float(norm)  # waits for the device
 
-    def _micro_batch(self) -> int:
-        micro_batch = self.config.data.micro_batch
-        assert micro_batch is not None
-        return micro_batch
-
     def _forward_backward(self, batch: Batch) -> Tensor:
         inputs = self.model.inputs(batch, self.config.seed)
+        if isinstance(self.module, Pipeline):
+            return self.module.forward_backward(inputs, self.divisor)["count"]
         with autocast(self.config.parallel.precision, self.rank_info.device):
             sums: dict[str, Tensor] = self.module(*inputs)
         torch.autograd.backward(self.scaler.scale(sums["loss"] / self.divisor))

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sa1b.console import command
+from sa1b.scaling.cases import Case
 from sa1b.scaling.result import Point, Scaling
 
 GOOD = 0.8  # efficiency from which there is nothing to explain
@@ -72,9 +73,14 @@ def _causes(point: Point) -> str:
         "compute": "computation takes {:.0%} more",
     }
     if point.communication is None:
-        texts["compute"] = "computation and communication take {:.0%} more (not separated: out of memory)"
+        reason = "stages wait for each other" if _is_pipeline(point.case) else "out of memory"
+        texts["compute"] = f"computation and communication take {{:.0%}} more (not separated: {reason})"
     causes = [texts[name].format(share) for name, share in _parts(point).items()]
     return ", ".join(causes) or "many small causes"
+
+
+def _is_pipeline(case: Case) -> bool:
+    return case.mode.startswith("pipeline")
 
 
 def _noise(point: Point) -> str:
@@ -111,6 +117,11 @@ def _on_compute(points: Sequence[Point], found: Scaling) -> Iterator[str]:
     if not results:
         return
     imbalance = max(result.imbalance for result in results)
+    if any(_is_pipeline(point.case) for point in points if "compute" in _parts(point)):
+        yield (
+            "pipeline: stages wait for each other; a larger --data.global-batch with the same "
+            "--data.micro-batch has more micro-batches, and the last stage also has the decoder"
+        )
     if found.shared_cores:
         yield "computation: ranks share cores; pass fewer --ranks or --threads"
     if imbalance >= _UNEVEN:

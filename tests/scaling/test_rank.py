@@ -1,14 +1,15 @@
 """The program of a rank: steps alone need no other rank, and synchronised steps do."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from sa1b.engine.parallel import start
-from sa1b.engine.presets import PRESETS
+from sa1b.engine.presets import PRESETS, SamConfig
 from sa1b.scaling.cases import Case
-from sa1b.scaling.rank import TrainingStep
+from sa1b.scaling.rank import Launch, TrainingStep, measure
 from sa1b.scaling.synthetic_batch import synthetic_batch
 from sa1b.workers import supervise
 from tests import processes
@@ -17,19 +18,23 @@ SIZE = 64
 CPU = torch.device("cpu")
 
 
-def step_of(case: Case) -> TrainingStep:
+def config_of(case: Case) -> SamConfig:
     preset = PRESETS["tiny"]
-    config = replace(
+    return replace(
         preset,
         model=replace(preset.model, image_size=SIZE, width=32, depth=2, heads=2),
         data=replace(preset.data, masks=3, global_batch=case.global_batch, micro_batch=case.micro_batch),
         parallel=case.parallel("cpu", 30),
     )
+
+
+def step_of(case: Case) -> TrainingStep:
+    config = config_of(case)
     return TrainingStep(config, start(config.parallel))
 
 
 def take_alone(environment: dict[str, str], report) -> list[str]:  # type: ignore[no-untyped-def]
-    """On rank 0, steps that exchange nothing, while rank 1 waits; in all modes of two ranks."""
+    """On rank 0, steps that exchange nothing, while rank 1 waits; in all modes of two ranks; then a pipeline."""
     import os
 
     import torch.distributed as dist
@@ -59,6 +64,12 @@ def take_alone(environment: dict[str, str], report) -> list[str]:  # type: ignor
             if not torch.equal(weight.detach(), old):
                 problems.append(f"{mode}: the learning rate is not 0")
                 break
+    case = Case("pipeline", "bf16", 2, 1, 1)
+    config = config_of(case)
+    launch = Launch(config, (case,), 2, "cpu", 1, (), 0, Path(), 30)
+    times = measure(case, launch, start(config.parallel))
+    if (len(times.synchronised), times.alone) != (2, ()):
+        problems.append(f"pipeline: {times}")
     return problems
 
 

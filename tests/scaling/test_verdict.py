@@ -1,5 +1,7 @@
 """The verdict: it names the parts that cost the efficiency, their reasons, and what to change."""
 
+from dataclasses import replace
+
 import pytest
 
 from sa1b.scaling.result import CaseResult
@@ -51,6 +53,13 @@ def test_a_low_efficiency_is_explained(slow: CaseResult, line: str, advice: list
     assert line in found.lines[0]
     for part in advice:
         assert any(part in one for one in found.advice)
+
+
+def test_the_waiting_of_a_pipeline_is_not_called_a_lack_of_memory() -> None:
+    cases = {replace(case(1), mode="pipeline"): BASE, replace(case(2), mode="pipeline"): result(0.2, None)}
+    found = judge(scaling(cases))
+    assert "take 50% more (not separated: stages wait for each other)" in found.lines[0]
+    assert any(one.startswith("pipeline: stages wait for each other; a larger") for one in found.advice)
 
 
 def test_parts_that_cost_little_get_no_advice() -> None:
