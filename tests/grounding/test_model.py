@@ -23,7 +23,7 @@ CASES: dict[str, Any] = {
     "ddp, unequal shares": {"mode": "ddp", "shares": (4, 2)},
     "fsdp, a rank without images": {"mode": "fsdp", "shares": (6, 0)},
     "ddp, a rank without masks": {"mode": "ddp", "shares": (2, 4)},
-    "fsdp, precomputed embeddings": {"mode": "fsdp", "shares": (2, 4), "vectors": 5},
+    "fsdp, precomputed embeddings": {"mode": "fsdp", "shares": (3, 3), "vectors": 5},
 }
 
 

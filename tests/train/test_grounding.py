@@ -1,7 +1,9 @@
 """The grounding preset in the training command: several ranks, resuming, evaluation, refused settings."""
 
+import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,14 @@ import torch
 import sa1b
 from sa1b.cli import view
 from sa1b.engine.checkpoint.weights import convert
-from sa1b.errors import Sa1bError
+from sa1b.engine.config import parse
+from sa1b.engine.fake_step import measure
+from sa1b.engine.feed import Feed
+from sa1b.engine.presets import PRESETS, GroundingConfig
+from sa1b.engine.ranks import RankInfo
+from sa1b.errors import Sa1bError, UsageError
 from sa1b.gallery.predictions import read_predictions
-from tests.train.command import STEPS, assert_same_state, losses, start, train_to_end
+from tests.train.command import GROUNDING_FLAGS, STEPS, assert_same_state, losses, start, train_to_end
 
 SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsdp", 2))]
 Run = Callable[[str, int], Path]
@@ -114,26 +121,43 @@ def test_the_model_of_a_run_grounds_phrases(root: Path, run: Run, tmp_path: Path
 
 
 def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
+    def config_of(*flags: str) -> GroundingConfig:
+        paths = ["--data.root", str(root), "--data.text", str(root.parent / "phrases.parquet")]
+        found = parse([*GROUNDING_FLAGS, *paths, *flags], None, PRESETS)
+        assert isinstance(found, GroundingConfig)
+        return found
+
+    small = config_of("--data.micro-batch", "2")
+    for refused in (lambda: small.micro_batches(1), small.build):
+        with pytest.raises(
+            UsageError, match="--data.micro-batch 2: the 3 micro-batches of a step would each"
+        ):
+            refused()
+    other = config_of("--data.micro-batch", "2", "--recipe.negatives", "micro-batch")
+    assert other.micro_batches(1) == (2, 3)
+    assert other.build().capacity == 2 * 4
+    assert config_of("--data.micro-batch", "3").micro_batches(2) == (3, 1)
+
+    def read(config: GroundingConfig) -> None:
+        feed = Feed(config.data, config.image_size, RankInfo(0, 1, 0, torch.device("cpu")), tmp_path, 0)
+        with contextlib.closing(feed):
+            config.build().inputs(feed.peek(), 0)
+
     for flags, message in (
-        (
-            ["--data.micro-batch", "2"],
-            "--data.micro-batch 2: the 3 micro-batches of a step would each compare",
-        ),
         (["--data.text-width", "7"], "--data.text-width 7: the column of texts has strings; pass"),
         (["--data.text-column", "caption"], "no column 'caption'; choose from image_id, mask_id, text"),
+        (["--data.tokenizer", "no.json"], "tokenizer 'no.json': there is no such file"),
     ):
-        ended = start(root, tmp_path / "run", *flags, model="grounding")
-        assert ended.codes == [2], ended.outputs
-        assert message in ended.outputs[0]
-    flags = [
-        "--data.micro-batch",
-        "2",
-        "--recipe.negatives",
-        "micro-batch",
-        "--optim.warmup",
-        "0",
-        "--optim.steps",
-        "1",
-    ]
-    ended = start(root, tmp_path / "other", *flags, model="grounding")
-    assert ended.codes == [0], ended.outputs
+        with pytest.raises(UsageError, match=message):
+            read(config_of(*flags))
+    read(config_of())
+
+
+@pytest.mark.parametrize("mode", ["none", "fsdp"])
+def test_the_memory_of_a_step_is_known_in_advance(mode: str) -> None:
+    flags = [*GROUNDING_FLAGS, "--data.root", "none", "--data.text", "none.parquet", "--parallel.mode", mode]
+    config = parse(flags, None, PRESETS)
+    small, large = (measure(replace(config, data=replace(config.data, masks=masks)), 1) for masks in (2, 8))
+    assert small.parameters == large.parameters > 0
+    assert small.activations < large.activations
+    assert small.batches < large.batches
