@@ -67,6 +67,7 @@ class Column:
     Attributes:
         key: "image_id" or "mask_id".
         missing: number of ids without a value that this process has looked up.
+        looked_up: number of ids that this process has looked up.
     """
 
     def __init__(self, name: str, path: Path, source: str) -> None:
@@ -75,7 +76,7 @@ class Column:
         self.name = name
         self.path = path
         self.source = source
-        self.missing = 0
+        self.missing = self.looked_up = 0
         with pa.memory_map(str(path)) as file:
             batch = pa.ipc.open_file(file).get_batch(0)
         self.key: str = batch.schema.names[0]
@@ -112,6 +113,7 @@ class Column:
         rows, found = self._rows(ids)
         values: list[Any] = self._values.take(pa.array(rows, mask=~found)).to_pylist()
         self.missing += values.count(None)
+        self.looked_up += len(values)
         return values
 
     def warn_of_missing(self, ids: npt.NDArray[np.int64]) -> None:

@@ -13,6 +13,7 @@ lists of float of one length, which are embeddings that a text encoder computed 
 """
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Key = Literal["image_id", "mask_id"]
+_LOOKED_UP = 1000  # ids without a single text, after which there is a warning
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +175,7 @@ class TextColumn:
             ColumnError: embeddings have different lengths, or the tokenizer returns something else.
         """
         values = self.column.lookup(ids)
+        self._warn_if_none(ids)
         if self.several:
             counts = np.array([len(value or ()) for value in values], np.int64)
             words = random_words(seed, Purpose.TEXT, images, epochs, indices)
@@ -184,6 +187,17 @@ class TextColumn:
             key = _key_of(self.column)
             texts = texts_of(values, self.tokenizer, self.options.length, key)
         return texts, values
+
+    def _warn_if_none(self, ids: npt.NDArray[np.int64]) -> None:
+        """Warn once if the table has none of the first ids: it may be that of another dataset."""
+        column, before = self.column, self.column.looked_up - len(ids)
+        if column.missing == column.looked_up >= _LOOKED_UP > before:
+            warnings.warn(
+                f"{column.source} has no {column.name} for any of the first {column.looked_up:,} ids; are "
+                f"its {column.key}s those of the dataset, such as {ids[0]}? If few images have texts, make a "
+                "view of them",
+                stacklevel=2,
+            )
 
     def _of_vectors(self, values: Sequence[Sequence[float] | None], ids: npt.NDArray[np.int64]) -> Texts:
         vectors = np.zeros((len(values), self.width), np.float32)

@@ -123,6 +123,17 @@ def test_the_key_is_chosen_if_the_table_has_both(root: Path, mask_ids: list[int]
     assert batch.texts.key == "image_id"
 
 
+def test_a_table_of_other_masks_causes_one_warning(root: Path, mask_ids: list[int]) -> None:
+    table = pa.table({"mask_id": [one + 1_000_000_000 for one in mask_ids], "text": ["a"] * len(mask_ids)})
+    stream = stream_of(root, table, epochs=None, masks=100)
+    with pytest.warns(
+        UserWarning, match=r"has no text for any of the first 1,\d+ ids; are its mask_ids"
+    ) as seen:
+        for _ in islice(stream, 2 * 1000 * IMAGES // len(mask_ids)):
+            pass
+    assert len(seen) == 1
+
+
 def test_texts_move_with_the_batch(root: Path) -> None:
     table = pa.table({"image_id": IDS, "text": [str(one) for one in IDS]})
     batch = next(iter(stream_of(root, table)))
