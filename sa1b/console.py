@@ -280,10 +280,20 @@ def end_at_interrupt() -> "Callable[..., object] | int | None":
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return signal.SIG_IGN
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # its value is checked later, with a message
         # A rank may wait for the others in native code, where no Python handler runs.
         return signal.signal(signal.SIGINT, signal.SIG_DFL)
     return signal.signal(signal.SIGINT, _end)
+
+
+def before_training() -> None:
+    """Prepare the signals of a process that imports what training needs, until the run handles them.
+
+    Ctrl-C ends it at once, because there is no state to save. SIGUSR2 asks a run for a table, for which it is
+    too early; by default the signal would end the process.
+    """
+    end_at_interrupt()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _end(number: int, frame: object) -> NoReturn:

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
-from sa1b.console import broken_pipe, end_at_interrupt
+from sa1b.console import before_training, broken_pipe
 
 if __name__ == "__main__":
-    end_at_interrupt()  # until the run has a state to save
+    before_training()
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ from sa1b.engine.watchdog import Watchdog
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.store import open_store
+from sa1b.stream.plan import process_rank
 
 RAISED_TOGETHER = (HealthError, CheckpointError, DisagreementError)  # all ranks raise it after the same step
 
@@ -208,7 +209,11 @@ def main(
         prog: name of the command in the help; by default the command that started this process.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    rank = int(os.environ.get("RANK", "0"))
+    try:
+        rank, world_size = process_rank()
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     try:
         return run(settings.parse(sys.argv[1:] if arguments is None else arguments, __doc__, presets, prog))
     except SystemExit as error:  # the text of --help
@@ -221,7 +226,7 @@ def main(
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             return broken_pipe()
         # One write, so that lines of several ranks do not mix.
-        sys.stderr.write(explain(error, rank, int(os.environ.get("WORLD_SIZE", "1"))))
+        sys.stderr.write(explain(error, rank, world_size))
         return 1
 
 

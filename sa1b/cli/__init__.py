@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from sa1b import __version__
-from sa1b.console import command, end, end_at_interrupt, loading, run, run_directly
+from sa1b.console import before_training, command, end, loading, run, run_directly
 
 VERBS = (
     "synthesize",
@@ -115,7 +115,7 @@ def module_of(verb: str) -> ModuleType:
 
 def _run(verb: str, arguments: list[str]) -> NoReturn:
     if verb == "train":
-        end_at_interrupt()
+        before_training()
         from sa1b import train
 
         train.exit_at_once(train.main(arguments=arguments, prog=command("train")))

@@ -139,9 +139,13 @@ def main(
 def _part(text: str | None) -> "Part":
     """The part of this process: of --part, or of its rank under torchrun."""
     from sa1b.annotate.annotate import Part
+    from sa1b.stream.plan import process_rank
 
     if text is None:
-        return Part(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        try:
+            return Part(*process_rank())
+        except ValueError as error:
+            raise UsageError(f"{error}") from None
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise UsageError(f"--part {text}: must be I/N with I from 1 to N, such as 1/8")

@@ -126,6 +126,8 @@ def check(
         for name in given:
             if plain(name) not in map(plain, names()):
                 raise UsageError(f"{flag} {name}: no such check; they are: {', '.join(names())}")
+    if only and not set(map(plain, only)) - set(map(plain, skip)):
+        raise UsageError(f"--only {', '.join(only)}: no check is left; omit one of them from --skip")
 
 
 def plain(name: str) -> str:

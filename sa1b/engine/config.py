@@ -332,6 +332,11 @@ def _check_out(config: Config) -> None:
             f"--out {config.out}: is a dataset directory or inside one, and a run must not write there; name "
             "another URL"
         )
+    if run := files.run_around(config.out if config.is_remote else str(config.folder.resolve())):
+        raise UsageError(
+            f"--out {config.out}: is in the checkpoints of a run, which it would damage; pass --out {run} to "
+            "resume that run, or another --out with --init"
+        )
     if config.scratch is None:
         return
     if protocol_of(str(config.scratch)) or was_url(config.scratch):

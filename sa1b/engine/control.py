@@ -21,7 +21,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -249,9 +249,14 @@ class Control:
             # A second signal ends the process at once. If the first one went to the whole process group, as
             # Ctrl-C does, torchrun sends the second one itself, and kills after 30 s.
             signal.signal(number, signal.SIG_DFL)
+            if self._rank_info.rank == 0:
+                name = signal.Signals(number).name
+                _write(
+                    f"\n{name}: stopping after this step, with a checkpoint; {name} again ends the run at "
+                    "once, without one\n"
+                )
         elif number != signal.SIGUSR1 and self._needed() > _AGENT_PATIENCE:
-            # Not by print: the signal may have interrupted another one.
-            os.write(2, self._too_slow(signal.Signals(number).name).encode())
+            _write(self._too_slow(signal.Signals(number).name))
 
     def _too_slow(self, name: str) -> str:
         return (
@@ -259,3 +264,9 @@ class Control:
             f"and a step and a checkpoint took {self._needed():.0f} s; if they do not fit, the run resumes "
             "from an older checkpoint; --deadline, and SIGUSR1 to a rank, have no such limit\n"
         )
+
+
+def _write(text: str) -> None:
+    """Write to stderr in a signal handler; not by print, which the signal may have interrupted."""
+    with suppress(OSError):  # a closed terminal or pipe must not end the run
+        os.write(2, text.encode())

@@ -39,7 +39,7 @@ class Machine:
         Raises:
             UsageError: there is no GPU although the device is cuda, or this process is one of several ranks.
         """
-        if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
             raise UsageError(
                 f"WORLD_SIZE {ranks}: this command starts its ranks itself, on one machine; run it without "
                 "torchrun, and with one task of srun"

@@ -138,13 +138,17 @@ def process_rank() -> tuple[int, int]:
     either, the process is rank 0 of 1.
 
     Raises:
-        ValueError: RANK is not below WORLD_SIZE, or is negative.
+        ValueError: RANK or WORLD_SIZE is no number, or RANK is negative or not below WORLD_SIZE.
     """
     # If torch.distributed was never imported, it is not initialised.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    numbers = {"RANK": "0", "WORLD_SIZE": "1"} | os.environ
+    for name in ("RANK", "WORLD_SIZE"):
+        if not numbers[name].removeprefix("-").isdecimal():
+            raise ValueError(f"{name}={numbers[name]}: must be a whole number; torchrun sets it")
+    rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank}: must be from 0 to below WORLD_SIZE={world_size}; torchrun sets both")
     return rank, world_size

@@ -4,6 +4,7 @@ A module of the package is started in a forked process. A script is started in a
 its folder is first in Python's path, and must not hide other packages.
 """
 
+import os
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
@@ -40,6 +41,24 @@ def test_every_way_to_start_has_the_flags_and_the_package_that_is_installed(
     assert usage in done.stdout.splitlines()[0]
     assert "--data.root" in done.stdout
     assert "sa1b train --preset tiny" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_variable_of_the_launcher_that_is_no_number_is_refused_by_name(name: str) -> None:
+    done = processes.run(
+        [sys.executable, "-m", "sa1b", "train"],
+        env={**os.environ, name: "$SLURM_X"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {name}=$SLURM_X: must be a whole number; torchrun sets it\n"
+
+
+def test_a_request_for_the_table_while_modules_load_does_not_end_the_process() -> None:
+    code = "import os, signal, sa1b.console as c; c.before_training(); os.kill(os.getpid(), signal.SIGUSR2)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=300)
 
 
 def test_no_module_beside_the_script_hides_one_of_another_package() -> None:

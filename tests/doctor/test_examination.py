@@ -96,6 +96,10 @@ def test_a_file_system_that_does_not_answer_is_named_and_stops_no_other_check(tm
         (("--rate", "-1"), "--rate -1: must be more than 0"),
         (("--only", "disk"), "--only disk: no such check; they are: versions, "),
         (("--skip", ""), "--skip : no such check"),
+        (
+            ("--only", "ring", "--skip", "ring"),
+            "--only ring: no check is left; omit one of them from --skip",
+        ),
         (("",), "ROOT '': must be a dataset directory"),
         (("a", "b"), "b: one argument too many"),
         (("--rnig",), "--rnig: no such flag"),
@@ -113,6 +117,10 @@ def test_variables_of_a_launcher_that_contradict_each_other() -> None:
     done = processes.run(command(), env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "RANK=3: must be from 0 to below WORLD_SIZE=2" in done.stderr
+    environment = {**os.environ, "WORLD_SIZE": "two"}
+    done = processes.run(command(), env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: WORLD_SIZE=two: must be a whole number; torchrun sets it\n"
     environment = {**os.environ, "LOCAL_RANK": "%q", "WORLD_SIZE": "2"}
     done = processes.run(command(), env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

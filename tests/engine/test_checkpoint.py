@@ -72,11 +72,15 @@ def test_the_last_n_and_every_mth_are_kept(tmp_path: Path) -> None:
     assert kept(tmp_path) == [4, 8, 9, 10, 11]
 
 
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_in_the_same_folder_waits_with_a_message_and_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("sa1b.engine.checkpoint.folder._LOCK_PATIENCE", 0.1)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     with pytest.raises(CheckpointError, match="in use by another process"):
         Checkpoints(tmp_path, CheckpointConfig())
+    (message,) = caplog.messages
+    assert message.startswith("waiting 0 s for the end of another run with this --out")
     checkpoints.close()
     Checkpoints(tmp_path, CheckpointConfig()).close()
 

@@ -173,6 +173,21 @@ def test_what_cannot_be_read_is_refused_by_name(flags: list[str], named: str) ->
     assert named in re.sub(r"[\s│]+", " ", str(refused.value))
 
 
+@pytest.mark.parametrize("below", ["", "/step-00000006", "/step-00000006/new"])
+def test_a_run_is_not_written_into_the_checkpoints_of_a_run(below: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000006").mkdir(parents=True)
+    out = f"{run}/checkpoints{below}"
+    named = f"--out {out}: is in the checkpoints of a run, which it would damage; pass --out {run} to resume"
+    with pytest.raises(UsageError, match=re.escape(named)):
+        parse([*ROOT, "--out", out], None)
+    if below:
+        with pytest.raises(UsageError, match="pass --out s3://b/run to resume"):
+            parse([*ROOT, "--out", f"s3://b/run/checkpoints{below}"], None)
+    new = parse([*ROOT, "--out", str(tmp_path / "checkpoints")], None)  # only a name
+    assert new.out == str(tmp_path / "checkpoints")
+
+
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
 def test_a_run_is_not_written_into_a_dataset_directory(dry_run: list[str], tmp_path: Path) -> None:
     shards, other = tmp_path / "shards", tmp_path / "other"

@@ -115,6 +115,32 @@ def test_a_signal_asks_and_nothing_stops_before_the_ranks_have_met(number: signa
             signal.signal(one, handler)
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_first_signal_is_answered_with_what_a_second_one_does(
+    closed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, TABLE_SIGNAL)}
+    stderr = os.dup(2)
+    try:
+        control = Control(place_of())
+        control.install()
+        if closed:  # as the terminal of a run that goes on without it
+            os.close(2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert control.asked is Stop.TERMINATED
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert capfd.readouterr().err == (
+        ""
+        if closed
+        else "\nSIGTERM: stopping after this step, with a checkpoint; SIGTERM again ends the run at once, without one\n"
+    )
+
+
 def test_a_request_for_the_table_is_answered_once_and_stops_nothing() -> None:
     before = {number: signal.getsignal(number) for number in (*SIGNALS, TABLE_SIGNAL)}
     try:

@@ -25,6 +25,7 @@ from sa1b.storage.atomic import commit, json_bytes, write_whole
 
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_INSIDE = re.compile(r"(.+)/checkpoints/step-\d{8,}(?:/.*)?")
 _LOG = logging.getLogger(__name__)
 
 
@@ -49,6 +50,14 @@ class Found:
     state: dict[str, Any]
     world_size: int
     metadata: Metadata
+
+
+def run_around(path: str) -> str | None:
+    """The run in whose checkpoints an absolute path or URL is; None if it is in no checkpoint."""
+    found = _INSIDE.fullmatch(path)
+    if found is None and path.endswith("/checkpoints") and steps(Path(path)):
+        return path.removesuffix("/checkpoints")
+    return found and found[1]
 
 
 def steps(folder: Path) -> list[int]:

@@ -5,6 +5,7 @@ written and described their files. So every folder with a final name was complet
 """
 
 import contextlib
+import logging
 import shutil
 import time
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from sa1b.errors import LockedError
 from sa1b.storage.atomic import commit, flush, lock
 
 _LOCK_PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
+_LOG = logging.getLogger(__name__)
 
 
 class FolderLocation(Location):
@@ -36,7 +38,7 @@ class FolderLocation(Location):
 
     def begin(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + _LOCK_PATIENCE
+        deadline, waits = time.monotonic() + _LOCK_PATIENCE, False
         while True:
             try:
                 self._held.enter_context(lock(self.folder))
@@ -44,6 +46,10 @@ class FolderLocation(Location):
             except LockedError:
                 if time.monotonic() > deadline:
                     raise
+                if not waits:
+                    text = "waiting %.0f s for the end of another run with this --out, which has locked %s"
+                    _LOG.warning(text, _LOCK_PATIENCE, self.folder)
+                waits = True
                 time.sleep(0.5)
         checkpoint_files.sweep(self.folder)
 
