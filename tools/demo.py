@@ -36,12 +36,13 @@ def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")  # git ignores the folder in any repository
-    if not all((source / f"sa_00000{i}.tar").exists() for i in range(2)):
+    phrases = source / "phrases.parquet"
+    if not all(path.exists() for path in (source / "sa_000000.tar", source / "sa_000001.tar", phrases)):
         _step("make two synthetic source tars with simple scenes", "synthesize", source,
-              "--tars", 2, "--images-per-tar", 150, "--long-side", 480, "--simple", "--workers", workers,
-              "--overwrite")  # fmt: skip
+              "--tars", 2, "--images-per-tar", 150, "--long-side", 480, "--simple", "--phrases",
+              "--workers", workers, "--overwrite")  # fmt: skip
     _step("convert the source tars to indexed shards", "reshard", source, "--out", shards,
-          "--images-per-shard", 64, "--workers", workers)  # fmt: skip
+          "--images-per-shard", 64, "--workers", workers, "--ignore", phrases.name)  # fmt: skip
     _step("check every byte, image and mask of the shards", "verify", shards, "--deep",
           "--workers", workers)  # fmt: skip
     # A model with an input of 256 x 256 pixels cannot learn masks of a few pixels in two minutes.
@@ -73,7 +74,9 @@ Done in {time.monotonic() - began:.0f} s.
 Next:
   open {gallery} in a browser
   {PYTHON} -c "import sa1b; print(sa1b.open('{shards}')[0].runs)"
-  {PYTHON} -m sa1b reshard sa_000020.tar --out shards    # with a tar of your own""")
+  {PYTHON} -m sa1b reshard sa_000020.tar --out shards    # with a tar of your own
+  {PYTHON} -m sa1b train --preset grounding_tiny --data.root {shards} --data.view train \\
+      --data.text {phrases} --out {folder / "words"}    # finds what phrases describe""")
     return 0
 
 
