@@ -1,1 +1,1 @@
-"""Grounding: a model that finds the region and draws the mask that a phrase describes."""
+"""Grounding: a model that finds the region and predicts the mask that a phrase describes."""

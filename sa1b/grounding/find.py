@@ -2,7 +2,7 @@
 
 model = sa1b.load_grounding("run")
 found = sa1b.ground(model, image, ["small red disc"], regions=sample.annotations.runs())
-found.masks[0]            # bool [height, width], the mask that the model draws
+found.masks[0]            # bool [height, width], the predicted mask
 found.similarity[0]       # float32 [M], of the phrase and each region
 """
 
@@ -32,7 +32,7 @@ class Grounded:
     """What N phrases describe in an image.
 
     Attributes:
-        masks: bool [N, height, width], the masks that the model draws, at the resolution of the image.
+        masks: bool [N, height, width], the predicted masks, at the resolution of the image.
         logits: float32 [N, 4 * side, 4 * side], of the padded square.
         similarity: float32 [N, M], cosine of each phrase with each of the M regions; M is 0 without regions.
     """
@@ -59,7 +59,7 @@ class Grounded:
 def ground(
     model: Grounding, image: Any, phrases: Sequence[str] | npt.ArrayLike, *, regions: Runs | None = None
 ) -> Grounded:
-    """Find and draw what phrases describe in an image.
+    """Find what phrases describe in an image.
 
     Args:
         model: the result of `sa1b.load_grounding`, on any device.
@@ -91,7 +91,7 @@ def ground(
     embedding = model.embed(square[None].permute(0, 3, 1, 2), sizes, keys)
     read = _read(model, phrases, device)
     texts = functional.normalize(model.text_head(read).float(), dim=-1)
-    logits = model.draw(embedding, read, texts, (len(read),))
+    logits = model.mask_logits(embedding, read, texts, (len(read),))
     similarity = np.zeros((len(read), 0), np.float32)
     if regions is not None and len(regions):
         inside = points.uniform_point(regions, np.zeros(len(regions), np.uint64))

@@ -5,7 +5,7 @@
     found = grounding(images, masks, image_keys, evaluate=True)
 
 A region is a mask: its feature is computed from the mean of the image embedding over the mask, and the phrase
-whose feature is nearest describes it. And for a phrase the model draws a mask: the logit of a pixel is the
+whose feature is nearest describes it. And for a phrase the model predicts a mask: the logit of a pixel is the
 similarity of its token's feature with that of the phrase, plus the product of its upscaled embedding with a
 vector of the phrase. The first needs given masks, the second does not.
 """
@@ -35,7 +35,7 @@ from sa1b.sam.random_values import kept_branches
 from sa1b.stream.batch import Batch
 from sa1b.stream.tokenizer import BYTES
 
-PIXEL_FEATURES = 32  # numbers of each pixel of the drawn masks
+PIXEL_FEATURES = 32  # numbers of each pixel of the predicted masks
 SIMILARITY_GAIN, BACKGROUND = 10.0, -3.0  # initial factor of the similarities, and logit of background
 _ENCODER, _SCALE = "image_encoder.", "log_scale"
 
@@ -209,11 +209,11 @@ class Grounding(nn.Module):
             "logits", float32 [M, 4 * side, 4 * side] of the padded square.
 
         Raises:
-            ValueError: the targets are smaller than the drawn masks.
+            ValueError: the targets are smaller than the predicted masks.
         """
         if masks.dense.shape[-1] < 4 * self.config.side:
             raise ValueError(
-                f"targets of {masks.dense.shape[-1]} pixels: smaller than the drawn masks, which have "
+                f"targets of {masks.dense.shape[-1]} pixels: smaller than the predicted masks, which have "
                 f"{4 * self.config.side}; rasterise the targets at that size or above"
             )
         if len(images) == 0 or len(masks.image) == 0:
@@ -229,7 +229,7 @@ class Grounding(nn.Module):
         pooled = region_features(embeddings, masks.coarse, masks.points, masks.counts, self.config.image_size)
         regions = functional.normalize(self.region_head(pooled).float(), dim=-1)[kept]
         texts = functional.normalize(self.text_head(phrases).float(), dim=-1)
-        logits = self.draw(embeddings, phrases, texts, masks.counts)[kept]
+        logits = self.mask_logits(embeddings, phrases, texts, masks.counts)[kept]
         texts = texts[kept]
         scale = self.log_scale.clamp(max=-math.log(self.recipe.least_temperature)).exp()
         if evaluate:
@@ -251,7 +251,9 @@ class Grounding(nn.Module):
         found: Tensor = self.text_encoder(masks.tokens, masks.belongs)
         return found
 
-    def draw(self, embeddings: Tensor, phrases: Tensor, texts: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def mask_logits(
+        self, embeddings: Tensor, phrases: Tensor, texts: Tensor, counts: tuple[int, ...]
+    ) -> Tensor:
         """The logits of the masks that the phrases describe: float32 [M, 4 * side, 4 * side].
 
         Args:
@@ -268,8 +270,8 @@ class Grounding(nn.Module):
         coarse = [part @ own.T for part, own in zip(torch.split(texts, each), tokens, strict=True)]
         similar = torch.cat(coarse).float().view(-1, 1, *embeddings.shape[2:])
         similar = functional.interpolate(similar, size, mode="bilinear", align_corners=False)[:, 0]
-        drawn: Tensor = torch.cat(fine).float().view(-1, *size) + self.background
-        return drawn + self.similarity_gain * similar
+        logits: Tensor = torch.cat(fine).float().view(-1, *size) + self.background
+        return logits + self.similarity_gain * similar
 
     def _losses(
         self, masks: Phrased, regions: Tensor, texts: Tensor, logits: Tensor, scale: Tensor, kept: slice
@@ -281,13 +283,13 @@ class Grounding(nn.Module):
             logits = functional.interpolate(logits[:, None], size, mode="bilinear", align_corners=False)[:, 0]
         with torch.autocast(logits.device.type, enabled=False):
             errors = functional.binary_cross_entropy_with_logits(logits, dense.float(), reduction="none")
-            drawn = (errors.mean(dim=(1, 2)) * weights).sum()
+            mask_loss = (errors.mean(dim=(1, 2)) * weights).sum()
         losses, hits = contrastive_loss(regions, texts, keys, counted, scale, self.capacity)
         aligned, count = losses.sum(), weights.sum()
         recipe = self.recipe
         return {
-            "loss": recipe.mask_weight * drawn + recipe.contrastive_weight * aligned,
-            "mask_loss": drawn.detach(),
+            "loss": recipe.mask_weight * mask_loss + recipe.contrastive_weight * aligned,
+            "mask_loss": mask_loss.detach(),
             "contrastive_loss": aligned.detach(),
             "retrieved": hits.sum(),
             "temperature": count / scale.detach()[0],

@@ -9,7 +9,7 @@ class GroundingRecipe:
     """Losses of a mask and its phrase.
 
     Attributes:
-        mask_weight: Weight of the binary cross entropy of the mask that is drawn for the phrase.
+        mask_weight: Weight of the binary cross entropy of the mask that is predicted for the phrase.
         contrastive_weight: Weight of the contrastive loss of regions and phrases.
         temperature: Temperature of the contrastive loss at the start; it is learned.
         least_temperature: The temperature does not fall below this.

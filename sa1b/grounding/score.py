@@ -5,7 +5,7 @@ For each phrase, the regions of its image are ordered by similarity:
     recall_at_1, recall_at_5   part of the phrases whose region is the first, or among the first five
     chance_at_1                the same for a region chosen at random
     miou_region                mean IoU of the first region with the one of the phrase; 1 if it is described
-    miou_mask                  mean IoU of the mask that the model draws for the phrase, without given regions
+    miou_mask                  mean IoU of the mask that the model predicts for the phrase, without regions
 
 A region is described by a phrase if its own phrase is the same.
 """
