@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,13 @@ from tests.train.command import GROUNDING_FLAGS, STEPS, assert_same_state, losse
 
 SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsdp", 2))]
 Run = Callable[[str, int], Path]
+
+
+@pytest.fixture(scope="module")
+def root(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, with its phrases: other modules expect a dataset directory without views."""
+    copy: Path = shutil.copytree(root.parent, tmp_path_factory.mktemp("grounding") / "data")
+    return copy / root.name
 
 
 @pytest.fixture(scope="module")
