@@ -74,7 +74,7 @@ On a cluster
 
 Repair, export and copy
   index       rebuild indexes and tables    sa1b index shards
-  export      write source tars             sa1b export shards --to sa1b --out tars
+  export      write other formats           sa1b export shards --to folders --out files
   copy        copy to or from a bucket      sa1b copy shards s3://BUCKET/shards
 
 sa1b --version prints the version. "python -m sa1b" is the same command.

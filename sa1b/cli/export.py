@@ -1,85 +1,182 @@
-"""Write the images of a dataset directory as SA-1B source tars.
+"""Write images and masks of a dataset directory in another format.
 
 Example: sa1b export shards --to sa1b --out tars --view small --workers 8
+         sa1b export shards --to folders --out some --ids ids.txt
+         sa1b export shards --to images --image-size 512 --out images512 --workers 8
+         sa1b export s3://BUCKET/shards --to webdataset --join caption=captions.parquet --out tars
 
-To resume an interrupted export, run the same command again. Exit code 0: all tars are written; 2: a tar is
-not written; 130: interrupted.
+To resume an interrupted export, run the same command again. Exit code 0: all images are exported; 2: a part
+is not written; 3: exported, and an id of --ids is missing; 130: interrupted.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
-from tyro.conf import Positional
+from tyro.conf import Positional, UseAppendAction
 
 from sa1b.cli.paths import check_here
+from sa1b.cli.source_flags import checked_quality
 from sa1b.cluster import engine as engines
 from sa1b.cluster.engine import Address, Engine
 from sa1b.console import loading
 from sa1b.errors import UsageError
 
+if TYPE_CHECKING:
+    from sa1b.export.export_format import Format
+
+To = Literal["sa1b", "folders", "images", "sam2", "efficientvit", "webdataset"]
+
+# Flag -> the formats that it is for.
+_FLAGS: dict[str, tuple[To, ...]] = {
+    "--images-per-tar": ("sa1b", "webdataset"),
+    "--plain": ("sa1b",),
+    "--layout": ("folders", "images"),
+    "--image-size": ("images",),
+    "--quality": ("images",),
+    "--join": ("webdataset",),
+    "--link-from": ("folders", "images", "sam2", "efficientvit"),
+}
+
 
 def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     /,
-    to: Literal["sa1b"],
+    to: To,
     out: Path,
-    images_per_tar: int | None = None,
     view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
     ids: Annotated[str | None, tyro.conf.arg(metavar="FILE[:COLUMN]")] = None,
+    layout: Literal["by-source", "flat"] | None = None,
+    image_size: int | None = None,
+    quality: int | None = None,
+    images_per_tar: int | None = None,
     plain: bool = False,
+    join: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=FILE")] = (),
+    link_from: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     overwrite: bool = False,
     workers: int | None = None,
     engine: Engine = "processes",
     address: Address = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Write the images of a dataset directory as SA-1B source tars.
+    """Write images and masks of a dataset directory in another format.
 
-    The tars have the format of the download and the names of the sources. Images have the original bytes, and
-    annotation files have the original values. To resume an interrupted export, run the same command again:
-    complete tars are recorded in OUT/.export.json and skipped.
+    Images have the original bytes, and annotation files the original values. To resume an interrupted export,
+    run the same command again: complete parts are recorded in OUT/.export.json and skipped.
 
     Args:
-        root: Dataset directory that `sa1b reshard` made without --image-size: a folder or a URL.
-        to: Format of the export; sa1b writes tars like the download.
-        out: Folder for the tars; created if it is missing.
-        images_per_tar: Split each source into tars of this many images, <source>-0000.tar, ...
+        root: Dataset directory that `sa1b reshard` made: a folder or a URL. If it was made with --image-size,
+            only --to images can export it.
+        to: Format of the export. sa1b: tars like the download; folders: images/ and annotations/ of each
+            source; images: only JPEGs; sam2, efficientvit: the folders and the list of these projects'
+            loaders; webdataset: tars with jpg, json and joined columns.
+        out: Folder of the export; created if it is missing.
         view: Only the images of this view: its name, digest or path. Annotation files contain all masks, also
             if the view has a condition on masks.
         ids: Only these images: a text file with one id per line, a CSV, TSV or Parquet file with a column of
-            ids, or the .ids file of a view; see `sa1b view`.
-        plain: Write plain tars instead of gzip.
-        overwrite: Replace existing tars, also complete ones.
-        workers: Workers, each with one tar at a time. The bytes do not depend on the number. By default 1;
+            ids, or the .ids file of a view; see `sa1b view`. Ids that the dataset lacks are listed, and the
+            exit code is 3.
+        layout: For folders and images: by-source (default) makes a folder for each source, flat only one.
+        image_size: For images: re-encode images so that the longer side has this many pixels, 16 to 65500,
+            as by `sa1b reshard`. Images that are not larger keep their bytes.
+        quality: JPEG quality of re-encoded images, 1 to 100, by default 95. Only with --image-size.
+        images_per_tar: Images in a tar. For sa1b: split each source into tars <source>-0000.tar, ..., by
+            default one tar for each source; for webdataset: by default 1000.
+        plain: For sa1b: write plain tars instead of gzip.
+        join: For webdataset: add this column of a Parquet or JSON lines file, by image_id or mask_id, see
+            `sa1b.Stream(join=)`. May be repeated.
+        link_from: For formats with a file for each image: folder of an earlier export. Files with the same
+            path and bytes there become hard links, which take no space.
+        overwrite: Replace existing files, also complete ones. Other files in the folder are kept.
+        workers: Workers, each with one part at a time. The bytes do not depend on the number. By default 1;
             with Ray one for each CPU of the cluster.
         json_output: Print the summary as JSON, without progress.
     """
     if images_per_tar is not None and images_per_tar < 1:
         raise UsageError(f"--images-per-tar {images_per_tar}: must be at least 1")
-    assert to == "sa1b"  # the only format so far
+    quality = checked_quality(image_size, quality)
+    given = {
+        "--images-per-tar": images_per_tar,
+        "--plain": plain or None,
+        "--layout": layout,
+        "--image-size": image_size,
+        "--join": join or None,
+        "--link-from": link_from,
+    }
+    _check_flags(to, [flag for flag, value in given.items() if value is not None])
     check_here("--out", out)
+    check_here("--link-from", link_from)
     with loading():
-        from sa1b.export.source_tars import export_sa1b
+        from sa1b.export.export import export
         from sa1b.shards.dataset import open_dataset
         from sa1b.views.view import open_view
+    form = _format(to, layout, image_size, quality, images_per_tar, plain, join)
     images = None
     if view is not None:
         table = open_dataset(root).table
         images = open_view(root, table, view).image_ids(table)
     with engines.engine(engine, address, workers) as (count, supervise):
-        summary = export_sa1b(
+        summary = export(
             root,
             out,
-            images_per_tar=images_per_tar,
+            form,
             ids=ids,
             images=images,
-            plain=plain,
+            link_from=link_from,
             overwrite=overwrite,
             workers=count,
             quiet=json_output,
             supervise=supervise,
         )
     print(json.dumps(summary.document(), indent=1) if json_output else summary.table())
-    return 0
+    return summary.exit_code()
+
+
+def _check_flags(to: str, given: Sequence[str]) -> None:
+    """Refuse flags that are for other formats."""
+    for flag in given:
+        formats = _FLAGS[flag]
+        if to not in formats:
+            raise UsageError(f"{flag}: is for --to {' and '.join(formats)}, not for {to}; omit it")
+
+
+def _format(
+    to: To,
+    layout: Literal["by-source", "flat"] | None,
+    image_size: int | None,
+    quality: int | None,
+    images_per_tar: int | None,
+    plain: bool,
+    join: Sequence[str],
+) -> "Format":
+    from sa1b.export.image_files import EfficientVit, Folders, Images, Sam2
+    from sa1b.export.source_tars import SourceTars
+
+    if to == "folders":
+        return Folders(layout or "by-source")
+    if to == "images":
+        return Images(layout or "by-source", image_size, quality or 0)
+    if to == "sam2":
+        return Sam2()
+    if to == "efficientvit":
+        return EfficientVit()
+    if to == "webdataset":
+        from sa1b.export.web_dataset import IMAGES_PER_TAR, WebDataset
+        from sa1b.stream.columns import open_columns
+
+        columns = open_columns(dict(map(_joined, join)))
+        return WebDataset(images_per_tar or IMAGES_PER_TAR, tuple(columns.values()))
+    return SourceTars(images_per_tar, plain)
+
+
+def _joined(text: str) -> tuple[str, str]:
+    """Name and source of NAME=FILE."""
+    name, equals, source = text.partition("=")
+    if not (equals and source and name.isidentifier()) or name in ("jpg", "json"):
+        raise UsageError(
+            f"--join {text}: must be NAME=FILE, such as caption=captions.parquet; NAME is a name of letters, "
+            "digits and _ other than jpg and json"
+        )
+    return name, source

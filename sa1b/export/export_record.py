@@ -1,29 +1,46 @@
-"""The record of an export: the file `.export.json`, which lists the tars of the export and their state.
+"""The record of an export: the file `.export.json`, which lists the parts of the export and their state.
 
-A tar is complete if the record contains its digest and size and the file has that size. A tar without a size
-in the record was in progress when the export ended, and is written again.
+A part is complete if the record contains its digest and its size, and its files have that size together. A
+part without a size in the record was in progress when the export ended, and is written again.
 """
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sa1b.errors import UsageError
-from sa1b.export.source_tar import Written
 from sa1b.storage.atomic import json_bytes, write_whole
 
 RECORD = ".export.json"
 FORMAT = "sa1b-export-1"
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A complete part: its counts, and the bytes of its files.
+
+    Attributes:
+        images: number of its images.
+        masks: number of their masks.
+        bytes: size of its files together.
+        without_masks: ids of its images that have no mask.
+    """
+
+    images: int
+    masks: int
+    bytes: int
+    without_masks: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class ExportRecord:
-    """The tars of an export folder.
+    """The parts of an export folder.
 
     Attributes:
         out: folder of the export.
-        contents: name of a tar -> digest of its content, see content_digest.
-        written: name of a complete tar -> its counts and size.
+        contents: name of a part -> digest of its content, see sa1b.export.export_part.
+        written: name of a complete part -> its counts and size.
     """
 
     out: Path
@@ -31,38 +48,44 @@ class ExportRecord:
     written: dict[str, Written] = field(default_factory=dict)
 
     def owns(self, name: str, content: str) -> bool:
-        """Whether this export wrote the tar of this name, so that it may be skipped or replaced."""
+        """Whether this export wrote the part of this name, so that it may be skipped or replaced."""
         return self.contents.get(name) == content
 
-    def complete(self, name: str, content: str) -> bool:
-        """Whether the tar exists with this content and is complete."""
+    def complete(self, name: str, content: str, paths: Iterable[str]) -> bool:
+        """Whether the part has this content, and all its files exist with their size."""
         known = self.written.get(name)
-        path = self.out / name
-        return (
-            known is not None
-            and self.owns(name, content)
-            and path.exists()
-            and path.stat().st_size == known.bytes
-        )
+        if known is None or not self.owns(name, content):
+            return False
+        try:
+            return sum((self.out / path).stat().st_size for path in paths) == known.bytes
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def begin(self, contents: dict[str, str]) -> None:
-        """Record the names of tars before the first one is written."""
+        """Record the the names of parts before the first one is written."""
         self.contents.update(contents)
         for name in contents:
             self.written.pop(name, None)
         self._write()
 
     def finish(self, name: str, written: Written) -> None:
-        """Record a tar that is complete."""
+        """Record a part that is complete."""
         self.written[name] = written
         self._write()
 
     def _write(self) -> None:
-        tars = {
-            name: {"content": content, **(asdict(self.written[name]) if name in self.written else {})}
+        parts = {
+            name: {"content": content, **_counts(self.written.get(name))}
             for name, content in sorted(self.contents.items())
         }
-        write_whole(self.out / RECORD, json_bytes({"format": FORMAT, "tars": tars}))
+        write_whole(self.out / RECORD, json_bytes({"format": FORMAT, "tars": parts}))
+
+
+def _counts(written: Written | None) -> dict[str, int | Sequence[int]]:
+    counts = {} if written is None else asdict(written)
+    if counts and not counts["without_masks"]:
+        del counts["without_masks"]
+    return counts
 
 
 def read_record(out: Path) -> ExportRecord:
@@ -77,10 +100,12 @@ def read_record(out: Path) -> ExportRecord:
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']!r}")
         record = ExportRecord(out)
-        for name, tar in document["tars"].items():
-            record.contents[name] = str(tar["content"])
-            if "bytes" in tar:
-                record.written[name] = Written(int(tar["images"]), int(tar["masks"]), int(tar["bytes"]))
+        for name, part in document["tars"].items():
+            record.contents[name] = str(part["content"])
+            if "bytes" in part:
+                images, masks, size = (int(part[key]) for key in ("images", "masks", "bytes"))
+                without_masks = tuple(map(int, part.get("without_masks", ())))
+                record.written[name] = Written(images, masks, size, without_masks)
         return record
     except FileNotFoundError:
         return ExportRecord(out)

@@ -48,7 +48,7 @@ def test_an_unknown_flag_is_a_usage_error_of_one_line_that_names_it(verb: str) -
             "error: --image-size big: must be a whole number; ",
         ),
         (("view", "r", "--split", "other"), "error: --split other: must be one of 'train', 'held-out'; "),
-        (("export", "r", "--out", "b", "--to", "coco"), "error: --to coco: must be one of 'sa1b'; "),
+        (("export", "r", "--out", "b", "--to", "voc"), "error: --to voc: must be one of 'sa1b', "),
         (("gallery", "r", "--id", "x"), "error: --id x: not a valid value; "),
         (("verify", "a", "b"), "error: b: one argument too many; "),
         (("verify", "r", "--jsn"), "error: --jsn: no such flag; did you mean --json? see "),

@@ -22,7 +22,7 @@ def test_export(root, tmp_path):
     assert f"Complete: {tmp_path / 'out'}" in done.stdout
     again = run(root, "--to", "sa1b", "--out", tmp_path / "out", "--overwrite", "--json")
     assert (again.returncode, again.stderr) == (0, "")
-    assert json.loads(again.stdout)["tars"] == ["sa_000001.tar"]
+    assert json.loads(again.stdout)["parts"] == ["sa_000001.tar"]
 
 
 def test_a_view_and_workers(root, tmp_path):
@@ -32,7 +32,7 @@ def test_a_view_and_workers(root, tmp_path):
     done = run(root, "--to", "sa1b", *out, "--view", "last", "--workers", 2, "--images-per-tar", 2)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["images"] == 3
-    assert json.loads(done.stdout)["tars"] == ["sa_000001-0000.tar", "sa_000001-0001.tar"]
+    assert json.loads(done.stdout)["parts"] == ["sa_000001-0000.tar", "sa_000001-0001.tar"]
     again = run(root, "--to", "sa1b", *out, "--view", "last", "--workers", 2, "--images-per-tar", 2)
     assert json.loads(again.stdout)["skipped"] == ["sa_000001-0000.tar", "sa_000001-0001.tar"]
     unknown = run(root, "--to", "sa1b", *out, "--view", "first")
@@ -43,7 +43,7 @@ def test_a_view_and_workers(root, tmp_path):
 def test_what_cannot_be_done(root, tmp_path):
     out = ("--out", tmp_path / "out")
     for arguments in (
-        (root, "--to", "coco", *out),
+        (root, "--to", "voc", *out),
         (tmp_path, "--to", "sa1b", *out),
         (root, "--to", "sa1b", *out, "--images-per-tar", 0),
     ):

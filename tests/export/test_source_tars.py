@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from sa1b.errors import ManifestError, ShardError, UsageError
-from sa1b.export import source_tar
+from sa1b.export import source_tars
+from sa1b.export.export import export as export_format
 from sa1b.export.export_record import ExportRecord
-from sa1b.export.source_tars import export_sa1b
+from sa1b.export.source_tars import SourceTars
 from sa1b.shards import manifest
 from sa1b.shards.manifest import table_name
 from sa1b.sources.discovery import discover
@@ -43,14 +44,14 @@ def read(path, mode="r:gz"):
     return found
 
 
-def export(root, out, **options):
-    return export_sa1b(root, out, quiet=True, **options)
+def export(root, out, *, images_per_tar=None, plain=False, **options):
+    return export_format(root, out, SourceTars(images_per_tar, plain), quiet=True, **options)
 
 
 def test_the_sources_come_back(root, tmp_path):
     summary = export(root, tmp_path)
-    assert summary.tars == ["holiday.tar", "sa_000001.tar", "sa_000002.tar"]
-    assert sorted(path.name for path in tmp_path.glob("*.tar")) == summary.tars
+    assert summary.parts == ["holiday.tar", "sa_000001.tar", "sa_000002.tar"]
+    assert sorted(path.name for path in tmp_path.glob("*.tar")) == summary.parts
     assert summary.images == 21
     for name, content in CONTENT.items():
         found = read(tmp_path / f"{name}.tar")
@@ -98,14 +99,14 @@ def test_plain(root, tmp_path):
 def test_chosen_images(root, tmp_path):
     ids = tmp_path / "ids.txt"
     ids.write_text("301\n\nsa_100.jpg\n301\n")
-    assert export(root, tmp_path / "out", ids=ids).tars == ["sa_000001.tar", "sa_000002.tar"]
+    assert export(root, tmp_path / "out", ids=ids).parts == ["sa_000001.tar", "sa_000002.tar"]
     assert list(read(tmp_path / "out" / "sa_000001.tar")) == [100]
     assert list(read(tmp_path / "out" / "sa_000002.tar")) == [301]
 
 
 def test_small_tars(root, tmp_path):
     summary = export(root, tmp_path, images_per_tar=10)
-    assert summary.tars == [
+    assert summary.parts == [
         "holiday-0000.tar",
         "sa_000001-0000.tar",
         "sa_000001-0001.tar",
@@ -119,7 +120,7 @@ def test_small_tars(root, tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("100\n7\n8\n", "7, 8: not in"),
+        ("7\n8\n", "7, 8: not in"),
         ("100\nsa_101.png\n", "line 2: .* is not an image id"),
         (f"100\n{2**63}\n", "line 2: .* is not an image id; .*below 2"),
         ("\n", "no image id"),
@@ -166,7 +167,7 @@ def test_a_damaged_sample_costs_its_tar_alone_which_the_same_command_writes_afte
     shard.write_bytes(whole)
     summary = export(root, out)
     assert summary.skipped == ["sa_000001.tar", "sa_000003.tar"]
-    assert (summary.tars, summary.images) == (["sa_000001.tar", "sa_000002.tar", "sa_000003.tar"], 24)
+    assert (summary.parts, summary.images) == (["sa_000001.tar", "sa_000002.tar", "sa_000003.tar"], 24)
 
 
 def bytes_of(out):
@@ -177,8 +178,8 @@ def test_any_number_of_workers_writes_the_same_bytes(root, tmp_path):
     one = export(root, tmp_path / "one", images_per_tar=7)
     three = export(root, tmp_path / "three", images_per_tar=7, workers=3)
     assert bytes_of(tmp_path / "three") == bytes_of(tmp_path / "one")
-    assert (three.tars, three.images, three.masks, three.bytes) == (
-        one.tars,
+    assert (three.parts, three.images, three.masks, three.bytes) == (
+        one.parts,
         one.images,
         one.masks,
         one.bytes,
@@ -203,8 +204,8 @@ def test_an_interrupted_export_continues_with_the_same_command(root, tmp_path, m
                 raise KilledError
 
         if point == "in a tar":
-            original = source_tar.annotation_text
-            broken.setattr(source_tar, "annotation_text", lambda sample: killed() or original(sample))
+            original = source_tars.annotation_text
+            broken.setattr(source_tars, "annotation_text", lambda sample: killed() or original(sample))
         else:
             broken.setattr(ExportRecord, "finish", killed)
         with pytest.raises(KilledError):
@@ -213,10 +214,10 @@ def test_an_interrupted_export_continues_with_the_same_command(root, tmp_path, m
     assert len(times) == 1
     summary = export(root, out)
     assert summary.skipped == (["holiday.tar"] if point == "in a tar" else [])
-    assert (summary.images, len(summary.tars)) == (21, 3)
+    assert (summary.images, len(summary.parts)) == (21, 3)
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
     again = export(root, out)  # the export was complete
-    assert (again.skipped, again.tars, again.bytes_written) == (summary.tars, summary.tars, 0)
+    assert (again.skipped, again.parts, again.bytes_written) == (summary.parts, summary.parts, 0)
     if point == "in a tar":
         assert (out / "holiday.tar").stat().st_mtime_ns == times["holiday.tar"]
 
@@ -224,7 +225,9 @@ def test_an_interrupted_export_continues_with_the_same_command(root, tmp_path, m
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from sa1b.export import export_record, source_tars
+from sa1b.export import export_record
+from sa1b.export.export import export
+from sa1b.export.source_tars import SourceTars
 if __name__ == "__main__":
     finish, done = export_record.ExportRecord.finish, []
     def killed(record, name, written):
@@ -233,7 +236,7 @@ if __name__ == "__main__":
         if len(done) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
     export_record.ExportRecord.finish = killed
-    source_tars.export_sa1b(Path(sys.argv[1]), Path(sys.argv[2]), images_per_tar=4, workers=2, quiet=True)
+    export(Path(sys.argv[1]), Path(sys.argv[2]), SourceTars(4), workers=2, quiet=True)
 """
 
 
@@ -243,10 +246,11 @@ def test_an_export_whose_process_was_killed_continues(root, tmp_path):
     out = tmp_path / "out"
     done = subprocess.run([sys.executable, program, root, out], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    (out / ".sa_000002-0000.tar.partial").write_bytes(b"half")
+    (out / ".export.partial" / ".sa_000002-0000.tar.old.partial").mkdir(parents=True)
     summary = export(root, out, images_per_tar=4)
     assert len(summary.skipped) >= 2
-    assert len(summary.tars) == 6
+    assert not (out / ".export.partial").exists()
+    assert len(summary.parts) == 6
     export(root, tmp_path / "whole", images_per_tar=4)
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
@@ -294,7 +298,7 @@ def test_images_of_a_view(root, tmp_path):
 def test_tars_are_not_written_into_a_dataset_directory(root):
     before = sorted(root.rglob("*"))
     with pytest.raises(
-        UsageError, match=r"--out .*: a dataset directory; name another folder for source tars"
+        UsageError, match=r"--out .*: a dataset directory; name another folder for the export"
     ):
         export(root, root / "tasks" / "..")
     with pytest.raises(UsageError, match="a dataset directory"):

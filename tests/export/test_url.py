@@ -6,7 +6,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from sa1b.export.source_tars import export_sa1b
+from sa1b.export.export import export
+from sa1b.export.source_tars import SourceTars
 from sa1b.shards.dataset import Dataset
 from tests.shards.tiny_source import ROOTS, make_root, two_sources
 
@@ -33,7 +34,7 @@ def tars(folder):
 def test_the_tars_are_those_of_the_folder(root, url, tmp_path):
     images = Dataset(root).table.image_id[::2].astype(np.uint64)
     for one, name in ((root, "here"), (url, "there")):
-        export_sa1b(one, tmp_path / name, images=images, quiet=True)
+        export(one, tmp_path / name, SourceTars(), images=images, quiet=True)
     assert len(tars(tmp_path / "here")) == 2
     assert tars(tmp_path / "there") == tars(tmp_path / "here")
-    assert len(export_sa1b(url, tmp_path / "there", images=images, quiet=True).skipped) == 2
+    assert len(export(url, tmp_path / "there", SourceTars(), images=images, quiet=True).skipped) == 2

@@ -1,0 +1,275 @@
+"""Export of a dataset directory in any format: choice of the images, workers, record, resuming.
+
+To resume an interrupted export, run the same command: complete parts are skipped, see
+sa1b.export.export_record. The formats are described in sa1b.export.export_format.
+"""
+
+import time
+from collections.abc import Generator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.arguments import was_url
+from sa1b.console import counted
+from sa1b.errors import ShardError, UsageError
+from sa1b.export.export_format import Format, Ids, Rows
+from sa1b.export.export_part import content_digest, write_part
+from sa1b.export.export_record import ExportRecord, Written, read_record
+from sa1b.export.part_files import remove_temporary
+from sa1b.progress import Bar, bar
+from sa1b.shards.dataset import Dataset, open_dataset
+from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
+from sa1b.shards.manifest import DATASET
+from sa1b.storage.atomic import lock
+from sa1b.workers import Event, Failure, Supervise, failure_of
+from sa1b.workers import supervise as processes
+
+_SHOWN = 5
+
+_Task = tuple[Path | str, Path, Format, str, Rows, Path | None]
+
+
+@dataclass(slots=True)
+class ExportSummary:
+    """The result of an export.
+
+    Attributes:
+        out: folder of the export.
+        unit: what a part is called, such as "tar".
+        seconds: duration of this run.
+        parts: names of all complete parts.
+        skipped: names of the parts that an earlier run had completed.
+        failed: name of a part that was not written -> the error.
+        missing: ids of --ids that the dataset lacks.
+        images, masks, bytes: totals over all complete parts; bytes are file sizes.
+        bytes_written: bytes of the parts that this run wrote.
+    """
+
+    out: str
+    unit: str = "part"
+    seconds: float = 0.0
+    parts: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    images: int = 0
+    masks: int = 0
+    bytes: int = 0
+    bytes_written: int = 0
+
+    def add(self, name: str, written: Written, *, skipped: bool) -> None:
+        """Count one part."""
+        self.parts.append(name)
+        self.images += written.images
+        self.masks += written.masks
+        self.bytes += written.bytes
+        if skipped:
+            self.skipped.append(name)
+        else:
+            self.bytes_written += written.bytes
+
+    def exit_code(self) -> int:
+        """0: every image is exported; 3: an id of --ids is missing."""
+        return 3 if self.missing else 0
+
+    def document(self) -> dict[str, Any]:
+        """The summary as a JSON document, for --json."""
+        return {"exit_code": self.exit_code(), **asdict(self)}
+
+    def table(self) -> str:
+        """The summary as a table of text."""
+        rate = self.bytes_written / 1e6 / self.seconds if self.seconds else 0.0
+        skipped = f" ({len(self.skipped):,} already complete)" if self.skipped else ""
+        lines = [
+            f"  {f'{self.unit}s':<6}  {len(self.parts):,}{skipped}",
+            f"  images  {self.images:,}",
+            f"  masks   {self.masks:,}",
+            f"  bytes   {self.bytes:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s)",
+        ]
+        if self.missing:
+            missing = listing(np.array(self.missing, np.uint64))
+            lines.append(f"missing: {missing}; --json prints all of them")
+        return "\n".join([*lines, f"Complete: {self.out}"])
+
+
+def export(
+    root: Path | str,
+    out: Path,
+    form: Format,
+    *,
+    ids: str | Path | None = None,
+    images: npt.NDArray[np.uint64] | None = None,
+    link_from: Path | None = None,
+    overwrite: bool = False,
+    workers: int = 1,
+    quiet: bool = False,
+    supervise: Supervise = processes,
+) -> ExportSummary:
+    """Write the images of a dataset directory in a format to the folder `out`.
+
+    A part with a damaged sample is left out, and the others are written.
+
+    Args:
+        root: folder or URL of the dataset directory.
+        out: folder of the export; created if it is missing.
+        form: format of the export.
+        ids: file of image ids to export, see sa1b.shards.image_ids. Ids that the dataset lacks are listed in
+            the summary.
+        images: image ids to export, uint64 [N], such as those of a view.
+        link_from: folder of an earlier export in this format. Files that are equal there become hard links.
+        overwrite: replace existing files, also the complete ones of an earlier export.
+        workers: worker processes; each writes one part at a time.
+        quiet: show no progress bar.
+        supervise: runs the workers.
+
+    Raises:
+        UsageError: the format refuses the dataset, `out` is a dataset directory, no image is left, or a file
+            exists that is not part of this export. Nothing was written.
+        ShardError: a sample is damaged, or cannot be written in this format; the other parts are complete.
+        ManifestError: `root` has no readable dataset.
+        OSError: the disk is full or fails; complete parts are kept.
+    """
+    began = time.monotonic()
+    if workers < 1:
+        raise UsageError(f"--workers {workers}: must be at least 1")
+    dataset = open_dataset(root)
+    table = dataset.table
+    form.check(dataset)
+    if (out / DATASET).exists():
+        raise UsageError(f"--out {out}: a dataset directory; name another folder for the export")
+    _check_link_from(link_from)
+    chosen, missing = _chosen(dataset, ids, images)
+    parts = dict(form.parts(dataset, chosen))
+    contents = {name: content_digest(table, rows, form.identity) for name, rows in parts.items()}
+    record = read_record(out)
+    if not overwrite:
+        _refuse_existing(record, form, contents, {name: table.image_id[rows] for name, rows in parts.items()})
+    out.mkdir(parents=True, exist_ok=True)
+    summary = ExportSummary(str(out), form.unit, missing=missing.tolist())
+    with lock(out):
+        left = [
+            name
+            for name, rows in parts.items()
+            if overwrite or not record.complete(name, contents[name], form.paths(name, table.image_id[rows]))
+        ]
+        for name in parts.keys() - set(left):
+            summary.add(name, record.written[name], skipped=True)
+        if left:
+            record.begin({name: contents[name] for name in left})
+        total = sum(int(table.jpg_bytes[parts[name]].sum(dtype=np.int64)) for name in left)
+        tasks: list[_Task] = [(root, out, form, name, parts[name], link_from) for name in left]
+        with bar(total, "export", "B", quiet) as progress:
+            _run(tasks, workers, record, summary, progress, supervise)
+        if not summary.failed:
+            form.finish(out, list(parts), _with_masks(table.image_id[chosen], record, parts))
+    summary.parts.sort()
+    summary.skipped.sort()
+    summary.seconds = time.monotonic() - began
+    if summary.failed:
+        name, why = min(summary.failed.items())
+        more, unit = len(summary.failed) - 1, form.unit
+        others = f" ({more:,} other {unit}s failed too)" if more else ""
+        raise ShardError(
+            f"{out / name}: {why}{others}; {counted(len(summary.parts), unit)} complete; repair {root} and "
+            "run the same command again"
+        )
+    return summary
+
+
+def _run(
+    tasks: list[_Task],
+    workers: int,
+    record: ExportRecord,
+    summary: ExportSummary,
+    progress: Bar,
+    supervise: Supervise,
+) -> None:
+    here = workers == 1 and supervise is processes
+    arguments: list[tuple[Any, ...]] = list(tasks)
+    events = _here(tasks, progress) if here else supervise(write_part, arguments, workers=workers)
+    try:
+        for event in events:
+            name = tasks[event.task][3]
+            if event.kind == "progress":
+                progress.update(event.value)
+            elif event.kind == "done":
+                record.finish(name, event.value)
+                summary.add(name, event.value, skipped=False)
+            elif event.kind == "failed":
+                failure: Failure = event.value
+                if failure.kind != ShardError.__name__:  # the next part would fail too
+                    raise OSError(failure.message) if failure.expected else RuntimeError(failure.trace)
+                summary.failed[name] = failure.message
+            elif event.kind == "lost":
+                summary.failed[name] = f"the worker process died: {event.value}"
+    finally:
+        events.close()
+        remove_temporary(record.out)
+
+
+def _here(tasks: list[_Task], progress: Bar) -> Generator[Event, None, None]:
+    """The events of `supervise`, with the work done in this process."""
+    for number, task in enumerate(tasks):
+        try:
+            yield Event(number, "done", write_part(*task, progress.update))
+        except ShardError as error:
+            yield Event(number, "failed", failure_of(error))
+
+
+def _with_masks(ids: Ids, record: ExportRecord, parts: dict[str, Rows]) -> Ids:
+    """Ids of the exported images that have at least one mask, ascending."""
+    empty = [image_id for name in parts for image_id in record.written[name].without_masks]
+    with_masks: Ids = np.setdiff1d(ids, np.array(empty, np.uint64), assume_unique=True)
+    return np.sort(with_masks)
+
+
+def _refuse_existing(
+    record: ExportRecord, form: Format, contents: dict[str, str], ids: dict[str, Ids]
+) -> None:
+    if not record.out.exists():
+        return
+    foreign = [name for name, content in contents.items() if not record.owns(name, content)]
+    paths = [path for name in foreign for path in form.paths(name, ids[name])]
+    if len(foreign) == len(contents):
+        paths += form.lists
+    existing = [path for path in paths if (record.out / path).exists()]
+    if existing:
+        more = f" and {len(existing) - _SHOWN} more" if len(existing) > _SHOWN else ""
+        raise UsageError(
+            f"--out {record.out}: already has {', '.join(existing[:_SHOWN])}{more}, not from an export of "
+            "these images in this format; use another --out, or replace the files with --overwrite"
+        )
+
+
+def _check_link_from(link_from: Path | None) -> None:
+    if link_from is not None and (was_url(link_from) or not link_from.is_dir()):
+        raise UsageError(f"--link-from {link_from}: no such folder; pass the --out of an earlier export")
+
+
+def _chosen(
+    dataset: Dataset, ids: str | Path | None, images: npt.NDArray[np.uint64] | None
+) -> tuple[Rows, Ids]:
+    """Rows of the sample table to export, ascending, and the ids of the file that the dataset lacks."""
+    known = dataset.table.image_id
+    wanted = np.ones(len(known), np.bool_)
+    missing = np.empty(0, np.uint64)
+    if ids is not None:
+        listed = read_image_ids(ids)
+        missing = missing_ids(listed, known)
+        if len(missing) == len(listed):
+            raise UsageError(
+                f"{ids}: {listing(missing)}: not in {dataset.root}, so no image is left to export; pass "
+                "another list, or another dataset directory"
+            )
+        wanted &= np.isin(known, listed, assume_unique=True)
+    if images is not None:
+        wanted &= np.isin(known, images, assume_unique=True)
+    if not wanted.any():
+        raise UsageError(
+            f"{dataset.root}: no image to export, because no image is in both --view and --ids; change one"
+        )
+    return np.flatnonzero(wanted), missing
