@@ -49,6 +49,8 @@ def test_purposes_keep_their_numbers():
         "DROP_PATH": 21,
         "GALLERY": 22,
         "CACHE": 23,
+        "TEXT": 24,
+        "MASK_ID": 25,
     }
 
 

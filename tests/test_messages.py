@@ -17,7 +17,7 @@ ROOMS = sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.
 
 # Words that must be replaced by standard terms.
 COINED = re.compile(
-    r"\b(held against|behind|told apart|mend(ed|s)?|doubtful|aside|publish(ed|es)?|ledger|stages|under way|"
+    r"\b(held against|behind|told apart|mend(ed|s)?|doubtful|aside|publish(ed|es)?|ledger|under way|"
     r"pictures?|slots?|rounds|tally|borne|vouched|papered|greets|heard|let go|everybody|nobody|whoever|"
     r"someone|somebody|is told|knows|the tool says|goes on|afresh|anew|in doubt)\b"
 )

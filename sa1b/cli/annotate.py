@@ -92,7 +92,9 @@ def main(
     """
     check_here("--out", out)
     if not images:
-        raise UsageError("IMAGES: missing; name image files, or folders that hold them")
+        raise UsageError(
+            f"--out {out}: no IMAGES to annotate; name image files, or folders that contain them"
+        )
     if not 1 <= max_pixels <= MAX_STORED_PIXELS:
         raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
     if quality is not None and not 1 <= quality <= 100:
@@ -116,7 +118,8 @@ def main(
         )
     except ValueError as error:
         name, _, reason = str(error).partition("=")
-        raise UsageError(f"--{name.replace('_', '-')} {reason.replace(' must', ': must', 1)}") from None
+        message = f"--{name.replace('_', '-')} {reason.replace(' must', ': must', 1)}"
+        raise UsageError(message) from None
     own = _part(part)
     where = _device(device)
     summary = annotate(

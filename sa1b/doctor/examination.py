@@ -263,7 +263,9 @@ def _unreachable(subject: Subject, error: Exception) -> Finding:
         RENDEZVOUS,
         "failed",
         f"{address}: {reason}",
-        f"Check that rank 0 runs, that the name resolves on {subject.host} (getent hosts), and that no "
+        "Set MASTER_ADDR and MASTER_PORT on every rank, as torchrun does"
+        if "?" in address
+        else f"Check that rank 0 runs, that the name resolves on {subject.host} (getent hosts), and that no "
         f"firewall blocks the port (nc -zv {address.replace(':', ' ')})",
         ranks=(subject.rank,),
         host=subject.host,

@@ -6,8 +6,9 @@ for batch in feed.step():
 state = feed.state_dict()
 """
 
+import re
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,13 @@ from sa1b.stream.loader import Loader
 from sa1b.stream.sample import Strategy
 from sa1b.stream.text import Key, Text
 from sa1b.stream.tokenizer import BYTES
+
+
+def with_flags(error: ValueError) -> UsageError:
+    """An error about arguments of `Stream` as one about the flags that set them."""
+    names = "|".join(one.name for one in fields(DataConfig))
+    message = re.sub(rf"\b({names})=", lambda found: f"--data.{found[1].replace('_', '-')} ", str(error))
+    return UsageError(message if message.startswith("--data.") else f"--data: {message}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +206,7 @@ class Feed:
         except ColumnError as error:
             raise UsageError(f"--data.text: {error}") from None
         except ValueError as error:
-            raise UsageError(f"--data: {error}") from None
+            raise with_flags(error) from None
         except (ManifestError, MissingError) as error:
             flag = "--data.view" if view is None else "--evaluation.view"
             raise UsageError(f"{flag if self._opens(config) else '--data.root'}: {error}") from None

@@ -1,7 +1,7 @@
 """The division of a step's images into micro-batches, by the settings of data and ranks."""
 
 from sa1b.console import counted
-from sa1b.engine.feed import DataConfig
+from sa1b.engine.feed import DataConfig, with_flags
 from sa1b.engine.parallel import ParallelConfig, rank_shares
 from sa1b.engine.pipeline import Schedule
 from sa1b.errors import UsageError
@@ -20,7 +20,7 @@ def micro_batches(data: DataConfig, parallel: ParallelConfig, world_size: int) -
     try:
         check_global_batch(batch, readers, data.block_size, shares)
     except ValueError as error:
-        raise UsageError(f"--data: {error}") from None
+        raise with_flags(error) from None
     share = largest_share(batch, readers, shares)
     size = min(data.micro_batch or share, share)
     count = micro_batch_count(batch, readers, size, block_size=data.block_size, shares=shares)

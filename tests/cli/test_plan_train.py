@@ -89,7 +89,7 @@ def test_other_gpus_are_described_by_figures(capsys: pytest.CaptureFixture[str])
         (
             ("--parallel.mode", "ddp"),
             {"gpu": "H100", "nodes": 100},
-            "--data: global_batch=128: has 128 samples for 800 ranks",
+            "--data.global-batch 128: has 128 samples for 800 ranks",
         ),
         (("--data.view", "train"), {"gpu": "H100"}, "--data.view: needs the dataset directory of the view"),
         (("--data.mask", "3"), {"gpu": "H100"}, "--data.mask: no such flag; did you mean --data.masks"),

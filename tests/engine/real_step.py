@@ -34,6 +34,7 @@ def settings(world_size: int, **parallel: Any) -> SamConfig:
 
 def peak_of(config: SamConfig) -> int:
     """Largest number of bytes of the CPU allocator in two steps of this rank; the batch counts once."""
+    torch.set_num_threads(1)  # each further thread of a kernel has a buffer, which a GPU does not have
     gc.collect()  # modules of an earlier call: their release would count as negative
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _steps(config)

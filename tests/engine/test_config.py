@@ -148,6 +148,7 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--evaluate-only", "--deadline", "06:30"], "--deadline: is for training; drop it"),
         ([*ROOT, "--out", __file__], "test_config.py: is a file; name a folder"),
         ([*ROOT, "--logging.every", "0"], "--logging.every 0: must be at least 1"),
+        ([*ROOT, "--logging.profile", "3"], "--logging.profile: must be followed by INT INT; see"),
         ([*ROOT, "--logging.profile", "3", "2"], "must be a first and a last step"),
     ],
 )

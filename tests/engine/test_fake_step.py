@@ -109,7 +109,7 @@ def test_settings_that_do_not_fit_the_ranks_are_refused(
 
 
 def test_a_global_batch_with_fewer_images_than_ranks_is_refused() -> None:
-    with pytest.raises(UsageError, match="--data: global_batch=4: has 4 samples for 8 ranks"):
+    with pytest.raises(UsageError, match="--data.global-batch 4: has 4 samples for 8 ranks"):
         measure(settings(1, mode="ddp"), 8)
     assert not dist.is_initialized()
 

@@ -232,8 +232,8 @@ def test_sums_of_losses_over_micro_batches_are_those_of_the_whole(
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        ({"global_batch": 2}, "global_batch=2: has 2 samples for 3 ranks"),
-        ({"block_size": 4}, "global_batch=5 must be a multiple of block_size=4"),
+        ({"global_batch": 2}, "--data.global-batch 2: has 2 samples for 3 ranks"),
+        ({"block_size": 4}, "--data.global-batch 5 must be a multiple of --data.block-size 4"),
     ],
 )
 def test_what_does_not_fit_the_ranks_is_refused(

@@ -112,15 +112,17 @@ def test_a_blocked_read_is_named_with_its_shard_and_a_rank_in_c_still_writes_its
         r"offset 512, and the others wait for it\n",
         rank=0,
     )
+    stacks = two.run / "stacks-1.txt"
+    wait(lambda: "watched.py" in stacks.read_text(), "no stacks")
     with (two.folder / "read-1").open("w"):
         two.wait_for_step()
-    assert "watched.py" in (two.run / "stacks-1.txt").read_text()
 
     (two.folder / "lock-1").touch()  # not even its watchdog can run
     two.wait_for(r"rank 1 \(host .*\) does not answer", rank=0)
     two.wait_for_step()
-    assert re.search(
-        r"Timeout .*\n.*watched.py\", line \d+ in lock", (two.run / "stacks-1.txt").read_text(), re.S
+    wait(
+        lambda: re.search(r"Timeout .*\n.*watched.py\", line \d+ in lock", stacks.read_text(), re.S),
+        "no stacks",
     )
     (two.folder / "end").touch()
     assert [rank.wait(PATIENCE) for rank in two.ranks] == [0, 0]

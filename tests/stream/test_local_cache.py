@@ -277,7 +277,7 @@ def test_training_names_the_flag_of_a_cache_that_cannot_be_used(bucket: Path, tm
         DataConfig(cache="/nvme", cache_bytes=0)
     with pytest.raises(UsageError, match=r"--data\.cache-bytes 5: is the limit of a cache.*--data\.cache"):
         DataConfig(cache_bytes=5)
-    with pytest.raises(UsageError, match="--data: cache=.* is on the same disk as the dataset directory"):
+    with pytest.raises(UsageError, match=r"--data\.cache .* is on the same disk as the dataset directory"):
         feed(bucket, tmp_path, cache=str(tmp_path / "c"), cache_bytes=EVERY)
 
 
