@@ -4,6 +4,9 @@ Example: sa1b export shards --to sa1b --out tars --view small --workers 8
          sa1b export shards --to folders --out some --ids ids.txt
          sa1b export shards --to images --image-size 512 --out images512 --workers 8
          sa1b export s3://BUCKET/shards --to webdataset --join caption=captions.parquet --out tars
+         sa1b export shards --to coco --out coco --segmentation polygons
+         sa1b export shards --to yolo-seg --out yolo
+         sa1b export shards --to parquet --out parquet --workers 4
 
 To resume an interrupted export, run the same command again. Exit code 0: all images are exported; 2: a part
 is not written; 3: exported, and an id of --ids is missing; 130: interrupted.
@@ -27,11 +30,13 @@ from sa1b.errors import UsageError
 if TYPE_CHECKING:
     from sa1b.export.export_format import Format
 
-To = Literal["sa1b", "folders", "images", "sam2", "efficientvit", "webdataset"]
+To = Literal["sa1b", "folders", "images", "sam2", "efficientvit", "webdataset", "coco", "yolo-seg", "parquet"]
 
 # Flag -> the formats that it is for.
 _FLAGS: dict[str, tuple[To, ...]] = {
     "--images-per-tar": ("sa1b", "webdataset"),
+    "--images-per-file": ("coco", "yolo-seg", "parquet"),
+    "--segmentation": ("coco",),
     "--plain": ("sa1b",),
     "--layout": ("folders", "images"),
     "--image-size": ("images",),
@@ -52,6 +57,8 @@ def main(
     image_size: int | None = None,
     quality: int | None = None,
     images_per_tar: int | None = None,
+    images_per_file: int | None = None,
+    segmentation: Literal["rle", "polygons"] | None = None,
     plain: bool = False,
     join: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=FILE")] = (),
     link_from: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
@@ -68,10 +75,12 @@ def main(
 
     Args:
         root: Dataset directory that `sa1b reshard` made: a folder or a URL. If it was made with --image-size,
-            only --to images can export it.
+            only --to images and yolo-seg can export it.
         to: Format of the export. sa1b: tars like the download; folders: images/ and annotations/ of each
             source; images: only JPEGs; sam2, efficientvit: the folders and the list of these projects'
-            loaders; webdataset: tars with jpg, json and joined columns.
+            loaders; webdataset: tars with jpg, json and joined columns; coco: images/ and annotations.json;
+            yolo-seg: images/, labels/ and data.yaml for ultralytics; parquet: for the library datasets, with
+            images and run lengths.
         out: Folder of the export; created if it is missing.
         view: Only the images of this view: its name, digest or path. Annotation files contain all masks, also
             if the view has a condition on masks.
@@ -84,6 +93,10 @@ def main(
         quality: JPEG quality of re-encoded images, 1 to 100, by default 95. Only with --image-size.
         images_per_tar: Images in a tar. For sa1b: split each source into tars <source>-0000.tar, ..., by
             default one tar for each source; for webdataset: by default 1000.
+        images_per_file: For coco: annotations-0000.json, ... of this many images instead of one file; for
+            yolo-seg and parquet: images in a list or file, by default 10000 and 1000.
+        segmentation: For coco: masks as run lengths (rle, the default) or as polygons along the sides of
+            pixels, which pycocotools rasterises to the same masks.
         plain: For sa1b: write plain tars instead of gzip.
         join: For webdataset: add this column of a Parquet or JSON lines file, by image_id or mask_id, see
             `sa1b.Stream(join=)`. May be repeated.
@@ -94,11 +107,14 @@ def main(
             with Ray one for each CPU of the cluster.
         json_output: Print the summary as JSON, without progress.
     """
-    if images_per_tar is not None and images_per_tar < 1:
-        raise UsageError(f"--images-per-tar {images_per_tar}: must be at least 1")
+    for flag, number in (("--images-per-tar", images_per_tar), ("--images-per-file", images_per_file)):
+        if number is not None and number < 1:
+            raise UsageError(f"{flag} {number}: must be at least 1")
     quality = checked_quality(image_size, quality)
     given = {
         "--images-per-tar": images_per_tar,
+        "--images-per-file": images_per_file,
+        "--segmentation": segmentation,
         "--plain": plain or None,
         "--layout": layout,
         "--image-size": image_size,
@@ -112,7 +128,9 @@ def main(
         from sa1b.export.export import export
         from sa1b.shards.dataset import open_dataset
         from sa1b.views.view import open_view
-    form = _format(to, layout, image_size, quality, images_per_tar, plain, join)
+    form = _format(
+        to, layout, image_size, quality, images_per_tar or images_per_file, segmentation, plain, join
+    )
     images = None
     if view is not None:
         table = open_dataset(root).table
@@ -147,7 +165,8 @@ def _format(
     layout: Literal["by-source", "flat"] | None,
     image_size: int | None,
     quality: int | None,
-    images_per_tar: int | None,
+    number: int | None,
+    segmentation: Literal["rle", "polygons"] | None,
     plain: bool,
     join: Sequence[str],
 ) -> "Format":
@@ -167,8 +186,20 @@ def _format(
         from sa1b.stream.columns import open_columns
 
         columns = open_columns(dict(map(_joined, join)))
-        return WebDataset(images_per_tar or IMAGES_PER_TAR, tuple(columns.values()))
-    return SourceTars(images_per_tar, plain)
+        return WebDataset(number or IMAGES_PER_TAR, tuple(columns.values()))
+    if to == "coco":
+        from sa1b.export.coco import Coco
+
+        return Coco(number, segmentation or "rle")
+    if to == "yolo-seg":
+        from sa1b.export.yolo import IMAGES_PER_LIST, Yolo
+
+        return Yolo(number or IMAGES_PER_LIST)
+    if to == "parquet":
+        from sa1b.export.parquet import IMAGES_PER_FILE, Parquet
+
+        return Parquet(number or IMAGES_PER_FILE)
+    return SourceTars(number, plain)
 
 
 def _joined(text: str) -> tuple[str, str]:

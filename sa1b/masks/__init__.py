@@ -9,6 +9,8 @@ A mask is stored as runs (`Runs`) and is rasterised last, directly at the reques
     overlap       intersection and IoU, on runs; suppression of boxes that overlap
     logits        masks that a model predicts, enlarged to the pixels of their image, as runs
     grid          rule for the source pixel that a target pixel reads, common to all back ends
+    polygons      polygons to runs: the pixels of pycocotools
+    outline       runs to polygons that give back the same pixels
     raster        runs to pixels on the CPU
     raster_torch  the same bits in plain torch, on any device
     raster_triton the same bits from Triton kernels (kernels_triton), on a CUDA device

@@ -214,8 +214,10 @@ def _numbers(
 
 
 def _mask_id(mask: _Mask) -> int:
-    found = mask.annotation.get("id")
-    return found if type(found) is int and 0 <= found < _MASK_END else -1
+    for key in ("mask_id", "id"):  # mask_id: in files that sa1b export writes
+        if type(found := mask.annotation.get(key)) is int and -_MASK_END <= found < _MASK_END:
+            return found
+    return -1
 
 
 def _origin(mask: _Mask, categories: dict[int | str, str]) -> dict[str, Any]:

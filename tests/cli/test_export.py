@@ -25,6 +25,20 @@ def test_export(root, tmp_path):
     assert json.loads(again.stdout)["parts"] == ["sa_000001.tar"]
 
 
+@pytest.mark.parametrize(
+    ("to", "names"),
+    [
+        ("coco", {"images", "parts", "annotations.json"}),
+        ("yolo-seg", {"images", "labels", "data.yaml", "images-0000.txt"}),
+        ("parquet", {"train-00000-of-00001.parquet"}),
+    ],
+)
+def test_formats_of_other_readers(root, tmp_path, to, names):
+    done = run(root, "--to", to, "--out", tmp_path / "out", "--json")
+    assert (done.returncode, json.loads(done.stdout)["images"]) == (0, 8)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {".export.json"}
+
+
 def test_a_view_and_workers(root, tmp_path):
     view = ("view", str(root), "--images-where", "image_id >= 5", "--name", "last")
     processes.run([sys.executable, "-m", "sa1b", *view], check=True, capture_output=True)
@@ -46,6 +60,8 @@ def test_what_cannot_be_done(root, tmp_path):
         (root, "--to", "voc", *out),
         (tmp_path, "--to", "sa1b", *out),
         (root, "--to", "sa1b", *out, "--images-per-tar", 0),
+        (root, "--to", "coco", *out, "--images-per-file", 0),
+        (root, "--to", "parquet", *out, "--segmentation", "polygons"),
     ):
         done = run(*arguments)
         assert done.returncode == 2

@@ -1,0 +1,67 @@
+"""Outlines of pixels."""
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.kernel import kernel
+
+
+@kernel
+def trace(
+    pixels: npt.NDArray[np.uint8],
+    points: npt.NDArray[np.int32],
+    ends: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int32],
+) -> int:
+    """Trace the borders of the foreground along the sides of pixels, and return their number.
+
+    A walk along a border has the foreground on its right, so that outer borders are clockwise and the borders
+    of holes are not. Pixels that touch at a corner only are separate. Each border has a side on top of a
+    foreground pixel, and the walk begins there; such sides are marked by 2 in `pixels` when they are passed.
+
+    Args:
+        pixels: uint8 [height, width], 0 or 1, with a border of zeros; modified.
+        points: int32 [P, 2], receives x and y of the corners, without those on straight lines. P is four
+            times the number of sides on top.
+        ends: int64 [number of borders], receives the end of each border in `points`.
+        starts: int32 [number of borders, 2], receives row and column of a foreground pixel of each border.
+    """
+    count = 0
+    found = 0
+    for row in range(1, pixels.shape[0]):
+        for column in range(1, pixels.shape[1]):
+            if pixels[row, column] != 1 or pixels[row - 1, column] != 0:
+                continue
+            starts[found, 0], starts[found, 1] = row, column
+            x, y, dx, dy = column, row, 1, 0
+            last_dx, last_dy = 0, 0
+            first = count
+            while True:
+                if dx == 1:
+                    if pixels[y, x] == 2:  # back at the start
+                        break
+                    pixels[y, x] = 2
+                if dx != last_dx or dy != last_dy:
+                    points[count, 0], points[count, 1] = x, y
+                    count += 1
+                    last_dx, last_dy = dx, dy
+                x, y = x + dx, y + dy
+                # The pixels ahead, on the right and on the left of the walk.
+                if dx == 1:
+                    right, left = pixels[y, x], pixels[y - 1, x]
+                elif dx == -1:
+                    right, left = pixels[y - 1, x - 1], pixels[y, x - 1]
+                elif dy == 1:
+                    right, left = pixels[y, x - 1], pixels[y, x]
+                else:
+                    right, left = pixels[y - 1, x], pixels[y - 1, x - 1]
+                if right == 0:
+                    dx, dy = -dy, dx
+                elif left != 0:
+                    dx, dy = dy, -dx
+            if last_dx == 1 and count - first > 1:  # the walk began inside a straight line
+                points[first, 0], points[first, 1] = points[count - 1, 0], points[count - 1, 1]
+                count -= 1
+            ends[found] = count
+            found += 1
+    return found

@@ -1,0 +1,77 @@
+"""Masks as polygons that give back the same mask, pixel for pixel.
+
+The lines run along the sides of pixels, so that all coordinates are integers. A hole is joined to the border
+around it by a line that the polygon follows in both directions; so are the parts of a mask if all of it must
+be one polygon. Where the inside of a polygon is where an odd number of lines is crossed, such a line has no
+effect: pycocotools gives the same mask. Programs that paint the lines too, like OpenCV's fillPoly, paint the
+joining lines, and pixels right of and below the mask.
+
+100 masks of an image of 2250 x 1500 pixels (200,000 runs) take 80 ms in one thread.
+"""
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.masks import geometry
+from sa1b.masks.compiled import outline
+from sa1b.masks.raster import rasterize
+from sa1b.masks.runs import Runs
+
+Polygon = npt.NDArray[np.int32]
+
+
+def polygons(runs: Runs, *, one: bool = False) -> list[list[Polygon]]:
+    """The polygons of each mask.
+
+    Args:
+        runs: masks of one image.
+        one: join all parts of a mask to one polygon.
+
+    Returns:
+        For each mask a list of int32 [V, 2]: x and y of the vertices in pixels from the corner of the top
+        left pixel, one polygon for each part of the mask. Pixels that touch at a corner only belong to
+        different parts. A mask without pixels has no polygon.
+    """
+    boxes = geometry.bbox(runs).tolist()
+    found: list[list[Polygon]] = []
+    for index, (x, y, width, height) in enumerate(boxes):
+        if not width:
+            found.append([])
+            continue
+        crop = geometry.crop(runs.select([index]), x, y, width, height)
+        pixels = np.pad(rasterize(crop)[0], 1)
+        borders, parts = _borders(pixels)
+        origin = np.array([x - 1, y - 1], np.int32)
+        groups = [borders] if one else _grouped(borders, parts)
+        found.append([_joined(group) + origin for group in groups])
+    return found
+
+
+def _borders(pixels: npt.NDArray[np.uint8]) -> tuple[list[Polygon], npt.NDArray[np.int32]]:
+    """Borders of padded pixels, outer ones before the holes in them, and the part that each belongs to."""
+    sides = int(np.count_nonzero(pixels[1:] & (pixels[:-1] ^ 1)))
+    points = np.empty((4 * sides, 2), np.int32)
+    ends = np.empty(sides, np.int64)
+    starts = np.empty((sides, 2), np.int32)
+    _, labels = cv2.connectedComponents(pixels, connectivity=4)
+    count = outline.trace(pixels, points, ends, starts)
+    parts = labels[starts[:count, 0], starts[:count, 1]].astype(np.int32)
+    last = int(ends[count - 1]) if count else 0
+    return np.split(points[:last], ends[: count - 1]), parts
+
+
+def _grouped(borders: list[Polygon], parts: npt.NDArray[np.int32]) -> list[list[Polygon]]:
+    groups: dict[int, list[Polygon]] = {}
+    for border, part in zip(borders, parts.tolist(), strict=True):
+        groups.setdefault(part, []).append(border)
+    return list(groups.values())
+
+
+def _joined(borders: list[Polygon]) -> Polygon:
+    """One polygon: each border after the first is reached from the first vertex, and left to it again."""
+    first, *others = borders
+    pieces = [first]
+    for border in others:
+        pieces += [first[:1], border, border[:1]]
+    return np.concatenate([*pieces, first[:1]] if others else pieces)
