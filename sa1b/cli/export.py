@@ -13,6 +13,7 @@ is not written; 3: exported, and an id of --ids is missing; 130: interrupted.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -134,7 +135,13 @@ def main(
     images = None
     if view is not None:
         table = open_dataset(root).table
-        images = open_view(root, table, view).image_ids(table)
+        opened = open_view(root, table, view)
+        images = opened.image_ids(table)
+        if opened.masks_where is not None and to != "images":
+            print(
+                f"note: --view {view} has a condition on masks; the export has all masks of its images",
+                file=sys.stderr,
+            )
     with engines.engine(engine, address, workers) as (count, supervise):
         summary = export(
             root,
