@@ -7,8 +7,8 @@
 
 A line has one polygon, so that the parts of a mask and its holes are joined by lines that are followed in
 both directions, see sa1b.masks.outline. The polygon has exactly the pixels of the mask. Ultralytics itself
-loses some of them: it resamples polygons to 1,000 points, scales them to the size of training and paints
-their borders, so that joined parts get a line of one pixel between them.
+loses some of them: it resamples polygons to 1,000 points, scales them to the size of training, paints their
+borders, so that joined parts get a line of one pixel between them, and keeps one of several equal boxes.
 """
 
 import json

@@ -1,8 +1,8 @@
 """A file of annotations in COCO's format: its images, and the annotations of each of them.
 
-The file is mapped into memory, not read, and an annotation is parsed when its image is. The memory is 140
-bytes for each annotation and 2 kB for each image, which is 400 MB for the 100,000 images and 1,270,000
-annotations of LVIS, in a file of 1 GB.
+The file is mapped into memory, not read, and an annotation is parsed when its image is. The memory is 100
+bytes for each annotation and 1 kB for each image: 46 MB for 254,000 annotations of 20,000 images with the
+keys of LVIS, in a file of 234 MB, which takes 0.7 s to open. LVIS has five times as many.
 """
 
 import hashlib
