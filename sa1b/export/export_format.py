@@ -72,7 +72,7 @@ class Format:
         refuse_scaled(dataset)
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
-        """Names and rows of the parts; by default 1024 images of one source, `sa_000020-0000`, ...
+        """Names and rows of the parts; by default at most 1024 images of one source, `sa_000020-0000`, ...
 
         Args:
             dataset: the dataset.
@@ -150,6 +150,21 @@ def by_source(dataset: Dataset, rows: Rows) -> list[tuple[str, Rows]]:
     ends = np.cumsum(np.bincount(of_source, minlength=len(names)))
     own = np.split(rows, ends[:-1])
     return [(name, part) for name, part in zip(names, own, strict=True) if len(part)]
+
+
+def joined(named: Iterable[tuple[str, Rows]], images: int) -> Iterator[tuple[str, Rows]]:
+    """Join consecutive sources of few images, up to `images` images; the name is that of the first source.
+
+    A list of ids has a few images of each source. A part for each source would cost more than its images.
+    """
+    name, rows = "", np.empty(0, np.int64)
+    for own_name, own in named:
+        if len(rows) and len(rows) + len(own) > images:
+            yield name, rows
+            rows = rows[:0]
+        name, rows = (own_name, own) if not len(rows) else (name, np.concatenate([rows, own]))
+    if len(rows):
+        yield name, rows
 
 
 def blocks(named: Iterable[tuple[str, Rows]], images: int) -> Iterator[tuple[str, Rows]]:

@@ -38,8 +38,7 @@ class _Samples:
 
     def __iter__(self) -> Iterator[Sample]:
         done = 0
-        for row in self.rows.tolist():
-            sample = self.dataset[row]
+        for sample in self.dataset.samples(self.rows.tolist()):
             yield sample
             self.masks += len(sample.annotations)
             if not len(sample.annotations):
@@ -60,7 +59,9 @@ def write_part(
     link_from: Path | None,
     report: Callable[[int], object],
 ) -> Written:
-    """Write one part and commit its files when all are complete. Memory: one image, unless the format says.
+    """Write one part, and commit its files when all are complete.
+
+    Memory: 16 samples, unless the format needs more.
 
     Args:
         root: folder or URL of the dataset directory.

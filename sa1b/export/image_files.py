@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from sa1b.errors import BadSample, ShardError
-from sa1b.export.export_format import Format, Ids
+from sa1b.export.export_format import IMAGES_PER_PART, Format, Ids, Rows, blocks, joined
+from sa1b.export.export_format import by_source as sources_of
 from sa1b.export.part_files import PartFiles
 from sa1b.export.source_tars import annotation_text
 from sa1b.names import image_name, member_name
@@ -32,6 +33,14 @@ Layout = Literal["by-source", "flat"]
 @dataclass(frozen=True)
 class _Pairs(Format):
     """JPEGs in one folder and annotation files in another one, for all parts or for each source."""
+
+    @property
+    def by_source(self) -> bool:
+        """Whether the folders depend on the source."""
+        return False
+
+    def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
+        return _parts(dataset, rows, by_source=self.by_source)
 
     def folders(self, part: str) -> tuple[str, str]:
         """The folders of JPEGs and of annotation files, relative to the export."""
@@ -58,8 +67,12 @@ class Folders(_Pairs):
 
     layout: Layout = "by-source"
 
+    @property
+    def by_source(self) -> bool:
+        return self.layout == "by-source"
+
     def folders(self, part: str) -> tuple[str, str]:
-        source = "" if self.layout == "flat" else f"{_source(part)}/"
+        source = f"{_source(part)}/" if self.by_source else ""
         return f"{source}images", f"{source}annotations"
 
 
@@ -111,6 +124,9 @@ class Images(Format):
     def check(self, dataset: Dataset) -> None:
         """Every dataset has JPEGs."""
 
+    def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
+        return _parts(dataset, rows, by_source=self.layout == "by-source")
+
     def paths(self, part: str, ids: Ids) -> list[str]:
         return [self._path(part, image_id) for image_id in ids.tolist()]
 
@@ -133,6 +149,11 @@ class Images(Format):
                 f"{sample.shard}: image {image_name(sample.image_id)} cannot be scaled: {error}; export "
                 "without --image-size, or without this image"
             ) from None
+
+
+def _parts(dataset: Dataset, rows: Rows, *, by_source: bool) -> Iterable[tuple[str, Rows]]:
+    sources: Iterable[tuple[str, Rows]] = sources_of(dataset, rows)
+    return blocks(sources if by_source else joined(sources, IMAGES_PER_PART), IMAGES_PER_PART)
 
 
 def _source(part: str) -> str:

@@ -17,6 +17,7 @@ from sa1b.cli.export import main
 from sa1b.errors import ShardError, UsageError
 from sa1b.export import image_files
 from sa1b.export.export import export
+from sa1b.export.export_format import joined
 from sa1b.export.image_files import EfficientVit, Folders, Images, Sam2
 from sa1b.export.web_dataset import WebDataset
 from sa1b.shards.dataset import Dataset
@@ -182,20 +183,45 @@ def test_an_interrupted_part_has_no_file_and_the_same_command_continues(roots, o
     with monkeypatch.context() as broken:
         broken.setattr(image_files, "annotation_text", fails)
         with pytest.raises(KeyboardInterrupt):
-            export(roots["plain"], tmp_path, Sam2(), quiet=True)
+            export(roots["plain"], tmp_path, Folders(), quiet=True)
     left = files(tmp_path)
-    assert left == {path: data for path, data in files(out / "sam2").items() if path in left}
+    assert left == {path: data for path, data in files(out / "folders").items() if path in left}
     assert len(left) == 2 * 16
-    summary = export(roots["plain"], tmp_path, Sam2(), quiet=True)
+    summary = export(roots["plain"], tmp_path, Folders(), quiet=True)
     assert (summary.skipped, summary.images) == (["sa_000001-0000"], 19)
-    assert files(tmp_path) == files(out / "sam2")
+    assert files(tmp_path) == files(out / "folders")
     # A part whose file is cut or missing is not complete.
-    (tmp_path / "gt_folder/sa_300.json").write_bytes(b"{")
+    (tmp_path / "sa_000002/annotations/sa_300.json").write_bytes(b"{")
+    assert export(roots["plain"], tmp_path, Folders(), quiet=True).skipped == ["sa_000001-0000"]
+    (tmp_path / "sa_000001/images/sa_100.jpg").unlink()
+    assert export(roots["plain"], tmp_path, Folders(), quiet=True).skipped == ["sa_000002-0000"]
+    assert files(tmp_path) == files(out / "folders")
+
+
+def test_the_list_is_written_again_without_the_images(roots, out, tmp_path):
+    export(roots["plain"], tmp_path, Sam2(), quiet=True)
     (tmp_path / "file_list.txt").unlink()
-    assert export(roots["plain"], tmp_path, Sam2(), quiet=True).skipped == ["sa_000001-0000"]
-    (tmp_path / "img_folder/sa_100.jpg").unlink()
-    assert export(roots["plain"], tmp_path, Sam2(), quiet=True).skipped == ["sa_000002-0000"]
+    assert export(roots["plain"], tmp_path, Sam2(), quiet=True).bytes_written == 0
     assert files(tmp_path) == files(out / "sam2")
+
+
+def test_sources_with_few_images_share_a_part(dataset):
+    rows = np.arange(19)
+    parts = [dict(form.parts(dataset, rows)) for form in (Sam2(), Folders())]
+    assert [list(one) for one in parts] == [["sa_000001-0000"], ["sa_000001-0000", "sa_000002-0000"]]
+    named = [("a", rows[:3]), ("b", rows[3:4]), ("c", rows[4:9]), ("d", rows[9:10]), ("e", rows[10:])]
+    assert [(name, own.tolist()) for name, own in joined(named, 4)] == [
+        ("a", [0, 1, 2, 3]),
+        ("c", [4, 5, 6, 7, 8]),
+        ("d", [9]),
+        ("e", [*range(10, 19)]),
+    ]
+
+
+def test_samples_are_read_in_the_order_of_the_rows(dataset):
+    rows = [*range(18, -1, -1), 3, 3]
+    assert [one.jpeg for one in dataset.samples(rows)] == [dataset[row].jpeg for row in rows]
+    assert list(dataset.samples([])) == []
 
 
 INTERRUPTED = """
@@ -204,6 +230,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from sa1b.console import run_directly
 from sa1b.export.export import export
+from sa1b.export.export_format import joined
 from sa1b.export.image_files import Sam2
 
 @dataclass(frozen=True)
@@ -287,9 +314,9 @@ def test_an_image_that_does_not_decode_costs_its_part(roots, tmp_path, monkeypat
     with pytest.raises(
         ShardError, match="sa_000002-0000: .*image sa_300 cannot be scaled: .*; 1 part complete"
     ):
-        export(roots["plain"], tmp_path, Images("flat", 32), quiet=True)
-    assert "sa_100.jpg" in files(tmp_path)
-    assert "sa_301.jpg" not in files(tmp_path)
+        export(roots["plain"], tmp_path, Images("by-source", 32), quiet=True)
+    assert "sa_000001/sa_100.jpg" in files(tmp_path)
+    assert "sa_000002/sa_301.jpg" not in files(tmp_path)
 
 
 def test_missing_ids_are_listed_with_code_3(roots, tmp_path, capsys):
