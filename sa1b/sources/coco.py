@@ -153,14 +153,10 @@ def _jpeg(data: bytes, path: Path, entry: dict[str, Any]) -> tuple[bytes, int, i
             encoded = simplejpeg.encode_jpeg(pixels, QUALITY, "RGB", "420", fastdct=False)
             encoding = {"encoded": {"from": image.format, "quality": QUALITY, "turned_upright": upright}}
             return encoded, *pixels.shape[:2], encoding
-    except MemoryError:
+    except (_NoImageError, MemoryError):
         raise
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        if data[:2] == b"\xff\xd8" and not isinstance(error, _NoImageError):
-            why = f"{path}: JPEG that cannot be read: {error}"
-        else:
-            why = f"{path}: not an image that can be read: {error}"
-        raise _NoImageError("image_unreadable", why) from None
+    except Exception as error:  # Pillow raises errors of many classes for damaged files
+        raise _NoImageError("image_unreadable", f"{path}: not an image that can be read: {error}") from None
 
 
 def _check_size(annotated: tuple[Any, Any], size: tuple[int, int]) -> None:

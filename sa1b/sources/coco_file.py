@@ -110,8 +110,8 @@ class CocoFile:
         return msgspec.json.decode(self._file.annotations[number])
 
     def file_of(self, image: CocoImage) -> Path | None:
-        """The path of the image's file; None if its name leads out of the folder."""
-        if not image.name:
+        """The path of the image's file; None if its name is none of a file in the folder."""
+        if not image.name or "\0" in image.name:
             return None
         base = self.folder.absolute()
         path = Path(os.path.normpath(base / image.name))  # lexically: links inside the folder are followed

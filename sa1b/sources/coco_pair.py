@@ -10,7 +10,7 @@ returned with the reason.
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from sa1b.masks.runs import MaskError, Runs
 from sa1b.names import member_name
 
 _MASK_END = 2**63
+_LARGEST = 1e300
 _DROPPED = ("segmentation", "image_id")  # keys of an annotation that the pair has in another form
 
 
@@ -194,7 +195,7 @@ def _check_strings(pair: CocoPair, masks: list[_Mask], height: int, width: int) 
 def _score(mask: _Mask, key: str, defaults: set[str]) -> float:
     """The annotation's own value of a score of SA-1B, or a detector's `score` for predicted_iou, or 1."""
     for name in (key, "score") if key == "predicted_iou" else (key,):
-        if isinstance(found := mask.annotation.get(name), int | float) and not isinstance(found, bool):
+        if _is_number(found := mask.annotation.get(name)):
             return float(found)
     defaults.add(key)
     return 1.0
@@ -207,10 +208,14 @@ def _numbers(
     found = mask.annotation.get(key)
     if length == 2 and isinstance(found, list) and len(found) == 1:
         found = found[0]
-    if isinstance(found, list) and len(found) == length and {*map(type, found)} <= {int, float}:
+    if isinstance(found, list) and len(found) == length and all(map(_is_number, found)):
         return [float(value) for value in found]
     defaults.add(key)
     return default[0]
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and abs(value) <= _LARGEST  # larger integers are no float
 
 
 def _mask_id(mask: _Mask) -> int:

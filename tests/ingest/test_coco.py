@@ -298,6 +298,34 @@ def test_flags_of_coco_files_need_one(tmp_path):
         reshard((str(path),), out=str(tmp_path / "root"), images=tmp_path / "none")
 
 
+def test_strange_values_and_damaged_images_are_refused_or_have_defaults(tmp_path):
+    tiff = io.BytesIO()
+    photo(8, 8).save(tiff, "TIFF")
+    data = bytearray(tiff.getvalue())
+    entries = int.from_bytes(data[4:8], "little") + 2
+    data[entries : entries + 2] = b"\xfe\x00"  # the first tag, its width, becomes another one
+    (tmp_path / "bad.tif").write_bytes(data)
+    one = {"image_id": 1, "segmentation": [[1, 1, 7, 1, 7, 7]]}
+    strange = {
+        "score": 10**400,
+        "point_coords": [[1, 10**400]],
+        "crop_box": [True, 0, 1, 1],
+        "mask_id": 2**70,
+    }
+    names = ("x.png", "a\0b.png", "bad.tif")
+    images = [{"id": number, "file_name": name} for number, name in enumerate(names, 1)]
+    path = write(tmp_path / "m.json", images, [{**one, **strange}, {**one, "segmentation": [[True] * 3]}])
+    (source,) = discover([path]).sources
+    found = {item.name: item for item in SourceReader(source).items() if isinstance(item, Member)}
+    assert [item.reason for item in found.values() if item.reason] == [
+        "short_polygon",
+        "image_name",
+        "image_unreadable",
+    ]
+    (mask,) = json.loads(found["sa_1.json"].data)["annotations"]
+    assert (mask["predicted_iou"], mask["id"], mask["crop_box"]) == (1.0, -1, [0, 0, 8, 8])
+
+
 def test_an_image_that_changes_during_the_pass_is_detected(tmp_path):
     path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}])
     (source,) = discover([path]).sources
