@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from sa1b.console import command
 from sa1b.errors import SourceError
 
 Ids = Literal["keep", "hash"]
@@ -134,7 +135,7 @@ class CocoFile:
             names = ", ".join(repr(image.name) for image in self.images[:_SHOWN])
             raise SourceError(
                 f"{self.path}: none of its {len(self.images):,} images ({names}, ...) is in {self.folder}; "
-                "name the folder of the images with --images"
+                f"name their folder with --images of `{command('reshard')}`"
             )
         return sum(one.st_size for one in stats), max(one.st_mtime_ns for one in stats)
 
