@@ -150,6 +150,7 @@ class Failure:
         message, trace: text and traceback of the exception.
         expected: whether it is an Sa1bError or OSError, for which the message is enough.
         errno: error number of an OSError, else None.
+        filename: path that an OSError names, else None.
     """
 
     kind: str
@@ -157,6 +158,7 @@ class Failure:
     trace: str
     expected: bool = False
     errno: int | None = None
+    filename: str | None = None
 
 
 @dataclass(slots=True)
@@ -346,8 +348,11 @@ def failure_of(error: Exception) -> Failure:
             "of the job)"
         )
         return Failure(type(error).__name__, message, trace, expected=True)
-    errno = error.errno if isinstance(error, OSError) else None
-    return Failure(type(error).__name__, str(error), trace, isinstance(error, Sa1bError | OSError), errno)
+    kind, message = type(error).__name__, str(error)
+    if isinstance(error, OSError):
+        path = None if error.filename is None else str(error.filename)
+        return Failure(kind, message, trace, True, error.errno, path)
+    return Failure(kind, message, trace, isinstance(error, Sa1bError))
 
 
 def _end_with_parent(pipe: Connection) -> None:

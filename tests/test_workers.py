@@ -121,6 +121,7 @@ def test_a_failure_says_which_error_of_the_operating_system_it_is() -> None:
     (event,) = supervise(full_disk, [()], workers=1)
     assert (event.value.errno, event.value.expected) == (errno.ENOSPC, True)
     assert "/disk/file" in event.value.message
+    assert event.value.filename == "/disk/file"
     (event,) = supervise(fail, [(7,)], workers=1)
     assert event.value.errno is None
 

@@ -4,9 +4,11 @@ To resume an interrupted export, run the same command: complete parts are skippe
 sa1b.export.export_record. The formats are described in sa1b.export.export_format.
 """
 
+import os
 import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +204,20 @@ def _run(
             elif event.kind == "failed":
                 failure: Failure = event.value
                 if failure.kind != ShardError.__name__:  # the next part would fail too
-                    raise OSError(failure.message) if failure.expected else RuntimeError(failure.trace)
+                    raise _error_of(failure)
                 summary.failed[name] = failure.message
             elif event.kind == "lost":
                 summary.failed[name] = f"the worker process died: {event.value}"
     finally:
         events.close()
         remove_temporary(record.out)
+
+
+def _error_of(failure: Failure) -> Exception:
+    """The error that ends the export."""
+    if failure.errno is not None:
+        return OSError(failure.errno, os.strerror(failure.errno), failure.filename)
+    return OSError(failure.message) if failure.expected else RuntimeError(failure.trace)
 
 
 def _here(tasks: list[_Task], progress: Bar) -> Generator[Event, None, None]:
@@ -233,9 +242,8 @@ def _refuse_existing(
     if not record.out.exists():
         return
     foreign = [name for name, content in contents.items() if not record.owns(name, content)]
-    paths = [path for name in foreign for path in form.paths(name, ids[name])]
-    if len(foreign) == len(contents):
-        paths += form.lists
+    lists = form.lists if len(foreign) == len(contents) else ()
+    paths = chain(lists, chain.from_iterable(form.paths(name, ids[name]) for name in foreign))
     existing = [path for path in paths if (record.out / path).exists()]
     if existing:
         more = f" and {len(existing) - _SHOWN} more" if len(existing) > _SHOWN else ""

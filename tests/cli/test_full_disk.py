@@ -33,6 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("gallery", "page.html", ()),
         ("export", "tars", ("--to", "sa1b", "--plain")),
+        ("export", "files", ("--to", "sam2", "--workers", "2")),
         ("view", "views", ("--subset", "90%")),
         ("synthesize", "source", ("--tars", "1", "--images-per-tar", "3", "--long-side", "320")),
     ],

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from sa1b.export.export import export
+from sa1b.export.image_files import Sam2
 from sa1b.export.source_tars import SourceTars
 from sa1b.shards.dataset import Dataset
 from tests.shards.tiny_source import ROOTS, make_root, two_sources
@@ -38,3 +39,18 @@ def test_the_tars_are_those_of_the_folder(root, url, tmp_path):
     assert len(tars(tmp_path / "here")) == 2
     assert tars(tmp_path / "there") == tars(tmp_path / "here")
     assert len(export(url, tmp_path / "there", SourceTars(), images=images, quiet=True).skipped) == 2
+
+
+def test_the_files_are_those_of_the_folder(root, url, tmp_path):
+    for one, name in ((root, "here"), (url, "there")):
+        export(one, tmp_path / name, Sam2(), quiet=True)
+    here, there = (
+        {
+            path.relative_to(tmp_path / name): path.read_bytes()
+            for path in (tmp_path / name).rglob("*")
+            if path.is_file()
+        }
+        for name in ("here", "there")
+    )
+    assert len(here) == 2 * 19 + 2
+    assert there == here
