@@ -243,7 +243,7 @@ def _refuse_existing(
         return
     foreign = [name for name, content in contents.items() if not record.owns(name, content)]
     lists = form.lists if len(foreign) == len(contents) else ()
-    paths = chain(lists, chain.from_iterable(form.paths(name, ids[name]) for name in foreign))
+    paths = chain(chain.from_iterable(form.paths(name, ids[name]) for name in foreign), lists)
     existing = [path for path in paths if (record.out / path).exists()]
     if existing:
         more = f" and {len(existing) - _SHOWN} more" if len(existing) > _SHOWN else ""
