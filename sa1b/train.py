@@ -30,7 +30,7 @@ from sa1b.engine import config as settings
 from sa1b.engine import estimate, network
 from sa1b.engine.compression import undo_reduction
 from sa1b.engine.config import Config, build, has_checkpoints
-from sa1b.engine.control import TABLE_SIGNAL, Stop
+from sa1b.engine.control import TABLE_SIGNAL, Stop, handle
 from sa1b.engine.evaluation import score
 from sa1b.engine.gradients import clear, finish, micro_batch, warm_up
 from sa1b.engine.health import HealthError
@@ -110,7 +110,7 @@ def train(run: Run) -> None:
 
 def run(config: Config) -> int:
     """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
-    signal.signal(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
+    handle(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
     code = 0
     phases = Phases()
     gpus = config.parallel.device != "cpu" and torch.cuda.is_available()

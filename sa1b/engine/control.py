@@ -18,6 +18,7 @@ The clocks of machines may differ; the first rank that reaches the deadline on i
 import logging
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,16 @@ _STEPS = 16  # number of last steps of which the longest counts
 _AGENTS_NOTICE = 5.0
 _AGENT = ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
 _LOG = logging.getLogger(__name__)
+
+
+def handle(number: signal.Signals, handler: Callable[[int, object], None] | signal.Handlers) -> None:
+    """Set the handler of a signal, unless training runs in another thread than the main one.
+
+    Python accepts handlers from the main thread only. A process whose main thread does not train, such as a
+    worker of Ray, belongs to another program, which handles the signals itself.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, handler)
 
 
 class Stop(IntEnum):
@@ -117,10 +128,10 @@ class Control:
         self._checkpoint = checkpoint
 
     def install(self) -> None:
-        """Let signals ask this rank to stop, or for the table of the ranks; only in the main thread."""
+        """Let signals ask this rank to stop, or for the table of the ranks; see `handle`."""
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
-        signal.signal(TABLE_SIGNAL, self._on_table_signal)
+            handle(number, self._on_signal)
+        handle(TABLE_SIGNAL, self._on_table_signal)
 
     def exchange(
         self, totals: Mapping[str, Tensor], norm: Tensor, images: int, numbers: Mapping[str, float]

@@ -128,7 +128,7 @@ def start(config: ParallelConfig) -> RankInfo:
     """Take this process's device and join the other ranks.
 
     Under torchrun, rank and world size come from its environment variables. Without torchrun, the process is
-    rank 0 of 1; ddp and fsdp then create a group of one. An existing process group is used unchanged.
+    rank 0 of 1; ddp and fsdp then create a group of one. An existing group, as of Ray, gets our timeouts.
 
     Raises:
         UsageError: settings do not fit together or need a GPU; the message names the flag.
@@ -163,6 +163,7 @@ def start(config: ParallelConfig) -> RankInfo:
             )
             if device.type == "cuda":
                 _refuse_shared_gpus(store, rank, world_size, device)
+        _created.append(dist.group.WORLD)
     replicas = replicas_on(world_size, config.replicas)
     mesh = mesh_of(device, world_size, replicas) if config.mode == "fsdp" else None
     rank_info = RankInfo(rank, world_size, local_rank, device, mesh)
@@ -178,16 +179,14 @@ def start(config: ParallelConfig) -> RankInfo:
 
 
 def stop() -> None:
-    """Destroy the process group, if there is one. Collective: do not call it after an error on one rank."""
-    if dist.is_initialized():
-        _left.append(dist.group.WORLD)
+    """Destroy the group that `start` made, no other one. Do not call it after an error of one rank only."""
+    if dist.is_initialized() and any(one is dist.group.WORLD for one in _created):
         dist.destroy_process_group()
 
 
-# A DDP module that is freed as the last owner of its group ends gloo's threads while it holds the
-# interpreter's lock, for which such a thread may wait to release its last tensor: a deadlock, in about one of
-# forty short runs. Groups kept here are freed with the lock released.
-_left: list[object] = []
+# Groups of `start`, kept after their end. A DDP module that is freed as the last owner of its group ends
+# gloo's threads while it holds the interpreter's lock, for which they may wait: a deadlock in 1 of 40 runs.
+_created: list[object] = []
 
 
 def set_timeout(rank_info: RankInfo, seconds: float) -> None:

@@ -45,7 +45,7 @@ class RankState(NamedTuple):
         phase, step, micro_batch, number: see `sa1b.engine.phase.Phase`.
         seconds: for how long it has been in this phase.
         collectives: collectives that it has started in the group of all ranks.
-        code: where its main thread is: file, line and function.
+        code: where the thread that trains is: file, line and function.
         reading: image and shard that it waits for; empty if none.
         ended: failed: it raised an error. lost: it lost another rank. done: it has finished.
     """
@@ -93,10 +93,10 @@ class StateExchange:
         self.error = ""
         self.interval = interval
         self._rank_info, self._phases = rank_info, phases
-        self._main = threading.main_thread().ident
+        self._trains = threading.get_ident()  # with Ray, not the main thread
         self.reached = time.monotonic()
         self._beat = 0
-        self._wake, self._exchanged = threading.Event(), threading.Event()
+        self._wake, self._exchanged, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="sa1b-states", daemon=True)
 
     def start(self) -> None:
@@ -121,6 +121,11 @@ class StateExchange:
         self.ended = ended
         self.read(wait)
 
+    def stop(self) -> None:
+        """End the thread after its current exchange: the process, such as a worker of Ray, may live on."""
+        self._stop.set()
+        self._wake.set()
+
     def own(self) -> RankState:
         """The state of this rank at this moment."""
         phase = self._phases.current
@@ -134,7 +139,7 @@ class StateExchange:
             number=phase.number,
             seconds=time.perf_counter() - phase.began,
             collectives=_collectives(),
-            code=_line_of(self._main) if self.observing else "",
+            code=_line_of(self._trains) if self.observing else "",
             reading=self._phases.reading() or "",
             ended=self.ended,
         )
@@ -143,7 +148,7 @@ class StateExchange:
         world_size = self._rank_info.world_size
         unknown = set(range(world_size))
         store: Any = None
-        while True:
+        while not self._stop.is_set():
             try:
                 if store is None:
                     default: Any = _get_default_store()
@@ -188,9 +193,9 @@ def _collectives() -> int:
         return 0
 
 
-def _line_of(thread: int | None) -> str:
+def _line_of(thread: int) -> str:
     """The code that a thread executes: the end of the file's path, line and function."""
-    frame = sys._current_frames().get(thread or 0)
+    frame = sys._current_frames().get(thread)
     if frame is None:
         return ""
     path = Path(frame.f_code.co_filename)

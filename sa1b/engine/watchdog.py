@@ -89,6 +89,7 @@ class Watchdog:
         if error is not None and is_lost:
             for line in self._last_words():
                 error.add_note(line)
+        self._states.stop()
         self._close_stacks()
 
     @property

@@ -17,7 +17,7 @@ batch i of a rank comes from worker i mod n, the order in which a DataLoader col
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.arguments import number, path, whole_number
 from sa1b.shards.dataset import Dataset, check_cache
-from sa1b.stream.batch import Batch, send_errors
+from sa1b.stream.batch import Batch
 from sa1b.stream.buffers import fresh
 from sa1b.stream.columns import open_columns, warn_of_missing
 from sa1b.stream.damage_log import DamageLog
@@ -40,6 +40,7 @@ from sa1b.stream.plan import MicroBatch, Plan, largest_share, process_rank
 from sa1b.stream.resume import ResumeError, check_state
 from sa1b.stream.sample import SampleOptions, check_names
 from sa1b.stream.stats import PipelineStats
+from sa1b.stream.stream_iterator import StreamIterator
 from sa1b.stream.text import open_text
 from sa1b.stream.transform import check_pickles
 from sa1b.views.view import open_view
@@ -204,13 +205,13 @@ class Stream(IterableDataset[Batch]):
         self.plan = Plan(formula, global_batch, micro_batch, self.rank, self.world_size, shares)
         self.damage_log = DamageLog(Path(damage_log), self.rank)
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
-        self._iterations = Iterations()
+        self.iterations = Iterations()
 
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], Iterations]]:
         # A worker process maps table and view of the same version of the dataset that was opened here.
         opened = {"root": self.dataset, "join": self.columns, "text": self.text, "cache": None}
         check_pickles(self.options.transforms)
-        return _reopen, ({**self._arguments, **opened, "cache_bytes": None}, self._iterations)
+        return _reopen, ({**self._arguments, **opened, "cache_bytes": None}, self.iterations)
 
     def __repr__(self) -> str:
         return (
@@ -235,11 +236,11 @@ class Stream(IterableDataset[Batch]):
         Beginning an iteration advances it to the next epoch. `state_dict(batch)` is the state within an
         iteration.
         """
-        return self._iterations.position
+        return self.iterations.position
 
     @position.setter
     def position(self, position: int) -> None:
-        self._iterations.position = whole_number("position", position)
+        self.iterations.position = whole_number("position", position)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of an epoch. The first epoch is 0.
@@ -258,33 +259,31 @@ class Stream(IterableDataset[Batch]):
         Raises:
             UsageError: the stream is endless and a DataLoader with workers has read from it.
         """
-        return self._iterations.begin(None if self.epochs is None else self.plan.epoch_end)
+        return self.iterations.begin(None if self.epochs is None else self.plan.epoch_end)
 
     def taken(self, batch: Batch) -> None:
         """Let an endless stream continue after `batch` when this process iterates again."""
         if self.epochs is None and get_worker_info() is None:
             self.position = batch.position
 
-    def __iter__(self) -> Iterator[Batch]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        if info:
-            send_errors()
-            self._iterations.ignore_signals()
+    def __iter__(self) -> StreamIterator:
+        return StreamIterator(self)
+
+    def read(self, pieces: Iterable[MicroBatch]) -> Iterator[Batch]:
+        """Read micro-batches, the next one while one is decoded."""
         in_flight: deque[PendingBatch] = deque()
         try:
-            for i, piece in enumerate(self.plan.micro_batches(self.begin())):
-                if i % workers == worker:
-                    in_flight.append(self.submit(piece))
-                    if len(in_flight) > _PREFETCH:
-                        batch = self._finish(in_flight.popleft())
-                        self.taken(batch)
-                        yield batch
+            for piece in pieces:
+                in_flight.append(self.submit(piece))
+                if len(in_flight) > _PREFETCH:
+                    batch = self._finish(in_flight.popleft())
+                    self.taken(batch)
+                    yield batch
             while in_flight:  # the end of an epoch
                 yield self._finish(in_flight.popleft())
         except Exception:
-            if info:
-                self._iterations.fail()
+            if get_worker_info() is not None:
+                self.iterations.fail()
             raise
         finally:
             for one in in_flight:
@@ -392,5 +391,5 @@ class Stream(IterableDataset[Batch]):
 
 def _reopen(arguments: dict[str, Any], iterations: Iterations) -> Stream:
     stream = Stream(**arguments)
-    stream._iterations = iterations
+    stream.iterations = iterations
     return stream

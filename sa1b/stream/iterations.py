@@ -128,6 +128,11 @@ class Iterations:
         with self._locked():
             self._write({**self._read(), "failed": self._seed()})
 
+    def lose_position(self) -> None:
+        """In a worker process: record that it continues an endless iteration, so the position is unknown."""
+        with self._locked():
+            self._write({**self._read(), "unknown": True})
+
     def close(self) -> None:
         """Record that the main process exits: from now on, SIGTERM ends worker processes."""
         with self._locked():
