@@ -23,6 +23,7 @@ VERBS = (
     "gallery",
     "view",
     "locate",
+    "query",
     "bench",
     "doctor",
     "train",
@@ -59,6 +60,7 @@ See and select
   gallery     show images with masks        sa1b gallery shards
   view        select images and masks       sa1b view shards --held-out 1% --name train
   locate      find images by id             sa1b locate shards 223750
+  query       ask in SQL                    sa1b query shards "SELECT count(*) FROM masks"
   bench       measure images per second     sa1b bench shards
                 how training scales: sa1b bench scaling --ranks 1,2
 

@@ -1,6 +1,8 @@
 """A shard index read back, one row group in memory at a time."""
 
 import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.shards.index import schema
+from sa1b.storage.errors import StorageError
 from sa1b.storage.reader import Reader
 
 UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError)
@@ -40,15 +43,25 @@ def index_file(reader: Reader, name: str) -> Any:
     # A relative path such as "run:1/x.parquet" would be taken for a URI.
     if reader.is_local:
         return Path(reader.url(name)).absolute()
-    return pa.PythonFile(_RangeFile(reader, name), mode="r")
+    return pa.PythonFile(RangeFile(reader, name), mode="r")
 
 
-class _RangeFile(io.RawIOBase):
-    """An object of a URL as a file."""
+class RangeFile(io.RawIOBase):
+    """An object of a URL as a file.
 
-    def __init__(self, reader: Reader, name: str) -> None:
+    Args:
+        reader: reader of the URL.
+        name: name of the object.
+        report: called with each error of the store before it is raised, for callers that hide its class.
+    """
+
+    def __init__(
+        self, reader: Reader, name: str, report: Callable[[StorageError], None] | None = None
+    ) -> None:
         super().__init__()
-        self._reader, self._name, self._size, self._at = reader, name, reader.size(name), 0
+        self._reader, self._name, self._report, self._at = reader, name, report, 0
+        with self._reported():
+            self.size = reader.size(name)
 
     def readable(self) -> bool:
         return True
@@ -60,15 +73,25 @@ class _RangeFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._size - self._at)
+        left = max(0, self.size - self._at)
         length = left if size is None or size < 0 else min(size, left)
-        data = self._reader.read_range(self._name, self._at, length)
+        with self._reported():
+            data = self._reader.read_range(self._name, self._at, length)
         self._at += length
         return data
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            if self._report is not None:
+                self._report(error)
+            raise
 
 
 class IndexReader:

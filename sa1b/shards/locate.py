@@ -134,12 +134,15 @@ def read_rows(text: str) -> Rows:
             "shard's .parquet file, or a file of tasks/"
         )
     dataset = Dataset(str(path.parent) if path.is_file() else text)
-    by_stem = {source_stem(name): name for name in dataset.manifest["sources"]}
     return _of_table(
-        dataset.table,
-        [dataset.reader.url(name) for name in dataset.shards],
-        [_source_of(name, by_stem) for name in dataset.shards],
+        dataset.table, [dataset.reader.url(name) for name in dataset.shards], shard_sources(dataset)
     )
+
+
+def shard_sources(dataset: Dataset) -> list[str]:
+    """The name of the source of each shard of a dataset directory."""
+    by_stem = {source_stem(name): name for name in dataset.manifest["sources"]}
+    return [_source_of(name, by_stem) for name in dataset.shards]
 
 
 def _of_index(path: Path) -> Rows:

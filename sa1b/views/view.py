@@ -148,7 +148,7 @@ def open_view(
     if found is None:
         return whole(table)
     source, document = found
-    again = f"rebuild it: `{command('view')} {reader.root} {document.flags()}".rstrip() + "`"
+    again = f"rebuild it: {document.again(reader.root)}"
     path = source.url(f"{document.stem}.json")
     try:
         condition = document.condition()

@@ -41,7 +41,7 @@ class ViewDocument:
         images: number of images in the view.
         ids_sha256, rows_sha256: of the two files beside it.
         masks_where: condition on masks, None: all masks.
-        chosen_by: flags of the selection -> values, to repeat it.
+        chosen_by: flags of the selection -> values, to repeat it; `sql`: the statement of `sa1b query`.
         dataset: images and ids_sha256 of the dataset directory that it was selected from.
         counts: further counts to print.
         format: FORMAT or ROWS_ONLY.
@@ -85,9 +85,16 @@ class ViewDocument:
         return None if self.masks_where is None else mask_predicate(self.masks_where)
 
     def flags(self) -> str:
-        """The flags of `sa1b view` that selected the view."""
-        flags = [f"--{flag} {shlex.quote(value)}" for flag, value in self.chosen_by.items()]
-        return " ".join([*flags, *(f"--name {name}" for name in self.names[:1])])
+        """The arguments of `sa1b view`, or of `sa1b query`, that selected the view."""
+        sql = [shlex.quote(self.chosen_by["sql"])] if "sql" in self.chosen_by else []
+        name_flag = "--as-view" if sql else "--name"
+        flags = [f"--{flag} {shlex.quote(value)}" for flag, value in self.chosen_by.items() if flag != "sql"]
+        return " ".join([*sql, *flags, *(f"{name_flag} {name}" for name in self.names[:1])])
+
+    def again(self, root: object) -> str:
+        """The command that selects the view again from a dataset directory."""
+        verb = "query" if "sql" in self.chosen_by else "view"
+        return f"`{command(verb)} {root} {self.flags()}".rstrip() + "`"
 
     def __str__(self) -> str:
         names = ", ".join(self.names)
