@@ -129,7 +129,7 @@ class DataConfig:
         """Refuse a table of texts for a model that reads none.
 
         Raises:
-            UsageError
+            UsageError: when the model reads no text and ``text`` is given.
         """
         if self.text is not None and not reads_text:
             raise UsageError(

@@ -224,7 +224,7 @@ def agree(module: nn.Module, rank_info: RankInfo) -> None:
     ViT-H has 2.5 GB of weights.
 
     Raises:
-        DisagreementError
+        DisagreementError: names the tensors and the ranks that differ.
     """
     if rank_info.world_size == 1:
         return

@@ -178,7 +178,7 @@ def read_weights(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
     If the run has a running mean of the weights (--optim.ema), the mean is read instead.
 
     Raises:
-        CheckpointError
+        CheckpointError: names the tensor that cannot be read.
     """
     single = Ranks(0, 1, None)
     entries = _entries(metadata)
