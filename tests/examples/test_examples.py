@@ -160,30 +160,110 @@ def test_a_missing_extra_is_named(package: str, folder: Path) -> None:
     )
 
 
-def lightning_state(folder: Path) -> tuple[int, int]:
-    """The epoch and the position of the training stream in Lightning's checkpoint."""
-    found = torch.load(folder / "runs" / "lightning" / "last.ckpt", weights_only=False)
-    (stream,) = found["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    return found["epoch"], stream["position"]
+def losses(printed: str) -> dict[int, float]:
+    """Step -> loss, as the examples print them."""
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): .*?loss ([\d.]+)", printed)}
+
+
+# Those of examples/lightning.py.
+SETTINGS = (
+    "--preset tiny --model.image-size 64 --data.view train --data.global-batch 4 --data.masks 8 --data.flip 0.5 "
+    "--optim.lr 1e-3 --optim.reference-batch 4 --optim.schedule step --optim.milestones 1000 "
+    "--optim.min-lr-ratio 0 --optim.warmup 0 --optim.weight-decay 0 --optim.grad-clip 0 "
+    "--logging.tensorboard False"
+)
+
+
+@pytest.fixture(scope="module")
+def trained(material: Path) -> dict[int, float]:
+    """The losses of four steps of `sa1b train`."""
+    flags = ["--data.root", "shards", "--out", "trained", "--optim.steps", "4", *SETTINGS.split()]
+    command = [sys.executable, "-m", "sa1b.train", *flags]
+    processes.run(command, cwd=material, capture_output=True, text=True, timeout=300, check=True)
+    return losses_of(material / "trained")
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    """Step -> loss of a run of `sa1b train`."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+LAST = "runs/lightning/last.ckpt"
+
+
+def lightning_run(folder: Path, *arguments: object, **options: Any) -> str:
+    return run(folder, "lightning.py", "shards", "--image-size", 64, *arguments, **options)
 
 
 @needs("lightning")
-def test_lightning_trains_and_validates(folder: Path) -> None:
-    printed = run(folder, "lightning.py", "shards", "--image-size", 64, "--epochs", 1)
-    found = ast.literal_eval(printed.strip().splitlines()[-1])
-    assert 0 <= found["iou"] <= 1
-    assert found["loss"] > 0
-    assert lightning_state(folder) == (0, IMAGES - HELD_OUT)  # the epoch of the training view is complete
+def test_lightning_trains_as_sa1b_does_and_resumes_within_an_epoch(
+    folder: Path, trained: dict[int, float]
+) -> None:
+    printed = lightning_run(folder, "--epochs", 2, "--steps", 1)
+    printed += lightning_run(folder, "--epochs", 2, "--resume", LAST)
+    assert losses(printed) == pytest.approx(trained, rel=1e-5)
+    assert 0 <= ast.literal_eval(printed.strip().splitlines()[-1])["iou"] <= 1
 
 
 @pytest.mark.slow
 @needs("lightning")
-def test_lightning_in_two_processes_resumes_in_one(folder: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("steps", [1, 2, 3])  # within the first epoch, after it, and within the second one
+def test_lightning_in_two_processes_trains_as_in_one(
+    folder: Path, trained: dict[int, float], strategy: str, steps: int
+) -> None:
+    two = ("--devices", 2, "--strategy", strategy)
+    printed = lightning_run(folder, "--epochs", 2, "--steps", steps, *two, starts_others=True)
+    printed += lightning_run(folder, "--epochs", 2, "--resume", LAST, *two, starts_others=True)
+    assert losses(printed) == pytest.approx(trained, rel=1e-5)
+
+
+@needs("torchdata")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_torchtitan_resumes_from_a_distributed_checkpoint(folder: Path, workers: int) -> None:
+    arguments = ("shards", "--image-size", 64, "--workers", workers)
+    whole = run(folder, "torchtitan_dataloader.py", *arguments, "--steps", 4, "--out", "whole")
+    parts = "".join(run(folder, "torchtitan_dataloader.py", *arguments, "--steps", end) for end in (1, 4))
+    assert parts == whole
+    assert len(losses(whole)) == 4
+
+
+@pytest.mark.slow
+def test_a_loader_of_torchtitan_resumes_with_another_number_of_ranks(folder: Path) -> None:
     arguments = ("shards", "--image-size", 64)
-    run(folder, "lightning.py", *arguments, "--epochs", 1, "--devices", 2, starts_others=True)
-    assert lightning_state(folder) == (0, IMAGES - HELD_OUT)
-    run(folder, "lightning.py", *arguments, "--epochs", 2, "--resume", "runs/lightning/last.ckpt")
-    assert lightning_state(folder) == (1, 2 * (IMAGES - HELD_OUT))
+    whole = run(folder, "torchtitan_dataloader.py", *arguments, "--steps", 4, "--out", "whole")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    printed = run(folder, "torchtitan_dataloader.py", *arguments, "--steps", 2, launcher=torchrun)
+    printed += run(folder, "torchtitan_dataloader.py", *arguments, "--steps", 4)
+    assert losses(printed) == pytest.approx(losses(whole), rel=1e-5)
+
+
+RAY = ("--out", "runs/ray", "--workers", 2, "--")
+
+
+@needs("ray")
+def test_a_wrong_flag_for_ray_train_ends_it_before_ray_starts(folder: Path) -> None:
+    done = finished(folder, "ray_train.py", "shards", *RAY, "--optim.stepz", 3)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --optim.stepz: no such flag; did you mean --optim.steps?")
+
+
+@pytest.mark.slow
+@needs("ray")
+def test_ray_train_trains_and_resumes(folder: Path, trained: dict[int, float]) -> None:
+    for steps in (2, 4):
+        run(
+            folder,
+            "ray_train.py",
+            "shards",
+            *RAY,
+            *SETTINGS.split(),
+            "--optim.steps",
+            steps,
+            starts_others=True,
+        )
+    assert losses_of(folder / "runs" / "ray") == pytest.approx(trained, rel=1e-5)
 
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0")
@@ -265,7 +345,7 @@ def test_examples_are_short_and_listed() -> None:
         name: len(path.read_text().splitlines()) for name, path in files.items() if path.suffix == ".py"
     }
     assert {
-        name: lines for name, lines in {**lengths, "explore.ipynb": len(code)}.items() if lines >= 80
+        name: lines for name, lines in {**lengths, "explore.ipynb": len(code)}.items() if lines >= 120
     } == {}
 
 
