@@ -17,7 +17,7 @@ batch i of a rank comes from worker i mod n, the order in which a DataLoader col
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -269,7 +269,7 @@ class Stream(IterableDataset[Batch]):
     def __iter__(self) -> StreamIterator:
         return StreamIterator(self)
 
-    def read(self, pieces: Iterable[MicroBatch]) -> Iterator[Batch]:
+    def read(self, pieces: Iterable[MicroBatch]) -> Generator[Batch]:
         """Read micro-batches, the next one while one is decoded."""
         in_flight: deque[PendingBatch] = deque()
         try:

@@ -9,7 +9,7 @@ A worker's iteration is where it began and how many of its batches were used. Th
 computed from both, so no batch is read to resume.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +35,27 @@ class StreamIterator(Iterator[Batch]):
         self._worker, self._workers = (info.id, info.num_workers) if info else (0, 1)
         self._begun: int | None = None  # position at which the iteration began
         self._used = 0
-        self._batches: Iterator[Batch] | None = None
+        self._batches: Generator[Batch] | None = None
+        self._ended = False
         if info:
             send_errors()
             stream.iterations.ignore_signals()
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            self._batches = iter(())  # if the iteration cannot begin, it has ended
+            if self._ended:
+                raise StopIteration
+            self._ended = True  # also if the iteration cannot begin
             self._batches = self._stream.read(self._pieces())
         batch = next(self._batches)
         self._used += 1
         return batch
+
+    def close(self) -> None:
+        """End the iteration before its last batch: cancel the reads under way and close the open shards."""
+        self._ended = True
+        if self._batches is not None:
+            self._batches.close()
 
     def _pieces(self) -> Iterator[MicroBatch]:
         """This process's micro-batches that are not used yet."""

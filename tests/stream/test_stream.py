@@ -117,6 +117,20 @@ def test_a_resumed_stream_is_the_rest_of_the_sequence(root: Path) -> None:
             assert_equal(one, other)
 
 
+def test_an_iteration_that_is_closed_has_ended_and_the_next_one_continues(root: Path) -> None:
+    options = {"global_batch": 4, **ENDLESS}
+    whole = [batch.ids.tolist() for batch in take(Stream(root, **options), 5)]
+    stream = Stream(root, **options)
+    unused = iter(stream)
+    unused.close()
+    assert next(unused, None) is None
+    batches = iter(stream)
+    assert [next(batches).ids.tolist() for _ in range(2)] == whole[:2]
+    batches.close()
+    assert next(batches, None) is None
+    assert [batch.ids.tolist() for batch in take(stream, 3)] == whole[2:]
+
+
 def test_world_size_and_batch_may_change_in_the_middle_of_an_epoch(root: Path) -> None:
     seen: list[int] = []
     position = 0
