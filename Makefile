@@ -6,9 +6,9 @@ BIN := .venv/bin
 # Four on two cores: a third of the time the tests wait for processes and servers.
 PROCESSES ?= 4
 
-PARTS := demo reshard masks record stream order scale range_reads local_cache scaling recompute convergence pipeline
+FIGURES := demo reshard masks record stream order scale range_reads local_cache scaling recompute convergence pipeline
 
-.PHONY: demo test test-all coverage bench figures docs lint clean
+.PHONY: demo test test-all coverage bench gpu figures docs lint clean
 
 demo: .venv/installed
 	$(BIN)/python tools/demo.py demo
@@ -31,10 +31,15 @@ coverage: .venv/installed-dev
 bench: .venv/installed-dev
 	$(BIN)/pytest benchmarks
 
+# Checks and measurements on a GPU, in under nine minutes, with the Python that is there: nothing is installed.
+# PARTS: some of them, such as "raster loader"; `python3 -m benchmarks.gpu --help` lists them.
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(PARTS)
+
 # The figures of the documentation that single benchmarks give: forty minutes on two idle cores. Those
 # of the comparison: pytest benchmarks/test_peers.py, then python -m benchmarks.readme.
 figures: .venv/installed-dev
-	$(BIN)/pytest --record $(PARTS:%=benchmarks/test_%.py)
+	$(BIN)/pytest --record $(FIGURES:%=benchmarks/test_%.py)
 	$(BIN)/python -m benchmarks.readme "$$(ls -t benchmarks/results/*-parts.json | head -1)"
 	$(BIN)/python -m benchmarks.curves "$$(ls -t benchmarks/results/*-parts.json | head -1)"
 

@@ -12,6 +12,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,25 @@ def _workers_of_tests() -> Iterator[None]:
         patch.setattr(workers, "_CONTEXT", workers._CONTEXT)
         forked_workers.use_server()
         yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Only `-m gpu` uses a GPU: other tests start several ranks, for which one GPU is not enough."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing has asked for the number of GPUs yet
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, import only files with such tests: a machine with a GPU may lack what the others import."""
+    if config.option.markexpr == "gpu" and collection_path.match("test_*.py"):
+        return "mark.gpu" not in collection_path.read_text() or None
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 def pytest_collection_finish() -> None:

@@ -246,8 +246,15 @@ def _is_forkable(command: list[str], environment: dict[str, str]) -> bool:
     """Whether a child of the server can replace a new interpreter."""
     if command[0] != sys.executable or len(command) < 2 or not hasattr(os, "pidfd_open"):
         return False
+    if _sees_gpu(environment):
+        return False
     is_program = command[1] in ("-c", "-m") if command[1].startswith("-") else True
     return is_program and _read_at_start(environment) == _server().read_at_start
+
+
+def _sees_gpu(environment: Mapping[str, str]) -> bool:
+    """Whether a command may use a GPU: not in a fork of a process that has asked CUDA's driver for one."""
+    return environment.get("CUDA_VISIBLE_DEVICES") != "" and Path("/dev/nvidiactl").exists()
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:

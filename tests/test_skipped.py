@@ -25,7 +25,7 @@ from tests import processes, skipped
             "1 skipped ('gcsfs'): to run them, pip install -e '.[gcs]'",
         ),
         ("no real samples in /somewhere", "1 skipped (real samples): to run them, set SA1B_REAL_SAMPLES to"),
-        ("Skipped: needs a GPU", "1 skipped (needs a GPU): to run them, run on a machine with a GPU"),
+        ("Skipped: no CUDA device", "1 skipped (no CUDA device): to run them, on a machine with a GPU"),
     ],
 )
 def test_each_kind_has_one_line(reason: str, advice: str) -> None:
@@ -35,9 +35,9 @@ def test_each_kind_has_one_line(reason: str, advice: str) -> None:
 
 def test_a_kind_is_counted_and_the_rest_needs_no_line() -> None:
     lines = skipped.lines(
-        ["needs a GPU", "no CUDA device", "there is a GPU", "names are as they are in a URL"]
+        ["no CUDA device", "no CUDA device", "there is a GPU", "names are as they are in a URL"]
     )
-    assert [line.split(":")[0] for line in lines] == ["2 skipped (needs a GPU)"]
+    assert [line.split(":")[0] for line in lines] == ["2 skipped (no CUDA device)"]
 
 
 def test_a_run_prints_the_lines(tmp_path: Path) -> None:

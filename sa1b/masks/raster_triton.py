@@ -22,7 +22,7 @@ a mask and boxes of 1.4 % of an image on average:
     (bit masks  a bit a pixel, down the columns, and a second kernel that expands them: 268 MB more   1.25 x)
 
 `DESIGN` selects the first or the second. The ratios are computed from bytes, not measured. On a CUDA machine,
-`pytest -s benchmarks/test_raster_triton.py` prints the times of both and of zero_(), and the best values of
+`make gpu PARTS="raster sweep"` prints the times of both and of zero_(), and the best values of
 the constants below. Wide stores need a width that is a multiple of 16 and an `out` whose address is a
 multiple of 16, as that of any tensor that is not a view. Other widths give the same result, but are written
 a byte at a time.

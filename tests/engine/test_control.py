@@ -248,7 +248,7 @@ def on_device(rank_info: RankInfo) -> StepFigures:
     return Control(rank_info).exchange(totals, torch.tensor(3.5), 7, {})
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_the_host_waits_once() -> None:
     device = torch.device("cuda", 0)
     rank_info = RankInfo(0, 1, 0, device)

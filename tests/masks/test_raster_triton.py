@@ -23,7 +23,6 @@ with_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="no triton: pip install --no-deps triton==3.6.0 (beside a CPU build of torch)",
 )
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def python(*arguments, **environment):
@@ -168,7 +167,7 @@ def large():
     return join(images)
 
 
-@on_gpu
+@pytest.mark.gpu
 @with_triton
 def test_compiled_gives_the_bits_of_the_cpu(raster_triton):
     for seed in range(150):
@@ -176,7 +175,7 @@ def test_compiled_gives_the_bits_of_the_cpu(raster_triton):
     check_odd_cases("cuda", 100_000)
 
 
-@on_gpu
+@pytest.mark.gpu
 @with_triton
 @pytest.mark.parametrize("design", ["fused", "cleared"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -199,7 +198,7 @@ def test_large_masks_at_training_sizes(raster_triton, large, design, dtype):
         assert torch.equal(out, expected.to(dtype))
 
 
-@on_gpu
+@pytest.mark.gpu
 @with_triton
 @pytest.mark.parametrize("design", ["fused", "cleared"])
 def test_a_raster_of_more_than_2_to_the_32_pixels(raster_triton, design):
@@ -217,7 +216,7 @@ def test_a_raster_of_more_than_2_to_the_32_pixels(raster_triton, design):
     assert all(torch.equal(part, expected) for part in out.view(times, 43, 1024, 1024))
 
 
-@on_gpu
+@pytest.mark.gpu
 @with_triton
 def test_nothing_waits_for_the_device_and_a_graph_can_hold_the_call(raster_triton, large):
     runs, offsets = torch.from_numpy(large.runs).cuda(), torch.from_numpy(large.offsets).cuda()

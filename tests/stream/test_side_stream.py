@@ -157,7 +157,7 @@ def test_the_memory_line_names_pinned_memory_and_the_device(
     assert "of pinned memory" in line
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dense", [None, 32])
 def test_a_gpu_gets_the_same_batches(root: Path, dense: int | None) -> None:
     loader = sa1b.Loader(stream(root), threads=3, prefetch=2, device="cuda", dense=dense, quiet=True)

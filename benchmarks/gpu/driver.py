@@ -1,0 +1,172 @@
+"""Runs parts one after the other, each in a process with a time limit, and collects what they recorded.
+
+A part ends in one of these states:
+
+    ok           all checks passed
+    failed       a check did not pass, or the process ended with an error, a signal, or without a record
+    timed out    it was killed at its limit
+    skipped      it cannot run here; its reason is recorded
+    not run      a part that it needs did not end well, or no time was left
+
+The driver imports neither torch nor the package, so that no defect of a part or of the installation can
+stop it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.gpu.part import Part, Setting
+
+State = Literal["ok", "failed", "timed out", "skipped", "not run"]
+REPOSITORY = Path(__file__).parents[2]
+_LEAST = 5.0  # seconds: with less time left, no part is started
+_KILLED_WITHIN = 10.0  # seconds: a process in the driver of a broken GPU may not end even then
+_LOG = 2500  # characters of the log of a part that did not end well
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a part ended, and its records.
+
+    Attributes:
+        state: see above.
+        why: why it did not end well; else "".
+        seconds: time that it took.
+        checks: name, passed, detail.
+        figures: name -> value, unit and perhaps target and met.
+        about: facts about the machine.
+        log: the end of its output, if it did not end well.
+    """
+
+    state: State
+    why: str = ""
+    seconds: float = 0.0
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    log: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """The outcome as JSON values."""
+        return {name: value for name, value in asdict(self).items() if value or name == "state"}
+
+
+def run(
+    parts: Sequence[Part],
+    setting: Setting,
+    *,
+    seconds: float,
+    ended: Callable[[Part, Outcome], None],
+) -> dict[str, Outcome]:
+    """Run parts in order.
+
+    Args:
+        seconds: time limit of all parts together.
+        ended: called after each part.
+
+    Raises:
+        KeyboardInterrupt: the process of the part in progress has been killed.
+    """
+    end = time.monotonic() + seconds
+    found: dict[str, Outcome] = {}
+    for part in parts:
+        missing = [name for name in part.needs if name not in found or found[name].state != "ok"]
+        left = end - time.monotonic()
+        if missing:
+            outcome = Outcome("not run", f"it needs {' and '.join(missing)}, which did not end well")
+        elif left < _LEAST:
+            outcome = Outcome("not run", f"the {seconds:.0f} s of the run have passed")
+        else:
+            outcome = run_part(part, setting, min(part.seconds, left))
+        found[part.name] = outcome
+        ended(part, outcome)
+    return found
+
+
+def run_part(part: Part, setting: Setting, limit: float) -> Outcome:
+    """Run one part in a process of its own."""
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    records, log = (setting.folder / f"{part.name}.{suffix}" for suffix in ("jsonl", "log"))
+    records.unlink(missing_ok=True)
+    given = {
+        "work": part.work,
+        "device": setting.device,
+        "tiny": setting.tiny,
+        "folder": str(setting.folder),
+        "records": str(records),
+        "seconds": limit,
+    }
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # The package of this clone, wherever another one is installed.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    began = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.child", json.dumps(given)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=REPOSITORY,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _kill_all(process)  # also what the part has started and left behind
+    outcome = _outcome(records, code, limit)
+    outcome.seconds = round(time.monotonic() - began, 1)
+    if outcome.state in ("failed", "timed out"):
+        outcome.log = log.read_text(errors="replace")[-_LOG:]
+    return outcome
+
+
+def _kill_all(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the processes of a part that still run."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_WITHIN)
+
+
+def _outcome(records: Path, code: int | None, limit: float) -> Outcome:
+    """The outcome by the records of a part and its exit code, None if it was killed at its limit."""
+    outcome, done, skipped = Outcome("ok"), False, ""
+    for line in records.read_text().splitlines() if records.exists() else ():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # the last line of a process that was killed
+        if "check" in found:
+            outcome.checks.append({"name": found.pop("check"), **found})
+        elif "figure" in found:
+            outcome.figures[found.pop("figure")] = found
+        outcome.about |= found.get("about", {})
+        skipped = found.get("skipped", skipped)
+        done = done or "done" in found
+    failed = [check["name"] for check in outcome.checks if not check["passed"]]
+    if code is None:
+        outcome.state, outcome.why = "timed out", f"killed after {limit:.0f} s"
+    elif code < 0:
+        outcome.state, outcome.why = "failed", f"killed by {signal.Signals(-code).name}"
+    elif code or not done:
+        outcome.state = "failed"
+        outcome.why = f"ended with exit code {code}" if code else "ended without a record of its end"
+    elif failed:
+        outcome.state, outcome.why = "failed", f"{len(failed)} of {len(outcome.checks)} checks failed"
+    elif skipped:
+        outcome.state, outcome.why = "skipped", skipped
+    elif not outcome.checks and not outcome.figures:
+        outcome.state, outcome.why = "failed", "recorded no check and no figure"
+    return outcome

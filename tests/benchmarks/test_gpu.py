@@ -1,0 +1,222 @@
+"""`make gpu`: the driver with parts that end badly, and every part at tiny size on a CPU."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import child, driver, parts, table
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.driver import Outcome
+from benchmarks.gpu.part import Part, Record, Setting
+from tests import processes
+
+FAULTY = "tests.benchmarks.faulty_parts"
+
+
+def part(name: str, seconds: float = 60, *needs: str) -> Part:
+    return Part(name, f"{FAULTY}:{name}", seconds, "", needs)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome], list[str]]:
+    """One run of all faulty parts, and the names in the order in which they ended."""
+    folder, ended = tmp_path_factory.mktemp("faulty"), []
+    faulty = [
+        *map(part, ("fails", "raises", "goes_on", "crashes")),
+        part("hangs", 3),
+        *map(part, ("records_nothing", "leaves", "skips")),
+        Part("missing", f"{FAULTY}:no_such_function", 60, ""),
+        Part("needing", f"{FAULTY}:good", 60, "", ("raises", "good")),
+        part("good"),
+    ]
+    found = driver.run(
+        faulty,
+        Setting("cpu", True, folder),
+        seconds=600,
+        ended=lambda one, outcome: ended.append(one.name),
+    )
+    return folder, found, ended
+
+
+def test_every_part_runs_whatever_happens_to_the_others(
+    outcomes: tuple[Path, dict[str, Outcome], list[str]],
+) -> None:
+    _, found, ended = outcomes
+    assert list(found) == ended
+    assert ended[-1] == "good"
+    assert {name: (one.state, one.why) for name, one in found.items()} == {
+        "fails": ("failed", "1 of 2 checks failed"),
+        "raises": ("failed", "ended with exit code 1"),
+        "goes_on": ("failed", "1 of 1 checks failed"),
+        "crashes": ("failed", "killed by SIGSEGV"),
+        "hangs": ("timed out", "killed after 3 s"),
+        "records_nothing": ("failed", "recorded no check and no figure"),
+        "leaves": ("failed", "ended without a record of its end"),
+        "skips": ("skipped", "no decoder is installed"),
+        "missing": ("failed", "ended with exit code 1"),
+        "needing": ("not run", "it needs raises and good, which did not end well"),
+        "good": ("ok", ""),
+    }
+
+
+def test_what_was_recorded_before_the_fault_is_kept_with_the_end_of_the_log(
+    outcomes: tuple[Path, dict[str, Outcome], list[str]],
+) -> None:
+    _, found, _ = outcomes
+    assert [check["name"] for check in found["crashes"].checks] == ["before the crash"]
+    assert found["raises"].figures["before the error"]["value"] == 1
+    assert "illegal memory access" in found["raises"].log
+    assert "Fatal Python error: Segmentation fault" in found["crashes"].log
+    assert [check["detail"] for check in found["goes_on"].checks] == ["RuntimeError: one thing fails"]
+    assert found["goes_on"].figures["the second half"]["value"] == 2
+
+
+def test_a_part_that_hangs_is_killed_with_its_children_and_its_log_says_where(
+    outcomes: tuple[Path, dict[str, Outcome], list[str]],
+) -> None:
+    folder, found, _ = outcomes
+    assert "faulty_parts.py" in found["hangs"].log
+    assert "in hangs" in found["hangs"].log
+    process = int((folder / "child").read_text())
+    end = time.monotonic() + 60
+    while Path(f"/proc/{process}").exists() and time.monotonic() < end:
+        if Path(f"/proc/{process}/stat").read_text().split()[2] == "Z":  # nobody here reaps orphans
+            break
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{process}").exists()
+
+
+def test_the_table_names_what_failed_and_targets_that_were_missed(
+    outcomes: tuple[Path, dict[str, Outcome], list[str]],
+) -> None:
+    _, found, _ = outcomes
+    assert "    FAILED second: 3 of 4 masks differ" in list(table.lines("fails", found["fails"]))
+    assert "illegal memory access" in "\n".join(table.lines("raises", found["raises"]))
+    figure = next(line for line in table.lines("good", found["good"]) if "a figure" in line)
+    assert re.fullmatch(r" +a figure +1.5 ms   at most 1: MISSED", figure)
+    assert table.summary(found).startswith("7 failed, 1 timed out, 1 skipped, 1 not run, 1 ok; 5 of 7 checks")
+    assert "1 targets missed" in table.summary(found)
+
+
+def test_the_results_file_keeps_the_parts_of_earlier_runs(
+    outcomes: tuple[Path, dict[str, Outcome], list[str]], tmp_path: Path
+) -> None:
+    _, found, _ = outcomes
+    path = tmp_path / "results" / "nvidia-h200.json"
+    table.write(path, "NVIDIA H200", {"good": found["good"], "fails": found["good"]})
+    table.write(path, "NVIDIA H200", {"fails": found["fails"]})
+    document = json.loads(path.read_bytes())
+    assert document["machine"] == {"python": "3"}
+    assert {name: one["state"] for name, one in document["parts"].items()} == {
+        "good": "ok",
+        "fails": "failed",
+    }
+    assert document["parts"]["good"]["figures"]["a figure"] == {
+        "value": 1.5, "unit": "ms", "target": "at most 1", "met": False,
+    }  # fmt: skip
+    assert [path.name for path in path.parent.iterdir()] == ["nvidia-h200.json"]
+    assert table.path_of("NVIDIA H100 80GB HBM3").name == "nvidia-h100-80gb-hbm3.json"
+
+
+def test_the_exit_code_says_whether_all_checks_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = (part("good"), part("fails"), part("skips"), Part("needing", f"{FAULTY}:good", 60, "", ("good",)))
+    out = tmp_path / "out.json"
+    flags = ["--device", "cpu", "--tiny", "--out", str(out)]
+    assert main(["needing", "skips", *flags], some) == 0
+    assert set(json.loads(out.read_bytes())["parts"]) == {"good", "skips", "needing"}  # with what it needs
+    assert main(["fails", *flags], some) == 1
+    assert main(["good", *flags, "--seconds", "0"], some) == 1
+    printed = capsys.readouterr().out
+    assert "not run" in printed
+    assert "the 0 s of the run have passed" in printed
+    with pytest.raises(SystemExit, match="2"):
+        main(["god"], some)
+    assert "god: is no part; choose from good, fails, skips, needing" in capsys.readouterr().err
+
+
+def test_ctrl_c_kills_the_part_in_progress(tmp_path: Path) -> None:
+    code = (
+        "import sys; from benchmarks.gpu.__main__ import main; from benchmarks.gpu.part import Part;"
+        f"sys.exit(main(sys.argv[1:], (Part('hangs', '{FAULTY}:hangs', 600, ''),)))"
+    )
+    command = [sys.executable, "-c", code, "--device", "cpu", "--tiny", "--folder", str(tmp_path)]
+    with processes.Process(
+        command, cwd=processes.REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    child_of_part = int((tmp_path / "child").read_text())
+    stat = Path(f"/proc/{child_of_part}/stat")
+    end = time.monotonic() + 60
+    while stat.exists() and stat.read_text().split()[2] != "Z" and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_each_part_is_named_once_needs_earlier_ones_and_has_a_limit() -> None:
+    names = [one.name for one in parts.PARTS]
+    assert len(set(names)) == len(names)
+    for number, one in enumerate(parts.PARTS):
+        assert set(one.needs) <= set(names[:number])
+        assert 0 < one.seconds <= 120
+    assert parts.SECONDS < 540
+
+
+# Every part at tiny size, in this process: so that no defect of the code waits for a GPU.
+
+SLOW: frozenset[str] = frozenset()  # parts that start many processes
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    """With the material of the other parts."""
+    found = Setting("cpu", True, tmp_path_factory.mktemp("gpu"), processes.run)
+    assert run(found, "material").state == "ok"
+    return found
+
+
+def run(setting: Setting, name: str) -> Outcome:
+    """The outcome of a part that runs in this process."""
+    (found,) = [one for one in parts.PARTS if one.name == name]
+    path = setting.folder / f"{name}.jsonl"
+    with _unchanged_environment():
+        child.run(found.work, setting, Record(path))
+    return driver._outcome(path, 0, found.seconds)
+
+
+@contextmanager
+def _unchanged_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one.name, marks=pytest.mark.slow) if one.name in SLOW else one.name
+        for one in parts.PARTS
+        if one.name != "material"
+    ],
+)
+def test_a_part_runs_at_tiny_size_on_a_cpu(setting: Setting, name: str) -> None:
+    outcome = run(setting, name)
+    assert [check for check in outcome.checks if not check["passed"]] == []
+    assert outcome.state in ("ok", "skipped"), outcome.why
+    assert all(found["value"] is not None for found in outcome.figures.values())
