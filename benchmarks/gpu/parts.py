@@ -14,5 +14,8 @@ PARTS = (
     _part("material", "material:work", 100, "datasets of synthetic images for the other parts"),
     _part("raster", "raster:work", 50, "masks to pixels beside zero_(), with the same bits", "material"),
     _part("tests", "cuda_tests:work", 110, "pytest -m gpu"),
+    _part("equal", "loader:equal", 40, "batches on the device equal those on the CPU", "material"),
+    _part("race", "loader:race", 50, "2,000 batches, a busy default stream and a slow caller", "material"),
+    _part("rates", "loader:rates", 60, "images a second; allocations and waits", "material"),
     _part("sweep", "raster:sweep", 60, "the best constants of the raster kernels", "material"),
 )

@@ -32,7 +32,7 @@ import torch
 
 from sa1b.arguments import number, whole_number
 from sa1b.stream.batch import Batch
-from sa1b.stream.buffers import BufferPool, MaskBufferPool
+from sa1b.stream.buffers import BufferPool, MaskBufferPool, SideStream
 from sa1b.stream.dataset import Stream
 from sa1b.stream.pipeline import Pipeline, PipelineSettings
 from sa1b.stream.stats import Snapshot
@@ -92,6 +92,8 @@ class Loader:
             )
         self._state = stream.state_dict()
         self._pipeline: Pipeline | None = None  # of the current iteration
+        # One for all iterations: memory that torch has allocated for a stream is reused by that stream only.
+        self._side: SideStream | None = None
         size = stream.options.image_size
         images = stream.plan.micro_batch
         # Batches in flight, the caller's batch, and the one that the caller holds while it asks for the next.
@@ -118,7 +120,9 @@ class Loader:
         begun = self.stream.begin()
         self._state = {**self.stream.state_dict(), "position": begun}
         pieces = self.stream.plan.micro_batches(begun)
-        self._pipeline = pipeline = Pipeline(self._settings)
+        if self._cuda and self._side is None:
+            self._side = SideStream(self.device)
+        self._pipeline = pipeline = Pipeline(self._settings, self._side)
         try:
             while True:
                 while len(pipeline.pending) < self.prefetch + 1 and (piece := next(pieces, None)) is not None:

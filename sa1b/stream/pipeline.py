@@ -130,13 +130,17 @@ class PipelineSettings:
 
 
 class Pipeline:
-    """The three stages of one iteration. Only its pool's threads and one caller use it."""
+    """The three stages of one iteration. Only its pool's threads and one caller use it.
 
-    def __init__(self, settings: PipelineSettings) -> None:
+    Args:
+        side: stream of all iterations for copies to a GPU; None on a CPU.
+    """
+
+    def __init__(self, settings: PipelineSettings, side: SideStream | None) -> None:
         self.settings = settings
         self.stream, self.decoder = settings.stream, settings.stream.decoder
         self.stats = settings.stream.stats
-        self.side = SideStream(settings.device) if settings.device.type == "cuda" else None
+        self.side = side
         if self.side is not None and settings.dense is not None:
             with self.side.current():  # compiles kernels in one thread before other threads need them
                 _one_mask(self.stream.options.image_size).to(self.side.device).dense(settings.dense)
@@ -254,6 +258,7 @@ class Pipeline:
             if self.side is None or work.pinned is None:
                 batch = batch.to(device)
             else:
+                work.pinned.wait()  # a batch without samples is not decoded
                 batch = self.side.copy(batch.pack(work.pinned.small))
                 work.pinned.copied()
             if dense is not None:
