@@ -76,6 +76,20 @@ def test_objects_are_written_read_listed_and_removed(store: Store) -> None:
     assert store.names("tasks") == ["b.failed"]
 
 
+def test_two_shortened_responses_are_not_the_object(
+    bucket: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("tasks/a.json", b"0123456789")
+    responses = iter([b"01234", b"01234", b"0123456789", b"0123456789"])
+
+    async def get(system: Any, url: str) -> tuple[bytes, Stat]:
+        data = next(responses)
+        return data, Stat(len(data))
+
+    monkeypatch.setattr(bucket._requests.objects, "get", get)
+    assert bucket.read("tasks/a.json") == b"0123456789"
+
+
 def test_an_object_is_written_once(store: Store) -> None:
     assert store.put_if_absent("tasks/a", b"one")
     assert not store.put_if_absent("tasks/a", b"two")
@@ -210,10 +224,13 @@ def test_the_age_of_an_object_that_another_machine_left_is_known(
     theirs = b"sa1b: removed by-another-4711-1-0"
     bucket.put("a", theirs)
     assert not bucket.put_if_absent("a", b"ours")
-    found = bucket._requests.stat("a")
-    assert found is not None
-    old = replace(found, age=120.0)
-    monkeypatch.setattr(bucket._requests, "stat", lambda name: old)
+    stat = bucket._requests.stat
+
+    def old(name: str) -> Stat | None:
+        found = stat(name)
+        return found and replace(found, age=120.0)
+
+    monkeypatch.setattr(bucket._requests, "stat", old)
     assert bucket.put_if_absent("a", b"ours")
     assert bucket.read("a") == b"ours"
 
