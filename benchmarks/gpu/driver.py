@@ -44,6 +44,7 @@ class Outcome:
         checks: name, passed, detail.
         figures: name -> value, unit and perhaps target and met.
         about: facts about the machine.
+        texts: name -> text.
         log: the end of its output, if it did not end well.
     """
 
@@ -53,6 +54,7 @@ class Outcome:
     checks: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     log: str = ""
 
     def document(self) -> dict[str, Any]:
@@ -152,6 +154,8 @@ def _outcome(records: Path, code: int | None, limit: float) -> Outcome:
             outcome.checks.append({"name": found.pop("check"), **found})
         elif "figure" in found:
             outcome.figures[found.pop("figure")] = found
+        elif "text" in found:
+            outcome.texts[found["text"]] = found["value"]
         outcome.about |= found.get("about", {})
         skipped = found.get("skipped", skipped)
         done = done or "done" in found

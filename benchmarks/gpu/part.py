@@ -100,6 +100,10 @@ class Record:
             line["value"] = None  # JSON has no NaN
         self._write(line)
 
+    def text(self, name: str, text: str) -> None:
+        """Record a text, such as a table; it is in the results file only."""
+        self._write({"text": name, "value": text})
+
     def about(self, **facts: object) -> None:
         """Record facts about the machine."""
         self._write(

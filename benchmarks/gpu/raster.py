@@ -228,8 +228,8 @@ def sweep(setting: Setting, record: Record) -> None:
                 )
         record.figure(f"{name}: candidates not measured", len(each) - len(results))
         results.sort()
-        print(f"\n{name}")
-        print("\n".join(f"{took:.4f} ms  {took / cleared:.2f} x zero_()  {text}" for took, text in results))
+        table = (f"{took:.4f} ms  {took / cleared:.2f} x zero_()  {text}" for took, text in results)
+        record.text(name, "\n".join(table))
         for took, text in results[:5]:
             record.figure(f"{name}: {text}", took, "ms")
 

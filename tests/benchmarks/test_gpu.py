@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.gpu import child, driver, parts, table
+from benchmarks.gpu import child, driver, parts, table, training
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.driver import Outcome
 from benchmarks.gpu.part import Part, Record, Setting
+from sa1b.engine import config as settings
+from sa1b.engine.presets import PRESETS
 from tests import processes
 
 FAULTY = "tests.benchmarks.faulty_parts"
@@ -179,7 +182,7 @@ def test_each_part_is_named_once_needs_earlier_ones_and_has_a_limit() -> None:
 
 # Every part at tiny size, in this process: so that no defect of the code waits for a GPU.
 
-SLOW: frozenset[str] = frozenset()  # parts that start many processes
+SLOW = {"modes", "compiled"}  # like "precision" and "recipe", with more processes
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +208,50 @@ def _unchanged_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+def test_the_training_commands_of_full_size_are_valid(tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def start(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "not run")
+
+    full = Setting("cuda", False, tmp_path, start)
+    for part_of_training in (training.recipe, training.compiled, training.modes, training.precision,
+                             training.checkpoint, training.failure):  # fmt: skip
+        with suppress(training.CommandFailed):
+            part_of_training(full, Record(tmp_path / "records"))
+    assert len(commands) == 1 + 1 + 5 + 4 + 3 + 2
+    for command in commands:
+        first = command.index("--data.root")
+        config = settings.parse(command[first:], None, PRESETS, "train")
+        assert config.parallel.device == "cuda"
+        assert config.micro_batches(1)[1] == 1
+
+
+def test_waits_of_the_main_thread_and_busy_time_come_from_a_trace() -> None:
+    main, other = {"pid": 1, "tid": 1}, {"pid": 1, "tid": 2}
+
+    def wait(name: str, ts: float, thread: dict[str, int]) -> dict[str, Any]:
+        return {"cat": "cuda_runtime", "name": name, "ts": ts, "dur": 1, **thread}
+
+    steps = [
+        {"cat": "user_annotation", "name": f"ProfilerStep#{n}", "ts": 100 * n, "dur": 100, **main}
+        for n in (1, 2)
+    ]
+    kernels = [
+        {"cat": "kernel", "name": "k", "ts": ts, "dur": 30, "pid": 0, "tid": 7} for ts in (110, 120, 250)
+    ]
+    waits = [wait("cudaStreamSynchronize", 150, main), wait("cudaEventSynchronize", 260, main),
+             wait("cudaStreamSynchronize", 155, other), wait("cudaDeviceSynchronize", 350, main),
+             wait("cudaLaunchKernel", 151, main)]  # fmt: skip
+    found = training.of_trace([*steps, *kernels, *waits, {"ph": "M", "name": "process_name"}])
+    assert found == {
+        "host waits per step": 1.0, "kernels per step": 1.5,
+        "share of the time in which a kernel runs": (40 + 30) / 200,
+        "cudaStreamSynchronize per step": 0.5, "cudaEventSynchronize per step": 0.5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

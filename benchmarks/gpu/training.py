@@ -1,0 +1,343 @@
+"""Training on the device: the image encoder, the full recipe, modes, precisions, checkpoints, and a failure.
+
+Except for the encoder, every measurement is the training command with its own records: metrics.jsonl and the
+trace of `--logging.profile`.
+"""
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import timing
+from benchmarks.gpu.material import roots
+from benchmarks.gpu.part import Record, Setting
+from sa1b.engine.gradients import autocast, set_float32
+from sa1b.engine.hardware import peak_flops
+from sa1b.sam.flops import encoder_flops
+from sa1b.sam.model import PRESETS, Sam
+
+# A model of a few thousand parameters, for CPUs.
+TINY = (
+    *("--preset", "tiny", "--model.image-size", "64", "--model.width", "32", "--model.heads", "2"),
+    *("--model.window", "2", "--model.channels", "32", "--model.pixel-features", "8", "--data.masks", "4"),
+)
+# Enough for the weights to change by more than rounding.
+STEPS = 6
+TOLERANCE = 1e-3  # of losses and gradient norms of the modes; of a step's first forward pass 1e-5
+PRECISIONS = {
+    "tf32": 0.01,
+    "bf16": 0.05,
+    "fp16": 0.02,
+}  # largest relative difference of the first loss to fp32
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+_FAILS_WITHIN = 10.0  # seconds
+
+
+class CommandFailed(Exception):
+    """A training command ended with another exit code than 0."""
+
+
+def train(setting: Setting, name: str, *flags: object, check: bool = True) -> list[dict[str, Any]]:
+    """Run the training command; return the lines of its steps.
+
+    Args:
+        name: name of its folder.
+        flags: further flags; later ones replace earlier ones.
+    """
+    out = setting.folder / name
+    command = [sys.executable, "-m", "sa1b.train", *map(str, (*common(setting, out), *flags))]
+    # On a CPU, compiling takes minutes.
+    environment = {**os.environ, **({"TORCHDYNAMO_DISABLE": "1"} if setting.tiny else {})}
+    done = setting.start(command, capture_output=True, text=True, env=environment)
+    print(f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    if check and done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise CommandFailed(f"{name}: exit code {done.returncode}: {last[:300]}")
+    return lines(out)
+
+
+def common(setting: Setting, out: Path) -> tuple[object, ...]:
+    """The flags of all runs."""
+    return (
+        *(TINY if setting.tiny else ()),
+        *("--data.root", roots(setting)["1024"], "--out", out, "--parallel.device", setting.device),
+        *("--logging.tensorboard", "False", "--data.global-batch", 2, "--checkpoint.every", 1_000_000),
+        *("--optim.warmup", 1),
+        *(("--data.threads", 1) if setting.tiny else ()),
+    )
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """The lines of the steps in metrics.jsonl."""
+    path = out / "metrics.jsonl"
+    found = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    return [line for line in found if "loss" in line]
+
+
+def encoder(setting: Setting, record: Record) -> None:
+    """Forward and backward passes of the image encoder alone, eager and compiled."""
+    batch, precision = setting.pick(8, 2), "bf16"
+    device = torch.device(setting.device, 0) if setting.on_gpu else torch.device("cpu")
+    set_float32("bf16" if setting.on_gpu else "fp32", device)
+    preset = PRESETS["vit_b"]
+    if setting.tiny:
+        preset = replace(PRESETS["tiny"], image_size=64, width=32, heads=2, window=2, pixel_features=0)
+    size = preset.image_size
+    images = torch.randint(0, 256, (batch, 3, size, size), dtype=torch.uint8, device=device)
+    for label, compiled in (("eager", False), ("compiled", True)):
+        if compiled and setting.tiny:
+            continue  # compiling takes minutes on a CPU
+        with record.attempt(f"encoder, {label}"):
+            torch.manual_seed(0)
+            model = Sam(replace(preset, compile_blocks=compiled)).to(device)
+            weight = torch.randn(preset.channels, 1, 1, device=device)
+
+            def step(given: Tensor, model: Sam = model, weight: Tensor = weight) -> None:
+                with autocast(precision, device):
+                    found = model.embed(given)
+                (found.float() * weight).mean().backward()
+                model.zero_grad(set_to_none=True)
+
+            began = time.perf_counter()
+            step(images)
+            _wait(setting)
+            record.figure(f"{label}: first step, with compilation", time.perf_counter() - began, "s")
+            if setting.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            took = timing.each(step, [images], setting.pick(3, 1))
+            rate = 1e3 * batch / took
+            limit = 100 if compiled else None
+            record.figure(f"{label}: forward and backward", rate, "images/s", at_least=limit)
+            if setting.on_gpu:
+                peak = peak_flops(device)
+                if peak is not None:
+                    record.figure(f"{label}: MFU", 3 * encoder_flops(preset) * rate / peak)
+                record.figure(f"{label}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
+            del model
+
+
+def recipe(setting: Setting, record: Record) -> None:
+    """The full recipe, uncompiled."""
+    _recipe(setting, record, "eager")
+
+
+def compiled(setting: Setting, record: Record) -> None:
+    """The full recipe with compiled encoder blocks and decoder."""
+    _recipe(setting, record, "compiled", "--model.compile-blocks", "--model.compile-decoder")
+
+
+def _recipe(setting: Setting, record: Record, label: str, *flags: object) -> None:
+    steps, first = setting.pick((16, 10), (4, 2))
+    sizes = setting.pick(("--preset", "vit_b", "--data.global-batch", 8, "--parallel.precision", "bf16"), ())
+    profiled = ("--logging.profile", first, first + 1)
+    found = train(setting, label, *sizes, "--optim.steps", steps, *profiled, *flags)
+    warm = [line for line in found if first // 2 < line["step"] <= first - 2] or found[1:2]
+    record.check("all steps have finite losses", all(math.isfinite(line["loss"]) for line in found), steps)
+    record.check("no step is missing", len(found) == steps, f"{len(found)} of {steps}")
+    target = setting.pick(12.0, None)
+    record.figure("images a second", median(line["images_per_s"] for line in warm), "/s", at_least=target)
+    record.figure("masks a second", median(line["masks_per_s"] for line in warm), "/s")
+    record.figure("seconds of a step", median(line["seconds"] for line in warm), "s")
+    record.figure("first step", found[0]["seconds"], "s")
+    if "mfu" in warm[-1]:
+        record.figure("MFU", median(line["mfu"] for line in warm))
+    record.figure("peak memory", max(line["peak_memory_gb"] for line in found), "GB")
+    record.figure("data wait, share of the step", median(line["data_wait"] for line in warm), at_most=0.01)
+    for part in ("data", "compute", "sync", "update"):
+        record.figure(f"seconds of {part}", median(line[f"seconds_{part}"] for line in warm), "s")
+    if setting.on_gpu:
+        for name in ("gpu_utilisation_mean", "gpu_power_w_mean"):
+            record.check(f"{name} is recorded", name in found[-1], "needs the package nvidia-ml-py")
+    with record.attempt("trace"):
+        out = setting.folder / label
+        record.text("costliest operations", (out / "operations-0.txt").read_text())
+        for name, value in of_trace(json.loads((out / "trace-0.json").read_bytes())["traceEvents"]).items():
+            limit = 1 if name.startswith("host waits") and not setting.tiny else None
+            record.figure(name, value, at_most=limit)
+    shutil.rmtree(setting.folder / label, ignore_errors=True)
+
+
+def of_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Per profiled step: waits of the main thread for the device, kernels, share of the time they run."""
+    events = list(events)
+    steps = [
+        event
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith("ProfilerStep#")
+    ]
+    if not steps:
+        raise ValueError("the trace has no step")
+    begin = min(step["ts"] for step in steps)
+    end = max(step["ts"] + step["dur"] for step in steps)
+    thread = steps[0]["pid"], steps[0]["tid"]
+    inside = [event for event in events if begin <= event.get("ts", -1) < end]
+    waits = [event for event in inside if event["name"] in WAITS and (event["pid"], event["tid"]) == thread]
+    kernels = sorted((event["ts"], event["dur"]) for event in inside if event.get("cat") == "kernel")
+    busy, until = 0.0, begin
+    for start, took in kernels:
+        busy += max(0.0, start + took - max(start, until))
+        until = max(until, start + took)
+    found = {
+        "host waits per step": len(waits) / len(steps),
+        "kernels per step": len(kernels) / len(steps),
+        "share of the time in which a kernel runs": busy / (end - begin),
+    }
+    for name in WAITS:
+        if number := sum(event["name"] == name for event in waits):
+            found[f"{name} per step"] = number / len(steps)
+    return found
+
+
+def modes(setting: Setting, record: Record) -> None:
+    """One process, twice, and a group of one rank in each mode: equal within rounding."""
+    names = {"none": "none", "none again": "none", "ddp": "ddp", "zero1": "zero1", "fsdp": "fsdp"}
+    if setting.tiny:
+        del names["zero1"]
+    runs = _small_runs(setting, {label: ("--parallel.mode", mode) for label, mode in names.items()})
+    reference = runs["none"]
+    for label in list(names)[1:]:
+        with record.attempt(f"mode {label}"):
+            one, other = _of(runs, label), _of(runs, "none")
+            record.check(f"{label}: all steps", len(one) == STEPS, f"{len(one)} of {STEPS}")
+            differ = largest_difference(one, other, ("loss", "grad_norm"))
+            first = largest_difference(one[:1], other[:1], ("loss",))
+            record.figure(f"{label}: largest relative difference to none", differ)
+            record.check(f"{label}: losses and norms equal those of none", differ <= TOLERANCE, differ)
+            record.check(f"{label}: first loss equals that of none", first <= 1e-5, first)
+    record.check(
+        "none ended well", isinstance(reference, list), reference if isinstance(reference, str) else ""
+    )
+
+
+def precision(setting: Setting, record: Record) -> None:
+    """The first losses in each number format beside fp32."""
+    names = ["fp32", *(PRECISIONS if setting.on_gpu else ("bf16",))]
+    runs = _small_runs(setting, {name: ("--parallel.precision", name) for name in names})
+    for name in names[1:]:
+        with record.attempt(f"precision {name}"):
+            one, other = _of(runs, name), _of(runs, "fp32")
+            record.check(
+                f"{name}: all steps are finite", len(one) == STEPS and all(_is_finite(line) for line in one)
+            )
+            differ = largest_difference(one[:1], other[:1], ("loss",))
+            record.figure(f"{name}: relative difference of the first loss to fp32", differ)
+            record.check(f"{name}: the first loss is near that of fp32", differ <= PRECISIONS[name], differ)
+            last = largest_difference(one[-1:], other[-1:], ("loss",))
+            record.figure(f"{name}: relative difference of the last loss to fp32", last)
+
+
+def _small_runs(
+    setting: Setting, flags: Mapping[str, Sequence[object]]
+) -> dict[str, list[dict[str, Any]] | str]:
+    """Several short runs at the same time: the lines of each, or its error."""
+
+    def run(label: str) -> list[dict[str, Any]] | str:
+        small = () if setting.tiny else ("--preset", "tiny", "--data.global-batch", 8, "--data.threads", 3)
+        try:
+            steps = ("--optim.steps", STEPS)
+            return train(setting, f"small {label}", *small, *steps, *flags[label])
+        except CommandFailed as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(flags)) as pool:
+        return dict(zip(flags, pool.map(run, flags), strict=True))
+
+
+def _of(runs: Mapping[str, list[dict[str, Any]] | str], label: str) -> list[dict[str, Any]]:
+    found = runs[label]
+    if isinstance(found, str):
+        raise CommandFailed(found)
+    return found
+
+
+def _is_finite(line: Mapping[str, Any]) -> bool:
+    return line["loss"] is not None and math.isfinite(line["loss"])
+
+
+def largest_difference(
+    one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> float:
+    """Largest relative difference of figures of two runs, infinite if a figure is not finite or missing."""
+    if len(one) != len(other) or not one:
+        return math.inf
+    found = [
+        abs(a[name] - b[name]) / max(abs(b[name]), 1e-12)
+        if None not in (a[name], b[name]) and math.isfinite(a[name]) and math.isfinite(b[name])
+        else math.inf
+        for a, b in zip(one, other, strict=True)
+        for name in names
+    ]
+    return max(found)
+
+
+def checkpoint(setting: Setting, record: Record) -> None:
+    """How long a save stops training, and whether a resumed run goes on as the uninterrupted one."""
+    steps, every = setting.pick((60, 30), (4, 2))
+    sizes = (
+        ("--preset", "vit_b", "--parallel.precision", "bf16", "--data.masks", 4) if not setting.tiny else ()
+    )
+    short = ("--recipe.clicks", 1, "--recipe.unprompted", 0, "--checkpoint.every", every)
+    for label, flag in (("asynchronous", ()), ("synchronous", ("--checkpoint.no-asynchronous",))):
+        with record.attempt(label):
+            found = train(setting, label, *sizes, *short, "--optim.steps", steps, *flag)
+            saves = [line["seconds_checkpoint"] for line in found if line["step"] % every == 0]
+            record.check(f"{label}: all saves", len(saves) == steps // every, saves)
+            for number, seconds in enumerate(saves, 1):
+                record.figure(f"{label}: save {number} stops training for", seconds, "s")
+        shutil.rmtree(setting.folder / label, ignore_errors=True)
+    with record.attempt("resume"):
+        _resume(setting, record)
+
+
+def _resume(setting: Setting, record: Record) -> None:
+    small = () if setting.tiny else ("--preset", "tiny", "--data.global-batch", 8)
+    flags = (*small, "--optim.steps", STEPS, "--checkpoint.every", STEPS // 2)
+    whole = train(setting, "resumed", *flags)
+    out = setting.folder / "resumed"
+    newest = out / "checkpoints" / f"step-{STEPS:08d}"
+    if not newest.is_dir():
+        raise CommandFailed(f"{newest}: the run has saved no checkpoint there")
+    shutil.rmtree(newest)
+    again = train(setting, "resumed", *flags)
+    record.check("a resumed run has all steps", len(again) == STEPS, f"{len(again)} of {STEPS}")
+    differ = largest_difference(again, whole, ("loss", "grad_norm"))
+    record.figure("resumed: largest relative difference", differ)
+    record.check("a resumed run goes on as the uninterrupted one", differ <= TOLERANCE, differ)
+
+
+def failure(setting: Setting, record: Record) -> None:
+    """A run out of memory ends quickly, with its reason and exit code 1, alone and in a group."""
+    for mode in ("none", "ddp"):
+        with record.attempt(f"failure, {mode}"):
+            out, moment = setting.folder / f"failure {mode}", setting.folder / f"failure {mode}.time"
+            small = () if setting.tiny else ("--preset", "tiny")
+            flags = (*common(setting, out), *small, "--optim.steps", STEPS, "--parallel.mode", mode)
+            command = [sys.executable, "-m", "benchmarks.gpu.out_of_memory", moment, *flags]
+            done = setting.start([str(word) for word in command], capture_output=True, text=True)
+            ended = time.time()
+            print(done.stdout[-2000:], done.stderr[-4000:])
+            seconds = ended - float(moment.read_text())
+            record.check(f"{mode}: exit code 1", done.returncode == 1, done.returncode)
+            reason = "OutOfMemoryError: CUDA out of memory" if setting.on_gpu else "can't allocate memory"
+            record.check(f"{mode}: the reason is printed", reason in done.stderr, done.stderr[-300:])
+            record.figure(f"{mode}: from the error to the end of the process", seconds, "s")
+            # On a CPU other processes may slow this one down.
+            within = seconds <= _FAILS_WITHIN or not setting.on_gpu
+            record.check(f"{mode}: within {_FAILS_WITHIN:g} s", within, f"{seconds:.1f} s")
+
+
+def _wait(setting: Setting) -> None:
+    if setting.on_gpu:
+        torch.cuda.synchronize()
