@@ -16,8 +16,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from functools import cache, partial, wraps
-from inspect import Parameter, signature
+from functools import cache, partial
+from inspect import Parameter, cleandoc, signature
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
@@ -75,10 +75,13 @@ def parse(
     """
     import tyro
 
-    @wraps(main)
     def parsed(*values: Any, **named: Any) -> "partial[int]":
         return partial(main, *values, **named)
 
+    # Not by functools.wraps, which leads tyro to the docstring of `main`.
+    parsed.__doc__ = _unbroken(main.__doc__ or "")
+    parsed.__annotations__ = get_type_hints(main, include_extras=True)
+    vars(parsed)["__signature__"] = signature(main)
     words = list(sys.argv[1:] if arguments is None else arguments)
     only = (tyro.conf.FlagCreatePairsOff,)
     try:
@@ -94,6 +97,12 @@ def parse(
         if not forwards:
             _check_flags(main, words, prog)
         raise
+
+
+def _unbroken(docstring: str) -> str:
+    """A docstring with one line for each argument: in the help, tyro keeps line breaks of the source."""
+    text, heading, arguments = cleandoc(docstring).partition("Args:\n")
+    return text + heading + re.sub(r"\n {8,}", " ", arguments)
 
 
 def run_directly(work: Callable[[], int]) -> NoReturn:

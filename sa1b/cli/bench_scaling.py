@@ -4,6 +4,7 @@ Example: sa1b bench scaling --ranks 1,2 --preset tiny
          sa1b bench scaling shards --preset vit_b --micro-batch 4 --report scaling.html
 
 Starts the ranks itself, on the GPUs or on separate CPUs of this machine, and takes real training steps.
+
 Exit code 0: measured; 1: a case failed, the others are measured; 2: nothing was measured; 130: interrupted.
 """
 

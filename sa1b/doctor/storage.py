@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sa1b.arguments import was_url
+from sa1b.console import counted
 from sa1b.doctor.check import Subject
 from sa1b.doctor.machine import size
 from sa1b.doctor.report import Finding, State
@@ -62,7 +63,7 @@ def dataset(subject: Subject) -> Iterator[Finding]:
         yield Finding("dataset", "failed", *split(error, subject))
         return
     if values["failed_sources"] or values["pending_sources"]:
-        lacks = f"{figure}; {len(found.failed)} sources failed, {len(found.pending)} are pending"
+        lacks = f"{figure}; failed sources: {len(found.failed)}, pending: {len(found.pending)}"
         yield Finding("dataset", "warning", lacks, "Run reshard again, or train without them", values=values)
     else:
         yield Finding("dataset", "ok", figure, values=values)
@@ -94,6 +95,11 @@ class Rates(NamedTuple):
     sequential: float
 
 
+def _rate(rate: float) -> str:
+    """A rate with its unit. Small ones, which a CPU trains, would be 0.0 MB/s."""
+    return f"{rate / 1e6:,.1f} MB/s" if rate >= 1e5 else f"{rate / 1e3:,.1f} kB/s"
+
+
 def judged(rates: Rates, needed: float) -> Finding:
     """The finding for measured rates.
 
@@ -103,8 +109,8 @@ def judged(rates: Rates, needed: float) -> Finding:
     random = rates.samples * rates.sample_bytes
     figure = (
         f"{rates.samples:,.0f} random samples/s ({random / 1e6:,.1f} MB/s), "
-        f"{rates.sequential / 1e6:,.0f} MB/s sequential; a rank trains {needed:,.0f} samples/s "
-        f"({needed * rates.sample_bytes / 1e6:,.1f} MB/s)"
+        f"{rates.sequential / 1e6:,.0f} MB/s sequential; a rank trains "
+        f"{counted(round(needed), 'sample')}/s ({_rate(needed * rates.sample_bytes)})"
     )
     values = {
         "samples_per_second": rates.samples,

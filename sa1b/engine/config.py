@@ -23,7 +23,7 @@ import tyro
 from torch import nn
 
 from sa1b.arguments import was_url
-from sa1b.console import usage_errors
+from sa1b.console import command, usage_errors
 from sa1b.engine import deadline, step_division
 from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.bucket import committed
@@ -57,8 +57,8 @@ class Config(ABC):
         seed: Seed of the initial weights, the order of samples and every other random value.
         init: Weights to start from: a published file (.safetensors, .pth), a checkpoint, the folder of a
             run, or the URL of one of these.
-        resume: auto: resume from the newest good checkpoint in --out, if there is one. no: refuse to start if
-            --out has checkpoints.
+        resume: auto: resume from the newest good checkpoint in --out, if there is one. no: refuse to start
+            if --out has checkpoints.
         deadline: Time before which the run stops with a checkpoint and exit code 0: HH:MM (the next one on
             this machine's clock), +HH:MM (after the start), or a date and time such as 2026-01-31T06:30. It
             leaves time for the longest of the last 16 steps and for a checkpoint like the newest one; until
@@ -294,8 +294,8 @@ def _check(config: Config) -> None:
         )
     if config.evaluation.every and config.evaluation.view is None:
         raise UsageError(
-            f"--evaluation.every {config.evaluation.every}: needs --evaluation.view; make one with `sa1b "
-            "view` --held-out PART --split held-out"
+            f"--evaluation.every {config.evaluation.every}: needs --evaluation.view; make one with "
+            f"`{command('view')} ROOT --held-out PART --split held-out`"
         )
     if config.evaluate_only and config.evaluation.view is None and not coco:
         raise UsageError(

@@ -101,9 +101,8 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
         f"{counted(rank_info.world_size, 'rank')} x {counted(micro_batches, 'micro-batch', 'es')} of up to"
     )
     if staged:
-        of_rank = (
-            f"{counted(micro_batches, 'micro-batch', 'es')} through {rank_info.world_size} stages, each of"
-        )
+        stages = counted(rank_info.world_size, "stage")
+        of_rank = f"{counted(micro_batches, 'micro-batch', 'es')} through {stages}, each of"
     shards = rank_info.shards if config.parallel.shard == "full" else 1
     held = 4 * parameters / 1e9
     state = held / shards + 3 * held / rank_info.shards  # weights; gradients and two moments

@@ -28,8 +28,8 @@ class HealthConfig:
             still continues. With fp16, overflows after which the scaler lowers its scale count too.
         stall: Seconds without progress after which a report names the rank that hangs, where it is and what
             it reads, and each rank writes its stacks to RUN/stacks-<rank>.txt. The run is not ended. By
-            default two thirds of --parallel.timeout, or of --parallel.timeout-first in the first step.
-            0: no report.
+            default two thirds of --parallel.timeout, or of --parallel.timeout-first in the first
+            step. 0: no report.
     """
 
     patience: int = 20

@@ -48,9 +48,8 @@ class LoggingConfig:
         if self.window < 1:
             raise UsageError(f"--logging.window {self.window}: must be at least 1")
         if self.profile is not None and not 0 <= self.profile[0] <= self.profile[1]:
-            raise UsageError(
-                f"--logging.profile {self.profile}: must be a first and a last step, in this order"
-            )
+            given = " ".join(map(str, self.profile))
+            raise UsageError(f"--logging.profile {given}: must be a first and a last step, in this order")
         if self.tensorboard and find_spec("tensorboard") is None:
             raise UsageError("--logging.tensorboard: TensorBoard is missing; pip install 'sa1b[tensorboard]'")
 

@@ -54,9 +54,9 @@ class OptimConfig:
         epsilon: Added to the root of the running mean of squared gradients.
         grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
         ema: Decay of the running mean of the weights, such as 0.9999; 0: no running mean. The mean is
-            evaluated and exported instead of the weights. The first steps have a smaller decay: (1 + step) /
-            (10 + step). A run with a running mean cannot resume without it. A run without a running mean can
-            resume with it; the mean then starts from the weights of the checkpoint.
+            evaluated and exported instead of the weights. The decay of the first steps is smaller: it
+            is (1 + step) / (10 + step). A run with a running mean cannot resume without it. A run without a
+            running mean can resume with it; the mean then starts from the weights of the checkpoint.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
     """
 

@@ -66,11 +66,11 @@ class ParallelConfig:
         device: auto: the GPU of this rank if there is one, else the CPU.
         shard: For fsdp. full: shard parameters too. grad_op: shard gradients and optimizer only; parameters
             stay gathered between forward and backward.
-        replicas: For fsdp: copies of the model; each is sharded over world size / replicas ranks. If this
-            number does not divide the world size, as after the loss of a machine, the largest smaller one
-            that does is used, so that no rank holds more than replicas / world size of the model.
-        offload: For fsdp: where shards and optimizer state are stored: on the device (none), in host memory
-            (cpu), or in pinned host memory (pinned: faster copies, GPU only).
+        replicas: For fsdp: copies of the model; each is sharded over world size / replicas ranks, at least
+            two. If this number does not fit, as after the loss of a machine, the largest smaller divisor of
+            the world size is used, so that no rank holds more than replicas / world size of the model.
+        offload: For fsdp: where shards and optimizer state are stored: on the device (none), in host
+            memory (cpu), or in pinned host memory (pinned: faster copies, GPU only).
         wrap: For fsdp: parameters that are gathered together. block: those of an encoder block. size:100M:
             those of consecutive blocks, until there are at least 100 million parameters. none: the complete
             model, in float32.
@@ -79,8 +79,8 @@ class ParallelConfig:
         schedule: For pipeline: order of the micro-batches' forward and backward passes. 1f1b: a backward pass
             as soon as possible, which keeps fewer activations; needs a micro-batch for each rank. gpipe: all
             forward passes first.
-        shares: Shares of a step, one for each rank, such as 2,1,1 for a first rank that is twice as fast;
-            --data.micro-batch is that of the largest share. By default all ranks have the same.
+        shares: Shares of a step, one for each rank, such as 2,1,1 for a first rank that is twice as
+            fast; --data.micro-batch is that of the largest share. By default all ranks have the same.
         compress: For ddp and zero1: how gradients are compressed while they are sent. fp16, bf16: rounded to
             these formats. powersgd:4: approximated by matrices of rank 4; what is lost is added to the next
             gradient. Not with --parallel.precision fp16, whose scale changes.
@@ -90,9 +90,9 @@ class ParallelConfig:
             optimise it.
         timeout_first: Seconds that a rank waits for the others until the first step is done, which includes
             reading, compiling and connecting.
-        timeout: Seconds that a rank waits for the others after the first step. It must exceed
-            --data.deadline: while the storage of one rank is down, that rank retries and the others wait for
-            it.
+        timeout: Seconds that a rank waits for the others after the first step. It must
+            exceed --data.deadline: while the storage of one rank is down, that rank retries and the others
+            wait for it.
         sync_batchnorm: Compute the statistics of BatchNorm layers over all ranks; GPUs only.
         network: Network between the machines; --dry-run prints the variables of NCCL and gloo that are set,
             and why. Variables that are set already are kept. auto: infiniband if a port is active, else
@@ -172,7 +172,7 @@ def start(config: ParallelConfig) -> RankInfo:
         sys.stderr.write(
             f"--parallel.replicas {config.replicas}: does not fit {counted(world_size, 'rank')}, so it is "
             f"{replicas}, with {counted(world_size // replicas, 'rank')} for each copy of the model, until a "
-            f"restart with a number of ranks that fits {config.replicas}\n"
+            f"restart with a multiple of {config.replicas} ranks, at least {2 * config.replicas}\n"
         )
     set_timeout(rank_info, config.timeout_first)
     return rank_info
@@ -357,9 +357,10 @@ def rank_shares(config: ParallelConfig, world_size: int) -> tuple[int, ...] | No
         return None
     words = config.shares.split(",")
     if len(words) != world_size or not all(word.isdecimal() and int(word) for word in words):
+        ranks = counted(world_size, "rank")
         raise UsageError(
-            f"--parallel.shares {config.shares}: must be {world_size} positive whole numbers with commas "
-            "between them, one for each rank"
+            f"--parallel.shares {config.shares}: does not fit {ranks}; pass a positive whole number for each "
+            "rank, with commas between them, such as 2,1,1"
         )
     return tuple(map(int, words))
 

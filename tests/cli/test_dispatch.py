@@ -1,6 +1,7 @@
 """The command `sa1b`: its tour, its verbs, and the modules that each of them imports."""
 
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -73,6 +74,18 @@ def test_an_unknown_verb_is_refused_with_the_nearest_one(word: str, advice: str)
     assert advice in line
 
 
+def early_breaks(shown: str) -> list[str]:
+    """Lines in the boxes of a help that end although the next word of their text fits."""
+    rows = [row[2:-2] for row in shown.splitlines() if row.startswith("│")]
+    found = []
+    for row, following in itertools.pairwise(rows):
+        word = re.match(r" {6,}(\S+)", following)  # the text of a flag goes on
+        only_a_flag = not row.startswith(" ") and "  " not in row.rstrip()
+        if word and not only_a_flag and len(row.rstrip()) + 1 + len(word[1]) <= len(row):
+            found.append(row)
+    return found
+
+
 @pytest.mark.parametrize("verb", [*LIGHT_VERBS, *SUBVERBS])
 def test_help_teaches_and_imports_nothing_that_takes_long(verb: str) -> None:
     done = run(*verb.split(), "--help")
@@ -82,6 +95,7 @@ def test_help_teaches_and_imports_nothing_that_takes_long(verb: str) -> None:
     options = re.findall(r"^│ (--[a-z0-9-]+)", done.stdout, re.MULTILINE)
     assert options
     assert len(options) == len(set(options))
+    assert not early_breaks(done.stdout)
     assert "sa1b" in imported(done)
     assert not imported(done) & HEAVY
 
@@ -106,6 +120,7 @@ def test_help_shows_no_empty_default_and_no_two_empty_lines() -> None:
         assert "--help" in shown
         assert "(default: )" not in shown
         assert "\n\n\n" not in shown
+        assert not early_breaks(shown)
 
 
 @pytest.mark.parametrize("verb", LIGHT_VERBS)

@@ -104,7 +104,7 @@ def test_sources_that_failed(root: Path, tmp_path: Path) -> None:
     (copy / "dataset.json").write_text(json.dumps(document))
     found = only(storage.dataset(Subject(root=str(copy))))
     assert found.state == "warning"
-    assert "1 sources failed" in found.figure
+    assert "; failed sources: 1, pending: 0" in found.figure
 
 
 def test_a_slow_store(root: Path) -> None:
@@ -123,6 +123,11 @@ def test_a_rate_near_the_needed_one(samples: float, state: str) -> None:
     assert found.state == state
     assert f"{samples:.0f} random samples/s ({samples / 2:.1f} MB/s), 200 MB/s sequential" in found.figure
     assert "a rank trains 40 samples/s (20.0 MB/s)" in found.figure
+
+
+def test_the_rate_of_a_cpu_is_not_rounded_to_nothing() -> None:
+    found = storage.judged(storage.Rates(3000.0, 38e3, 200e6), 1.0)
+    assert found.figure.endswith("a rank trains 1 sample/s (38.0 kB/s)")
 
 
 def test_what_a_gpu_needs_follows_from_its_peak() -> None:

@@ -107,5 +107,10 @@ def test_the_plan_says_ranks_batch_run_memory_and_step(tmp_path: Path) -> None:
     assert "8 images = 2 ranks x 2 micro-batches of up to 2" in shown
     assert "200 steps = 2.0 epochs of 800 images" in shown
     assert " = 1,600 epochs of 1 image" in estimate.describe(config, place_of(0, 2), module, 2, 1)
+    parallel = dataclasses.replace(config.parallel, mode="pipeline")
+    staged = estimate.describe(
+        dataclasses.replace(config, parallel=parallel), place_of(0, 1), config.build(), 4, 8
+    )
+    assert "8 images = 4 micro-batches through 1 stage, each of 2\n" in staged
     assert "4.00 GB a rank for weights, gradients and optimizer" in shown  # 16 bytes per parameter
     assert "the peak of this device is not known" in shown

@@ -90,13 +90,14 @@ def two_ranks_slow() -> dict[str, Any]:
 def three_ranks() -> dict[str, Any]:
     return {
         "traces": checks.traces(CASES[3]),
+        "resumed": checks.straight_and_resumed(DDP),
         "resumed, fsdp": checks.straight_and_resumed(FSDP),
         "weight": checks.disagreement(DDP, "model.mask_decoder.iou_token.weight"),
     }
 
 
 def three_ranks_slow() -> dict[str, Any]:
-    return {"traces": checks.traces(SLOW[3]), "resumed": checks.straight_and_resumed(DDP)}
+    return {"traces": checks.traces(SLOW[3])}
 
 
 def four_ranks() -> dict[str, Any]:
@@ -188,8 +189,8 @@ def test_ranks_hold_the_same_weights_bit_for_bit(ranks: Ranks, name: str) -> Non
     ("work", "name"),
     [
         ((2, False), "resumed"),
+        ((3, False), "resumed"),
         ((3, False), "resumed, fsdp"),
-        pytest.param((3, True), "resumed", marks=pytest.mark.slow),
         pytest.param((4, True), "resumed", marks=pytest.mark.slow),
     ],
 )
@@ -322,7 +323,7 @@ def test_replicas_that_do_not_fit_are_reduced_with_a_message(capfd: pytest.Captu
         assert rank_info.shards == 1
     assert capfd.readouterr().err == (
         "--parallel.replicas 3: does not fit 1 rank, so it is 1, with 1 rank for each copy of the model, until "
-        "a restart with a number of ranks that fits 3\n"
+        "a restart with a multiple of 3 ranks, at least 6\n"
     )
     assert launch(copies, 2, 2) == [((2,), 2)] * 2
 
@@ -373,9 +374,13 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
             2,
             "--parallel.compress-after -1: must not be negative",
         ),
-        (ParallelConfig(mode="ddp", shares="2,1,1"), 2, "--parallel.shares 2,1,1: must be 2 positive"),
-        (ParallelConfig(mode="ddp", shares="2, 1"), 2, "--parallel.shares 2, 1: must be 2 positive"),
-        (ParallelConfig(mode="fsdp", shares="1,0"), 2, "--parallel.shares 1,0: must be 2 positive"),
+        (
+            ParallelConfig(mode="ddp", shares="2,1,1"),
+            2,
+            "--parallel.shares 2,1,1: does not fit 2 ranks; pass",
+        ),
+        (ParallelConfig(mode="ddp", shares="2, 1"), 2, "--parallel.shares 2, 1: does not fit 2 ranks; pass"),
+        (ParallelConfig(mode="fsdp", shares="1,0"), 2, "--parallel.shares 1,0: does not fit 2 ranks; pass"),
         (ParallelConfig(mode="ddp", timeout_first=0), 2, "--parallel.timeout-first"),
         (
             ParallelConfig(precision="tf32", device="cpu"),
