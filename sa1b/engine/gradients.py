@@ -73,17 +73,22 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)  # restores buffers such as the running statistics of a BatchNorm
-    for parameter in module.parameters():
-        parameter.grad = None
+    clear(module, module)
 
 
-def clear(module: nn.Module, optimizer: Optimizer) -> None:
+def clear(module: nn.Module, owner: nn.Module | Optimizer) -> None:
     """Clear the gradients after a step.
 
     DDP's gradients are views of its buckets and are set to zero in place. Otherwise the next micro-batches
-    would accumulate in tensors of their own, and the gradient would be stored twice until the last one.
+    would accumulate in tensors of their own, and the gradient would be stored twice until the last one. DDP
+    would also round them in another way: it divides a view by the number of ranks, and multiplies another
+    tensor by the reciprocal of that number.
+
+    Args:
+        module: the module that `sa1b.engine.parallel.wrap` returned.
+        owner: the module or the optimizer whose gradients are cleared.
     """
-    optimizer.zero_grad(set_to_none=not isinstance(module, DistributedDataParallel))
+    owner.zero_grad(set_to_none=not isinstance(module, DistributedDataParallel))
 
 
 def loss_divisor(expected: int) -> float:
