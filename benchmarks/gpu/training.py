@@ -41,6 +41,7 @@ PRECISIONS = {
     "bf16": 0.05,
     "fp16": 0.02,
 }  # largest relative difference of the first loss to fp32
+LONG_WAITS = "waits of the host over 0.1 ms per step"
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 _FAILS_WITHIN = 10.0  # seconds
 
@@ -164,8 +165,7 @@ def _recipe(setting: Setting, record: Record, label: str, *flags: object) -> Non
         out = setting.folder / label
         record.text("costliest operations", (out / "operations-0.txt").read_text())
         for name, value in of_trace(json.loads((out / "trace-0.json").read_bytes())["traceEvents"]).items():
-            limit = 1 if name.startswith("host waits") and not setting.tiny else None
-            record.figure(name, value, at_most=limit)
+            record.figure(name, value, at_most=1 if name == LONG_WAITS and not setting.tiny else None)
     shutil.rmtree(setting.folder / label, ignore_errors=True)
 
 
@@ -190,7 +190,8 @@ def of_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         busy += max(0.0, start + took - max(start, until))
         until = max(until, start + took)
     found = {
-        "host waits per step": len(waits) / len(steps),
+        "waits of the host per step": len(waits) / len(steps),
+        LONG_WAITS: sum(event["dur"] > 100 for event in waits) / len(steps),
         "kernels per step": len(kernels) / len(steps),
         "share of the time in which a kernel runs": busy / (end - begin),
     }

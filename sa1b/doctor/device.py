@@ -27,8 +27,9 @@ _COPIED = 256 << 20  # bytes
 _IN_USE = 2048  # MiB of a GPU's memory that the contexts of the ranks themselves may take
 _QUERY = (
     "index,uuid,name,ecc.errors.uncorrected.volatile.total,persistence_mode,mig.mode.current,compute_mode,"
-    "clocks_throttle_reasons.hw_slowdown,memory.used"
+    "{reasons}.hw_slowdown,memory.used"
 )
+_REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # the second one before driver 535
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +169,17 @@ def gpu_state(subject: Subject) -> Iterator[Finding]:
         return
     if subject.local_rank > 0:
         return
-    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        failed = (done.stderr or done.stdout).strip() if done.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        failed, done = str(error), None
+    failed, done = "", None
+    for reasons in _REASONS:
+        query = _QUERY.format(reasons=reasons)
+        command = [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+            failed = (done.stderr or done.stdout).strip() if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            failed, done = str(error), None
+        if "not a valid field" not in failed:
+            break
     if failed or done is None:
         figure = f"nvidia-smi fails: {failed.splitlines()[0]}"
         remedy = "Reboot the node, or drain it: the driver or a GPU does not answer (dmesg | grep -i xid)"

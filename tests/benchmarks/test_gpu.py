@@ -233,8 +233,8 @@ def test_the_training_commands_of_full_size_are_valid(tmp_path: Path) -> None:
 def test_waits_of_the_main_thread_and_busy_time_come_from_a_trace() -> None:
     main, other = {"pid": 1, "tid": 1}, {"pid": 1, "tid": 2}
 
-    def wait(name: str, ts: float, thread: dict[str, int]) -> dict[str, Any]:
-        return {"cat": "cuda_runtime", "name": name, "ts": ts, "dur": 1, **thread}
+    def wait(name: str, ts: float, thread: dict[str, int], took: float = 1) -> dict[str, Any]:
+        return {"cat": "cuda_runtime", "name": name, "ts": ts, "dur": took, **thread}
 
     steps = [
         {"cat": "user_annotation", "name": f"ProfilerStep#{n}", "ts": 100 * n, "dur": 100, **main}
@@ -243,12 +243,12 @@ def test_waits_of_the_main_thread_and_busy_time_come_from_a_trace() -> None:
     kernels = [
         {"cat": "kernel", "name": "k", "ts": ts, "dur": 30, "pid": 0, "tid": 7} for ts in (110, 120, 250)
     ]
-    waits = [wait("cudaStreamSynchronize", 150, main), wait("cudaEventSynchronize", 260, main),
+    waits = [wait("cudaStreamSynchronize", 150, main), wait("cudaEventSynchronize", 260, main, 101),
              wait("cudaStreamSynchronize", 155, other), wait("cudaDeviceSynchronize", 350, main),
              wait("cudaLaunchKernel", 151, main)]  # fmt: skip
     found = training.of_trace([*steps, *kernels, *waits, {"ph": "M", "name": "process_name"}])
     assert found == {
-        "host waits per step": 1.0, "kernels per step": 1.5,
+        "waits of the host per step": 1.0, training.LONG_WAITS: 0.5, "kernels per step": 1.5,
         "share of the time in which a kernel runs": (40 + 30) / 200,
         "cudaStreamSynchronize per step": 0.5, "cudaEventSynchronize per step": 0.5,
     }  # fmt: skip

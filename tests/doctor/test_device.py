@@ -126,6 +126,18 @@ def test_a_good_gpu_and_those_of_other_jobs(tmp_path: Path) -> None:
     ]
 
 
+def test_an_older_driver_has_another_name_for_a_field(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        '#!/bin/sh\ncase "$1" in *clocks_event_reasons*)\n'
+        "  echo 'Field \"clocks_event_reasons.hw_slowdown\" is not a valid field to query.'; exit 2;; esac\n"
+        f"cat <<'END'\n{GOOD}\nEND\n"
+    )
+    program.chmod(0o755)
+    (found,) = device.gpu_state(Subject(environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"}))
+    assert found.state == "ok", found.figure
+
+
 def test_a_driver_that_does_not_answer(tmp_path: Path) -> None:
     (found,) = asked(tmp_path, "Unable to determine the device handle for GPU0000:3D:00.0", 15)
     assert found.state == "failed"
