@@ -170,7 +170,7 @@ def _pinned_allocations(setting: Setting) -> int:
 
 def rates(setting: Setting, record: Record) -> None:
     """Images a second of storage, decoder and loader; nothing in the loader waits for the device."""
-    seconds, dense = setting.pick((12.0, 256), (1.0, 16))
+    seconds, dense = setting.pick((12.0, 256), (0.3, 16))
     batch = setting.pick(16, 2)
     for kind in roots(setting):
         with record.attempt(f"{kind}: rates"):

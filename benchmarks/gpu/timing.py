@@ -10,6 +10,11 @@ from torch import Tensor
 CALLS, REPLAYS = 10, 20
 
 
+def device_of(buffers: Sequence[Tensor]) -> str:
+    """Type of the device of all buffers: "cuda" or "cpu"."""
+    return buffers[0].device.type
+
+
 def between(work: Callable[[], object], device: str) -> float:
     """Milliseconds on the device from the begin of work to its end."""
     if device == "cpu":
@@ -33,7 +38,7 @@ def in_graph(call: Callable[[Tensor], object], buffers: Sequence[Tensor], replay
         buffers: used in turn, more than fit into the caches.
         replays: measurements, of which the median counts.
     """
-    if buffers[0].device.type == "cpu":
+    if device_of(buffers) == "cpu":
         return each(call, buffers, replays)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # which fills the buffers
@@ -51,7 +56,7 @@ def in_graph(call: Callable[[Tensor], object], buffers: Sequence[Tensor], replay
 
 def each(call: Callable[[Tensor], object], buffers: Sequence[Tensor], replays: int = REPLAYS) -> float:
     """Milliseconds of one of many calls, with the time between launches."""
-    device = buffers[0].device.type
+    device = device_of(buffers)
     count = CALLS if device == "cuda" else 1
 
     def calls() -> None:

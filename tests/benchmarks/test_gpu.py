@@ -9,18 +9,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import child, driver, parts, table, training
+import sa1b
+from benchmarks.gpu import child, driver, parts, raster, table, training
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.driver import Outcome
 from benchmarks.gpu.part import Part, Record, Setting
 from sa1b.engine import config as settings
 from sa1b.engine.presets import PRESETS
 from tests import processes
+from tests.benchmarks.pretended_gpu import SideStream, pretended
 
 FAULTY = "tests.benchmarks.faulty_parts"
 
@@ -267,3 +270,40 @@ def test_a_part_runs_at_tiny_size_on_a_cpu(setting: Setting, name: str) -> None:
     assert [check for check in outcome.checks if not check["passed"]] == []
     assert outcome.state in ("ok", "skipped"), outcome.why
     assert all(found["value"] is not None for found in outcome.figures.values())
+
+
+@pytest.mark.parametrize("name", ["machine", "raster", "sweep", "equal", "race", "rates", "encoder"])
+def test_the_code_for_a_gpu_runs_where_the_cpu_pretends_to_be_one(
+    setting: Setting, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    monkeypatch.setattr(raster, "_compile_all", compiled.extend)
+    with pretended(monkeypatch):
+        outcome = run(replace(setting, device="cuda"), name)
+    assert [check for check in outcome.checks if not check["passed"]] == []
+    assert outcome.state == "ok", outcome.why
+    assert bool(compiled) == (name == "sweep")
+
+
+def test_batches_that_are_wrong_on_the_device_are_found(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[sa1b.Batch] = []
+    copy = SideStream.copy
+
+    def damaged(self: SideStream, batch: sa1b.Batch) -> sa1b.Batch:
+        copied.append(copy(self, batch))
+        copied[-1].images[0, 0, 0, 0] += len(copied) == 2
+        return copied[-1]
+
+    monkeypatch.setattr(SideStream, "copy", damaged)
+    with pretended(monkeypatch):
+        for name, failed in (
+            ("race", "prefetch 1: images are those of the CPU"),
+            ("equal", "original: 2 batches"),
+        ):
+            copied.clear()
+            outcome = run(replace(setting, device="cuda"), name)
+            (found,) = [check for check in outcome.checks if not check["passed"]]
+            assert found["name"].startswith(failed)
+            assert found["detail"] in ("1 of 6 batches", "['images']")
