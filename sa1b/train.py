@@ -117,7 +117,7 @@ def run(config: Config) -> int:
     connection = network.choose(config.parallel.network, gpus=gpus, out=config.folder)
     connection.apply()
     rank_info = start(config.parallel)
-    config = settings.agree(config, rank_info)
+    config = settings.agree(config.resolved(), rank_info)
     watchdog = Watchdog(config.health.stall, config.parallel, config.folder, rank_info, phases)
     if config.dry_run:
         estimate.plan(config, rank_info, connection)

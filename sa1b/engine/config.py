@@ -115,6 +115,10 @@ class Config(ABC):
     def build(self) -> nn.Module:
         """The model (`sa1b.engine.model`), with weights from torch's generator."""
 
+    def resolved(self) -> "Config":
+        """The settings with values that are read from files when the run starts; raises UsageError."""
+        return self
+
     def check(self) -> None:
         """Refuse settings that do not fit together.
 
@@ -229,11 +233,7 @@ def parse(
 
 
 def with_steps(config: Config, images: int) -> Config:
-    """The settings with --optim.steps from --optim.epochs, if that is set.
-
-    Args:
-        images: images of an epoch.
-    """
+    """The settings with --optim.steps from --optim.epochs, if that is set; `images`: of an epoch."""
     epochs = config.optim.epochs
     if epochs is None:
         return config

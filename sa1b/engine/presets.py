@@ -1,4 +1,4 @@
-"""The presets of `sa1b train`: settings of SAM models and of grounding models."""
+"""The presets of `sa1b train`: settings of SAM models, of distilled ones and of grounding models."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -9,17 +9,30 @@ from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
 from sa1b.engine.config import Config
 from sa1b.engine.feed import DataConfig
 from sa1b.engine.optim import OptimConfig
+from sa1b.engine.teacher import TeacherConfig, open_teacher, teacher_digest
 from sa1b.errors import UsageError
 from sa1b.grounding.model import Grounding
 from sa1b.grounding.recipe import GroundingRecipe
 from sa1b.grounding.text_encoder import TextConfig
+from sa1b.sam.distillation import Distillation
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
 from sa1b.stream.tokenizer import open_tokenizer
 
-Preset = Literal["vit_b", "vit_l", "vit_h", "sam2", "tiny", "grounding", "grounding_tiny"]
+Preset = Literal[
+    "vit_b",
+    "vit_l",
+    "vit_h",
+    "sam2",
+    "vit_t",
+    "tiny",
+    "distill",
+    "distill_tiny",
+    "grounding",
+    "grounding_tiny",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +42,10 @@ class SamConfig(Config):
     Attributes:
         preset: Set of defaults for all other flags. tiny: learns in minutes on two CPU cores. vit_b,
             vit_l, vit_h: the published models with the recipe of their paper. sam2: vit_b with the recipe of
-            SAM 2's first stage, which is trained on SA-1B. grounding, grounding_tiny: SAM's image encoder and
-            a text encoder, which find what a phrase describes; `--preset grounding --help` shows their flags.
+            SAM 2's first stage, which is trained on SA-1B. vit_t: a small model, to be trained after
+            distill. distill, distill_tiny: the image encoder of a small model learns the embeddings of a
+            teacher; `--preset distill --help` shows their flags. grounding, grounding_tiny: SAM's image
+            encoder and a text encoder, which find what a phrase describes; `--preset grounding --help`.
         model: Sizes of the model.
         recipe: Prompts and losses.
     """
@@ -54,6 +69,54 @@ class SamConfig(Config):
         """See `Config.check`."""
         Config.check(self)
         _check_targets(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DistillConfig(Config):
+    """A run in which the image encoder of a small SAM, the student, learns the embeddings of a larger one.
+
+    Attributes:
+        preset: Set of defaults for all other flags. distill: a student with the sizes of vit_t. distill_tiny:
+            a student for the teacher that `--preset tiny` trains.
+        distill: The teacher.
+        model: Sizes of the student. Image size, patch size and channels are also those of the teacher.
+        recipe: Prompts of evaluations.
+    """
+
+    evaluates: ClassVar[bool] = True
+
+    preset: Preset = "distill"
+    distill: TeacherConfig = field(default_factory=TeacherConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    recipe: Recipe = field(default_factory=Recipe)
+
+    @property
+    def image_size(self) -> int:
+        """Size of the padded square that both models take, pixels."""
+        return self.model.image_size
+
+    def build(self) -> Distillation:
+        """Student and teacher."""
+        student = Sam(self.model)  # first, so that its initial weights do not depend on the teacher's sizes
+        return Distillation(
+            student, self.recipe, open_teacher(self.distill.teacher, self.model, self.scratch)
+        )
+
+    def resolved(self) -> "DistillConfig":
+        """See `Config.resolved`: the digest of the teacher."""
+        if self.dry_run:
+            return self
+        return replace(
+            self, distill=replace(self.distill, digest=teacher_digest(self.distill.teacher, self.scratch))
+        )
+
+    def check(self) -> None:
+        """See `Config.check`."""
+        Config.check(self)
+        if not self.distill.teacher:
+            raise UsageError(
+                "--distill.teacher: missing; pass the weights of a SAM: a run, a .safetensors or a .pth"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +234,8 @@ def _published(model: Preset, **recipe: Any) -> SamConfig:
 # stretched; there is no head for occlusion and no loss for it; the predicted IoU has no sigmoid, for
 # compatibility of exported weights with the published SAM; the same view as above excludes masks above 90 %.
 #
+# vit_t: not published. SAM's recipe without drop path and layer decay, for distilled weights.
+#
 # tiny: not published. The recipe is SAM's, shortened until it learns in minutes. The model compares pixels
 # with the clicked pixels (sa1b.sam.similarity); SAM has to learn this.
 SAM_PRESETS: dict[str, SamConfig] = {
@@ -196,6 +261,15 @@ SAM_PRESETS: dict[str, SamConfig] = {
             cooldown=5_000, layer_decay=0.9, weight_decay=0.1, grad_clip=0.1,
         ),
     ),
+    "vit_t": SamConfig(
+        preset="vit_t",
+        data=DataConfig(global_batch=64),
+        model=MODELS["vit_t"],
+        optim=OptimConfig(
+            lr=2e-4, reference_batch=64, schedule="cosine", steps=90_000, warmup=250, layer_decay=1.0,
+            weight_decay=0.1,
+        ),
+    ),
     "tiny": SamConfig(
         preset="tiny",
         data=DataConfig(global_batch=8, masks=16, flip=0.5),
@@ -206,6 +280,31 @@ SAM_PRESETS: dict[str, SamConfig] = {
             box_probability=0.25, clicks=1, unprompted=0, focal_weight=1, focal_alpha=0.75, focal_gamma=0,
             iou_weight=2, iou_masks="all", all_masks_share=0.5,
         ),
+        optim=OptimConfig(
+            lr=3e-3, reference_batch=8, schedule="cosine", steps=200, warmup=20, layer_decay=1.0,
+            weight_decay=0.05, min_lr_ratio=0.05,
+        ),
+        checkpoint=CheckpointConfig(every=100),
+    ),
+}  # fmt: skip
+
+# distill, distill_tiny: not published. Training reads no masks. The student starts from random weights,
+# therefore there is no layer decay.
+DISTILL_PRESETS: dict[str, DistillConfig] = {
+    "distill": DistillConfig(
+        preset="distill",
+        data=DataConfig(global_batch=64, masks=0, flip=0.5),
+        model=MODELS["vit_t"],
+        optim=OptimConfig(
+            lr=1e-3, reference_batch=64, schedule="cosine", steps=90_000, warmup=1_000, layer_decay=1.0,
+            weight_decay=0.05,
+        ),
+    ),
+    "distill_tiny": DistillConfig(
+        preset="distill_tiny",
+        data=DataConfig(global_batch=8, masks=0, flip=0.5),
+        model=replace(MODELS["tiny"], width=64, heads=2),
+        recipe=SAM_PRESETS["tiny"].recipe,
         optim=OptimConfig(
             lr=3e-3, reference_batch=8, schedule="cosine", steps=200, warmup=20, layer_decay=1.0,
             weight_decay=0.05, min_lr_ratio=0.05,
@@ -240,4 +339,8 @@ GROUNDING_PRESETS: dict[str, GroundingConfig] = {
     ),
 }  # fmt: skip
 
-PRESETS: dict[str, SamConfig | GroundingConfig] = {**SAM_PRESETS, **GROUNDING_PRESETS}
+PRESETS: dict[str, SamConfig | DistillConfig | GroundingConfig] = {
+    **SAM_PRESETS,
+    **DISTILL_PRESETS,
+    **GROUNDING_PRESETS,
+}

@@ -96,7 +96,7 @@ class Interactive(nn.Module):
 
     # The model contract: see sa1b.engine.model.
 
-    figures = ("loss", "focal", "dice", "iou_loss", "iou_first", "iou_last")
+    figures: tuple[str, ...] = ("loss", "focal", "dice", "iou_loss", "iou_first", "iou_last")
     shown: Mapping[str, str] = {"IoU": "iou_last"}
 
     def inputs(self, batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:

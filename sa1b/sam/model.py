@@ -129,6 +129,7 @@ PRESETS: dict[str, ModelConfig] = {
         channels=32,
         pixel_features=24,
     ),
+    "vit_t": ModelConfig(width=192, heads=3),
     "vit_b": ModelConfig(),
     "vit_l": ModelConfig(width=1024, depth=24, heads=16, global_blocks=(5, 11, 17, 23)),
     "vit_h": ModelConfig(width=1280, depth=32, heads=16, global_blocks=(7, 15, 23, 31)),

@@ -55,7 +55,19 @@ GROUNDING_FLAGS = (
     *("--data.threads", "1", "--optim.steps", str(STEPS), "--optim.warmup", "2", "--checkpoint.every", "2"),
     *("--logging.tensorboard", "False"),
 )
-FLAGS_OF_MODELS = {"sam": FLAGS, "reconstruction": SECOND_FLAGS, "grounding": GROUNDING_FLAGS}
+DISTILL_FLAGS = (  # also needs --distill.teacher
+    *("--preset", "distill_tiny", "--model.image-size", "64", "--model.width", "16", "--model.heads", "1"),
+    *("--model.window", "2", "--model.channels", "32", "--model.pixel-features", "8"),
+    *("--model.drop-path", "0.3", "--data.global-batch", str(BATCH), "--data.micro-batch", "2"),
+    *("--data.threads", "1", "--optim.steps", str(STEPS), "--optim.warmup", "2", "--checkpoint.every", "2"),
+    *("--logging.tensorboard", "False"),
+)
+FLAGS_OF_MODELS = {
+    "sam": FLAGS,
+    "reconstruction": SECOND_FLAGS,
+    "grounding": GROUNDING_FLAGS,
+    "distill": DISTILL_FLAGS,
+}
 PATIENCE = 600  # seconds until a command counts as hanging
 
 

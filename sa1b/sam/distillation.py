@@ -1,0 +1,135 @@
+"""Distillation of the image encoder: a small student learns the embeddings of a frozen teacher.
+
+    distillation = Distillation(Sam(PRESETS["vit_t"]), Recipe(), teacher)
+    sums = distillation(images, targets, image_keys)
+    (sums["loss"] / images_of_all_ranks).backward()
+
+The teacher runs in the training loop, because its embeddings of SA-1B would take 23 TB. The student gets the
+teacher's prompt encoder and mask decoder, which are frozen as well; so the student predicts masks from the
+first step on, and an evaluation scores them. A later run of interactive training trains all parts together.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sa1b.errors import UsageError
+from sa1b.sam.flops import encoder_flops
+from sa1b.sam.interactive import EvaluationProtocol, Interactive
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.recipe import Recipe
+from sa1b.sam.targets import Targets
+
+_ENCODER = "image_encoder."
+
+
+class Distillation(Interactive):
+    """A student in training together with its teacher.
+
+    The loss of an image is the mean squared difference of both embeddings over channels and over the tokens
+    that contain a part of the image. Targets are used by an evaluation only.
+
+    The teacher is no submodule: it is neither saved nor trained nor sharded, and every rank has a copy.
+
+    Args:
+        model: the student; its prompt encoder and mask decoder get the teacher's weights.
+        recipe: prompts of an evaluation.
+        teacher: a SAM of the same image size, patch size and channels.
+
+    Raises:
+        UsageError: embeddings or decoders of student and teacher have different sizes.
+    """
+
+    figures = ("loss", "cosine")
+    shown: Mapping[str, str] = {"cosine": "cosine"}
+
+    def __init__(self, model: Sam, recipe: Recipe, teacher: Sam) -> None:
+        super().__init__(model, recipe)
+        check_sizes(model.config, teacher.config)
+        self._frozen = (teacher.eval().requires_grad_(False),)
+        model.requires_grad_(False)
+        model.image_encoder.requires_grad_(True)
+        if not teacher.pixel_mean.is_meta:  # a meta model has no values, only sizes
+            others = {n: one for n, one in teacher.state_dict().items() if not n.startswith(_ENCODER)}
+            model.load_state_dict(others, strict=False)
+
+    @property
+    def teacher(self) -> Sam:
+        """The frozen model."""
+        return self._frozen[0]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # nn.Module's method has no types.
+        of_teacher: Callable[..., Any] = self.teacher._apply
+        of_student: Callable[..., Any] = super()._apply
+        of_teacher(fn, recurse)
+        return of_student(fn, recurse)
+
+    def flops(self, images: float, masks: float) -> float:
+        """See the contract: a forward and a backward pass of the student, a forward pass of the teacher."""
+        return images * (3 * encoder_flops(self.model.config) + encoder_flops(self.teacher.config))
+
+    def end(self, stream: Tensor, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
+        """The losses; see `forward`."""
+        return self._learn(self.model.image_encoder.embedding(stream), images, targets.sizes)
+
+    def forward(
+        self,
+        images: Tensor,
+        targets: Targets,
+        image_keys: Tensor,
+        *,
+        evaluate: bool = False,
+        protocol: EvaluationProtocol | None = None,
+    ) -> dict[str, Tensor]:
+        """Losses of a micro-batch, or its scores; arguments and scores are those of `Interactive`.
+
+        Returns:
+            Training: sums over images, float32 scalars: "loss", with the gradient; "cosine", the mean cosine
+            similarity of the tokens of both embeddings; "count", the number of images.
+        """
+        if evaluate or protocol is not None:
+            return super().forward(images, targets, image_keys, evaluate=evaluate, protocol=protocol)
+        embeddings = self.model.embed(images, self._kept(image_keys), targets.sizes)
+        return self._learn(embeddings[:, : self.model.config.channels], images, targets.sizes)
+
+    def _learn(self, embeddings: Tensor, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
+        if self.teacher.pixel_mean.device != images.device:
+            self.teacher.to(images.device)
+        with torch.no_grad():
+            wanted = self.teacher.embed(images, None, sizes)[:, : self.model.config.channels].float()
+        own = embeddings.float()
+        inside = _inside(sizes, self.model.config)
+        weights = inside / inside.sum(dim=(1, 2), keepdim=True)
+        errors = (own - wanted).square().mean(dim=1)
+        alike = functional.cosine_similarity(own.detach(), wanted, dim=1)
+        return {
+            "loss": (weights * errors).sum(),
+            "cosine": (weights * alike).sum(),
+            "count": weights.new_tensor(float(len(images))),
+        }
+
+
+def check_sizes(student: ModelConfig, teacher: ModelConfig) -> None:
+    """Refuse a student whose embeddings or decoder have other sizes than the teacher's.
+
+    Raises:
+        UsageError: the message names the flag of the student.
+    """
+    for name in ("patch_size", "channels", "pixel_features"):
+        if getattr(student, name) != getattr(teacher, name):
+            flag = f"--model.{name.replace('_', '-')}"
+            raise UsageError(
+                f"{flag} {getattr(student, name)}: the teacher has {getattr(teacher, name)}, and the student "
+                f"takes over its mask decoder; pass {flag} {getattr(teacher, name)}"
+            )
+
+
+def _inside(sizes: Tensor, model: ModelConfig) -> Tensor:
+    """Whether a token contains a part of the image: float32 [B, side, side]."""
+    starts = torch.arange(model.side, device=sizes.device) * model.patch_size
+    rows, columns = (starts < sizes[:, :, None]).unbind(1)
+    return (rows[:, :, None] & columns[:, None, :]).float()

@@ -1,0 +1,167 @@
+"""The distill preset in the training command: several ranks, resuming, evaluation, refused settings."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sa1b
+from sa1b.cli import view
+from sa1b.engine.config import parse
+from sa1b.engine.fake_step import measure
+from sa1b.engine.presets import PRESETS, DistillConfig
+from sa1b.errors import UsageError
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.published import write_weights
+from tests.train.command import (
+    DISTILL_FLAGS,
+    STEPS,
+    assert_same_state,
+    losses,
+    start,
+    train_to_end,
+)
+
+TEACHER = ModelConfig(
+    image_size=64, width=32, depth=3, heads=2, global_blocks=(1,), window=2, channels=32, pixel_features=8
+)
+SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsdp", 2))]
+Train = Callable[..., Path]
+
+
+def write_teacher(path: Path, seed: int, config: ModelConfig = TEACHER) -> Path:
+    torch.manual_seed(seed)
+    write_weights(path, Sam(config).state_dict())
+    return path
+
+
+@pytest.fixture(scope="module")
+def root(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy: other modules expect a dataset directory without views."""
+    copy: Path = shutil.copytree(root, tmp_path_factory.mktemp("distillation") / "root")
+    view.main(str(copy), held_out="40%", split="held-out", name="held-out")
+    view.main(str(copy), held_out="40%", split="train", name="others")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_teacher(tmp_path_factory.mktemp("teacher") / "teacher.safetensors", 1)
+
+
+@pytest.fixture(scope="module")
+def run(root: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """The folder of an uninterrupted run."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def of(mode: str, ranks: int) -> Path:
+        if (mode, ranks) not in made:
+            out = tmp_path_factory.mktemp("distillation") / "run"
+            given: dict[str, Any] = {"ranks": ranks, "mode": mode, "model": "distill"}
+            made[mode, ranks] = train_to_end(root, out, "--distill.teacher", str(teacher), **given)
+        return made[mode, ranks]
+
+    return of
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("fsdp", 2), pytest.param("ddp", 3, marks=pytest.mark.slow)])
+def test_losses_are_those_of_a_single_process(run: Train, mode: str, ranks: int) -> None:
+    found = losses(run(mode, ranks))
+    assert len(found) == STEPS
+    assert found == pytest.approx(losses(run("none", 1)), rel=1e-5, abs=0)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), *SLOW])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    root: Path, run: Train, teacher: Path, tmp_path: Path, mode: str, ranks: int
+) -> None:
+    out = tmp_path / "run"
+    given: dict[str, Any] = {"ranks": ranks, "mode": mode, "model": "distill"}
+    flags = ("--distill.teacher", str(teacher))
+    train_to_end(root, out, *flags, mishap={"what": "stop", "rank": ranks - 1, "step": 2}, **given)
+    assert len(losses(out)) == 3
+    train_to_end(root, out, *flags, **given)
+    assert losses(out) == losses(run(mode, ranks))
+    assert_same_state(out, run(mode, ranks))
+
+
+def test_a_resumed_run_says_that_the_teacher_differs(
+    root: Path, run: Train, teacher: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(run("none", 1), tmp_path / "run")
+    digest = json.loads((out / "config.json").read_text())["distill"]["digest"]
+    assert len(digest) == 16
+    other = write_teacher(tmp_path / "teacher.safetensors", 2)
+    flags = ("--distill.teacher", str(other), "--optim.steps", str(STEPS + 1))
+    ended = start(root, out, *flags, model="distill")
+    assert ended.codes == [0], ended.outputs
+    assert f"--distill.digest {digest} -> " in ended.outputs[0]
+
+
+def test_the_student_is_a_sam_with_the_decoder_of_its_teacher(
+    root: Path, run: Train, teacher: Path, tmp_path: Path
+) -> None:
+    student, whole = sa1b.load_model(run("none", 1)), sa1b.load_model(teacher)
+    own, theirs = student.state_dict(), whole.state_dict()
+    for name in own:
+        if not name.startswith("image_encoder."):
+            assert torch.equal(own[name], theirs[name]), name
+    assert student.config.width == 16
+    weights = ("--init", str(run("none", 1)), "--evaluation.view", "held-out")
+    scored = start(
+        root, tmp_path / "scores", *weights, "--distill.teacher", str(teacher), "--evaluate-only", "--json",
+        model="distill",
+    )  # fmt: skip
+    assert scored.codes == [0], scored.outputs
+    scores = json.loads(next(line for line in scored.outputs[0].splitlines() if line.startswith("{")))
+    assert scores["masks"] > 20
+    # Interactive training goes on from the student, with all of its parts.
+    sizes = ("--model.width", "16", "--model.heads", "1", "--data.view", "others")
+    short = ("--optim.steps", "1", "--optim.warmup", "0", "--evaluation.every", "1")
+    second = train_to_end(root, tmp_path / "second", *sizes, *short, *weights)
+    begun = json.loads((second / "metrics.jsonl").read_text().splitlines()[1])
+    assert begun["evaluation"]["miou_5_clicks"] == scores["miou_5_clicks"]
+
+
+def test_memory_is_measured_without_weights(root: Path) -> None:
+    flags = (*DISTILL_FLAGS, "--data.root", str(root), "--parallel.mode", "ddp", "--distill.teacher")
+    sizes = ("--model.channels", "256", "--model.pixel-features", "0")
+    small, large = (
+        measure(parse([*flags, name, *sizes], None, PRESETS), world_size=2) for name in ("vit_b", "vit_h")
+    )
+    assert large.peak - small.peak > 4 * 500e6  # parameters of the larger teacher
+
+
+def test_what_does_not_fit_is_refused(root: Path, teacher: Path, tmp_path: Path) -> None:
+    def config_of(*flags: str) -> DistillConfig:
+        found = parse([*DISTILL_FLAGS, "--data.root", str(root), *flags], None, PRESETS)
+        assert isinstance(found, DistillConfig)
+        return found
+
+    with pytest.raises(UsageError, match="--distill.teacher: missing; pass the weights of a SAM"):
+        config_of()
+    with pytest.raises(UsageError, match="--distill.teacher vit_h: is the name of a model; pass the file"):
+        config_of("--distill.teacher", "vit_h").resolved()
+    with pytest.raises(UsageError, match="--distill.teacher: .*nothing: no such file or folder"):
+        config_of("--distill.teacher", str(tmp_path / "nothing")).resolved()
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(teacher.read_bytes()[:-9])
+    with pytest.raises(UsageError, match="--distill.teacher: .*damaged.safetensors"):
+        config_of("--distill.teacher", str(damaged)).resolved()
+    for flag, value, other in (
+        ("--model.channels", "64", 32),
+        ("--model.pixel-features", "0", 8),
+        ("--model.patch-size", "8", 16),
+    ):
+        config = config_of("--distill.teacher", str(teacher), flag, value)
+        with pytest.raises(UsageError, match=f"{flag} {value}: the teacher has {other}.*pass {flag} {other}"):
+            config.build()
+    # A teacher of another image size is resized.
+    large = write_teacher(tmp_path / "large.safetensors", 1, replace(TEACHER, image_size=128))
+    assert config_of("--distill.teacher", str(large)).build().teacher.config.image_size == 64
