@@ -2,6 +2,7 @@
 
 Example: sa1b bench shards
          sa1b bench s3://bucket/shards --threads 8 --dense 256 --seconds 60
+         sa1b bench shards --device cuda --decode gpu --batch 16
 
 Measures storage alone, the JPEG decoder alone and the complete loader, on random images. Writes no files
 except those of --cache. `sa1b bench scaling` is another command: how training scales with the ranks. For a
@@ -11,7 +12,7 @@ Exit code 0: measured; 2: not measured; 130: interrupted.
 
 import json
 import os
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -30,6 +31,7 @@ def main(
     view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
     threads: int | None = None,
     device: str = "cpu",
+    decode: Literal["auto", "cpu", "gpu"] = "auto",
     seconds: float = 15.0,
     cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     cache_bytes: int | None = None,
@@ -46,6 +48,7 @@ def main(
         view: Only images of this view: its name, digest or path.
         threads: Threads of the loader; by default one for each CPU that this job may use.
         device: Device of the batches: cpu or cuda.
+        decode: Where JPEG files are decoded: cpu, or gpu with --device cuda. auto: on the CPU.
         seconds: Duration of the three measurements together, 1 to 3600.
         cache: Folder on a local disk that keeps what is read of a URL, as in training; a first
             run fills it.
@@ -69,6 +72,8 @@ def main(
         raise UsageError(f"--masks {masks}: must be at least 0")
     if device != "cpu" and not device.startswith("cuda"):
         raise UsageError(f"--device {device}: must be cpu or cuda")
+    if decode == "gpu" and device == "cpu":
+        raise UsageError("--decode gpu: needs a GPU for the batches; also pass --device cuda")
     if not 1 <= seconds <= 3600:
         raise UsageError(f"--seconds {seconds:g}: must be from 1 to 3600")
     with loading():
@@ -92,6 +97,18 @@ def main(
         cache=cache,
         cache_bytes=cache_bytes,
     )
-    found = measure(stream, seconds=seconds, threads=threads, dense=dense, device=device, quiet=json_output)
+    try:
+        found = measure(
+            stream,
+            seconds=seconds,
+            threads=threads,
+            dense=dense,
+            device=device,
+            decode=decode,
+            quiet=json_output,
+        )
+    except ValueError as error:  # no library for the GPU
+        message = str(error).replace("decode=", "--decode ")
+        raise UsageError(message) from None
     print(json.dumps(found.document(), indent=1) if json_output else found.table())
     return 0

@@ -55,6 +55,8 @@ class DataConfig:
             quarter of the image size, which is the size of the decoder's masks.
         threads: Threads of each rank that read and decode; by default its share of the CPUs of the job.
         prefetch: Micro-batches that are prepared in advance.
+        decode: Where JPEG files are decoded: cpu, or gpu (needs the extra gpu). auto: on the CPU, until rates
+            on a GPU are known. Pixels differ slightly, so keep one choice for a whole run.
         endpoint: URL of an object store other than Amazon's.
         deadline: Seconds that a read may take over all its attempts before training stops.
         cache: Folder on a local disk that keeps what is read of a URL, so that later epochs read it from
@@ -82,6 +84,7 @@ class DataConfig:
     target_size: int | None = None
     threads: int | None = None
     prefetch: int = 2
+    decode: Literal["auto", "cpu", "gpu"] = "auto"
     endpoint: str | None = None
     deadline: float = 300.0
     cache: str | None = None
@@ -212,14 +215,20 @@ class Feed:
             raise UsageError(f"{flag if self._opens(config) else '--data.root'}: {error}") from None
         if not divided:  # each rank finds the damage by itself
             self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
-        self.loader = Loader(
-            self.stream,
-            threads=config.threads,
-            prefetch=config.prefetch,
-            device=rank_info.device,
-            dense=target_size,
-            quiet=True,
-        )
+        if config.decode == "gpu" and rank_info.device.type == "cpu":
+            raise UsageError("--data.decode gpu: this run is on the CPU; drop the flag")
+        try:
+            self.loader = Loader(
+                self.stream,
+                threads=config.threads,
+                prefetch=config.prefetch,
+                device=rank_info.device,
+                dense=target_size,
+                decode=config.decode,
+                quiet=True,
+            )
+        except ValueError as error:
+            raise with_flags(error) from None
         self.micro_batches = self.stream.plan.count
         self._batches: Generator[Batch, None, None] | None = None
         self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before this step

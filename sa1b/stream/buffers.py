@@ -19,6 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from sa1b.stream.batch import Batch
 
+_CPU = torch.device("cpu")
 _CUDA: Any = torch.cuda  # some of its functions are untyped
 _BOX = np.dtype((np.int64, 4))  # edges of a box: top, bottom, left, right
 _OURS = 3  # references to an unused buffer: the list, the loop variable, and the call that counts references
@@ -169,8 +170,10 @@ class PinnedBuffer:
             self._copied.synchronize()
 
 
-def fresh(shape: tuple[int, ...]) -> Tensor:
+def fresh(shape: tuple[int, ...], device: torch.device = _CPU) -> Tensor:
     """New memory for pixels, uint8, not initialised."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=torch.uint8, device=device)
     # Shaped by torch: numpy gives an array without elements other strides.
     return torch.from_numpy(_allocate(int(np.prod(shape, dtype=np.int64)))).view(shape)
 

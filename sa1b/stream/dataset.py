@@ -18,12 +18,12 @@ batch i of a rank comes from worker i mod n, the order in which a DataLoader col
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.arguments import number, path, whole_number
@@ -250,6 +250,12 @@ class Stream(IterableDataset[Batch]):
         """
         self.position = whole_number("epoch", epoch) * self.plan.order.count
 
+    def use_decoder(self, name: str) -> None:
+        """Decode with another decoder of sa1b.stream.decode, which options and state then name."""
+        if name != self.options.decoder:
+            self.decoder, self.options = decoder(name), replace(self.options, decoder=name)
+            self._arguments["decoder"] = name
+
     def begin(self) -> int:
         """Begin an iteration and return its position.
 
@@ -292,8 +298,7 @@ class Stream(IterableDataset[Batch]):
 
     def rows(self, piece: MicroBatch) -> tuple[list[int], list[bool]]:
         """The rows of the sample table that a micro-batch reads, and whether each one is valid."""
-        positions = np.arange(piece.start, piece.stop)
-        order = self.plan.order
+        positions, order = np.arange(piece.start, piece.stop), self.plan.order
         if isinstance(order, Sequential):
             indices, valid = order.rows(positions)
         else:
@@ -307,9 +312,7 @@ class Stream(IterableDataset[Batch]):
 
     def _finish(self, pending: "PendingBatch") -> Batch:
         size, count = self.options.image_size, len(pending)
-        shape = (count, size, size, 3)
-        on_cpu = self.decoder.device.type == "cpu"
-        images = fresh(shape) if on_cpu else torch.empty(shape, dtype=torch.uint8, device=self.decoder.device)
+        images = fresh((count, size, size, 3), self.decoder.device)
         if self.decoder.batched:
             samples = pending.decode([pending.pick(i) for i in range(count)], images) if count else []
         else:

@@ -3,16 +3,15 @@
 A decoder is an object with the interface of `Decoder`; `decoder(name)` creates one. Streams and loaders use
 nothing else, so a new back end is a class and an entry in DECODERS:
 
-    class NvjpegDecoder:
-        device = torch.device("cuda")
-        batched = True
-
-        def decode(self, images, out): ...
+    cpu           simplejpeg (libjpeg-turbo) and OpenCV, one image per thread
+    torchcodec    nvJPEG, a micro-batch at a time, on the GPU; see sa1b.stream.gpu_decoder
+    nvimgcodec    the same, by another library
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import cv2
@@ -108,18 +107,51 @@ class CpuDecoder:
         return errors
 
 
-DECODERS: dict[str, Callable[[], Decoder]] = {"cpu": CpuDecoder}
+def _gpu_decoder(name: str) -> Decoder:
+    from sa1b.stream.gpu_decoder import GpuDecoder  # it decodes on the CPU what a GPU cannot decode
+    from sa1b.stream.jpeg_engines import ENGINES
+
+    return GpuDecoder(name, ENGINES[name]())
+
+
+DECODERS: dict[str, Callable[[], Decoder]] = {
+    "cpu": CpuDecoder,
+    "torchcodec": partial(_gpu_decoder, "torchcodec"),
+    "nvimgcodec": partial(_gpu_decoder, "nvimgcodec"),
+}
+DECODES = ("auto", "cpu", "gpu")  # choices of sa1b.Loader(decode=)
 
 
 def decoder(name: str) -> Decoder:
     """A decoder by its name, one of DECODERS.
 
     Raises:
-        ValueError: no decoder has this name.
+        ValueError: no decoder has this name, or the library that it needs is not installed.
     """
     if name not in DECODERS:
         raise ValueError(f"decoder={name!r} must be one of {', '.join(map(repr, DECODERS))}")
     return DECODERS[name]()
+
+
+def decoder_for(decode: str, current: Decoder, name: str) -> str:
+    """The name of the decoder of a loader.
+
+    Args:
+        decode: "cpu"; "gpu": the stream's decoder if it decodes on a GPU, else the first library of
+            sa1b.stream.jpeg_engines that is installed; "auto": the stream's decoder. On a GPU no rate has
+            been measured yet, so "auto" never replaces a decoder.
+        current, name: the stream's decoder.
+
+    Raises:
+        ValueError: `decode` is not one of DECODES, or no library for the GPU is installed.
+    """
+    if decode not in DECODES:
+        raise ValueError(f"decode={decode!r} must be one of {', '.join(map(repr, DECODES))}")
+    if decode == "gpu" and current.device.type == "cpu":
+        from sa1b.stream.jpeg_engines import installed
+
+        return installed()
+    return "cpu" if decode == "cpu" else name
 
 
 def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]) -> None:
@@ -183,16 +215,9 @@ def _resized(image: Image, stored: tuple[int, int], frame: Frame, target: Image 
         stored: height and width of the image in the file, in pixels.
     """
     rows, columns = frame.taken
-    x, y, width, height = frame.window
-    # The window's edges in the decoded image. They may be between pixels: a stored image may be smaller than
-    # its source, and the last row and column of an image decoded at n/8 may be padded.
-    eighths = 8 * max(image.shape) // max(stored)
-    edges = np.array([y, y + height, x, x + width]) * np.repeat(stored, 2) * eighths
-    edges = edges / np.repeat([8 * frame.height, 8 * frame.width], 2)
-    top, bottom, left, right = edges.tolist()
-    down, across = (bottom - top) / rows, (right - left) / columns  # decoded pixels per target pixel
-    shifts = np.abs(edges - edges.round()) / [down, down, across, across]
-    if shifts.max() <= 0.5:
+    edges, whole = window_edges(frame, stored, 8 * max(image.shape) // max(stored))
+    top, bottom, left, right = edges
+    if whole:
         part = image[round(top) : round(bottom), round(left) : round(right)]
         if part.shape[:2] == (rows, columns):
             return part
@@ -200,11 +225,35 @@ def _resized(image: Image, stored: tuple[int, int], frame: Frame, target: Image 
         how = cv2.INTER_AREA if small else cv2.INTER_LINEAR
         return cv2.resize(part, (columns, rows), dst=target, interpolation=how)
     # This maps the centre of a target pixel to the decoded image.
+    down, across = (bottom - top) / rows, (right - left) / columns  # decoded pixels per target pixel
     matrix = np.array([[across, 0, left + across / 2 - 0.5], [0, down, top + down / 2 - 0.5]])
     how = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
     return cv2.warpAffine(
         image, matrix, (columns, rows), dst=target, flags=how, borderMode=cv2.BORDER_REPLICATE
     )
+
+
+def window_edges(frame: Frame, stored: tuple[int, int], eighths: int = 8) -> tuple[list[float], bool]:
+    """The top, bottom, left and right edge of a frame's window in a decoded image, in its pixels.
+
+    Edges may be between pixels: a stored image may be smaller than its source, and the last row and column of
+    an image decoded at n/8 may be padded.
+
+    Args:
+        stored: height and width of the image in the file, in pixels.
+        eighths: scale of the decoded image, in eighths of the stored one.
+
+    Returns:
+        The edges, and whether the whole pixels next to them are exact to within half a pixel of the square.
+    """
+    rows, columns = frame.taken
+    x, y, width, height = frame.window
+    edges = np.array([y, y + height, x, x + width]) * np.repeat(stored, 2) * eighths
+    edges = edges / np.repeat([8 * frame.height, 8 * frame.width], 2)
+    top, bottom, left, right = edges.tolist()
+    down, across = (bottom - top) / rows, (right - left) / columns  # decoded pixels per target pixel
+    shifts = np.abs(edges - edges.round()) / [down, down, across, across]
+    return [top, bottom, left, right], bool(shifts.max() <= 0.5)
 
 
 def _scratch(size: int) -> npt.NDArray[np.uint8]:

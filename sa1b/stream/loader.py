@@ -12,7 +12,8 @@ does not end.
 There are three stages. Each stage works on later batches than the stage after it:
 
     pick        waits for the bytes of a sample, which are read in the background, and chooses its masks
-    decode      decodes the JPEG into the batch's memory, which is pinned if the device is a GPU
+    decode      decodes the JPEG into the batch's memory, which is pinned if the device is a GPU, or
+                decodes and resizes all images of the batch on the GPU (`decode="gpu"`)
     to device   collates; on a GPU also packs and copies, on a separate CUDA stream; rasterises the masks
 
 One pool of threads runs all stages, the oldest batch first. Reading, decoding JPEG and zstandard, and
@@ -26,7 +27,7 @@ when the caller asks for the batch, it waits 16 ms.
 """
 
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +35,7 @@ from sa1b.arguments import number, whole_number
 from sa1b.stream.batch import Batch
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, SideStream
 from sa1b.stream.dataset import Stream
+from sa1b.stream.decode import decoder_for
 from sa1b.stream.pipeline import Pipeline, PipelineSettings
 from sa1b.stream.stats import Snapshot
 from sa1b.workers import available_cpus
@@ -49,6 +51,10 @@ class Loader:
         prefetch: batches that are in flight or complete while the caller uses another one, at least 1.
         device: device of the batches; "cuda" copies from pinned memory on a separate CUDA stream.
         dense: also rasterise the masks on the device at this size, in pixels: `batch.dense`, see `Batch`.
+        decode: "cpu", or "gpu": JPEG files are decoded and resized on `device`, with the first library of
+            sa1b.stream.jpeg_engines that is installed (`pip install 'sa1b[gpu]'`). The stream takes the
+            decoder over, and its state records it, because pixels differ between decoders. "auto": the
+            decoder of the stream, by default that of the CPU.
         read_only: promise that the caller never writes into `batch.dense`. On a CPU only the parts with masks
             are then cleared before the memory is reused, which takes a fifth of the time at 1024 pixels. If
             the caller writes into it anyway, the values appear in later batches.
@@ -68,6 +74,7 @@ class Loader:
         prefetch: int = 2,
         device: torch.device | str = "cpu",
         dense: int | None = None,
+        decode: Literal["auto", "cpu", "gpu"] = "auto",
         read_only: bool = False,
         stall_seconds: float = 60.0,
         quiet: bool = False,
@@ -85,6 +92,11 @@ class Loader:
         self._cuda = self.device.type == "cuda"
         if self._cuda and not torch.cuda.is_available():
             raise ValueError("device='cuda': torch finds no GPU; pass device='cpu'")
+        if decode == "gpu" and not self._cuda:
+            raise ValueError(
+                f"decode='gpu': decodes into memory of a GPU, not of {self.device}; pass device='cuda'"
+            )
+        stream.use_decoder(decoder_for(decode, stream.decoder, stream.options.decoder))
         if stream.decoder.device.type not in ("cpu", self.device.type):
             raise ValueError(
                 f"decoder={stream.options.decoder!r}: writes images on {stream.decoder.device}, "
@@ -189,6 +201,8 @@ class Loader:
             text += f" and {whole * mask_bytes / 1e6:,.0f} MB for masks"
         if self.device.type == "cpu":
             return text + " of memory"
+        if self.stream.decoder.device.type != "cpu":
+            return f"{text} on the device, decoded there by {self.stream.options.decoder}"
         return f"{text} on the device, {(self.prefetch + 1) * image_bytes / 1e6:,.0f} MB of pinned memory"
 
 

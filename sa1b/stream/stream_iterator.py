@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import get_worker_info
 
+from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch, send_errors
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.resume import ResumeError
@@ -38,6 +39,11 @@ class StreamIterator(Iterator[Batch]):
         self._batches: Generator[Batch] | None = None
         self._ended = False
         if info:
+            if stream.decoder.device.type != "cpu":
+                raise UsageError(
+                    f"decoder={stream.options.decoder!r}: decodes on a GPU, which worker processes of a "
+                    "DataLoader cannot share; read with sa1b.Loader(stream, device='cuda')"
+                )
             send_errors()
             stream.iterations.ignore_signals()
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import simplejpeg
 import torch
@@ -30,7 +30,8 @@ from sa1b.progress import bar
 from sa1b.shards.sample_read import PendingRead, location_of
 from sa1b.storage.errors import DamageError
 from sa1b.stream.dataset import Stream
-from sa1b.stream.decode import EncodedImage
+from sa1b.stream.decode import Decoder, EncodedImage
+from sa1b.stream.gpu_decoder import LANES, GpuDecoder
 from sa1b.stream.loader import Loader
 from sa1b.stream.stats import STAGES
 from sa1b.workers import available_cpus
@@ -54,6 +55,8 @@ class Throughput:
     Attributes:
         root: the dataset directory.
         threads, image_size, masks, dense, batch, device: the settings of the loader.
+        decoder: name of the decoder, see sa1b.stream.decode.
+        on_cpu: share of the images that a decoder of the GPU left to the CPU; None for other decoders.
         images_per_second: rates of storage, decode and loader.
         storage_bytes_per_second: bytes read per second, of JPEG files and mask records.
         shares: share of the threads' busy time in each stage of the loader.
@@ -70,6 +73,8 @@ class Throughput:
     dense: int | None
     batch: int
     device: str
+    decoder: str
+    on_cpu: float | None
     images_per_second: dict[str, float]
     storage_bytes_per_second: float
     shares: dict[str, float]
@@ -93,9 +98,12 @@ class Throughput:
             cache = "Cache: {hits:,} hits, {misses:,} misses, {outside:,} reads outside.\n".format(
                 **self.cache
             )
+        decoder = ""
+        if self.on_cpu is not None:
+            decoder = f", decoded there by {self.decoder} ({self.on_cpu:.1%} of the images on the CPU)"
         return (
             f"images of {self.image_size} pixels, up to {counted(self.masks, 'mask')} as {output}, "
-            f"{counted(self.threads, 'thread')}, {self.device}\n\n"
+            f"{counted(self.threads, 'thread')}, {self.device}{decoder}\n\n"
             f"  storage  {rates['storage']:10,.0f} images/s"
             f"  {self.storage_bytes_per_second / 1e6:,.0f} MB/s\n"
             f"  decode   {rates['decode']:10,.0f} images/s\n"
@@ -113,6 +121,7 @@ def measure(
     threads: int | None = None,
     dense: int | None = None,
     device: str = "cpu",
+    decode: Literal["auto", "cpu", "gpu"] = "auto",
     quiet: bool = False,
 ) -> Throughput:
     """Measure storage, decoder and loader on the images of an endless stream.
@@ -120,7 +129,7 @@ def measure(
     Args:
         stream: Stream(root, global_batch=..., epochs=None, ...).
         seconds: time of all measurements together, without warm-up; the last batch may exceed it.
-        threads, dense, device: as for `Loader`.
+        threads, dense, device, decode: as for `Loader`.
         quiet: show no progress bar.
     """
     if stream.epochs is not None:
@@ -129,6 +138,7 @@ def measure(
             "pass epochs=None"
         )
     threads = threads or available_cpus()
+    loader = Loader(stream, threads=threads, dense=dense, device=device, decode=decode, quiet=True)
     ends = iter((33, 67, 100))  # percent, after each of three measurements
     with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
 
@@ -147,8 +157,7 @@ def measure(
         sizes: list[int] = []
         storage = timed(storage_reads(stream, pool, threads, sizes))
         images = _images(stream)
-        decode = timed(_decodes(stream, images, pool, threads))
-        loader = Loader(stream, threads=threads, dense=dense, device=device, quiet=True)
+        decoded = timed(_decodes(stream, images, pool, threads, loader.device))
         batches = iter(loader)
         for _ in range(loader.prefetch + 2):  # after these batches all buffers are allocated
             next(batches)
@@ -171,11 +180,13 @@ def measure(
         dense=dense,
         batch=stream.plan.micro_batch,
         device=device,
-        images_per_second={"storage": storage, "decode": decode, "loader": rate},
+        decoder=stream.options.decoder,
+        on_cpu=_left_to_the_cpu(stream.decoder),
+        images_per_second={"storage": storage, "decode": decoded, "loader": rate},
         storage_bytes_per_second=storage * mean_bytes,
         shares=shares,
         limit=limit,
-        advice=_advice(limit, threads, dense, stream.options.image_size, images),
+        advice=_advice(limit, threads, dense, stream, images, loader.device),
         cache=cache,
     )
 
@@ -237,22 +248,44 @@ def _images(stream: Stream) -> list[EncodedImage]:
 
 
 def _decodes(
-    stream: Stream, images: list[EncodedImage], pool: ThreadPoolExecutor, threads: int
+    stream: Stream, images: list[EncodedImage], pool: ThreadPoolExecutor, threads: int, device: torch.device
 ) -> Iterator[int]:
-    """Decode the same JPEG files repeatedly, each thread into its own memory."""
-    shape = (1, *2 * (stream.options.image_size,), 3)
+    """Decode the same JPEG files repeatedly, each thread into its own memory.
+
+    A decoder of micro-batches gets as many files at a time, of which only a few are decoded together.
+    """
+    batched, size = stream.decoder.batched, stream.options.image_size
+    together = stream.plan.micro_batch if batched else 1
+    calls = 1 if batched else _PORTION
+    jobs = min(threads, 2 * LANES) if batched else threads
+    on_device = stream.decoder.device.type != "cpu"
 
     def work(number: int) -> int:
-        out = torch.empty(shape, dtype=torch.uint8, device=stream.decoder.device)
-        for i in range(number, number + _PORTION):
-            stream.decoder.decode([images[i % len(images)]], out)
-        return _PORTION
+        out = torch.empty((together, size, size, 3), dtype=torch.uint8, device=device if on_device else "cpu")
+        for first in range(number, number + calls * together, together):
+            stream.decoder.decode([images[i % len(images)] for i in range(first, first + together)], out)
+        return calls * together
 
-    for first in itertools.count(0, threads * _PORTION):
-        yield sum(pool.map(work, range(first, first + threads * _PORTION, _PORTION)))
+    for first in itertools.count(0, jobs * calls * together):
+        yield sum(pool.map(work, range(first, first + jobs * calls * together, calls * together)))
 
 
-def _advice(limit: str, threads: int, dense: int | None, size: int, images: list[EncodedImage]) -> str:
+def _left_to_the_cpu(decoder: Decoder) -> float | None:
+    """The share of images that a decoder of the GPU left to the CPU; None for another decoder."""
+    if not isinstance(decoder, GpuDecoder):
+        return None
+    return 1 - decoder.counts["gpu"] / max(decoder.counts.total(), 1)
+
+
+def _advice(
+    limit: str,
+    threads: int,
+    dense: int | None,
+    stream: Stream,
+    images: list[EncodedImage],
+    device: torch.device,
+) -> str:
+    size = stream.options.image_size
     stored = max(max(simplejpeg.decode_jpeg_header(image.jpeg)[:2]) for image in images)
     smaller = f", or shards with smaller images: `{command('reshard')} ... --image-size {size}`"
     if stored <= size or limit not in ("storage", "decode"):
@@ -261,4 +294,6 @@ def _advice(limit: str, threads: int, dense: int | None, size: int, images: list
         return f"Use faster storage{smaller}."
     if limit == "device" and dense is not None:
         return "Use a smaller size of dense masks, or rasterise them on a GPU: --device cuda."
+    if limit == "decode" and device.type != "cpu" and stream.decoder.device.type == "cpu":
+        smaller += ", or decode on the GPU: --decode gpu"
     return f"Use more {'threads (--threads)' if threads < available_cpus() else 'CPU cores'}{smaller}."

@@ -5,7 +5,11 @@ import fsspec
 import pytest
 
 import sa1b
+from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
 from sa1b.errors import UsageError
+from sa1b.stream.decode import DECODERS
+from sa1b.stream.gpu_decoder import GpuDecoder
+from sa1b.stream.jpeg_engines import TorchcodecEngine
 from sa1b.stream.throughput import limiting, measure
 from tests import processes
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
@@ -50,6 +54,7 @@ def test_rates_and_what_limits_as_json_and_as_a_table(root):
         (["--masks", -1], "--masks -1: must be at least 0"),
         (["--seconds", "0.5"], "--seconds 0.5: must be from 1 to 3600"),
         (["--device", "tpu"], "--device tpu: must be cpu or cuda"),
+        (["--decode", "gpu"], "--decode gpu: needs a GPU for the batches; also pass --device cuda"),
         (["--view", "nothing"], "no view 'nothing'"),
         (["--cache", "x"], "--cache: needs --cache-bytes as well"),
         (["--cache-bytes", 9], "--cache-bytes: needs --cache as well"),
@@ -97,3 +102,24 @@ def test_reads_from_a_local_cache_are_counted(root, tmp_path, monkeypatch):
     assert found.cache["hits"] > 0
     assert found.cache["misses"] == found.cache["outside"] == 0  # the first measurement has filled it
     assert f"Cache: {found.cache['hits']:,} hits, 0 misses, 0 reads outside.\n" in found.table()
+
+
+def test_a_decoder_of_micro_batches_is_measured_with_micro_batches(root, monkeypatch):
+    def engine(_):
+        return TorchcodecEngine(HostNvjpeg(lanes[-1]))
+
+    def lane(device):
+        lanes.append(HostLane(device))
+        return lanes[-1]
+
+    lanes, made = [], GpuDecoder("torchcodec", engine, lane, "cpu")
+    monkeypatch.setitem(DECODERS, "torchcodec", lambda: made)
+    options = {"global_batch": 3, "epochs": None, "image_size": 64}
+    found = measure(sa1b.Stream(root, decoder="torchcodec", **options), seconds=0.5, threads=2, quiet=True)
+    assert found.decoder == "torchcodec"
+    assert found.on_cpu == 0
+    assert "cpu, decoded there by torchcodec (0.0% of the images on the CPU)\n" in found.table()
+    assert found.images_per_second["decode"] > 0
+    plain = measure(sa1b.Stream(root, **options), seconds=0.5, threads=2, quiet=True)
+    assert (plain.decoder, plain.on_cpu) == ("cpu", None)
+    assert "decoded there" not in plain.table()

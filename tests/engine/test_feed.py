@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sa1b
-from sa1b.engine.feed import DataConfig
+from sa1b.engine.feed import DataConfig, with_flags
 from sa1b.errors import UsageError
 from sa1b.masks.grid import framed, framed_size
 from sa1b.masks.raster_torch import framed_sizes
@@ -246,3 +246,11 @@ def test_what_does_not_fit_the_ranks_is_refused(
 def test_a_configuration_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--data.prefetch 0: must be at least 1"):
         DataConfig(prefetch=0)
+
+
+def test_decoding_on_a_gpu_needs_a_gpu_and_a_library(root: Path, tmp_path: Path) -> None:
+    assert feed_of(root, tmp_path, decode="cpu").loader.stream.options.decoder == "cpu"
+    with pytest.raises(UsageError, match=r"--data.decode gpu: this run is on the CPU; drop the flag"):
+        feed_of(root, tmp_path, decode="gpu")
+    missing = with_flags(ValueError("decode='gpu': needs torchcodec: or pass decode='cpu'"))
+    assert str(missing) == "--data.decode 'gpu': needs torchcodec: or pass --data.decode 'cpu'"

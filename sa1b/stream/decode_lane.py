@@ -1,0 +1,98 @@
+"""A CUDA stream with memory of its own, for decoding JPEG files on a GPU.
+
+The engine for JPEG in a GPU does not wait for the stream that it is given: it may write its output before
+earlier work of that stream has run (github.com/pytorch/vision/pull/9606). PyTorch's allocator hands out
+memory again as soon as it is freed on the host, because later work of the same stream runs later. So an
+engine would overwrite memory that queued kernels still read, without an error. A lane prevents this:
+
+    its memory is a pool of its own, so no other kernel of the program ever reads it
+    the host waits for all work of the lane before an engine writes
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+POISON = 0xA5  # a byte; output memory is filled with it before decoding, to find images that were not written
+_CUDA: Any = torch.cuda  # some of its functions are untyped
+_GROWTH = 1.5
+
+
+class Lane(Protocol):
+    """Interface of a lane. One thread at a time uses it, inside `current`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def handle(self) -> int:
+        """The CUDA stream, as a number for other libraries."""
+        ...
+
+    def current(self) -> Any:
+        """A context in which the calling thread submits to this lane and takes memory from its pool.
+
+        On exit, the stream that was current before waits for the lane.
+        """
+        ...
+
+    def follow(self) -> None:
+        """Let work that is submitted from now on wait for the stream that was current before `current`."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait on the host until all work of this lane has ended."""
+        ...
+
+    def filled(self, shape: tuple[int, ...]) -> Tensor:
+        """New memory, uint8, filled with POISON by a kernel of this lane."""
+        ...
+
+    def host(self, size: int) -> Tensor:
+        """Host memory of at least `size` bytes, uint8, always the same: use it after `synchronize`."""
+        ...
+
+
+class CudaLane:
+    """A lane on a CUDA device; see `Lane`.
+
+    Args:
+        device: a CUDA device with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = _CUDA.Stream(device)
+        self._pool = _CUDA.MemPool()
+        self._caller: Any = None
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def handle(self) -> int:
+        return int(self._stream.cuda_stream)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self._caller = caller = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._stream), _CUDA.use_mem_pool(self._pool, self.device):
+            try:
+                yield
+            finally:
+                caller.wait_stream(self._stream)
+
+    def follow(self) -> None:
+        self._stream.wait_stream(self._caller)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def filled(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.full(shape, POISON, dtype=torch.uint8, device=self.device)
+
+    def host(self, size: int) -> Tensor:
+        if size > len(self._host):
+            self._host = torch.empty(int(size * _GROWTH), dtype=torch.uint8, pin_memory=True)
+        return self._host

@@ -1,0 +1,256 @@
+"""A decoder for a GPU: a micro-batch of JPEG files to images of the padded square, in the batch's memory.
+
+    decoder = GpuDecoder("torchcodec", ENGINES["torchcodec"]())
+    errors = decoder.decode(images, out)    # out: uint8 [n, S, S, 3] on the GPU
+
+Faults of decoders that give no error, and how each is found:
+
+    output over memory in use      memory and stream are those of a lane, see sa1b.stream.decode_lane
+    success for a skipped image    memory is filled beforehand; corners and centre are checked afterwards
+    no image, or another size      compared with the header of the file
+
+An image with such a fault is decoded on the CPU. If that fails too, its BadSample is returned, as by every
+decoder. Files that engines do not decode as libjpeg-turbo does are decoded on the CPU from the start: CMYK,
+fewer than 16 pixels high or wide, or without the marker of their end.
+
+Images are resized on the GPU with antialiasing: bilinear, with a filter as wide as the reduction. The CPU
+decoder reduces by the DCT and by areas, so the pixels differ; `benchmarks.gpu` measures by how much.
+"""
+
+import threading
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import simplejpeg
+import torch
+from torch import Tensor
+from torch.nn.functional import grid_sample, interpolate
+
+from sa1b.errors import BadSample, Sa1bError
+from sa1b.shards.limits import MAX_STORED_PIXELS
+from sa1b.stream.decode import EncodedImage, decode, window_edges
+from sa1b.stream.decode_lane import POISON, CudaLane, Lane
+from sa1b.stream.jpeg_engines import Engine, Size
+from sa1b.stream.transform import Frame
+
+LANES = 2  # micro-batches at a time: one is resized while the next one is decoded
+_CORNER = 8  # pixels; height and width of each part that is checked
+_LEAST = 16  # pixels; smallest height and width that is decoded on the GPU
+_END = b"\xff\xd9"
+_COLOURS = ("YCbCr", "Gray")
+
+
+class DecoderError(Sa1bError):
+    """A library does not decode JPEG files on this GPU; the message has the reason."""
+
+
+class GpuDecoder:
+    """Decodes on a GPU with one of sa1b.stream.jpeg_engines; see the module and `Decoder`.
+
+    Args:
+        name: name of the decoder, for messages.
+        engine: creates the engine of a lane.
+        lane: creates a lane on a device.
+        device: type of the device.
+
+    Attributes:
+        counts: number of images by how they were decoded: "gpu"; "cpu": not decodable on a GPU; "refused":
+            on the CPU because the engine returned none; "skipped": on the CPU because the engine reported
+            success without writing the image.
+    """
+
+    batched = True
+
+    def __init__(
+        self,
+        name: str,
+        engine: Callable[[torch.device], Engine],
+        lane: Callable[[torch.device], Lane] = CudaLane,
+        device: str = "cuda",
+    ) -> None:
+        self.name = name
+        self.device = torch.device(device)
+        self.counts: Counter[str] = Counter()
+        self._new_engine, self._new_lane = engine, lane
+        self._idle: defaultdict[torch.device, list[tuple[Lane, Engine]]] = defaultdict(list)
+        self._permits = threading.Semaphore(LANES)
+        self._lock = threading.Lock()
+
+    def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
+        """See `Decoder`."""
+        sizes = [_size_for_gpu(image.jpeg) for image in images]
+        on_gpu = [i for i, size in enumerate(sizes) if size is not None]
+        done = self._decode_on_gpu(images, [(i, size) for i, size in enumerate(sizes) if size], out)
+        errors: list[BadSample | None] = [None] * len(images)
+        for i in sorted(set(range(len(images))) - done):
+            errors[i] = _decode_on_cpu(images[i], out[i])
+        self._count(gpu=len(done), cpu=len(images) - len(on_gpu))
+        return errors
+
+    def _decode_on_gpu(
+        self, images: Sequence[EncodedImage], sizes: list[tuple[int, Size]], out: Tensor
+    ) -> set[int]:
+        """Decode images of given stored sizes into `out`; return those that were decoded."""
+        if not sizes:
+            return set()
+        with self._borrowed(out.device) as (lane, engine), lane.current():
+            files = [images[i].jpeg for i, _ in sizes]
+            found = engine.decode(files, [size for _, size in sizes], lane)
+            right = [
+                None if pixels is None or tuple(pixels.shape) != (*size, 3) else pixels
+                for pixels, (_, size) in zip(found, sizes, strict=True)
+            ]
+            good = written(right)
+            lane.follow()  # `out` may still be in use by earlier work of the caller's stream
+            for (i, size), pixels, is_good in zip(sizes, right, good, strict=True):
+                if pixels is not None and is_good:
+                    paint(pixels, size, images[i].frame, out[i])
+        skipped = sum(pixels is not None for pixels in right) - sum(good)
+        self._count(skipped=skipped, refused=len(sizes) - sum(good) - skipped)
+        return {i for (i, _), is_good in zip(sizes, good, strict=True) if is_good}
+
+    @contextmanager
+    def _borrowed(self, device: torch.device) -> Iterator[tuple[Lane, Engine]]:
+        """A lane with its engine, for this thread alone."""
+        with self._permits:
+            with self._lock:
+                idle = self._idle[device]
+                one = idle.pop() if idle else self._new(device)
+            try:
+                yield one
+            finally:
+                with self._lock:
+                    idle.append(one)
+
+    def _new(self, device: torch.device) -> tuple[Lane, Engine]:
+        """A new lane, whose engine has decoded a test image.
+
+        Without the test, an engine that cannot decode anything would leave all images to the CPU.
+        """
+        lane, size = self._new_lane(device), (48, 64)
+        test = np.full((*size, 3), 40, np.uint8)
+        file = bytes(simplejpeg.encode_jpeg(test, 90, "RGB", "420", False))
+        try:
+            engine = self._new_engine(device)
+            with lane.current():
+                (image,) = engine.decode([file], [size], lane)
+                works = image is not None and bool((image.float() - 40).abs().max() < 8)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DecoderError(self._does_not_work(device, reason)) from error
+        if not works:
+            raise DecoderError(self._does_not_work(device, "no image" if image is None else "wrong pixels"))
+        return lane, engine
+
+    def _does_not_work(self, device: torch.device, reason: str) -> str:
+        return (
+            f"decoder={self.name!r}: does not decode a test image on {device} ({reason}); update {self.name} "
+            "and the driver, or decode on the CPU: decode='cpu'"
+        )
+
+    def _count(self, **numbers: int) -> None:
+        with self._lock:
+            warns = not self.counts["skipped"] and numbers.get("skipped", 0)
+            self.counts.update({name: number for name, number in numbers.items() if number})
+        if warns:
+            warnings.warn(
+                f"{self.name} reported success for an image that it had not decoded. Such images are decoded "
+                "on the CPU; stream.decoder.counts['skipped'] counts them",
+                stacklevel=2,
+            )
+
+
+def _size_for_gpu(jpeg: bytes | memoryview) -> Size | None:
+    """Height and width in the header of a file that engines decode; None for other files."""
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(jpeg)
+    except ValueError:
+        return None  # the CPU's decoder says why
+    too_many = height * width > MAX_STORED_PIXELS
+    if too_many or min(height, width) < _LEAST or colours not in _COLOURS or jpeg[-2:] != _END:
+        return None
+    return height, width
+
+
+def _decode_on_cpu(image: EncodedImage, out: Tensor) -> BadSample | None:
+    buffer = np.empty(tuple(out.shape), np.uint8)
+    try:
+        decode(image.jpeg, image.frame, buffer)
+    except BadSample as error:
+        return error
+    out.copy_(torch.from_numpy(buffer))
+    return None
+
+
+def written(images: Sequence[Tensor | None]) -> list[bool]:
+    """Whether all four corners and the centre of each image were written over POISON.
+
+    Waits for the current stream. A part of exactly that colour is taken as not written: the image is then
+    decoded on the CPU, each time.
+
+    Args:
+        images: uint8 [height, width, 3], at least 8 pixels high and wide; None is not written.
+    """
+    parts, side = [], _CORNER
+    for image in images:
+        if image is not None:
+            top, left = (image.shape[0] - side) // 2, (image.shape[1] - side) // 2
+            parts += [image[:side, :side], image[:side, -side:], image[-side:, :side], image[-side:, -side:]]
+            parts.append(image[top : top + side, left : left + side])
+    if not parts:
+        return [False] * len(images)
+    untouched = (torch.stack(parts) == POISON).flatten(1).all(1).view(-1, 5).any(1)
+    found = iter(untouched.tolist())
+    return [image is not None and not next(found) for image in images]
+
+
+def paint(pixels: Tensor, stored: Size, frame: Frame, target: Tensor) -> None:
+    """Write the frame's window of a decoded image into a padded square, resized with antialiasing.
+
+    Args:
+        pixels: uint8 [height, width, 3], the whole stored image.
+        stored: height and width of the stored image.
+        frame: position and size of the image in the square.
+        target: uint8 [S, S, 3] on the same device; pixels outside of the frame become 0.
+    """
+    rows, columns = frame.taken
+    edges, whole = window_edges(frame, stored)
+    top, bottom, left, right = (round(edge) for edge in edges)
+    if whole and (bottom - top, right - left) == (rows, columns):
+        part = pixels[top:bottom, left:right]
+    else:
+        if whole:
+            source = pixels[top:bottom, left:right].permute(2, 0, 1)[None].float()
+            resized = interpolate(
+                source, (rows, columns), mode="bilinear", align_corners=False, antialias=True
+            )
+        else:
+            resized = _shifted(pixels.permute(2, 0, 1)[None].float(), edges, rows, columns)
+        part = resized[0].permute(1, 2, 0).round_().clamp_(0, 255).to(torch.uint8)
+    target[:rows, :columns] = part.flip(1) if frame.flip else part
+    if frame.pixels is not None:  # a function of numpy: the image goes to the host and back
+        host = target[:rows, :columns].cpu().numpy().copy()
+        target[:rows, :columns] = torch.from_numpy(np.ascontiguousarray(frame.pixels(host)))
+    target[rows:] = 0
+    target[:rows, columns:] = 0
+
+
+def _shifted(source: Tensor, edges: list[float], rows: int, columns: int) -> Tensor:
+    """A window with edges between pixels, enlarged by bilinear interpolation, float [1, 3, rows, columns].
+
+    The window has fewer pixels than the result in a direction; nothing has to be averaged there.
+    """
+    top, bottom, left, right = edges
+    height, width = source.shape[2:]
+
+    def centres(start: float, stop: float, count: int, size: int) -> Tensor:
+        """Centres of the result's pixels in the coordinates of grid_sample: -1 to 1 from edge to edge."""
+        steps = torch.arange(count, dtype=torch.float32, device=source.device) + 0.5
+        return (start + steps * ((stop - start) / count)) * (2 / size) - 1
+
+    y, x = centres(top, bottom, rows, height), centres(left, right, columns, width)
+    grid = torch.stack((x.expand(rows, columns), y[:, None].expand(rows, columns)), -1)
+    return grid_sample(source, grid[None], mode="bilinear", padding_mode="border", align_corners=False)

@@ -1,0 +1,558 @@
+"""Decoding on a GPU: with stand-ins on the CPU that have the faults of engines for JPEG."""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from torch import Tensor
+
+import sa1b
+from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
+from sa1b.errors import BadSample, UsageError
+from sa1b.stream import decode, jpeg_engines
+from sa1b.stream.decode import CpuDecoder, EncodedImage
+from sa1b.stream.decode_lane import POISON
+from sa1b.stream.gpu_decoder import LANES, DecoderError, GpuDecoder, paint, written
+from sa1b.stream.jpeg_engines import NvimgcodecEngine, TorchcodecEngine, installed, without_exif
+from sa1b.stream.transform import Frame
+from tests.stream.late_lane import EarlyNvjpeg, LateLane
+from tests.stream.recorded import make_root
+from tests.stream.test_side_stream import LateStream, late  # noqa: F401  (a fixture)
+from tests.stream.test_stream import SMALL, assert_equal, take
+
+S = 32
+
+
+def smooth(height: int, width: int, number: int = 0) -> np.ndarray:
+    """An image without noise, so that ways of resizing give about the same pixels."""
+    coarse = np.random.default_rng(number).integers(0, 256, (5, 6, 3), np.uint8)
+    return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+
+
+def jpeg(height: int = 60, width: int = 80, number: int = 0) -> bytes:
+    return bytes(simplejpeg.encode_jpeg(smooth(height, width, number), 95, "RGB", "420", False))
+
+
+def whole(file: bytes, **changes: Any) -> EncodedImage:
+    height, width = simplejpeg.decode_jpeg_header(file)[:2]
+    return EncodedImage(file, replace(Frame.whole_image(height, width, S), **changes))
+
+
+def on_cpu(images: Sequence[EncodedImage]) -> Tensor:
+    out = torch.empty((len(images), S, S, 3), dtype=torch.uint8)
+    CpuDecoder().decode(images, out)
+    return out
+
+
+class Faulty(HostNvjpeg):
+    """Faults by the first byte of the comment of a file.
+
+    s: reports success, writes nothing. h: writes the upper half only. o: output in other memory. w: another
+    size. r: fails, and with it the whole call.
+    """
+
+    def __init__(self, lane: HostLane) -> None:
+        super().__init__(lane)
+        self.calls: list[int] = []
+
+    def __call__(self, files: Sequence[Tensor], **named: Any) -> list[Tensor]:
+        self.calls.append(len(files))
+        return super().__call__(files, **named)
+
+    def image(self, file: bytes) -> Tensor:
+        height, width = simplejpeg.decode_jpeg_header(file)[:2]
+        fault = fault_of(file)
+        if fault == "r":
+            raise RuntimeError("Failed to decode batch: 2")
+        if fault in "sh":
+            kept = self.lane.allocate((3, height, width))
+            if fault == "h":
+                pixels = torch.from_numpy(simplejpeg.decode_jpeg(file, "RGB")).permute(2, 0, 1)
+                kept[:, : height // 2] = pixels[:, : height // 2]
+            return kept
+        if fault == "o":
+            return torch.zeros((3, height, width), dtype=torch.uint8)
+        image = super().image(file)
+        return image[:, 1:] if fault == "w" else image
+
+
+def with_fault(fault: str, file: bytes) -> bytes:
+    comment = b"\xff\xfe\x00\x03" + fault.encode()
+    return file[:2] + comment + file[2:]
+
+
+def fault_of(file: bytes) -> str:
+    return chr(file[6]) if file[2:4] == b"\xff\xfe" else "-"
+
+
+class Made:
+    """A decoder with stand-ins, and what it made."""
+
+    def __init__(self, lane: type[HostLane] = HostLane, nvjpeg: type[HostNvjpeg] = Faulty) -> None:
+        self.lanes: list[HostLane] = []
+        self.nvjpegs: list[Any] = []
+
+        def new_lane(device: torch.device) -> HostLane:
+            self.lanes.append(lane(device))
+            return self.lanes[-1]
+
+        def engine(_: torch.device) -> TorchcodecEngine:
+            self.nvjpegs.append(nvjpeg(self.lanes[-1]))
+            return TorchcodecEngine(self.nvjpegs[-1])
+
+        self.decoder = GpuDecoder("torchcodec", engine, new_lane, "cpu")
+
+
+def decoded(decoder: GpuDecoder, images: Sequence[EncodedImage]) -> tuple[Tensor, list[BadSample | None]]:
+    out = torch.full((len(images), S, S, 3), 7, dtype=torch.uint8)
+    return out, decoder.decode(images, out)
+
+
+def assert_alike(one: Tensor, other: Tensor, most: float = 3.0) -> None:
+    """Resizing differs from that of the CPU, but not by half a pixel."""
+    assert (one.float() - other.float()).abs().mean() < most
+    assert torch.equal(one.any(-1), other.any(-1))
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "stored"),
+    [(60, 80, (60, 80)), (80, 60, (80, 60)), (32, 32, (32, 32)), (200, 300, (40, 60)), (20, 24, (20, 24))],
+    ids=["wide", "high", "size of the square", "stored smaller", "enlarged"],
+)
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_images_are_cut_resized_mirrored_and_padded_as_on_the_cpu(
+    height: int, width: int, stored: tuple[int, int], flip: bool, cut: bool
+) -> None:
+    frame = replace(Frame.whole_image(height, width, S), flip=flip)
+    if cut:
+        frame = frame.crop(width // 5, height // 7, width // 3, height // 2)
+    image = EncodedImage(jpeg(*stored), frame)
+    out, errors = decoded(Made().decoder, [image])
+    assert errors == [None]
+    assert_alike(out, on_cpu([image]))
+
+
+def test_an_image_of_the_size_of_the_square_is_not_resized() -> None:
+    file = jpeg(S, S)
+    out, _ = decoded(Made().decoder, [whole(file)])
+    assert torch.equal(out[0], torch.from_numpy(simplejpeg.decode_jpeg(file, "RGB")))
+
+
+def test_reduction_averages_all_pixels() -> None:
+    """Bilinear interpolation without antialiasing would read every fourth pixel only."""
+    stripes = np.zeros((128, 128, 3), np.uint8)
+    stripes[:, ::4] = 255
+    target = torch.empty((S, S, 3), dtype=torch.uint8)
+    paint(torch.from_numpy(stripes), (128, 128), Frame.whole_image(128, 128, S), target)
+    assert (target[:, 2:-2].float() - 255 / 4).abs().max() < 6
+
+
+def test_a_function_of_pixels_gets_the_mirrored_image_without_padding() -> None:
+    seen = []
+
+    def inverted(image: np.ndarray) -> np.ndarray:
+        seen.append(image.copy())
+        return 255 - image[:, ::-1]
+
+    image = whole(jpeg(), flip=True, pixels=inverted)
+    out, _ = decoded(Made().decoder, [image, whole(jpeg(), flip=True)])
+    assert np.array_equal(seen[0], out[1, :24].numpy())
+    assert torch.equal(out[0, :24], 255 - out[1, :24].flip(1))
+    assert not out[0, 24:].any()
+
+
+@pytest.mark.parametrize("fault", ["s", "h", "o", "w", "r"])
+def test_an_image_that_the_engine_did_not_decode_is_decoded_on_the_cpu(fault: str) -> None:
+    made = Made()
+    images = [whole(jpeg(number=0)), whole(with_fault(fault, jpeg(number=1))), whole(jpeg(72, 80, number=2))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out, errors = decoded(made.decoder, images)
+    assert errors == [None, None, None]
+    assert torch.equal(out[1], on_cpu(images)[1])
+    assert_alike(out, on_cpu(images))
+    skipped = fault in "sh"
+    assert made.decoder.counts == {"gpu": 2, "skipped" if skipped else "refused": 1}
+    assert [str(one.message).split(".")[0] for one in caught] == skipped * [
+        "torchcodec reported success for an image that it had not decoded"
+    ]
+
+
+def test_a_file_that_fails_does_not_take_the_others_of_the_batch_with_it() -> None:
+    made = Made()
+    broken = jpeg(number=1)[:-200] + b"\xff\xd9"  # the header is complete, the end marker is there
+    images = [whole(jpeg()), whole(broken), whole(jpeg(number=2))]
+    out, errors = decoded(made.decoder, images)
+    assert [type(error) for error in errors] == [type(None), BadSample, type(None)]
+    assert_alike(out[::2], on_cpu(images)[::2])
+    assert made.nvjpegs[0].calls == [1, 3, 1, 1, 1]  # the test image, the batch, each file alone
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        jpeg(12, 200),
+        jpeg() + b"\0\0",
+        jpeg()[:-2],
+        bytes(simplejpeg.encode_jpeg(np.full((60, 80, 4), 9, np.uint8), 90, "CMYK", "444", False)),
+        b"no JPEG",
+    ],
+    ids=["small", "bytes after the end", "no end", "CMYK", "not a JPEG"],
+)
+def test_what_engines_decode_differently_never_reaches_them(file: bytes) -> None:
+    made = Made()
+    frame = Frame.whole_image(60, 80, S)
+    images = [whole(jpeg()), EncodedImage(file, frame)]
+    out, errors = decoded(made.decoder, images)
+    expected = torch.empty_like(out[1:])
+    (error,) = CpuDecoder().decode(images[1:], expected)
+    assert (type(errors[1]), str(errors[1])) == (type(error), str(error))
+    if error is None:
+        assert torch.equal(out[1:], expected)
+    assert made.decoder.counts == {"gpu": 1, "cpu": 1}
+
+
+def test_the_orientation_of_exif_does_not_turn_an_image() -> None:
+    plain = jpeg()
+    exif = b"\xff\xe1" + (2 + 6 + 26).to_bytes(2, "big") + b"Exif\0\0" + bytes(26)
+    other = b"\xff\xe1\x00\x05abc"  # XMP is an APP1 segment too
+    file = plain[:2] + exif + other + b"\xff" + exif + plain[2:]
+    assert b"".join(without_exif(memoryview(file))) == plain[:2] + other + b"\xff" + plain[2:]
+    assert b"".join(without_exif(plain)) == plain
+    assert b"".join(without_exif(file[:30])) == file[:2]
+    seen = []
+
+    class Seeing(HostNvjpeg):
+        def image(self, file: bytes) -> Tensor:
+            seen.append(file)
+            return super().image(file)
+
+    decoded(Made(nvjpeg=Seeing).decoder, [whole(file)])
+    assert b"Exif" not in seen[-1]
+
+
+def test_memory_that_queued_work_still_uses_is_not_overwritten() -> None:
+    """The engine writes at once; resizing, and filling memory, happen when the host waits."""
+    made = Made(LateLane, EarlyNvjpeg)
+    batches = [[whole(jpeg(number=3 * n + k)) for k in range(3)] for n in range(4)]
+    outs = [decoded(made.decoder, images)[0] for images in batches]
+    (lane,) = made.lanes
+    lane.synchronize()
+    for images, out in zip(batches, outs, strict=True):
+        assert_alike(out, on_cpu(images))
+    assert made.decoder.counts == {"gpu": 12}
+
+
+def test_the_stand_in_shows_the_fault_where_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(LateLane, EarlyNvjpeg)
+    images = [[whole(jpeg(number=n))] for n in (0, 1)]
+    decoded(made.decoder, images[0])
+    (lane,) = made.lanes
+    monkeypatch.setattr(LateLane, "run", lambda _: None)
+    outs = [decoded(made.decoder, one)[0] for one in images]
+    monkeypatch.undo()
+    lane.synchronize()
+    assert (outs[0].float() - on_cpu(images[0]).float()).abs().mean() > 10
+
+
+def test_a_lane_is_used_by_one_thread_at_a_time() -> None:
+    together: list[int] = []
+
+    class Exclusive(HostNvjpeg):
+        busy = False
+
+        def __call__(self, files: Sequence[Tensor], **named: Any) -> list[Tensor]:
+            assert not self.busy
+            self.busy = True
+            together.append(sum(one.busy for one in made.nvjpegs))
+            time.sleep(0.01)
+            found = super().__call__(files, **named)
+            self.busy = False
+            return found
+
+    made = Made(nvjpeg=Exclusive)
+    files = [jpeg(number=n) for n in range(6)]
+    found: dict[int, Tensor] = {}
+
+    def work(n: int) -> None:
+        found[n] = decoded(made.decoder, [whole(files[n])])[0]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for n in range(6):
+        assert_alike(found[n], on_cpu([whole(files[n])]))
+    assert len(made.lanes) <= LANES
+    assert max(together) <= LANES
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), MemoryError("no memory")])
+def test_what_is_no_fault_of_a_file_is_raised(error: Exception) -> None:
+    made = Made()
+    decoded(made.decoder, [whole(jpeg())])
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    made.nvjpegs[0].image = fails
+    with pytest.raises(type(error)):
+        decoded(made.decoder, [whole(jpeg()), whole(jpeg())])
+    del made.nvjpegs[0].image
+    assert decoded(made.decoder, [whole(jpeg())])[1] == [None]  # its lane is free again
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("r", "no image"), ("o", "no image"), ("b", "wrong pixels")])
+def test_an_engine_that_decodes_nothing_is_refused_at_once(fault: str, reason: str) -> None:
+    class Useless(Faulty):
+        def image(self, file: bytes) -> Tensor:
+            image = super().image(with_fault(fault, file))
+            return 255 - image if fault == "r" else image.fill_(99) if fault == "b" else image
+
+    with pytest.raises(DecoderError) as error:
+        decoded(Made(nvjpeg=Useless).decoder, [whole(jpeg())])
+    assert str(error.value) == (
+        f"decoder='torchcodec': does not decode a test image on cpu ({reason}); update torchcodec and the "
+        "driver, or decode on the CPU: decode='cpu'"
+    )
+
+
+def test_a_library_without_support_for_the_gpu_is_refused_with_its_reason() -> None:
+    def no_engine(_: torch.device) -> Any:
+        raise RuntimeError("Could not create decoder. Code: 4\nin line 7")
+
+    with pytest.raises(DecoderError, match=r"test image on cpu \(Could not create decoder. Code: 4\)"):
+        decoded(GpuDecoder("nvimgcodec", no_engine, HostLane, "cpu"), [whole(jpeg())])
+
+
+def test_corners_and_centre_are_checked() -> None:
+    image = torch.zeros((40, 50, 3), dtype=torch.uint8)
+    parts = [(0, 0), (0, 42), (32, 0), (32, 42), (16, 21)]
+    images = [image.clone() for _ in parts]
+    for (top, left), one in zip(parts, images, strict=True):
+        one[top : top + 8, left : left + 8] = POISON
+    inner = image.clone()
+    inner[8:16] = POISON
+    assert written([*images, None, inner, image]) == [False] * 6 + [True, True]
+    assert written([None]) == [False]
+
+
+class FakeNvimgcodec:
+    """What of `nvidia.nvimgcodec` the engine uses, with the signatures of version 0.9."""
+
+    BackendKind = SimpleNamespace(
+        HW_GPU_ONLY="hardware", GPU_ONLY="gpu", HYBRID_CPU_GPU="hybrid", CPU_ONLY="cpu"
+    )
+
+    def __init__(self) -> None:
+        self.made: dict[str, Any] = {}
+
+    def Backend(self, kind: str, *, load_hint: float = 1.0) -> tuple[str, float]:
+        return kind, load_hint
+
+    def DecodeParams(self, **named: Any) -> dict[str, Any]:
+        return named
+
+    def CodeStream(self, data: np.ndarray) -> bytes:
+        return data.tobytes()
+
+    def as_images(self, buffers: Sequence[np.ndarray], cuda_stream: int) -> list[np.ndarray]:
+        assert cuda_stream == 0
+        return list(buffers)
+
+    def Decoder(self, **named: Any) -> "FakeNvimgcodec":
+        self.made = named
+        return self
+
+    def decode(
+        self, streams: Sequence[bytes], *, images: Sequence[np.ndarray], params: Any, cuda_stream: int
+    ) -> list[np.ndarray | None]:
+        assert params == {"apply_exif_orientation": False}
+        found: list[np.ndarray | None] = []
+        for data, image in zip(streams, images, strict=True):
+            if fault_of(data) == "r":
+                found.append(None)
+                continue
+            if fault_of(data) != "s":
+                image[:] = simplejpeg.decode_jpeg(data, "RGB")
+            found.append(image)
+        return found
+
+
+def test_nvimgcodec_decodes_into_memory_of_the_lane_and_never_on_the_cpu() -> None:
+    library = FakeNvimgcodec()
+    decoder = GpuDecoder("nvimgcodec", lambda device: NvimgcodecEngine(library, device), LateLane, "cpu")
+    files = [jpeg(), with_fault("r", jpeg(number=1)), with_fault("s", jpeg(number=2)), jpeg(70, 50, 3)]
+    images = [whole(file) for file in files]
+    with pytest.warns(UserWarning, match="nvimgcodec reported success"):
+        out, errors = decoded(decoder, images)
+    assert errors == [None] * 4
+    assert_alike(out, on_cpu(images))
+    assert decoder.counts == {"gpu": 2, "refused": 1, "skipped": 1}
+    # A load hint below 1 would let the batch decide which backend decodes a file.
+    assert library.made["backends"] == [("hardware", 1.0), ("gpu", 1.0), ("hybrid", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"torchcodec": "0.16.0", "nvidia-nvimgcodec-cu13": "0.9.0.20"}, "torchcodec"),
+        ({"torchcodec": "0.15.1+cu130", "nvidia-nvimgcodec-cu12": "0.8.0.22"}, "nvimgcodec"),
+        ({"torchcodec": "1.0"}, "torchcodec"),
+    ],
+)
+def test_the_first_library_that_is_new_enough_is_taken(
+    versions: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jpeg_engines, "_version", versions.get)
+    assert installed() == expected
+
+
+def test_without_a_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jpeg_engines, "_version", {"torchcodec": "0.15"}.get)
+    with pytest.raises(ValueError, match="decode='gpu': needs") as error:
+        installed()
+    assert str(error.value) == (
+        "decode='gpu': needs torchcodec 0.16 or later or nvidia-nvimgcodec-cu13 0.8 or later (torchcodec 0.15 "
+        "is installed); pip install 'sa1b[gpu]', or pass decode='cpu'"
+    )
+    monkeypatch.setitem(__import__("sys").modules, "torchcodec.decoders", None)
+    with pytest.raises(ValueError, match=r"decoder='torchcodec': torchcodec.decoders cannot be imported \("):
+        decode.decoder("torchcodec")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("gpu_decoder"), 17)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, late: Any) -> list[Made]:  # noqa: F811
+    """The decoder "torchcodec" with stand-ins, for a loader with device="cuda"."""
+    mades: list[Made] = []
+
+    def make() -> GpuDecoder:
+        mades.append(Made(LateLane, EarlyNvjpeg))
+        mades[-1].decoder.device = torch.device("cuda")
+        return mades[-1].decoder
+
+    def empty(_: LateStream, shape: tuple[int, ...]) -> Tensor:
+        return torch.full(shape, 0xEE, dtype=torch.uint8)
+
+    monkeypatch.setattr(LateStream, "empty", empty, raising=False)
+    monkeypatch.setitem(decode.DECODERS, "torchcodec", make)
+    monkeypatch.setattr(jpeg_engines, "_version", {"torchcodec": "0.17.0"}.get)
+    return mades
+
+
+def stream(root: Path, **options: Any) -> sa1b.Stream:
+    step: dict[str, Any] = {"global_batch": 6, "micro_batch": 3, "epochs": None}
+    return sa1b.Stream(root, damage_log=root / "log.jsonl", **step, **SMALL, **options)
+
+
+def test_a_loader_decodes_on_the_gpu_and_the_state_says_so(root: Path, gpu: list[Made]) -> None:
+    loader = sa1b.Loader(stream(root), threads=3, device="cuda", decode="gpu", quiet=True)
+    batches = iter(loader)
+    own = [next(batches) for _ in range(6)]
+    batches.close()
+    (made,) = gpu
+    for lane in made.lanes:
+        lane.synchronize()
+    (side,) = LateStream.made
+    side.run(len(side.copies))
+    for batch, expected in zip(own, take(stream(root), 6), strict=True):
+        assert_alike(batch.images.permute(0, 2, 3, 1), expected.images.permute(0, 2, 3, 1), 3)
+        assert_equal(replace(batch, images=expected.images, buffer=None), expected)
+    assert made.decoder.counts["gpu"] >= 18
+    state = loader.state_dict()
+    assert state["options"]["decoder"] == "torchcodec"
+    resumed = sa1b.Loader(stream(root), quiet=True)
+    with pytest.warns(UserWarning, match="decoder torchcodec, now cpu. The sequence of images is the same"):
+        resumed.load_state_dict(state)
+    again = sa1b.Loader(stream(root), device="cuda", decode="gpu", quiet=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_state_dict(state)
+
+
+def test_auto_keeps_the_decoder_of_the_stream(root: Path, gpu: list[Made]) -> None:
+    assert sa1b.Loader(stream(root), device="cuda", quiet=True).stream.options.decoder == "cpu"
+    named = stream(root, decoder="torchcodec")
+    for choice, expected in (("auto", "torchcodec"), ("gpu", "torchcodec"), ("cpu", "cpu")):
+        loader = sa1b.Loader(named, device="cuda", decode=choice, quiet=True)
+        assert loader.state_dict()["options"]["decoder"] == expected
+    assert len(gpu) == 1
+
+
+def test_the_memory_line_names_the_decoder(
+    root: Path, gpu: list[Made], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sa1b.Loader(stream(root), threads=2, device="cuda", decode="gpu")
+    line = capsys.readouterr().out
+    assert "on the device, decoded there by torchcodec" in line
+    assert "pinned" not in line
+
+
+def test_what_cannot_be_decoded_is_logged_and_replaced(
+    root: Path, gpu: list[Made], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The engine refuses one image, and the CPU too."""
+    damaged = bytes(sa1b.open(root)[2].jpeg)
+    own = sa1b.Stream(
+        root, global_batch=6, micro_batch=3, epochs=None, damage_log=tmp_path / "log.jsonl", **SMALL
+    )
+    correct = HostNvjpeg.image
+
+    def refusing(self: HostNvjpeg, file: bytes) -> Tensor:
+        if file == damaged:
+            raise RuntimeError("Failed to decode batch: 5")
+        return correct(self, file)
+
+    def decode_all_but_one(file: Any, *arguments: Any) -> None:
+        if bytes(file) == damaged:
+            raise BadSample("jpeg_broken", "no luck")
+        decode.decode(file, *arguments)
+
+    monkeypatch.setattr(HostNvjpeg, "image", refusing)
+    monkeypatch.setattr("sa1b.stream.gpu_decoder.decode", decode_all_but_one)
+    batches = iter(sa1b.Loader(own, threads=3, device="cuda", decode="gpu", quiet=True))
+    found = [next(batches) for _ in range(6)]
+    batches.close()
+    wanted = sa1b.open(root)[2].image_id
+    assert wanted not in torch.cat([batch.ids for batch in found])
+    assert {line["image_id"] for line in own.damage_log.entries()} == {wanted}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"decode": "nvjpeg"}, "decode='nvjpeg' must be one of 'auto', 'cpu', 'gpu'"),
+        ({"decode": "gpu"}, "decode='gpu': decodes into memory of a GPU, not of cpu; pass device='cuda'"),
+    ],
+)
+def test_a_choice_that_does_not_fit_is_refused(root: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sa1b.Loader(stream(root), quiet=True, **arguments)
+
+
+def test_worker_processes_cannot_decode_on_a_gpu(root: Path, gpu: list[Made]) -> None:
+    own = stream(root, decoder="torchcodec")
+    with pytest.MonkeyPatch.context() as patch:
+        info: Callable[[], Any] = lambda: SimpleNamespace(id=0, num_workers=2)  # noqa: E731
+        patch.setattr("sa1b.stream.stream_iterator.get_worker_info", info)
+        with pytest.raises(
+            UsageError, match=r"decoder='torchcodec': decodes on a GPU, which worker processes"
+        ):
+            iter(own)
