@@ -195,4 +195,6 @@ def _cell(value: Any) -> str:
     if value is None:
         return "NULL"
     text = f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
+    if not text.isprintable():  # a text of a joined file may contain control sequences of the terminal
+        text = repr(text)[1:-1]
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."

@@ -127,14 +127,17 @@ class Query:
                 "--as-view: the result has a column mask_id, and a view selects masks by a condition; leave "
                 "mask_id out and pass the condition to --masks-where"
             )
-        if "INT" not in (kind := self.columns["image_id"]):
+        if not (kind := self.columns["image_id"]).endswith(("INT", "INTEGER")):
             raise UsageError(f"--as-view: column image_id has type {kind}; select the ids as integers")
         with self._executed() as run:
             statement = f"SELECT DISTINCT image_id::BIGINT AS image_id FROM query({_literal(self.text)})"
             column = run(lambda: self.connection.execute(statement).fetchnumpy())["image_id"]
         if np.ma.is_masked(column):
             raise UsageError("--as-view: column image_id contains NULL; add WHERE image_id IS NOT NULL")
-        ids: Ids = np.sort(np.asarray(column)).astype(np.uint64)
+        numbers = np.sort(np.asarray(column))
+        if len(numbers) and numbers[0] < 0:
+            raise UsageError(f"--as-view: column image_id contains {numbers[0]}; omit negative ids")
+        ids: Ids = numbers.astype(np.uint64)
         if len(ids) == 0:
             raise UsageError("--as-view: the result has no rows; relax the conditions")
         unknown = missing_ids(ids, self.dataset.table.image_id)
@@ -180,6 +183,10 @@ class Query:
         if not isinstance(error, duckdb.Error):
             return error
         text = _reason(error)
+        if 'extension "httpfs' in text or "extension 'httpfs" in text:
+            return UsageError(
+                "SQL (file at a URL): cannot be joined; copy it to this machine and name the copy"
+            )
         if isinstance(error, duckdb.OutOfMemoryException):
             reason = text.partition(" Possible solutions")[0]
             return UsageError(f"--memory: too small ({reason[:500]}); raise it, or select fewer columns")
@@ -291,11 +298,12 @@ def write_query_view(
     dataset = query.dataset
     condition = None if masks_where is None else mask_predicate(masks_where)
     if name is not None:
-        check_name(name)
+        check_name(name, "--as-view")
     store = open_store(dataset.root)
     chosen_by = {"sql": query.text} | ({} if masks_where is None else {"masks-where": masks_where})
     others = [view for view in view_target(store, out).views() if view.chosen_by != chosen_by]
-    check_free(others, out, name, None, overwrite=overwrite)  # before the query, which may take minutes
+    # Before the query, which may take minutes.
+    check_free(others, out, name, None, overwrite=overwrite, flag="--as-view")
     ids = query.image_ids()
     rows = np.searchsorted(dataset.table.image_id, ids).astype(np.uint32)
     view = write_view(

@@ -101,18 +101,18 @@ class ViewDocument:
         return f"{names} ({self.digest[:12]})" if names else self.digest[:12]
 
 
-def check_name(name: str) -> None:
-    """Check that a view can have this name.
+def check_name(name: str, flag: str = "--name") -> None:
+    """Check that a view can have this name; `flag` is the flag that sets it.
 
     Raises:
         UsageError: the name has other characters than a plain word, or resembles a digest or a path.
     """
     if not _NAME.fullmatch(name):
-        raise UsageError(f"--name {name!r}: must be at most 64 letters, digits, dots, dashes and underscores")
+        raise UsageError(f"{flag} {name!r}: must be at most 64 letters, digits, dots, dashes and underscores")
     if name.endswith(".json"):
-        raise UsageError(f"--name {name!r}: looks like a path; choose a name that does not end with .json")
+        raise UsageError(f"{flag} {name!r}: looks like a path; choose a name that does not end with .json")
     if re.fullmatch(f"[0-9a-f]{{{PREFIX},}}", name):
-        raise UsageError(f"--name {name!r}: looks like the start of a digest; choose another name")
+        raise UsageError(f"{flag} {name!r}: looks like the start of a digest; choose another name")
 
 
 def read_document(reader: Reader, name: str) -> ViewDocument:
@@ -233,13 +233,20 @@ def document_path(root: Root, out: Path | None, digest: str) -> str:
 
 
 def check_free(
-    views: list[ViewDocument], out: Path | None, name: str | None, digest: str | None, *, overwrite: bool
+    views: list[ViewDocument],
+    out: Path | None,
+    name: str | None,
+    digest: str | None,
+    *,
+    overwrite: bool,
+    flag: str = "--name",
 ) -> None:
     """Check that a view may be written: its name and its file `out` are free or belong to the same view.
 
     Args:
         views: the existing views at the target, see views_at.
         digest: digest of the new view; None if it is not known yet, so that no existing view equals it.
+        flag: the flag that sets the name.
 
     Raises:
         UsageError: the name or the file belongs to another view, and `overwrite` is False.
@@ -255,7 +262,7 @@ def check_free(
                 f"--out {out}: contains {of}; choose another --out, or replace it with --overwrite"
             )
         raise UsageError(
-            f"--name {name!r}: belongs to {of}; choose another --name, or reassign it with --overwrite"
+            f"{flag} {name!r}: belongs to {of}; choose another {flag}, or reassign it with --overwrite"
         )
 
 

@@ -84,6 +84,7 @@ def test_the_forms_of_a_result(query: Query, tmp_path: Path) -> None:
     assert shown[:3] == ["image_id  source", "  223750  sa_000020", "  223752  sa_000020"]
     assert "the first 2 rows" in shown[3]
     assert query("SELECT image_id FROM images WHERE false") == "image_id\n0 rows\n"
+    assert query("SELECT chr(27) || '[31m' AS a") == "a\n\\x1b[31m\n1 row\n"
     assert query("SELECT 1 AS a, 'x,\"y' AS b, NULL AS c", csv_output=True) == 'a,b,c\n1,"x,""y",\n'
     sql = "SELECT 'nan'::DOUBLE AS a, [1.5, NULL] AS b, sum(masks) AS c FROM images"
     assert json.loads(query(sql, json_output=True)) == [{"a": None, "b": [1.5, None], "c": 60}]
@@ -131,8 +132,12 @@ def test_a_result_is_a_view_that_streams(root: Path, query: Query, tmp_path: Pat
         ("SELECT image_id::VARCHAR AS image_id FROM images", {"as_view": "x"}, "has type"),
         ("SELECT NULL::BIGINT AS image_id", {"as_view": "x"}, "contains NULL"),
         ("SELECT 7 AS image_id", {"as_view": "x"}, "--as-view: 7: not in"),
+        ("SELECT -3 AS image_id", {"as_view": "x"}, "--as-view: column image_id contains -3; omit"),
+        ("SELECT [1] AS image_id", {"as_view": "x"}, r"has type INTEGER\[\]; select the ids"),
+        ("SELECT INTERVAL 1 DAY AS image_id", {"as_view": "x"}, "has type INTERVAL; select the ids"),
+        ("SELECT 1 FROM 'https://127.0.0.1:1/x.parquet'", {}, "^SQL .file at a URL.: cannot be joined; copy"),
         ("SELECT image_id FROM images WHERE false", {"as_view": "x"}, "no rows"),
-        ("SELECT image_id FROM images", {"as_view": "x y"}, "'x y'"),
+        ("SELECT image_id FROM images", {"as_view": "x y"}, "^--as-view 'x y'"),
         ("SELECT 1", {"parquet": Path("/nowhere/x.parquet")}, "--parquet /nowhere/x.parquet: its folder"),
     ],
 )  # fmt: skip
