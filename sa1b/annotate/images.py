@@ -19,6 +19,7 @@ from sa1b.shards import jpeg
 from sa1b.shards.annotation import pixels_message
 from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.manifest import DATASET
+from sa1b.shards.without_images import check_images
 from sa1b.sources.discovery import is_tar_name
 from sa1b.sources.link_list import is_url
 from sa1b.sources.tar_reader import holds_tar
@@ -78,7 +79,9 @@ def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
     seen: set[str] = set()
     for path in paths:
         if is_url(path) or (Path(path) / DATASET).exists():
-            images = list(_stored(open_dataset(path)))
+            dataset = open_dataset(path)
+            check_images(dataset, "the model")
+            images = list(_stored(dataset))
         elif Path(path).is_file() and (is_tar_name(path) or holds_tar(Path(path))):
             raise UsageError(
                 f"{path}: a tar; extract its images to a folder, or pass the dataset directory that "

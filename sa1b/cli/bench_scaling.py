@@ -90,6 +90,7 @@ def main(
         from sa1b.scaling.page import page
         from sa1b.scaling.verdict import judge
         from sa1b.shards.dataset import Dataset
+        from sa1b.shards.without_images import check_images
     machine = Machine.of_this_process(device)
     counts = machine.ranks(None if ranks is None else _numbers("--ranks", ranks), threads)
     found = series(
@@ -104,7 +105,7 @@ def main(
         raise UsageError(f"--preset {preset}: must be one of {', '.join(SAM_PRESETS)}")
     config = SAM_PRESETS[preset]
     if root is not None:
-        Dataset(root)  # before any process starts
+        check_images(Dataset(root), "a benchmark")  # before any process starts
     data = replace(config.data, root=root or "", masks=config.data.masks if masks is None else masks)
     settings = Settings(
         config=replace(config, data=data),

@@ -41,6 +41,7 @@ def main(
     keep_json: bool = False,
     no_index_runs: bool = False,
     decode_images: bool = False,
+    annotations_only: bool = False,
     max_pixels: int = MAX_IMAGE_PIXELS,
     workers: int = 1,
     connections: int = CONNECTIONS,
@@ -81,6 +82,7 @@ def main(
         keep_json: Also store the annotation files verbatim. Exports have the original values without it.
         no_index_runs: Omit the decoded masks from the index, which saves about 26 kB per image.
         decode_images: Decode every JPEG and refuse those that fail.
+        annotations_only: Store annotations and indexes without images, as in `sa1b reshard`.
         max_pixels: Largest accepted image in pixels, at most 268435456.
         workers: Worker processes, each with one source at a time and up to 600 MB of memory.
         connections: Requests at the same time for each tar that is read from a URL.
@@ -107,7 +109,7 @@ def main(
             raise UsageError(f"{flag} {number}: must be at least 1")
     if not 1 <= max_pixels <= MAX_STORED_PIXELS:
         raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
-    quality = checked_quality(image_size, quality)
+    quality = checked_quality(image_size, quality, annotations_only=annotations_only)
     check_rate("--max-rate", max_rate)
     store = store_of(out, scratch, endpoint, source)
     with loading():
@@ -121,7 +123,15 @@ def main(
         read_image_ids(ids),
         paths_of(source),
         store,
-        Options(images_per_shard, image_size, quality, keep_json, not no_index_runs, decode_images),
+        Options(
+            images_per_shard,
+            image_size,
+            quality,
+            keep_json,
+            not no_index_runs,
+            decode_images,
+            annotations_only,
+        ),
         Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
         Run(
             workers=workers,

@@ -32,6 +32,7 @@ def main(
     links: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     out: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None,
     image_size: int | None = None,
+    annotations_only: bool = False,
     workers: int = 1,
     rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
@@ -54,6 +55,7 @@ def main(
         out: Dataset directory or URL of the conversion. Sources that are finished there are not counted.
         image_size: Re-encode images so that the longer side has this many pixels. By default images keep
             their original bytes, and the estimate for 1024 is also printed.
+        annotations_only: Store annotations and indexes without images, as `sa1b reshard --annotations-only`.
         workers: Worker processes.
         rate: Rate at which the sources can be read or downloaded, in MB per second, over all workers.
         scratch: With a URL as --out: local folder for the shards of a source until they are uploaded; by
@@ -68,7 +70,7 @@ def main(
     if workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1")
     check_rate("--rate", rate)
-    checked_quality(image_size, None)
+    checked_quality(image_size, None, annotations_only=annotations_only)
     store = None if out is None else store_of(out, scratch, endpoint, source)
     with loading():
         from sa1b.ingest.plan import plan
@@ -77,6 +79,7 @@ def main(
         linked(source, links, CONNECTIONS, None, endpoint),
         store,
         image_size=image_size,
+        annotations_only=annotations_only,
         workers=workers,
         rate=None if rate is None else rate * 1e6,
         ignore=ignore,

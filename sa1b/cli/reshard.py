@@ -30,6 +30,8 @@ from sa1b.sources.link_list import CONNECTIONS, Link
 from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store
 
+_FAILED_SHOWN = 10
+
 
 def main(
     source: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")],
@@ -41,6 +43,7 @@ def main(
     keep_json: bool = False,
     no_index_runs: bool = False,
     decode_images: bool = False,
+    annotations_only: bool = False,
     max_pixels: int = MAX_IMAGE_PIXELS,
     workers: int | None = None,
     engine: Engine = "processes",
@@ -87,6 +90,9 @@ def main(
             masks, the index files contain all annotations of the dataset.
         decode_images: Decode every JPEG and refuse those that fail, which takes 10 ms per image. By default
             only damage in the markers of the file is detected.
+        annotations_only: Store annotations and indexes without images: 4 % of the size of the sources, and
+            2 % with --no-index-runs. Images are checked and not stored. What needs no pixels works: view,
+            query, locate, verify, index, copy, export --to coco and folders, and sa1b.open.
         max_pixels: Largest accepted image in pixels, at most 268435456. Decoding takes 3 bytes per pixel,
             and 9 for progressive JPEGs: here with --image-size or --decode-images, later in training and
             gallery.
@@ -153,7 +159,7 @@ def main(
     if not 1 <= max_pixels <= MAX_STORED_PIXELS:
         raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
     _check_images(images, image_ids, paths_of((*source, *map(str, _renamed(rename)))))
-    quality = checked_quality(image_size, quality)
+    quality = checked_quality(image_size, quality, annotations_only=annotations_only)
     check_rate("--max-rate", max_rate)
     store = store_of(out, scratch, endpoint, source)
     with loading():
@@ -167,7 +173,15 @@ def main(
         summary = reshard(
             paths_of(source),
             store,
-            Options(images_per_shard, image_size, quality, keep_json, not no_index_runs, decode_images),
+            Options(
+                images_per_shard,
+                image_size,
+                quality,
+                keep_json,
+                not no_index_runs,
+                decode_images,
+                annotations_only,
+            ),
             Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
             Run(
                 workers=count,
@@ -223,6 +237,8 @@ def _without_ingest(
     if as_json:
         print(json.dumps({"exit_code": code, "complete": code == 0, **document}, indent=1))
     else:
+        for name, why in sorted(finished.failed.items())[:_FAILED_SHOWN]:
+            print(f"FAILED {name}: {why}")
         print(finished.line(store))
     return code
 

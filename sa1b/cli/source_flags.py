@@ -13,8 +13,12 @@ from sa1b.storage.protocols import READ_ONLY, endpoint_options, protocol_of
 from sa1b.storage.store import Store, open_store
 
 
-def checked_quality(image_size: int | None, quality: int | None) -> int | None:
+def checked_quality(
+    image_size: int | None, quality: int | None, *, annotations_only: bool = False
+) -> int | None:
     """The JPEG quality; None if images are not re-encoded."""
+    if annotations_only and image_size is not None:
+        raise UsageError(f"--annotations-only: stores no images; omit --image-size {image_size}")
     if quality is not None and (image_size is None or not 1 <= quality <= 100):
         raise UsageError(f"--quality {quality}: must be from 1 to 100, and needs --image-size")
     if image_size is None:

@@ -19,6 +19,7 @@ from sa1b.engine.presets import PRESETS, SamConfig
 from sa1b.errors import Sa1bError
 from sa1b.sam.flops import step_flops
 from sa1b.shards.dataset import Dataset
+from sa1b.shards.without_images import check_images
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Reader, pieces_of
 from sa1b.stream.dataset import Stream
@@ -54,6 +55,7 @@ def dataset(subject: Subject) -> Iterator[Finding]:
             if len(found) == 0:
                 yield Finding("dataset", "failed", f"{subject.root} has no images", "Convert sources into it")
                 return
+            check_images(found, "training")
             sample = found[subject.rank * 7919 % len(found)]  # any, another one on each rank
             figure = (
                 f"{len(found):,} images in {len(found.shards):,} shards, digest {found.table.digest[:12]}"

@@ -1,6 +1,6 @@
 """Export in COCO's format: a JSON file of annotations beside the folder `images`.
 
-    images/sa_223750.jpg         original bytes
+    images/sa_223750.jpg         original bytes; absent if the dataset directory has annotations only
     annotations.json             all images; or annotations-0000.json, ... with a number of images in each
     parts/annotations-0000.json  beside annotations.json: the files that it was joined from, for a rerun
 
@@ -12,7 +12,7 @@ and the other fields of SA-1B are kept, and `sa1b reshard` reads them again.
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,20 +41,26 @@ class Coco(Format):
         images_per_file: images in a JSON file; None: one file for all of them.
         segmentation: run lengths, or polygons along the sides of pixels, which pycocotools rasterises to the
             same masks.
+        annotations_only: write no JPEGs.
     """
 
     images_per_file: int | None = None
     segmentation: Segmentation = "rle"
+    annotations_only: bool = field(default=False, repr=False)  # the content of a part differs with it
 
     @property
     def lists(self) -> tuple[str, ...]:
         return (JOINED,) if self.images_per_file is None else ()
 
+    def without_images(self) -> Format:
+        return replace(self, annotations_only=True)
+
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         return blocks([("annotations", rows)], self.images_per_file or IMAGES_PER_PART)
 
     def paths(self, part: str, ids: Ids) -> list[str]:
-        return [self._path(part), *map(_image_path, ids.tolist())]
+        images = map(_image_path, ids.tolist()) if not self.annotations_only else ()
+        return [self._path(part), *images]
 
     def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
         entries = []
@@ -62,7 +68,8 @@ class Coco(Format):
         with files.open(self._path(part)) as file:
             file.write(_HEAD.encode())
             for sample in samples:
-                files.write(_image_path(sample.image_id), sample.jpeg)
+                if not self.annotations_only:
+                    files.write(_image_path(sample.image_id), sample.jpeg)
                 for one in annotations(sample, first, self.segmentation):
                     file.write(b",\n" * (first > 1) + json.dumps(one).encode())
                     first += 1

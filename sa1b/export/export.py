@@ -19,13 +19,14 @@ from sa1b.arguments import was_url
 from sa1b.console import counted
 from sa1b.errors import ShardError, UsageError
 from sa1b.export.export_format import Format, Ids, Rows
-from sa1b.export.export_part import content_digest, write_part
+from sa1b.export.export_part import content_digest, sample_bytes, write_part
 from sa1b.export.export_record import ExportRecord, Written, read_record
 from sa1b.export.part_files import remove_temporary
 from sa1b.progress import Bar, bar
 from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import DATASET
+from sa1b.shards.without_images import annotations_only, check_images
 from sa1b.storage.atomic import lock
 from sa1b.workers import Event, Failure, Supervise, failure_of
 from sa1b.workers import supervise as processes
@@ -42,6 +43,7 @@ class ExportSummary:
     Attributes:
         out: folder of the export.
         unit: what a part is called, such as "tar".
+        annotations_only: the dataset has no images, so that the export has none.
         seconds: duration of this run.
         parts: names of all complete parts.
         skipped: names of the parts that an earlier run had completed.
@@ -53,6 +55,7 @@ class ExportSummary:
 
     out: str
     unit: str = "part"
+    annotations_only: bool = False
     seconds: float = 0.0
     parts: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -88,7 +91,7 @@ class ExportSummary:
         skipped = f" ({len(self.skipped):,} already complete)" if self.skipped else ""
         lines = [
             f"  {f'{self.unit}s':<6}  {len(self.parts):,}{skipped}",
-            f"  images  {self.images:,}",
+            f"  images  {self.images:,}{' (only their annotations)' if self.annotations_only else ''}",
             f"  masks   {self.masks:,}",
             f"  bytes   {self.bytes:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s)",
         ]
@@ -118,7 +121,7 @@ def export(
     Args:
         root: folder or URL of the dataset directory.
         out: folder of the export; created if it is missing.
-        form: format of the export.
+        form: format of the export. If the dataset has no images, its `without_images` is written.
         ids: file of image ids to export, see sa1b.shards.image_ids. Ids that the dataset lacks are listed in
             the summary.
         images: image ids to export, uint64 [N], such as those of a view.
@@ -140,6 +143,8 @@ def export(
         raise UsageError(f"--workers {workers}: must be at least 1")
     dataset = open_dataset(root)
     table = dataset.table
+    if annotations_only(dataset):
+        form = _without_images(form, dataset)
     form.check(dataset)
     if (out / DATASET).exists():
         raise UsageError(f"--out {out}: a dataset directory; name another folder for the export")
@@ -151,7 +156,7 @@ def export(
     if not overwrite:
         _refuse_existing(record, form, contents, {name: table.image_id[rows] for name, rows in parts.items()})
     out.mkdir(parents=True, exist_ok=True)
-    summary = ExportSummary(str(out), form.unit, missing=missing.tolist())
+    summary = ExportSummary(str(out), form.unit, annotations_only(dataset), missing=missing.tolist())
     with lock(out):
         left = [
             name
@@ -162,7 +167,7 @@ def export(
             summary.add(name, record.written[name], skipped=True)
         if left:
             record.begin({name: contents[name] for name in left})
-        total = sum(int(table.jpg_bytes[parts[name]].sum(dtype=np.int64)) for name in left)
+        total = sum(int(sample_bytes(table, parts[name]).sum()) for name in left)
         tasks: list[_Task] = [(root, out, form, name, parts[name], link_from) for name in left]
         with bar(total, "export", "B", quiet) as progress:
             _run(tasks, workers, record, summary, progress, supervise)
@@ -211,6 +216,15 @@ def _run(
     finally:
         events.close()
         remove_temporary(record.out)
+
+
+def _without_images(form: Format, dataset: Dataset) -> Format:
+    found = form.without_images()
+    if found is None:
+        check_images(
+            dataset, "an export in this format", "export the annotations with --to coco or --to folders, or "
+        )
+    return found or form
 
 
 def _error_of(failure: Failure) -> Exception:

@@ -71,6 +71,10 @@ class Format:
         """
         refuse_scaled(dataset)
 
+    def without_images(self) -> "Format | None":
+        """The format for a dataset directory without images; None: the format needs images."""
+        return None
+
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         """Names and rows of the parts; by default at most 1024 images of one source, `sa_000020-0000`, ...
 

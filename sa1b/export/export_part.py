@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from sa1b.export.export_format import Format, Rows
 from sa1b.export.export_record import Written
@@ -26,6 +27,11 @@ def content_digest(table: SampleTable, rows: Rows, identity: str) -> str:
     return digest.hexdigest()
 
 
+def sample_bytes(table: SampleTable, rows: Rows) -> npt.NDArray[np.int64]:
+    """Stored bytes of image and mask record of some rows, int64 [N]; an export reports progress in them."""
+    return table.jpg_bytes[rows].astype(np.int64) + table.masks_bytes[rows]
+
+
 @dataclass(slots=True)
 class _Samples:
     """The samples of a part, counted while they are read."""
@@ -38,12 +44,13 @@ class _Samples:
 
     def __iter__(self) -> Iterator[Sample]:
         done = 0
-        for sample in self.dataset.samples(self.rows.tolist()):
+        sizes = sample_bytes(self.dataset.table, self.rows).tolist()
+        for sample, size in zip(self.dataset.samples(self.rows.tolist()), sizes, strict=True):
             yield sample
             self.masks += len(sample.annotations)
             if not len(sample.annotations):
                 self.without_masks.append(sample.image_id)
-            done += len(sample.jpeg)
+            done += size
             if done >= _REPORT_BYTES:
                 self.report(done)
                 done = 0
@@ -70,7 +77,7 @@ def write_part(
         name: name of the part.
         rows: rows of the sample table, int64 [N], in the order of the part.
         link_from: folder of an earlier export, see PartFiles.
-        report: called with the bytes of images written since the last call.
+        report: called with the bytes of the samples that were read since the last call.
 
     Raises:
         ShardError: a sample is damaged, or cannot be written in this format.

@@ -12,7 +12,7 @@ reads. Their lists leave out images without masks, which cannot be trained on th
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +39,11 @@ class _Pairs(Format):
         """Whether the folders depend on the source."""
         return False
 
+    @property
+    def has_images(self) -> bool:
+        """Whether to write the JPEGs."""
+        return True
+
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         return _parts(dataset, rows, by_source=self.by_source)
 
@@ -52,20 +57,35 @@ class _Pairs(Format):
             f"{folder}/{member_name(image_id, ending)}"
             for image_id in ids.tolist()
             for folder, ending in ((images, "jpg"), (annotations, "json"))
+            if self.has_images or ending == "json"
         ]
 
     def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
         images, annotations = self.folders(part)
         for sample in samples:
-            files.write(f"{images}/{member_name(sample.image_id, 'jpg')}", sample.jpeg)
+            if self.has_images:
+                files.write(f"{images}/{member_name(sample.image_id, 'jpg')}", sample.jpeg)
             files.write(f"{annotations}/{member_name(sample.image_id, 'json')}", annotation_text(sample))
 
 
 @dataclass(frozen=True)
 class Folders(_Pairs):
-    """Images and annotation files in folders, those of each source together or all together."""
+    """Images and annotation files in folders, those of each source together or all together.
+
+    Attributes:
+        layout: folders for each source, or two for all.
+        annotations_only: write no JPEGs.
+    """
 
     layout: Layout = "by-source"
+    annotations_only: bool = field(default=False, repr=False)  # the content of a part differs with it
+
+    @property
+    def has_images(self) -> bool:
+        return not self.annotations_only
+
+    def without_images(self) -> Format:
+        return replace(self, annotations_only=True)
 
     @property
     def by_source(self) -> bool:

@@ -27,6 +27,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.index_reader import index_file
 from sa1b.shards.sample_read import location_in_shard, submit
 from sa1b.shards.shard import index_path
+from sa1b.shards.without_images import check_images
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
 from sa1b.sources.tar_reader import is_tar
@@ -103,6 +104,7 @@ def _advance(progress: Bar) -> Callable[[int], None]:
 
 def _dataset(root: Path | str, choice: Choice, progress: Bar, survey_all: bool) -> Gathered:
     dataset = Dataset(root)
+    check_images(dataset, "a gallery")
     table, document = dataset.table, dataset.manifest
     totals, options = document["totals"], document["options"]
     part = np.arange(len(table)) if choice.images is None else _rows(table.image_id, choice.images)

@@ -10,6 +10,8 @@ from sa1b.sources.pairing import MemberPair
 def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:
     """Parse both members, compare them, and scale the image down if `options.image_size` is set.
 
+    With `options.annotations_only`, the image is checked too, and the pair to store has none.
+
     Args:
         members: the JPEG and the JSON of one image.
         options: options of the dataset.
@@ -30,7 +32,9 @@ def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:
     jpeg.check_length(frame)
     if options.decode_images:
         jpeg.decode(data)
-    if options.image_size is not None:
+    if options.annotations_only:
+        data, height, width = b"", 0, 0
+    elif options.image_size is not None:
         data, height, width = jpeg.scale_down(data, frame, options.image_size, options.quality or 95)
     if frame.trailing_bytes:
         message = f"{frame.trailing_bytes:,} bytes after the end of the JPEG"

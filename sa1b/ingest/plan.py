@@ -45,6 +45,7 @@ class Plan:
         not_taken: number of files that are not sources.
         bytes: of the sources that are left.
         original, resized: space without and with re-encoding.
+        annotations_only: the conversion stores no images.
         is_local: `out` is a folder.
         scratch: folder whose free space counts.
         free: bytes free there; None if `out` is None.
@@ -63,6 +64,7 @@ class Plan:
     bytes: int
     original: Space
     resized: Space
+    annotations_only: bool = False
     is_local: bool = True
     scratch: str = ""
     free: int | None = None
@@ -97,6 +99,7 @@ class Plan:
             "failed": self.failed,
             "not_taken": self.not_taken,
             "bytes_to_read": self.bytes,
+            "annotations_only": self.annotations_only,
             "shard_bytes": self.original.shards,
             "image_size": self.image_size,
             "shard_bytes_with_image_size": self.resized.shards,
@@ -119,11 +122,13 @@ class Plan:
         if self.failed:
             state.append(f"{len(self.failed):,} whose link does not work")
         space = self.resized if self.resizes else self.original
-        resized = f"with --image-size {self.image_size}"
+        resized = f"; with --image-size {self.image_size} {_size(self.resized.shards)}"
+        if self.annotations_only:
+            resized = " without images"
         rows = [
             ("sources", f"{len(self.sources):,}: {', '.join(state)}"),
             ("to read", _size(self.bytes)),
-            ("shards", f"{_size(self.original.shards)}; {resized} {_size(self.resized.shards)}"),
+            ("shards", f"{_size(self.original.shards)}{resized}"),
             ("spill", f"{_size(space.spill)} for {counted(self.workers, 'worker')}"),
         ]
         if not self.is_local:
@@ -156,6 +161,7 @@ def plan(
     root: Root | None,
     *,
     image_size: int | None = None,
+    annotations_only: bool = False,
     workers: int = 1,
     rate: float | None = None,
     ignore: Sequence[str] = (),
@@ -168,6 +174,7 @@ def plan(
         links: links to further sources; their sizes are requested.
         root: dataset directory, which need not exist; None: none.
         image_size: longer side of re-encoded images in pixels; None: images keep their bytes.
+        annotations_only: images are not stored.
         workers: worker processes.
         rate: bytes per second at which the sources can be read.
         ignore: patterns of files that are left out.
@@ -182,10 +189,15 @@ def plan(
     discovered = admitted(paths, {}, own, ignore) if paths else Discovered()
     local, remote = by_name(discovered, links)
     tasks = {} if store is None else read_tasks(store)
-    options = Options(image_size=image_size, quality=None if image_size is None else 95)
+    options = Options(
+        image_size=image_size,
+        quality=None if image_size is None else 95,
+        annotations_only=annotations_only,
+    )
     if store is not None and tasks:
         used = next(iter(tasks.values())).options
-        check_options(store, tasks, replace(used, image_size=image_size, quality=used.quality))
+        asked = replace(used, image_size=image_size, quality=used.quality, annotations_only=annotations_only)
+        check_options(store, tasks, asked)
     known = {
         name: (int(task.source["size"]), int(task.source["mtime_ns"]))
         for name, task in tasks.items()
@@ -216,6 +228,7 @@ def plan(
         sum(one.size for one in left),
         needed_space(left, replace(options, image_size=None, quality=None), workers),
         needed_space(left, replace(options, image_size=size, quality=95), workers),
+        annotations_only,
     )
     if store is not None:
         _add_disk(found, store)

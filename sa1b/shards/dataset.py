@@ -13,13 +13,14 @@ import numpy as np
 
 from sa1b.arguments import path as check_path
 from sa1b.arguments import whole_number
-from sa1b.console import command
+from sa1b.console import command, counted
 from sa1b.errors import ManifestError, TableError
 from sa1b.shards import manifest
 from sa1b.shards.display import SHEET_DEADLINE, SHEET_IMAGES, Displayed, contact_sheet, size_text
 from sa1b.shards.sample import Sample
 from sa1b.shards.sample_read import PendingRead, location_of, submit
 from sa1b.shards.sample_table import SampleTable, is_intact, open_table
+from sa1b.shards.without_images import annotations_only
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import MissingError, ReplacedError
 from sa1b.storage.range_cache import RangeCache, StoredObject, open_cache
@@ -128,8 +129,8 @@ class Dataset(Displayed):
         totals = self.manifest.get("totals", {})  # an early version wrote none
         if {"masks", "shard_bytes"} <= totals.keys():
             counts += [f"{totals['masks']:,} masks", size_text(totals["shard_bytes"])]
-        shards = f"{len(self.shards):,} shard{'' if len(self.shards) == 1 else 's'}"
-        shown = f"Dataset({str(self.root)!r}: {', '.join(counts)} in {shards}"
+        counts += ["annotations only"] * annotations_only(self)
+        shown = f"Dataset({str(self.root)!r}: {', '.join(counts)} in {counted(len(self.shards), 'shard')}"
         return f"{shown}; {self.lacks()})" if self.lacks() else f"{shown})"
 
     def _preview(self) -> "Image":
@@ -152,8 +153,7 @@ class Dataset(Displayed):
         for names, what in ((sorted(self.failed), "failed"), (self.pending, "pending")):
             if names:
                 shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-                noun = "source" if len(names) == 1 else "sources"
-                parts.append(f"{len(names):,} {noun} {what} ({shown})")
+                parts.append(f"{counted(len(names), 'source')} {what} ({shown})")
         return "partial: " + ", ".join(parts) if parts else ""
 
     def __len__(self) -> int:

@@ -106,6 +106,7 @@ _OPTIONS = _object(
         "keep_json": _FLAG,
         "index_runs": _FLAG,
         "decode_images": _FLAG,
+        "annotations_only": _FLAG,
     },
 )
 _LARGEST = _object(dict.fromkeys(("masks", "runs", "rle_bytes", "jpg_bytes", "masks_bytes"), _COUNT))

@@ -64,6 +64,8 @@ class Options:
         keep_json: the shards also contain the annotation files verbatim.
         index_runs: the index holds the decoded masks.
         decode_images: every JPEG was decoded, and refused where that failed.
+        annotations_only: the shards contain no images. In documents only if it is True, so that the bytes of
+            other directories do not depend on it.
     """
 
     images_per_shard: int = 1024
@@ -72,6 +74,14 @@ class Options:
     keep_json: bool = False
     index_runs: bool = True
     decode_images: bool = False
+    annotations_only: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """The options as in dataset.json and task files."""
+        fields = asdict(self)
+        if not self.annotations_only:
+            del fields["annotations_only"]
+        return fields
 
     def flags(self) -> dict[str, str]:
         """Field -> the flag that sets it so, as typed on reshard's command line."""
@@ -82,6 +92,7 @@ class Options:
             "keep_json": "--keep-json" if self.keep_json else "no --keep-json",
             "decode_images": "--decode-images" if self.decode_images else "no --decode-images",
             "index_runs": "masks in the index (no --no-index-runs)" if self.index_runs else "--no-index-runs",
+            "annotations_only": "--annotations-only" if self.annotations_only else "no --annotations-only",
         }
 
     def difference(self, other: "Options") -> tuple[str, str] | None:
@@ -143,7 +154,7 @@ def write_task(root: Root, task: Task) -> None:
 
 
 def _document(task: Task) -> dict[str, Any]:
-    document = asdict(task)
+    document = asdict(task) | {"options": task.options.document()}
     if task.samples is None:
         del document["samples"]
     return document
@@ -295,7 +306,7 @@ def dataset_document(
         {
             "format": FORMAT,
             "versions": first.versions,
-            "options": asdict(first.options),
+            "options": first.options.document(),
             "sources": {name: task_digest(task) for name, task in sorted(tasks.items())},
             "totals": {
                 "images": sum(shard.images for shard in shards),

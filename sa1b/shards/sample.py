@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.arguments import whole_number
+from sa1b.console import command
+from sa1b.errors import UsageError
 from sa1b.masks import raster
 from sa1b.masks.runs import Runs
 from sa1b.names import image_name
@@ -23,7 +25,7 @@ class Sample(display.Displayed):
 
     Attributes:
         image_id: the number in `sa_<id>.jpg`.
-        jpeg: the bytes of `sa_<id>.jpg`.
+        jpeg: the bytes of `sa_<id>.jpg`; empty if the shards were made with --annotations-only.
         annotations: all masks with all their numbers, in pixels of the source image.
         shard: name of the shard.
         offset: offset of the JPEG's content in the shard, in bytes.
@@ -37,9 +39,10 @@ class Sample(display.Displayed):
 
     def __repr__(self) -> str:
         found = self.annotations
+        image = f"JPEG of {len(self.jpeg):,} bytes" if self.jpeg else "no JPEG"
         return (
             f"Sample({self.image_id}: {len(found):,} masks, {found.width} x {found.height} pixels, "
-            f"JPEG of {len(self.jpeg):,} bytes in {self.shard!r} at offset {self.offset:,})"
+            f"{image} in {self.shard!r} at offset {self.offset:,})"
         )
 
     @property
@@ -50,7 +53,9 @@ class Sample(display.Displayed):
 
         Raises:
             BadSample: the JPEG does not decode.
+            UsageError: the shards were made with --annotations-only.
         """
+        self._check_image()
         return jpeg.decode(self.jpeg)
 
     @property
@@ -59,6 +64,7 @@ class Sample(display.Displayed):
 
         Raises:
             BadSample: the JPEG does not decode.
+            UsageError: the shards were made with --annotations-only.
         """
         from PIL import Image
 
@@ -102,12 +108,14 @@ class Sample(display.Displayed):
         Raises:
             ValueError: max_side is not an integer of at least 1, or an index in `masks` is outside the masks.
             BadSample: the JPEG does not decode.
+            UsageError: the shards were made with --annotations-only.
         """
         from PIL import Image
 
         from sa1b.shards.overlay import decode_for_display, overlay
 
         max_side = whole_number("max_side", max_side, 1)
+        self._check_image()
         runs = self.runs
         if masks is not None:
             try:
@@ -127,10 +135,19 @@ class Sample(display.Displayed):
             max_side: as for `overlay`.
 
         Raises:
-            UsageError: this machine has no display or no image viewer.
+            UsageError: this machine has no display or no image viewer, or as for `overlay`.
             ValueError, BadSample: as for `overlay`.
         """
         display.show(self.overlay(masks, max_side), image_name(self.image_id))
+
+    def _check_image(self) -> None:
+        """Raise UsageError if the shard contains no image."""
+        if not self.jpeg:
+            raise UsageError(
+                f"{image_name(self.image_id)}: {self.shard} has annotations only and no images "
+                f"(--annotations-only); convert its source with `{command('reshard')}` to another --out, "
+                "without that flag"
+            )
 
     def _preview(self) -> "Image":
         return display.preview(lambda: self, display.SAMPLE_SIDE)[0]

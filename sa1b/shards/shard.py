@@ -1,8 +1,9 @@
 """A shard: a plain tar of pairs of an image and its mask record, and the index of the tar.
 
 Members are USTAR, in the order in which pairs are added: `sa_<id>.jpg`, `sa_<id>.masks`, and with keep_json
-`sa_<id>.json`. One read from the content of the JPEG to the end of the masks is a training sample. All header
-fields that could differ between two runs (times, owners) are fixed.
+`sa_<id>.json`. With annotations_only, there is no `sa_<id>.jpg`. One read from the content of the JPEG to the
+end of the masks is a training sample. All header fields that could differ between two runs (times, owners)
+are fixed.
 """
 
 import contextlib
@@ -38,8 +39,8 @@ class Pair:
     """One image, ready to be stored.
 
     Attributes:
-        jpeg: the bytes to store.
-        height, width: pixels of that JPEG.
+        jpeg: the bytes to store; empty: the shard gets no image.
+        height, width: pixels of that JPEG; 0 if it is empty.
         annotations, runs: annotations and masks of the source image.
         text: the annotation file to store verbatim, or None.
         warnings: reason -> warning about an odd value; not stored in the shard.
@@ -69,7 +70,11 @@ class ShardWriter:
         annotations = pair.annotations
         masks = record.encode(annotations)
         image_id = annotations.image_id
-        jpg_offset = self._member(member_name(image_id, "jpg"), pair.jpeg)
+        # Without an image, its empty content is at the header of the masks. So the masks begin where they do
+        # after a JPEG, and one read from the offset returns the sample.
+        jpg_offset = int(self._tar.offset)
+        if pair.jpeg:
+            jpg_offset = self._member(member_name(image_id, "jpg"), pair.jpeg)
         masks_offset = self._member(member_name(image_id, "masks"), masks)
         if pair.text is not None:
             self._member(member_name(image_id, "json"), pair.text)

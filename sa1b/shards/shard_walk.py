@@ -31,7 +31,7 @@ from sa1b.sources.tar_stream import BLOCK, parse_header
 _MAX_MEMBER_BYTES = (
     64 << 20
 )  # twice the limit of ingest: a larger size is damage, and no memory is allocated for it
-_ORDER = (["jpg", "masks"], ["jpg", "masks", "json"])
+_ORDER = (["jpg", "masks"], ["jpg", "masks", "json"], ["masks"], ["masks", "json"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,10 @@ class StoredMember:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredImage:
-    """The members of one image; `json` is None unless the shard was made with --keep-json."""
+    """The members of one image; `json` is None unless the shard was made with --keep-json.
+
+    In a shard without images, `jpg` is empty and its offset is that of the header of the masks.
+    """
 
     image_id: int
     jpg: StoredMember
@@ -88,9 +91,11 @@ def walk_shard(
         read = _Reads(shard, file, digest, progress)
         members: dict[str, StoredMember] = {}
         image_id, start = -1, 0
+        first = ""  # ending of the first member of every image: jpg, or masks in a shard without images
         while (found := read.member()) is not None:
             offset, member_id, ending, member = found
-            if ending == "jpg" and members:
+            first = first or ending
+            if ending == first and members:
                 yield _image(shard, image_id, members, start)
                 members = {}
             if not members:
@@ -111,7 +116,7 @@ def index_row(shard: Path, image: StoredImage) -> Row:
     """
     jpg, masks = image.jpg, image.masks
     try:
-        frame = jpeg.frame(jpg.data)
+        frame = jpeg.frame(jpg.data) if jpg.data else None
         annotations = record.decode(masks.data)
         runs = annotations.runs()
     except (BadSample, RecordError, MaskError) as error:
@@ -122,8 +127,8 @@ def index_row(shard: Path, image: StoredImage) -> Row:
     return Row(
         annotations=annotations,
         runs=runs,
-        image_height=frame.height,
-        image_width=frame.width,
+        image_height=0 if frame is None else frame.height,
+        image_width=0 if frame is None else frame.width,
         jpg_offset=jpg.offset,
         jpg_bytes=len(jpg.data),
         masks_offset=masks.offset,
@@ -142,7 +147,9 @@ def _image(shard: Path, image_id: int, members: dict[str, StoredMember], start: 
     if list(members) not in _ORDER:
         names = ", ".join(member_name(image_id, ending) for ending in members)
         raise damaged(shard, start, f"{names}: not one image's jpg, masks and, where kept, json")
-    return StoredImage(image_id, members["jpg"], members["masks"], members.get("json"))
+    masks = members["masks"]
+    jpg = members.get("jpg", StoredMember(masks.offset - BLOCK, b"", 0))
+    return StoredImage(image_id, jpg, masks, members.get("json"))
 
 
 class _Reads:

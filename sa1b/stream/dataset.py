@@ -28,6 +28,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.arguments import number, path, whole_number
 from sa1b.shards.dataset import Dataset, check_cache
+from sa1b.shards.without_images import check_images
 from sa1b.stream.batch import Batch
 from sa1b.stream.buffers import fresh
 from sa1b.stream.columns import open_columns, warn_of_missing
@@ -184,6 +185,7 @@ class Stream(IterableDataset[Batch]):
             )
             if self.dataset.lacks():
                 warnings.warn(f"{self.dataset.root} is {self.dataset.lacks()}", stacklevel=2)
+        check_images(self.dataset, "a stream")
         self.root = self.dataset.root
         self.view = open_view(self.dataset.reader, self.dataset.table, view)
         if block_size > 1:

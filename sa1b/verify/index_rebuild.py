@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class RebuiltIndex:
         keep_json: whether the shard contains annotation files: [True], [False], or both.
         scaled: longer sides, in pixels, of images stored smaller than their annotations say.
         quality: JPEG quality of the first of those images; None if there are none or it is unknown.
+        annotations_only: whether the shard has no images: [True], [False], or both.
         resumed: an interrupted rebuild built the index.
     """
 
@@ -38,6 +39,7 @@ class RebuiltIndex:
     keep_json: list[bool]
     scaled: list[int]
     quality: int | None
+    annotations_only: list[bool] = field(default_factory=lambda: [False])
     resumed: bool = False
 
     def document(self) -> dict[str, Any]:
@@ -72,6 +74,7 @@ def rebuild_index(
     images = masks = jpg_bytes = 0
     largest = Largest()
     keep_json: set[bool] = set()
+    annotations_only: set[bool] = set()
     scaled: set[int] = set()
     quality = None
     try:
@@ -83,7 +86,11 @@ def rebuild_index(
             jpg_bytes += row.jpg_bytes
             largest.see(row)
             keep_json.add(image.json is not None)
-            if (row.image_height, row.image_width) != (row.annotations.height, row.annotations.width):
+            annotations_only.add(not image.jpg.data)
+            if image.jpg.data and (row.image_height, row.image_width) != (
+                row.annotations.height,
+                row.annotations.width,
+            ):
                 quality = quality if scaled else jpeg_quality(image.jpg.data)
                 scaled.add(max(row.image_height, row.image_width))
         writer.close()
@@ -108,7 +115,9 @@ def rebuild_index(
                 f"`{command('reshard')}` again with its source"
             ) from None
         raise
-    return RebuiltIndex(info, jpg_bytes, largest.values, sorted(keep_json), sorted(scaled), quality)
+    return RebuiltIndex(
+        info, jpg_bytes, largest.values, sorted(keep_json), sorted(scaled), quality, sorted(annotations_only)
+    )
 
 
 def jpeg_quality(data: bytes) -> int | None:

@@ -37,7 +37,7 @@ class ExpectedShard:
         source: name of its source; None if unknown.
         table: file name of the sample table; None if it cannot be compared with the shard.
         number: the shard's number in that table.
-        keep_json, index_runs: options of the dataset; None if unknown.
+        keep_json, index_runs, annotations_only: options of the dataset; None if unknown.
     """
 
     info: ShardInfo
@@ -46,6 +46,7 @@ class ExpectedShard:
     number: int = 0
     keep_json: bool | None = None
     index_runs: bool | None = None
+    annotations_only: bool | None = None
 
 
 @dataclass(slots=True)

@@ -95,7 +95,13 @@ def _options(lost: dict[str, list[RebuiltIndex]], index_runs: bool) -> Options:
     full = {shard.info.images for source in lost.values() for shard in source[:-1]}
     scaled = set[int]().union(*(shard.scaled for shard in shards))
     keep_json = set[bool]().union(*(shard.keep_json for shard in shards))
-    for what, values in (("images in full shards", full), ("image sizes", scaled), ("keep_json", keep_json)):
+    only = set[bool]().union(*(shard.annotations_only for shard in shards))
+    for what, values in (
+        ("images in full shards", full),
+        ("image sizes", scaled),
+        ("keep_json", keep_json),
+        ("annotations_only", only),
+    ):
         if len(values) > 1:
             found = ", ".join(map(str, sorted(values)))
             raise ManifestError(
@@ -110,4 +116,5 @@ def _options(lost: dict[str, list[RebuiltIndex]], index_runs: bool) -> Options:
         quality=quality,
         keep_json=keep_json == {True},
         index_runs=index_runs,
+        annotations_only=only == {True},
     )

@@ -105,6 +105,7 @@ class RootCheck:
                     number=numbers.get(name, 0),
                     keep_json=None if options is None else options.keep_json,
                     index_runs=None if options is None else options.index_runs,
+                    annotations_only=None if options is None else options.annotations_only,
                 )
             )
         return found

@@ -71,6 +71,8 @@ class _ShardCheck:
             find=self._find,
             find_index=self._find_index,
         )
+        # Ending of the first member of every image; None: not known before a member is read.
+        self.first = {True: "masks", False: "jpg", None: None}[expected.annotations_only]
         self.seen: set[tuple[int, str]] = set()
         self.last: tuple[int, str] | None = None  # the previous member; None after damage
         self.end: int | None = 0  # expected offset of the next header; None after damage
@@ -156,7 +158,7 @@ class _ShardCheck:
         lost = [
             image_id
             for image_id in self.locations.image_ids()
-            for ending in ("jpg", "masks")
+            for ending in self._endings()
             for place in self.locations.find(image_id, ending).values()
             if damage.offset <= place.offset - BLOCK < end
         ]
@@ -179,6 +181,8 @@ class _ShardCheck:
             self._find(
                 "padding", f"bytes after {member.name} are not zero", self.end - len(padding), image_id
             )
+        if self.first is None:  # the options are unknown
+            self.first = "masks" if ending == "masks" else "jpg"
         self._order(image_id, ending, member.offset)
         if (image_id, ending) in self.seen:
             self._find("duplicate", f"a second {member.name}", member.offset, image_id)
@@ -186,8 +190,25 @@ class _ShardCheck:
         self.seen.add((image_id, ending))
         if ending == "json" or self._content(image_id, ending, member):
             self.content.member(ending, member.data, member.offset + BLOCK, image_id)
-        if {(image_id, "jpg"), (image_id, "masks")} <= self.seen and ending != "json":
+        if ending == self.first == "masks":
+            self._without_image(image_id, member.offset)
+        if self._complete(image_id) and ending != "json":
             self.result.images += 1
+
+    def _endings(self) -> tuple[str, ...]:
+        """The endings of the members of an image that index and table refer to."""
+        return ("masks",) if self.first == "masks" else ("jpg", "masks")
+
+    def _complete(self, image_id: int) -> bool:
+        return all((image_id, ending) in self.seen for ending in self._endings())
+
+    def _without_image(self, image_id: int, offset: int) -> None:
+        """Index and table have an empty image at the header of the masks."""
+        found = MemberLocation(offset, 0, 0)
+        for file, place in self.locations.find(image_id, "jpg").items():
+            if message := _differences("jpg", place, found):
+                kind = "table_row" if file == self.locations.table_file else "index_row"
+                self._find(kind, message, offset, image_id, file)
 
     def _header(self, member: Member, header: bytes, image_id: int) -> None:
         expected = member_header(member.name, len(member.data))
@@ -203,15 +224,16 @@ class _ShardCheck:
 
     def _order(self, image_id: int, ending: str, offset: int) -> None:
         """jpg, masks, then json with --keep-json; nothing between them."""
-        after_masks = {True: ["json"], False: ["jpg"], None: ["jpg", "json"]}[self.expected.keep_json]
+        first = self.first or "jpg"
+        after_masks = {True: ["json"], False: [first], None: [first, "json"]}[self.expected.keep_json]
         if self.last is None:
-            where, expected = "at the start", ["jpg"]
-            fits = ending == "jpg" or offset > 0  # after damage anything may come first
+            where, expected = "at the start", [first]
+            fits = ending == first or offset > 0  # after damage anything may come first
         else:
             last_id, last = self.last
             where = f"after {member_name(last_id, last)}"
-            expected = {"jpg": ["masks"], "masks": after_masks, "json": ["jpg"]}[last]
-            fits = ending in expected and (ending == "jpg") == (image_id != last_id)
+            expected = {"jpg": ["masks"], "masks": after_masks, "json": [first]}[last]
+            fits = ending in expected and (ending == first) == (image_id != last_id)
         self.last = (image_id, ending)
         if not fits:
             message = f"{member_name(image_id, ending)} is {where}, where a {' or '.join(expected)} belongs"
@@ -222,7 +244,7 @@ class _ShardCheck:
         data, offset = member.data, member.offset + BLOCK
         found = MemberLocation(offset, len(data), google_crc32c.value(data))
         locations = self.locations.find(image_id, ending)
-        if not {(image_id, "jpg"), (image_id, "masks")} <= self.seen:  # reported once for an image
+        if not self._complete(image_id) or self.first == "masks":  # reported once for an image
             if self.locations.index is not None and image_id not in self.locations.rows:
                 self._find_index("index_row_missing", "no row for this image", offset, image_id)
             if self.locations.table is not None and image_id not in self.locations.table:
@@ -247,13 +269,13 @@ class _ShardCheck:
     def _missing(self) -> None:
         """Members of the index or the sample table that the tar lacks."""
         for image_id in self.locations.image_ids():
-            absent = [ending for ending in ("jpg", "masks") if (image_id, ending) not in self.seen]
+            absent = [ending for ending in self._endings() if (image_id, ending) not in self.seen]
             if not absent:
                 continue
             locations = self.locations.find(image_id, absent[0])
             offset = next(iter(locations.values())).offset
             if (
-                len(absent) == 2
+                len(absent) == len(self._endings())
                 and len(locations) == 1
                 and self.locations.index is not None
                 and self.locations.table is not None
@@ -262,7 +284,7 @@ class _ShardCheck:
                 kind = "table_row_extra" if file == self.locations.table_file else "index_row_extra"
                 self._find(kind, "a row for an image that no other file contains", offset, image_id, file)
                 continue
-            kind = "pair_missing" if len(absent) == 2 else f"{absent[0]}_missing"
+            kind = "pair_missing" if len(absent) == len(self._endings()) else f"{absent[0]}_missing"
             what = " and ".join(member_name(image_id, ending) for ending in absent)
             self._find(
                 kind, f"{what} missing in the tar, listed in {' and '.join(locations)}", offset, image_id

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sa1b.errors import ManifestError
@@ -162,8 +162,8 @@ def _problem(raw: bytes, name: str, task: Task) -> str | None:
         return "not the bytes that are written for its content"
     if task.name != name:
         return f"belongs to the source {task.name!r}"
-    if document["options"] != asdict(task.options):
-        return f"options are {', '.join(document['options'])}; expected {', '.join(asdict(task.options))}"
+    if document["options"] != (options := task.options.document()):
+        return f"options are {', '.join(document['options'])}; expected {', '.join(options)}"
     if not document["versions"].keys() >= manifest.versions().keys():
         return f"versions are those of {', '.join(document['versions'])}"
     strangers = [shard.name for shard in task.shards if not is_shard_of(shard.name, name)]

@@ -22,6 +22,7 @@ from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import no_dataset
+from sa1b.shards.without_images import check_images
 from sa1b.storage.store import open_store
 from sa1b.views.index_scan import scan
 from sa1b.views.predicate import image_predicate, mask_predicate
@@ -29,6 +30,7 @@ from sa1b.views.view import View, write_view
 from sa1b.views.view_document import check_free, check_name, document_path, view_target
 
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+_STORED_IMAGE = {"image_width", "image_height", "jpg_bytes"}  # 0 in directories without images
 _COUNTS = ("masks", "of_masks", "without_masks")
 Ids = npt.NDArray[np.uint64]
 
@@ -165,6 +167,12 @@ def select(
         raise UsageError(f"--out {out}: is a file; name a folder, or a path that ends with .json")
     store = open_store(root)
     dataset = Dataset(root)
+    if images_where is not None and (fields := images_where.fields & _STORED_IMAGE):
+        check_images(
+            dataset,
+            f"--images-where with {' and '.join(sorted(fields))}",
+            "use width and height, which are those of the source images, or ",
+        )
     if scanned:  # the selection takes minutes, so a target that cannot be written is refused first
         views = view_target(store, out).views()
         again = selection.flags(), dataset.table.ids_digest  # the view of an earlier, equal selection

@@ -116,6 +116,7 @@ ROOTS = {  # the options of reshard
     "no_index_runs": Options(images_per_shard=5, index_runs=False),
     "keep_json": Options(images_per_shard=5, keep_json=True),
     "image_size": Options(images_per_shard=5, image_size=32, quality=80),
+    "annotations_only": Options(images_per_shard=5, annotations_only=True),
 }
 
 
