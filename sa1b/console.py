@@ -222,7 +222,14 @@ _FORMS = (
 
 
 def _named(rows: list[str]) -> list[str]:
-    return [row.strip() for row in rows if re.match(r" {4}\S", row)]
+    names: list[str] = []
+    for row in rows:
+        if re.match(r" {4}\S", row):
+            if names and names[-1].count("{") > names[-1].count("}"):  # choices that tyro broke into rows
+                names[-1] += row.strip()
+            else:
+                names.append(row.strip())
+    return names
 
 
 def _check_flags(main: Callable[..., int], words: Sequence[str], prog: str | None) -> None:

@@ -103,7 +103,8 @@ def main(
             `sa1b.Stream(join=)`. May be repeated.
         link_from: For formats with a file for each image: folder of an earlier export. Files with the same
             path and bytes there become hard links, which take no space.
-        overwrite: Replace existing files, also complete ones. Other files in the folder are kept.
+        overwrite: Replace existing files, also complete ones. For webdataset and parquet, also remove those
+            of an earlier export. Other files in the folder are kept.
         workers: Workers, each with one part at a time. The bytes do not depend on the number. By default 1;
             with Ray one for each CPU of the cluster.
         json_output: Print the summary as JSON, without progress.

@@ -49,6 +49,11 @@ class Coco(Format):
     annotations_only: bool = field(default=False, repr=False)  # the content of a part differs with it
 
     @property
+    def kind(self) -> str:
+        number = self.images_per_file
+        return "coco" if number is None else f"coco --images-per-file {number}"
+
+    @property
     def lists(self) -> tuple[str, ...]:
         return (JOINED,) if self.images_per_file is None else ()
 

@@ -51,6 +51,7 @@ class ExportSummary:
         missing: ids of --ids that the dataset lacks.
         images, masks, bytes: totals over all complete parts; bytes are file sizes.
         bytes_written: bytes of the parts that this run wrote.
+        linked: number of files that are hard links to files of the export `link_from`; None without it.
     """
 
     out: str
@@ -65,6 +66,7 @@ class ExportSummary:
     masks: int = 0
     bytes: int = 0
     bytes_written: int = 0
+    linked: int | None = None
 
     def add(self, name: str, written: Written, *, skipped: bool) -> None:
         """Count one part."""
@@ -72,6 +74,8 @@ class ExportSummary:
         self.images += written.images
         self.masks += written.masks
         self.bytes += written.bytes
+        if self.linked is not None:
+            self.linked += written.linked
         if skipped:
             self.skipped.append(name)
         else:
@@ -95,6 +99,8 @@ class ExportSummary:
             f"  masks   {self.masks:,}",
             f"  bytes   {self.bytes:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s)",
         ]
+        if self.linked is not None:
+            lines.append(f"  linked  {counted(self.linked, 'file')}")
         if self.missing:
             missing = listing(np.array(self.missing, np.uint64))
             lines.append(f"missing: {missing}; --json prints all of them")
@@ -132,8 +138,8 @@ def export(
         supervise: runs the workers.
 
     Raises:
-        UsageError: the format refuses the dataset, `out` is a dataset directory, no image is left, or a file
-            exists that is not part of this export. Nothing was written.
+        UsageError: the format refuses the dataset, `out` is in a dataset directory, no image is left, or
+            `out` has another export or a file that is not part of this one. Nothing was written.
         ShardError: a sample is damaged, or cannot be written in this format; the other parts are complete.
         ManifestError: `root` has no readable dataset.
         OSError: the disk is full or fails; complete parts are kept.
@@ -146,17 +152,24 @@ def export(
     if annotations_only(dataset):
         form = _without_images(form, dataset)
     form.check(dataset)
-    if (out / DATASET).exists():
-        raise UsageError(f"--out {out}: a dataset directory; name another folder for the export")
+    _check_out(out)
     _check_link_from(link_from)
     chosen, missing = _chosen(dataset, ids, images)
     parts = dict(form.parts(dataset, chosen))
     contents = {name: content_digest(table, rows, form.identity) for name, rows in parts.items()}
     record = read_record(out)
+    others = _parts_of_another_export(record, form, contents)
     if not overwrite:
+        _refuse_parts(record, others)
         _refuse_existing(record, form, contents, {name: table.image_id[rows] for name, rows in parts.items()})
     out.mkdir(parents=True, exist_ok=True)
-    summary = ExportSummary(str(out), form.unit, annotations_only(dataset), missing=missing.tolist())
+    summary = ExportSummary(
+        str(out),
+        form.unit,
+        annotations_only(dataset),
+        missing=missing.tolist(),
+        linked=None if link_from is None else 0,
+    )
     with lock(out):
         left = [
             name
@@ -165,8 +178,10 @@ def export(
         ]
         for name in parts.keys() - set(left):
             summary.add(name, record.written[name], skipped=True)
+        for name in others:
+            record.remove(name, form.paths(name, table.image_id[:0]))
         if left:
-            record.begin({name: contents[name] for name in left})
+            record.begin(form.kind, {name: contents[name] for name in left})
         total = sum(int(sample_bytes(table, parts[name]).sum()) for name in left)
         tasks: list[_Task] = [(root, out, form, name, parts[name], link_from) for name in left]
         with bar(total, "export", "B", quiet) as progress:
@@ -179,9 +194,9 @@ def export(
     if summary.failed:
         name, why = min(summary.failed.items())
         more, unit = len(summary.failed) - 1, form.unit
-        others = f" ({more:,} other {unit}s failed too)" if more else ""
+        failed = f" ({counted(more, f'other {unit}')} failed too)" if more else ""
         raise ShardError(
-            f"{out / name}: {why}{others}; {counted(len(summary.parts), unit)} complete; repair {root} and "
+            f"{out / name}: {why}{failed}; {counted(len(summary.parts), unit)} complete; repair {root} and "
             "run the same command again"
         )
     return summary
@@ -248,6 +263,43 @@ def _with_masks(ids: Ids, record: ExportRecord, parts: dict[str, Rows]) -> Ids:
     empty = [image_id for name in parts for image_id in record.written[name].without_masks]
     with_masks: Ids = np.setdiff1d(ids, np.array(empty, np.uint64), assume_unique=True)
     return np.sort(with_masks)
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a file, and a folder that is or is inside of a dataset directory."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: is a file; name a folder")
+    absolute = out.resolve()
+    for folder in (absolute, *absolute.parents):
+        if (folder / DATASET).exists():
+            what = "a dataset directory" if folder == absolute else f"in the dataset directory {folder}"
+            raise UsageError(f"--out {out}: {what}; name another folder for the export")
+
+
+def _parts_of_another_export(record: ExportRecord, form: Format, contents: dict[str, str]) -> list[str]:
+    """Parts in the folder that a reader of this export would also read.
+
+    Raises:
+        UsageError: the folder has an export in another format, whose files are not replaced.
+    """
+    if record.kind not in ("", form.kind):
+        if record.written:
+            raise UsageError(
+                f"--out {record.out}: has an export with --to {record.kind}, not --to {form.kind}; name "
+                "another folder, or remove this one"
+            )
+        record.contents.clear()
+    return sorted(record.contents.keys() - contents.keys()) if form.takes_all_files else []
+
+
+def _refuse_parts(record: ExportRecord, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise UsageError(
+            f"--out {record.out}: has parts of an export of other images or with another number of images in "
+            f"each ({', '.join(names[:_SHOWN])}{more}), which readers would take too; use another --out, or "
+            "replace them with --overwrite"
+        )
 
 
 def _refuse_existing(

@@ -59,6 +59,16 @@ class Format:
         return repr(self)
 
     @property
+    def kind(self) -> str:
+        """The value of --to with the options that change the paths of files. A folder has one kind only."""
+        return type(self).__name__.lower()
+
+    @property
+    def takes_all_files(self) -> bool:
+        """Whether readers take all files of the folder, so that it may not have parts of other images."""
+        return False
+
+    @property
     def lists(self) -> tuple[str, ...]:
         """Paths of the files that `finish` writes, relative to the export."""
         return ()

@@ -90,4 +90,4 @@ def write_part(
             size = files.commit(form.paths(name, dataset.table.image_id[rows]))
     finally:
         dataset.reader.close()
-    return Written(len(rows), samples.masks, size, tuple(samples.without_masks))
+    return Written(len(rows), samples.masks, size, tuple(samples.without_masks), files.linked)

@@ -14,6 +14,7 @@ from sa1b.storage.atomic import json_bytes, write_whole
 
 RECORD = ".export.json"
 FORMAT = "sa1b-export-1"
+_ALWAYS = ("images", "masks", "bytes")  # keys of every complete part
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,14 @@ class Written:
         masks: number of their masks.
         bytes: size of its files together.
         without_masks: ids of its images that have no mask.
+        linked: number of its files that are hard links.
     """
 
     images: int
     masks: int
     bytes: int
     without_masks: tuple[int, ...] = ()
+    linked: int = 0
 
 
 @dataclass(slots=True)
@@ -39,11 +42,13 @@ class ExportRecord:
 
     Attributes:
         out: folder of the export.
+        kind: its format, see Format.kind; empty if the folder has no record.
         contents: name of a part -> digest of its content, see sa1b.export.export_part.
         written: name of a complete part -> its counts and size.
     """
 
     out: Path
+    kind: str = ""
     contents: dict[str, str] = field(default_factory=dict)
     written: dict[str, Written] = field(default_factory=dict)
 
@@ -61,12 +66,20 @@ class ExportRecord:
         except (FileNotFoundError, NotADirectoryError):
             return False
 
-    def begin(self, contents: dict[str, str]) -> None:
-        """Record the the names of parts before the first one is written."""
+    def begin(self, kind: str, contents: dict[str, str]) -> None:
+        """Record the format and the names of parts before the first one is written."""
+        self.kind = kind
         self.contents.update(contents)
         for name in contents:
             self.written.pop(name, None)
         self._write()
+
+    def remove(self, name: str, paths: Iterable[str]) -> None:
+        """Remove the files of a part that is not in the export any more, then its name."""
+        for path in paths:
+            (self.out / path).unlink(missing_ok=True)
+        del self.contents[name]
+        self.written.pop(name, None)
 
     def finish(self, name: str, written: Written) -> None:
         """Record a part that is complete."""
@@ -78,14 +91,12 @@ class ExportRecord:
             name: {"content": content, **_counts(self.written.get(name))}
             for name, content in sorted(self.contents.items())
         }
-        write_whole(self.out / RECORD, json_bytes({"format": FORMAT, "tars": parts}))
+        write_whole(self.out / RECORD, json_bytes({"format": FORMAT, "kind": self.kind, "tars": parts}))
 
 
 def _counts(written: Written | None) -> dict[str, int | Sequence[int]]:
     counts = {} if written is None else asdict(written)
-    if counts and not counts["without_masks"]:
-        del counts["without_masks"]
-    return counts
+    return {name: value for name, value in counts.items() if value or name in _ALWAYS}
 
 
 def read_record(out: Path) -> ExportRecord:
@@ -99,13 +110,13 @@ def read_record(out: Path) -> ExportRecord:
         document = json.loads(path.read_bytes())
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']!r}")
-        record = ExportRecord(out)
+        record = ExportRecord(out, str(document.get("kind", "")))
         for name, part in document["tars"].items():
             record.contents[name] = str(part["content"])
             if "bytes" in part:
                 images, masks, size = (int(part[key]) for key in ("images", "masks", "bytes"))
                 without_masks = tuple(map(int, part.get("without_masks", ())))
-                record.written[name] = Written(images, masks, size, without_masks)
+                record.written[name] = Written(images, masks, size, without_masks, int(part.get("linked", 0)))
         return record
     except FileNotFoundError:
         return ExportRecord(out)

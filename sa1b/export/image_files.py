@@ -88,6 +88,10 @@ class Folders(_Pairs):
         return replace(self, annotations_only=True)
 
     @property
+    def kind(self) -> str:
+        return f"folders --layout {self.layout}"
+
+    @property
     def by_source(self) -> bool:
         return self.layout == "by-source"
 
@@ -140,6 +144,10 @@ class Images(Format):
     layout: Layout = "by-source"
     image_size: int | None = None
     quality: int = 95
+
+    @property
+    def kind(self) -> str:
+        return f"images --layout {self.layout}"
 
     def check(self, dataset: Dataset) -> None:
         """Every dataset has JPEGs."""

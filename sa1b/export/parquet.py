@@ -71,6 +71,10 @@ class Parquet(Format):
     images_per_file: int = IMAGES_PER_FILE
 
     @property
+    def takes_all_files(self) -> bool:
+        return True
+
+    @property
     def unit(self) -> str:
         return "file"
 

@@ -38,6 +38,11 @@ class SourceTars(Format):
     plain: bool = False
 
     @property
+    def kind(self) -> str:
+        number = self.images_per_tar
+        return "sa1b" if number is None else f"sa1b --images-per-tar {number}"
+
+    @property
     def unit(self) -> str:
         return "tar"
 

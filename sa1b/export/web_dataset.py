@@ -56,6 +56,10 @@ class WebDataset(Format):
     columns: tuple[JoinedColumn, ...] = ()
 
     @property
+    def takes_all_files(self) -> bool:
+        return True
+
+    @property
     def unit(self) -> str:
         return "tar"
 

@@ -40,6 +40,10 @@ class Yolo(Format):
     images_per_list: int = IMAGES_PER_LIST
 
     @property
+    def kind(self) -> str:
+        return "yolo-seg"
+
+    @property
     def lists(self) -> tuple[str, ...]:
         return ("data.yaml",)
 

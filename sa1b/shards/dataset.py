@@ -90,7 +90,7 @@ class Dataset(Displayed):
 
     def _open(self, root: Path | str, deadline: float, storage_options: Mapping[str, Any] | None) -> None:
         check_path("root", root, "the folder that `sa1b reshard` made, or its URL")
-        if PurePath(root).name == manifest.DATASET and not Path(root).is_dir():
+        if (PurePath(root).name == manifest.DATASET and not Path(root).is_dir()) or Path(root).is_file():
             raise manifest.no_dataset(root)
         self._arguments = root, deadline, storage_options
         self.reader = Reader(root, deadline=deadline, options=storage_options)

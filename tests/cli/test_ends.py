@@ -92,9 +92,11 @@ def test_one_message_for_a_path_without_a_dataset(verb: tuple[str, ...], tmp_pat
     no_dataset = "no dataset there; pass the --out folder of `sa1b reshard`"
     (tmp_path / "dataset.json").write_text("{}")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "sa_000001.tar").write_bytes(b"")
     for path, message in (
         (tmp_path / "nowhere", no_dataset),
         (tmp_path / "empty", no_dataset),
+        *([] if verb[0] == "index" else [(tmp_path / "sa_000001.tar", no_dataset)]),  # index takes shards
         (tmp_path / "dataset.json", f"a file; pass its folder, '{tmp_path}'"),
     ):
         done = sa1b(verb[0], path, *verb[1:])

@@ -56,6 +56,9 @@ def test_a_view_and_workers(root, tmp_path):
 
 def test_what_cannot_be_done(root, tmp_path):
     out = ("--out", tmp_path / "out")
+    missing = run(root, *out)
+    flag = "--to {sa1b,folders,images,sam2,efficientvit,webdataset,coco,yolo-seg,parquet}"
+    assert missing.stderr.startswith(f"error: {flag}: missing; see ")
     for arguments in (
         (root, "--to", "voc", *out),
         (tmp_path, "--to", "sa1b", *out),

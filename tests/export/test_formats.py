@@ -18,7 +18,9 @@ from sa1b.errors import ShardError, UsageError
 from sa1b.export import image_files
 from sa1b.export.export import export
 from sa1b.export.export_format import joined
+from sa1b.export.export_record import ExportRecord
 from sa1b.export.image_files import EfficientVit, Folders, Images, Sam2
+from sa1b.export.parquet import Parquet
 from sa1b.export.web_dataset import WebDataset
 from sa1b.shards.dataset import Dataset
 from sa1b.stream.columns import open_columns
@@ -276,6 +278,10 @@ def test_equal_files_of_an_earlier_export_become_links(roots, out, tmp_path):
         "sa_000002/images/sa_300.jpg",
         "sa_000002/images/sa_301.jpg",
     }
+    summary = export(roots["plain"], tmp_path / "some", Folders(), ids=ids, link_from=earlier, quiet=True)
+    assert (summary.linked, "  linked  4 files\n" in summary.table()) == (4, True)
+    flat = export(roots["plain"], tmp_path / "flat", Folders("flat"), link_from=earlier, quiet=True)
+    assert "  linked  0 files\n" in flat.table()
     with pytest.raises(UsageError, match="--link-from .*: no such folder"):
         export(roots["plain"], tmp_path / "x", Folders(), link_from=tmp_path / "nowhere", quiet=True)
 
@@ -300,6 +306,29 @@ def test_files_of_another_export_are_not_replaced_unasked(roots, tmp_path):
         UsageError, match=r"already has img_folder/sa_100\.jpg, .*not from an export of these"
     ):
         export(roots["plain"], tmp_path, Sam2(), ids=ids, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(WebDataset(8), WebDataset(19)), (Parquet(8), Parquet(19)), (Parquet(19), Parquet(8))],
+)
+def test_readers_of_all_files_never_read_those_of_two_exports(roots, tmp_path, first, second):
+    export(roots["plain"], tmp_path, first, quiet=True)
+    before = files(tmp_path)
+    with pytest.raises(UsageError, match="has parts of an export of other images|already has"):
+        export(roots["plain"], tmp_path, second, quiet=True)
+    with pytest.raises(UsageError, match=r"has an export with --to \w+, not --to images --layout flat; name"):
+        export(roots["plain"], tmp_path, Images("flat"), overwrite=True, quiet=True)
+    assert files(tmp_path) == before
+    summary = export(roots["plain"], tmp_path, second, overwrite=True, quiet=True)
+    assert sorted(Path(path).name.removesuffix(".parquet") for path in files(tmp_path)) == summary.parts
+    assert export(roots["plain"], tmp_path, second, quiet=True).skipped == summary.parts
+
+
+def test_a_folder_of_an_export_without_a_complete_part_takes_any_format(roots, tmp_path):
+    record = ExportRecord(tmp_path)
+    record.begin("coco", {"annotations-0000": ""})
+    assert export(roots["plain"], tmp_path, Parquet(), quiet=True).parts == ["train-00000-of-00001"]
 
 
 def test_an_image_that_does_not_decode_costs_its_part(roots, tmp_path, monkeypatch):

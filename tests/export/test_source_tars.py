@@ -140,6 +140,8 @@ def test_tars_that_exist_are_not_replaced_unasked(root, tmp_path):
         export(root, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["sa_000002.tar"]
     export(root, tmp_path, overwrite=True)
+    with pytest.raises(UsageError, match="an export with --to sa1b, not --to sa1b --images-per-tar 4;"):
+        export(root, tmp_path, images_per_tar=4, overwrite=True)
     assert read(tmp_path / "sa_000002.tar").keys() == CONTENT["sa_000002"].keys()
 
 
@@ -163,6 +165,12 @@ def test_a_damaged_sample_costs_its_tar_alone_which_the_same_command_writes_afte
         ShardError, match=r"sa_000002.tar: .*sa1b-000002-0001\.tar.*; 2 tars complete; repair"
     ):
         export(root, out)
+    other = shard.with_name("sa1b-000003-0001.tar")
+    undamaged = other.read_bytes()
+    other.write_bytes(undamaged[:600] + bytes([undamaged[600] ^ 1]) + undamaged[601:])
+    with pytest.raises(ShardError, match=r"\(1 other tar failed too\); 1 tar complete"):
+        export(root, tmp_path / "other")
+    other.write_bytes(undamaged)
     assert sorted(path.name for path in out.iterdir()) == [".export.json", "sa_000001.tar", "sa_000003.tar"]
     shard.write_bytes(whole)
     summary = export(root, out)
@@ -303,6 +311,10 @@ def test_tars_are_not_written_into_a_dataset_directory(root):
         export(root, root / "tasks" / "..")
     with pytest.raises(UsageError, match="a dataset directory"):
         export(root, root)
+    with pytest.raises(UsageError, match="in the dataset directory .*; name another folder"):
+        export(root, root / "tasks" / "new")
+    with pytest.raises(UsageError, match="is a file; name a folder"):
+        export(root, root / "dataset.json")
     assert sorted(root.rglob("*")) == before
 
 
