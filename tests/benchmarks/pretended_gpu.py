@@ -2,7 +2,9 @@
 
 Within `pretended`, tensors of the device "cuda" and pinned tensors are tensors of the CPU, streams and events do
 nothing but exist, and a graph is not captured: its calls run once. Functions of torch.cuda that are not replaced
-here fail, as do names that torch.cuda does not have.
+here fail, as do names that torch.cuda does not have. Torch's profiler does not work.
+
+`python -m tests.benchmarks.pretended_gpu --flags` is the training command on such a GPU.
 """
 
 import time
@@ -19,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 import sa1b
 from benchmarks.gpu import raster, timing
+from sa1b import train
 from sa1b.masks import raster_torch
 
 PROPERTIES = SimpleNamespace(
@@ -116,12 +119,13 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
         "graph": lambda graph: nullcontext(), "stream": lambda stream: nullcontext(),
         "current_stream": Stream, "synchronize": lambda device=None: None,
         "is_available": lambda: True, "is_bf16_supported": lambda: True,
+        "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda device: None,
         "get_device_properties": lambda device=None: PROPERTIES,
         "get_device_name": lambda device=None: PROPERTIES.name,
         "get_device_capability": lambda device=None: (9, 0),
         "memory_stats": lambda: {"num_device_alloc": 7}, "host_memory_stats": lambda: {"num_host_alloc": 3},
-        "memory_reserved": lambda: 1 << 20, "max_memory_allocated": lambda: 1 << 20,
-        "reset_peak_memory_stats": lambda: None, "_sleep": lambda cycles: None,
+        "memory_reserved": lambda device=None: 1 << 20, "max_memory_allocated": lambda device=None: 1 << 20,
+        "reset_peak_memory_stats": lambda device=None: None, "_sleep": lambda cycles: None,
         "set_sync_debug_mode": lambda mode: None,
     }  # fmt: skip
     for name, stand_in in of_cuda.items():
@@ -131,3 +135,10 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(raster, "kernels", lambda setting: raster_torch)
     with OnCpu():
         yield
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as outer, pretended(outer):
+        ended = train.main()
+    train.exit_at_once(ended)

@@ -285,6 +285,19 @@ def test_the_code_for_a_gpu_runs_where_the_cpu_pretends_to_be_one(
     assert bool(compiled) == (name == "sweep")
 
 
+def test_training_runs_where_the_cpu_pretends_to_be_a_gpu(setting: Setting) -> None:
+    out = setting.folder / "pretended"
+    flags = training.common(replace(setting, device="cuda"), out)
+    command = [sys.executable, "-m", "tests.benchmarks.pretended_gpu", *flags, "--optim.steps", "4"]
+    done = processes.run([*command, "--parallel.precision", "fp16"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = training.lines(out)
+    assert len(found) == 4
+    assert found[-1]["peak_memory_gb"] == (1 << 20) / 1e9  # of the device
+    assert found[-1]["seconds_slowest"] > 0  # by events of the device
+    assert found[-1]["mfu"] > 0
+
+
 def test_batches_that_are_wrong_on_the_device_are_found(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
