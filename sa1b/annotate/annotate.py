@@ -71,8 +71,14 @@ class AnnotationSummary:
     seconds: float = 0.0
 
     def exit_code(self) -> int:
-        """0: all images are annotated; 3: an image was refused."""
+        """0: all images are annotated; 2: all were refused; 3: an image was refused."""
+        if self.refused and not self._done:
+            return 2
         return 3 if self.refused else 0
+
+    @property
+    def _done(self) -> int:
+        return self.annotated + self.complete + self.duplicates
 
     def document(self) -> dict[str, Any]:
         """The summary as a JSON document, for --json."""
@@ -80,20 +86,23 @@ class AnnotationSummary:
 
     def table(self) -> str:
         """The summary as a table of text."""
-        done = self.annotated + self.complete + self.duplicates
         notes = [f"{self.complete:,} already annotated"] if self.complete else []
         notes += [counted(self.duplicates, "duplicate")] if self.duplicates else []
         rate = self.annotated / self.seconds if self.seconds else 0.0
-        lines = [f"  images   {done:,}" + (f" ({', '.join(notes)})" if notes else "")]
+        lines = [f"  images   {self._done:,}" + (f" ({', '.join(notes)})" if notes else "")]
         if self.annotated:
             each, empty = self.masks / self.annotated, counted(self.empty, "image")
             lines.append(f"  masks    {self.masks:,} ({each:,.1f} per image, {empty} without any)")
+        if self.annotated and not self.masks:
+            lines.append("  note     no mask was found; lower --min-predicted-iou and --min-stability")
         lines.append(f"  refused  {len(self.refused):,}")
         lines += [f"    {one['image']}: {one['reason']}: {one['message']}" for one in self.refused[:_SHOWN]]
         if (more := len(self.refused) - _SHOWN) > 0:
             lines.append(f"    and {more:,} more, all printed with --json")
         if self.others:
             lines.append(f"  other    {counted(self.others, 'file')} in the folders, not images by name")
+        if not self._done:
+            return "\n".join([*lines, "Nothing is annotated: all images are refused."])
         lines.append(f"Complete: {self.out} ({rate:,.2f} images/s, {self.seconds:,.1f} s)")
         return "\n".join([*lines, f"Next: {command('reshard')} {self.out} --out shards"])
 

@@ -2,6 +2,7 @@
 
 import io
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
+from sa1b.annotate.folder import SETTINGS
 from sa1b.console import command
 from sa1b.errors import BadSample, ShardError, UsageError
 from sa1b.names import image_name
@@ -20,6 +22,7 @@ from sa1b.shards.annotation import pixels_message
 from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.manifest import DATASET
 from sa1b.shards.without_images import check_images
+from sa1b.sources.coco import not_convertible
 from sa1b.sources.discovery import is_tar_name
 from sa1b.sources.link_list import is_url
 from sa1b.sources.tar_reader import holds_tar
@@ -65,7 +68,8 @@ def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
     """Find all images in `paths`.
 
     Folders are searched at any depth for files whose names end as those of images do, also through links.
-    Hidden files and folders are left out. A path that is a file is always an image.
+    Hidden files and folders, and folders with the output of an annotation, are left out. A path that is a
+    file is always an image.
 
     Args:
         paths: files, folders and dataset directories; also URLs of dataset directories.
@@ -118,18 +122,29 @@ def _read_stored(dataset: Dataset, row: int) -> bytes:
 
 
 def _names(folder: Path, skip: Path) -> Iterator[Path]:
-    """All files of a folder that are not hidden, by name; links to folders are followed, each folder once."""
+    """All files of a folder that are not hidden, by name; links to folders are followed, each folder once.
+
+    The output of an annotation has copies of images, and is left out.
+    """
     seen = {os.path.realpath(folder), os.path.realpath(skip)}
     for parent, folders, names in os.walk(folder, followlinks=True):
         below = {name: os.path.realpath(Path(parent) / name) for name in sorted(folders) if name[0] != "."}
-        folders[:] = [name for name, real in below.items() if real not in seen]
+        folders[:] = [
+            name for name, real in below.items() if real not in seen and not Path(real, SETTINGS).exists()
+        ]
         seen.update(below.values())
         yield from (Path(parent) / name for name in sorted(names) if name[0] != ".")
 
 
 def _files_of(paths: Sequence[Path]) -> Iterator[InputImage]:
     for path in paths:
-        yield InputImage(str(path), path.read_bytes)
+        yield InputImage(str(path), partial(_read_file, path))
+
+
+def _read_file(path: Path) -> bytes:
+    if not stat.S_ISREG(path.stat().st_mode):  # reading a named pipe would wait for ever
+        raise BadSample("unreadable", "not a file but a device, pipe or folder")
+    return path.read_bytes()
 
 
 def _is_new(image: InputImage, seen: set[str]) -> bool:
@@ -197,7 +212,11 @@ def _converted(source: bytes, max_pixels: int, quality: int) -> bytes:
             if not 0 < image.width * image.height <= max_pixels:
                 what = f"image of format {image.format} has"
                 raise BadSample("absurd_size", pixels_message(what, image.width, image.height, max_pixels))
+            if image.format != "JPEG" and (why := not_convertible(image)):
+                raise BadSample("image_unsupported", why)
             pixels = np.ascontiguousarray(image.convert("RGB"))
+    except BadSample:
+        raise
     except UnidentifiedImageError:
         raise BadSample("not_an_image", "neither JPEG nor another format that Pillow reads") from None
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:

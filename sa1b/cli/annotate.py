@@ -12,6 +12,7 @@ and an image was refused; 130: interrupted.
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
     from sa1b.annotate.annotate import Part
+
+_POLL_SECONDS = 0.2
 
 
 def main(
@@ -135,8 +138,29 @@ def main(
         weights=weights,
         quiet=json_output or own.index > 0,
     )
-    print(json.dumps(summary.document(), indent=1) if json_output else summary.table())
+    print(json.dumps(summary.document(), indent=1) if json_output else summary.table(), flush=True)
+    if part is None:
+        _wait_for_ranks(own.count)
     return summary.exit_code()
+
+
+def _wait_for_ranks(count: int) -> None:
+    """Wait until all ranks are finished: torchrun ends the others when one exits with a code other than 0."""
+    environment = os.environ
+    if count == 1 or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not started by torchrun
+        return
+    from torch._C._distributed_c10d import TCPStore
+
+    key = f"sa1b-annotate-finished-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+        done = store.add(key, 1)
+        while done < count:
+            time.sleep(_POLL_SECONDS)
+            done = store.add(key, 0)
+    except RuntimeError:  # torchrun has ended, so that there is nobody to wait for
+        return
 
 
 def _part(text: str | None) -> "Part":

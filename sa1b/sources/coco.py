@@ -12,16 +12,20 @@ import json
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sa1b.console import counted
 from sa1b.errors import SourceError
 from sa1b.names import image_name, member_name
 from sa1b.sources.coco_file import CocoFile, CocoImage, CocoOptions
 from sa1b.sources.coco_pair import coco_pair
 from sa1b.sources.folder import fingerprint, stat_of
 from sa1b.sources.tar_stream import Member
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 QUALITY = 95
 MAX_IMAGE_BYTES = 256 << 20  # of an image file; that of a JPEG is checked later, like in every source
@@ -143,11 +147,8 @@ def _jpeg(data: bytes, path: Path, entry: dict[str, Any]) -> tuple[bytes, int, i
             _check_size(annotated, size[::-1] if upright else size)
             if kept and not upright:
                 return data, *size, {}
-            if image.mode not in _EIGHT_BITS or getattr(image, "n_frames", 1) > 1:
-                why = (
-                    f"{path}: {image.format} of mode {image.mode} with {getattr(image, 'n_frames', 1)} frames"
-                )
-                raise _NoImageError("image_unsupported", f"{why}; save it as one image with 8 bits a channel")
+            if why := not_convertible(image):
+                raise _NoImageError("image_unsupported", f"{path}: {why}")
             turned = ImageOps.exif_transpose(image) if upright else image
             pixels = np.ascontiguousarray(np.asarray(turned.convert("RGB")))
             encoded = simplejpeg.encode_jpeg(pixels, QUALITY, "RGB", "420", fastdct=False)
@@ -157,6 +158,15 @@ def _jpeg(data: bytes, path: Path, entry: dict[str, Any]) -> tuple[bytes, int, i
         raise
     except Exception as error:  # Pillow raises errors of many classes for damaged files
         raise _NoImageError("image_unreadable", f"{path}: not an image that can be read: {error}") from None
+
+
+def not_convertible(image: "Image.Image") -> str:
+    """Why an image cannot be converted to JPEG without other pixels; an empty string if it can."""
+    frames = getattr(image, "n_frames", 1)
+    if image.mode in _EIGHT_BITS and frames == 1:
+        return ""
+    found = f"{image.format} of mode {image.mode} with {counted(frames, 'frame')}"
+    return f"{found}; save it as one image with 8 bits a channel"
 
 
 def _check_size(annotated: tuple[Any, Any], size: tuple[int, int]) -> None:

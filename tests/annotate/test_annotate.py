@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import simplejpeg
 import torch
 from PIL import Image
+from torch.distributed import TCPStore
 
 import sa1b
 from sa1b.annotate.annotate import AnnotationSummary, Part, annotate
@@ -207,42 +209,64 @@ def test_what_cannot_be_annotated_is_listed(
 ) -> None:
     png = io.BytesIO()
     Image.fromarray(np.random.default_rng(1).integers(0, 256, (30, 40), np.uint8)).save(png, "PNG")
-    cmyk = io.BytesIO()
+    deep, moving, cmyk = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    Image.fromarray(np.full((30, 40), 30_000, np.uint16)).save(deep, "PNG")
+    Image.new("L", (30, 40)).save(moving, "GIF", save_all=True, append_images=[Image.new("L", (30, 40), 9)])
     Image.new("CMYK", (30, 40)).save(cmyk, "JPEG")
     bad = {
         "cut.jpg": (photo(20)[:300], "jpeg_truncated"),
         "flipped.jpg": (photo(21)[:700] + b"\xff\xd9", "jpeg_"),
         "empty.jpg": (b"", "not_a_jpeg"),
+        "deep.png": (deep.getvalue(), "not_a_jpeg"),
+        "moving.gif": (moving.getvalue(), "not_a_jpeg"),
         "icon.png": (png.getvalue(), "not_a_jpeg"),
         "print.jpg": (cmyk.getvalue(), "jpeg_unsupported"),
         "large.jpg": (photo(22, 100, 100), "absurd_size"),
     }
     for name, (data, _) in bad.items():
         (photos / name).write_bytes(data)
+    os.mkfifo(photos / "pipe.jpg")
     (photos / "gone.jpg").symlink_to(photos / "nothing")
     (photos / os.fsdecode(b"\xff.jpg")).write_bytes(b"x")
     summary = work(photos, max_pixels=9000)
     assert summary.annotated == 6
     reasons = {Path(one["image"]).name: one["reason"] for one in summary.refused}
-    assert reasons.keys() == bad.keys() | {"gone.jpg", "\ufffd.jpg"}
-    assert reasons["gone.jpg"] == "unreadable"
+    assert reasons.keys() == bad.keys() | {"gone.jpg", "pipe.jpg", "\ufffd.jpg"}
+    assert (reasons["gone.jpg"], reasons["pipe.jpg"]) == ("unreadable", "unreadable")
     assert all(reasons[name].startswith(reason) for name, (_, reason) in bad.items()), reasons
     assert summary.exit_code() == 3
     assert "--quality 95 converts" in next(
         one["message"] for one in summary.refused if "icon" in one["image"]
     )
-    assert "  refused  8" in summary.table()
+    assert "  refused  11" in summary.table()
     assert len(list((tmp_path / "labels").rglob("*.jpg"))) == 6
 
     again = work(photos, max_pixels=9000, quality=95)
     assert (again.annotated, again.complete) == (2, 6)
     reasons = {Path(one["image"]).name: one["reason"] for one in again.refused}
     assert reasons["empty.jpg"] == "not_an_image"
+    assert (reasons["deep.png"], reasons["moving.gif"]) == ("image_unsupported", "image_unsupported")
     (stored,) = (tmp_path / "labels").rglob(f"sa_{content_id(png.getvalue())}.jpg")
     with Image.open(png) as image:
         difference = np.asarray(image.convert("RGB"), int) - simplejpeg.decode_jpeg(stored.read_bytes())
     assert np.abs(difference).mean() < 10
     assert work(photos, max_pixels=9000, quality=95).complete == 8
+
+    nothing = work(photos / "cut.jpg", photos / "empty.jpg", out="nothing")
+    assert (nothing.exit_code(), nothing.table().splitlines()[-1]) == (
+        2,
+        "Nothing is annotated: all images are refused.",
+    )
+
+
+def test_an_earlier_output_in_a_folder_of_images_is_not_annotated(
+    work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path
+) -> None:
+    first = work(photos, out="photos/labels")
+    assert (first.annotated, first.others) == (6, 1)
+    second = work(photos, out="again", config=replace(CONFIG, min_predicted_iou=100))
+    assert (second.images, second.annotated, second.duplicates, second.others) == (6, 6, 0, 1)
+    assert "no mask was found; lower --min-predicted-iou and --min-stability\n" in second.table()
 
 
 def test_ids_from_names_numbers_and_dataset_directories(
@@ -349,6 +373,31 @@ def test_the_command_and_ranks_of_torchrun(weights: Path, photos: Path, tmp_path
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "gone: no such file or folder" in done.stderr
+
+
+def test_a_rank_of_torchrun_does_not_end_before_the_others(
+    weights: Path, photos: Path, tmp_path: Path
+) -> None:
+    (photos / "0.jpg").write_bytes(
+        photo(20)[:300]
+    )  # refused by rank 0, which torchrun would end the others for
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as that of torchrun
+    command = [sys.executable, "-m", "sa1b", "annotate", photos, "--weights", weights, *FLAGS, "--out"]
+    environment = {**os.environ, "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+
+    def start(rank: int) -> Process:
+        own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return Process([*command, tmp_path / "labels"], stdout=subprocess.PIPE, text=True, env=own)
+
+    first = start(0)
+    assert first.stdout is not None
+    while not first.stdout.readline().startswith("Next: "):
+        assert first.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        first.wait(1)
+    second = start(1)
+    assert (second.wait(), first.wait()) == (0, 3)
 
 
 def test_an_interrupted_run_is_continued(weights: Path, tmp_path: Path) -> None:
