@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from benchmarks.gpu.part import Record, Setting
 from sa1b.engine.gradients import autocast, set_float32
 from sa1b.engine.hardware import peak_flops
 from sa1b.sam.flops import encoder_flops
-from sa1b.sam.model import PRESETS, Sam
+from sa1b.sam.model import PRESETS, ModelConfig, Sam
 
 # A model of a few thousand parameters, for CPUs.
 TINY = (
@@ -87,30 +87,42 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [line for line in found if "loss" in line]
 
 
+def _encoder(setting: Setting) -> tuple[ModelConfig, torch.device]:
+    """The model of measurements of the encoder alone, and its device."""
+    device = torch.device(setting.device, 0) if setting.on_gpu else torch.device("cpu")
+    if not setting.tiny:
+        return PRESETS["vit_b"], device
+    return replace(PRESETS["tiny"], image_size=64, width=32, heads=2, window=2, pixel_features=0), device
+
+
+def encoder_step(setting: Setting, *, compiled: bool = False) -> Callable[[Tensor], None]:
+    """A forward and backward pass of the image encoder of ViT-B, in bf16."""
+    preset, device = _encoder(setting)
+    set_float32("bf16" if setting.on_gpu else "fp32", device)
+    torch.manual_seed(0)
+    model = Sam(replace(preset, compile_blocks=compiled)).to(device)
+    weight = torch.randn(preset.channels, 1, 1, device=device)
+
+    def step(images: Tensor) -> None:
+        with autocast("bf16", device):
+            found = model.embed(images)
+        (found.float() * weight).mean().backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
 def encoder(setting: Setting, record: Record) -> None:
     """Forward and backward passes of the image encoder alone, eager and compiled."""
-    batch, precision = setting.pick(8, 2), "bf16"
-    device = torch.device(setting.device, 0) if setting.on_gpu else torch.device("cpu")
-    set_float32("bf16" if setting.on_gpu else "fp32", device)
-    preset = PRESETS["vit_b"]
-    if setting.tiny:
-        preset = replace(PRESETS["tiny"], image_size=64, width=32, heads=2, window=2, pixel_features=0)
+    batch = setting.pick(8, 2)
+    preset, device = _encoder(setting)
     size = preset.image_size
     images = torch.randint(0, 256, (batch, 3, size, size), dtype=torch.uint8, device=device)
     for label, compiled in (("eager", False), ("compiled", True)):
         if compiled and setting.tiny:
             continue  # compiling takes minutes on a CPU
         with record.attempt(f"encoder, {label}"):
-            torch.manual_seed(0)
-            model = Sam(replace(preset, compile_blocks=compiled)).to(device)
-            weight = torch.randn(preset.channels, 1, 1, device=device)
-
-            def step(given: Tensor, model: Sam = model, weight: Tensor = weight) -> None:
-                with autocast(precision, device):
-                    found = model.embed(given)
-                (found.float() * weight).mean().backward()
-                model.zero_grad(set_to_none=True)
-
+            step = encoder_step(setting, compiled=compiled)
             began = time.perf_counter()
             step(images)
             _wait(setting)
@@ -126,7 +138,7 @@ def encoder(setting: Setting, record: Record) -> None:
                 if peak is not None:
                     record.figure(f"{label}: MFU", 3 * encoder_flops(preset) * rate / peak)
                 record.figure(f"{label}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
-            del model
+            del step
 
 
 def recipe(setting: Setting, record: Record) -> None:

@@ -66,7 +66,8 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = _CUDA.Stream(device)
-        self._pool = _CUDA.MemPool()
+        with torch.cuda.device(device):  # a pool belongs to the current device
+            self._pool = _CUDA.MemPool()
         self._caller: Any = None
         self._host = torch.empty(0, dtype=torch.uint8)
 

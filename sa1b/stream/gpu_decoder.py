@@ -10,8 +10,9 @@ Faults of decoders that give no error, and how each is found:
     no image, or another size      compared with the header of the file
 
 An image with such a fault is decoded on the CPU. If that fails too, its BadSample is returned, as by every
-decoder. Files that engines do not decode as libjpeg-turbo does are decoded on the CPU from the start: CMYK,
-fewer than 16 pixels high or wide, or without the marker of their end.
+decoder. Some files are decoded on the CPU from the start: those that engines do not decode as libjpeg-turbo
+does (CMYK, fewer than 16 pixels high or wide, without the marker of their end), and those that are reduced by
+more than 16, because the kernel for resizing lacks memory for its filter.
 
 Images are resized on the GPU with antialiasing: bilinear, with a filter as wide as the reduction. The CPU
 decoder reduces by the DCT and by areas, so the pixels differ; `benchmarks.gpu` measures by how much.
@@ -39,6 +40,7 @@ from sa1b.stream.transform import Frame
 LANES = 2  # micro-batches at a time: one is resized while the next one is decoded
 _CORNER = 8  # pixels; height and width of each part that is checked
 _LEAST = 16  # pixels; smallest height and width that is decoded on the GPU
+_REDUCTION = 16  # stored pixels per pixel of the square, at most
 _END = b"\xff\xd9"
 _COLOURS = ("YCbCr", "Gray")
 
@@ -81,7 +83,7 @@ class GpuDecoder:
 
     def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
         """See `Decoder`."""
-        sizes = [_size_for_gpu(image.jpeg) for image in images]
+        sizes = [_size_for_gpu(image) for image in images]
         on_gpu = [i for i, size in enumerate(sizes) if size is not None]
         done = self._decode_on_gpu(images, [(i, size) for i, size in enumerate(sizes) if size], out)
         errors: list[BadSample | None] = [None] * len(images)
@@ -163,16 +165,20 @@ class GpuDecoder:
             )
 
 
-def _size_for_gpu(jpeg: bytes | memoryview) -> Size | None:
-    """Height and width in the header of a file that engines decode; None for other files."""
+def _size_for_gpu(image: EncodedImage) -> Size | None:
+    """Height and width in the header of a file that is decoded on the GPU; None for other files."""
+    frame = image.frame
     try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(jpeg)
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(image.jpeg)
     except ValueError:
         return None  # the CPU's decoder says why
-    too_many = height * width > MAX_STORED_PIXELS
-    if too_many or min(height, width) < _LEAST or colours not in _COLOURS or jpeg[-2:] != _END:
+    if height * width > MAX_STORED_PIXELS or min(height, width) < _LEAST:
         return None
-    return height, width
+    if colours not in _COLOURS or image.jpeg[-2:] != _END:
+        return None
+    down = frame.window[3] * height / frame.height / frame.taken[0]
+    across = frame.window[2] * width / frame.width / frame.taken[1]
+    return (height, width) if max(down, across) <= _REDUCTION else None
 
 
 def _decode_on_cpu(image: EncodedImage, out: Tensor) -> BadSample | None:

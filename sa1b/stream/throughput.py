@@ -258,16 +258,17 @@ def _decodes(
     together = stream.plan.micro_batch if batched else 1
     calls = 1 if batched else _PORTION
     jobs = min(threads, 2 * LANES) if batched else threads
-    on_device = stream.decoder.device.type != "cpu"
+    shape = (jobs, together, size, size, 3)
+    on_cpu = stream.decoder.device.type == "cpu"
+    memory = torch.empty(shape, dtype=torch.uint8, device="cpu" if on_cpu else device)
 
-    def work(number: int) -> int:
-        out = torch.empty((together, size, size, 3), dtype=torch.uint8, device=device if on_device else "cpu")
+    def work(number: int, out: torch.Tensor) -> int:
         for first in range(number, number + calls * together, together):
             stream.decoder.decode([images[i % len(images)] for i in range(first, first + together)], out)
         return calls * together
 
     for first in itertools.count(0, jobs * calls * together):
-        yield sum(pool.map(work, range(first, first + jobs * calls * together, calls * together)))
+        yield sum(pool.map(work, itertools.count(first, calls * together), memory))
 
 
 def _left_to_the_cpu(decoder: Decoder) -> float | None:

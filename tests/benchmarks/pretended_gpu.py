@@ -7,6 +7,7 @@ here fail, as do names that torch.cuda does not have. Torch's profiler does not 
 `python -m tests.benchmarks.pretended_gpu --flags` is the training command on such a GPU.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,14 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import simplejpeg
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import sa1b
 from benchmarks.gpu import raster, timing
+from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
 from sa1b import train
 from sa1b.masks import raster_torch
+from sa1b.stream.decode import DECODERS
+from sa1b.stream.decode_lane import CudaLane
+from sa1b.stream.gpu_decoder import GpuDecoder
+from sa1b.stream.jpeg_engines import TorchcodecEngine
 
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 << 30, multi_processor_count=132, L2_cache_size=50 << 20,
@@ -68,6 +75,8 @@ class Event:
 class Stream:
     """With the interface of torch.cuda.Stream."""
 
+    cuda_stream = 0
+
     def __init__(self, device: object = None) -> None: ...
 
     def wait_stream(self, stream: "Stream") -> None: ...
@@ -98,6 +107,9 @@ class SideStream:
     def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.uint8)
 
+    def empty(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.uint8)
+
     def copy(self, batch: sa1b.Batch) -> sa1b.Batch:
         assert batch.buffer is not None
         return replace(batch._repacked(batch.buffer.clone()), images=batch.images.clone())
@@ -111,13 +123,44 @@ class SideStream:
         ready.synchronize()
 
 
+class Lane(CudaLane):
+    """A lane of a GPU with memory of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.memory = HostLane(device)
+
+    def filled(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.memory.filled(shape)
+
+    def host(self, size: int) -> torch.Tensor:
+        return self.memory.host(size)
+
+
+def decoder(decode: type[HostNvjpeg] = HostNvjpeg) -> GpuDecoder:
+    """The decoder "torchcodec" with libjpeg-turbo in place of the library."""
+    lanes: list[Lane] = []
+
+    def lane(device: torch.device) -> Lane:
+        lanes.append(Lane(device))
+        return lanes[-1]
+
+    return GpuDecoder("torchcodec", lambda _: TorchcodecEngine(decode(lanes[-1].memory)), lane)
+
+
+def decode_jpeg(files: list[bytes], *, mode: str, device: str) -> list[torch.Tensor]:
+    """With the interface of torchcodec.decoders.decode_jpeg, for bytes."""
+    return [torch.from_numpy(simplejpeg.decode_jpeg(file, mode)).permute(2, 0, 1) for file in files]
+
+
 @contextmanager
 def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Context in which the CPU is a GPU for the parts of `make gpu`, except for kernels and training commands."""
     of_cuda = {
         "Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph,
         "graph": lambda graph: nullcontext(), "stream": lambda stream: nullcontext(),
-        "current_stream": Stream, "synchronize": lambda device=None: None,
+        "MemPool": object, "use_mem_pool": lambda pool, device: nullcontext(), "device": nullcontext,
+        "current_stream": lambda device=None: Stream(), "synchronize": lambda device=None: None,
         "is_available": lambda: True, "is_bf16_supported": lambda: True,
         "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda device: None,
         "get_device_properties": lambda device=None: PROPERTIES,
@@ -131,6 +174,8 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, stand_in in of_cuda.items():
         patch.setattr(torch.cuda, name, stand_in)
     patch.setattr("sa1b.stream.loader.SideStream", SideStream)
+    patch.setitem(DECODERS, "torchcodec", decoder)
+    patch.setitem(sys.modules, "torchcodec.decoders", SimpleNamespace(decode_jpeg=decode_jpeg))
     patch.setattr(timing, "device_of", lambda buffers: "cuda")
     patch.setattr(raster, "kernels", lambda setting: raster_torch)
     with OnCpu():

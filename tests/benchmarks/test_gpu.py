@@ -1,5 +1,6 @@
 """`make gpu`: the driver with parts that end badly, and every part at tiny size on a CPU."""
 
+import itertools
 import json
 import os
 import re
@@ -7,22 +8,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import sa1b
-from benchmarks.gpu import child, driver, parts, raster, table, training
+from benchmarks.gpu import child, decoders, driver, parts, raster, table, training
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.driver import Outcome
 from benchmarks.gpu.part import Part, Record, Setting
+from benchmarks.gpu.stand_in import HostNvjpeg
 from sa1b.engine import config as settings
 from sa1b.engine.presets import PRESETS
+from sa1b.stream.decode import DECODERS
+from sa1b.stream.decode_lane import POISON
 from tests import processes
+from tests.benchmarks import pretended_gpu
 from tests.benchmarks.pretended_gpu import SideStream, pretended
 
 FAULTY = "tests.benchmarks.faulty_parts"
@@ -272,7 +280,11 @@ def test_a_part_runs_at_tiny_size_on_a_cpu(setting: Setting, name: str) -> None:
     assert all(found["value"] is not None for found in outcome.figures.values())
 
 
-@pytest.mark.parametrize("name", ["machine", "raster", "sweep", "equal", "race", "rates", "encoder"])
+PRETENDED = ("machine", "raster", "sweep", "equal", "race", "rates", "encoder",
+             "decoders", "decoder-race", "decoder-rates")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRETENDED)
 def test_the_code_for_a_gpu_runs_where_the_cpu_pretends_to_be_one(
     setting: Setting, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,16 +310,59 @@ def test_training_runs_where_the_cpu_pretends_to_be_a_gpu(setting: Setting) -> N
     assert found[-1]["mfu"] > 0
 
 
+class Changing(HostNvjpeg):
+    """Pixels change from call to call."""
+
+    calls = 0
+
+    def __call__(self, files: Sequence[torch.Tensor], **named: Any) -> list[torch.Tensor]:
+        self.calls += 1
+        return [image.add_(self.calls % 2) for image in super().__call__(files, **named)]
+
+
+class Skipping(HostNvjpeg):
+    """Reports success for the last image of a batch without writing it."""
+
+    def __call__(self, files: Sequence[torch.Tensor], **named: Any) -> list[torch.Tensor]:
+        found = super().__call__(files, **named)
+        if len(found) > 1:
+            found[-1].fill_(POISON)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("decode", "failed"),
+    [
+        (Changing, "torchcodec: the same pixels alone and in a batch"),
+        (Skipping, "torchcodec: all images on the GPU"),
+    ],
+)
+def test_decoders_with_faults_are_found(
+    setting: Setting, decode: type[HostNvjpeg], failed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended(monkeypatch), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monkeypatch.setitem(DECODERS, "torchcodec", partial(pretended_gpu.decoder, decode))
+        outcome = run(replace(setting, device="cuda"), "decoders")
+    assert failed in [check["name"] for check in outcome.checks if not check["passed"]]
+
+
+def test_pixels_that_are_wrong_during_the_race_are_counted(setting: Setting) -> None:
+    expected = torch.ones((2, 8, 8, 3), dtype=torch.uint8)
+    calls = itertools.count()
+    found = decoders._overwritten(setting, lambda out: out.fill_(1 + (next(calls) == 3)), expected, 9, 60, 8)
+    assert found == (9, 0, 1)
+
+
 def test_batches_that_are_wrong_on_the_device_are_found(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied: list[sa1b.Batch] = []
-    copy = SideStream.copy
+    copy, numbers = SideStream.copy, itertools.count()
 
     def damaged(self: SideStream, batch: sa1b.Batch) -> sa1b.Batch:
-        copied.append(copy(self, batch))
-        copied[-1].images[0, 0, 0, 0] += len(copied) == 2
-        return copied[-1]
+        copied = copy(self, batch)
+        copied.images[0, 0, 0, 0] += next(numbers) == 1  # threads copy batches at the same time
+        return copied
 
     monkeypatch.setattr(SideStream, "copy", damaged)
     with pretended(monkeypatch):
@@ -315,7 +370,7 @@ def test_batches_that_are_wrong_on_the_device_are_found(
             ("race", "prefetch 1: images are those of the CPU"),
             ("equal", "original: 2 batches"),
         ):
-            copied.clear()
+            numbers = itertools.count()
             outcome = run(replace(setting, device="cuda"), name)
             (found,) = [check for check in outcome.checks if not check["passed"]]
             assert found["name"].startswith(failed)

@@ -207,8 +207,9 @@ def test_a_file_that_fails_does_not_take_the_others_of_the_batch_with_it() -> No
         jpeg()[:-2],
         bytes(simplejpeg.encode_jpeg(np.full((60, 80, 4), 9, np.uint8), 90, "CMYK", "444", False)),
         b"no JPEG",
+        jpeg(600, 800),
     ],
-    ids=["small", "bytes after the end", "no end", "CMYK", "not a JPEG"],
+    ids=["small", "bytes after the end", "no end", "CMYK", "not a JPEG", "reduced by 25"],
 )
 def test_what_engines_decode_differently_never_reaches_them(file: bytes) -> None:
     made = Made()
