@@ -88,6 +88,13 @@ class Column:
         """Arrow's type of the values."""
         return self._values.type
 
+    def has_values(self) -> bool:
+        """Whether any row has a value: no null, and no empty list."""
+        values = self._values
+        while hasattr(values.type, "value_type") and values.null_count < len(values):
+            values = values.flatten()
+        return bool(values.null_count < len(values))
+
     def innermost_length(self) -> int:
         """Length of the first list of numbers, in a column of lists or of lists of lists; 0 if none."""
         values = self._values

@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 
 from sa1b.arguments import whole_number
 from sa1b.hashing import Purpose, below, random_words
+from sa1b.storage.errors import MissingError
 from sa1b.stream.columns import KEYS, Column, ColumnError, open_columns
 from sa1b.stream.tensors import Tensors
 from sa1b.stream.tokenizer import BYTES, Tokenizer, open_tokenizer
@@ -141,6 +142,11 @@ class TextColumn:
                 f"{self.column.source}: column {self.column.name!r} is {kind}; texts are strings or lists of "
                 "strings, embeddings are lists of float or lists of these"
             )
+        if not self.column.has_values():
+            raise ColumnError(
+                f"{self.column.source}: column {self.column.name!r} has no value in any of its "
+                f"{len(self.column):,} rows; pass a table with texts"
+            )
         embeds = is_list(one)
         object.__setattr__(self, "several", several)
         object.__setattr__(self, "tokenizer", None if embeds else open_tokenizer(self.options.tokenizer))
@@ -172,7 +178,7 @@ class TextColumn:
             indices: int64 [N], index of each mask in its record; 0 for images.
 
         Raises:
-            ColumnError: embeddings have different lengths, or the tokenizer returns something else.
+            ColumnError: embeddings have different lengths or NaN, or the tokenizer returns something else.
         """
         values = self.column.lookup(ids)
         self._warn_if_none(ids)
@@ -212,6 +218,12 @@ class TextColumn:
                 )
             vectors[row] = value
             keys[row] = _key(vectors[row].tobytes())
+        strange = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(strange):
+            raise ColumnError(
+                f"{self.column.source}: {self.column.key} {ids[strange[0]]} has an embedding with NaN or an "
+                "infinite number; remove its row"
+            )
         return Texts(
             tokens=torch.zeros(0, dtype=torch.int32),
             offsets=torch.zeros(len(values) + 1, dtype=torch.int64),
@@ -253,14 +265,19 @@ def open_text(text: Any, storage_options: Any = None) -> TextColumn | None:
     """Open the table of `Stream(text=...)`: a `Text`, a source with its default options, or an open one.
 
     Raises:
-        ColumnError, sa1b.storage.errors.StorageError: the table cannot be read; see `open_columns`.
+        ColumnError: there is no such table, or it is not one of texts.
+        sa1b.storage.errors.StorageError: the table cannot be read.
         UsageError: there is no such tokenizer.
     """
     if text is None or isinstance(text, TextColumn):
         return text
     options = text if isinstance(text, Text) else Text(text)
     name = options.column
-    return TextColumn(options, open_columns({name: options.source}, storage_options, key=options.key)[name])
+    try:
+        column = open_columns({name: options.source}, storage_options, key=options.key)[name]
+    except (ColumnError, MissingError) as error:
+        raise ColumnError(str(error).removeprefix(f"join[{name!r}]: ")) from None
+    return TextColumn(options, column)
 
 
 def _tokens(value: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:

@@ -167,6 +167,11 @@ def test_tokenizers_of_the_library_and_functions(tmp_path: Path) -> None:
          "tokenizer 'no.json': there is no such file"),
         (sa1b.Text(pa.table({"image_id": IDS, "text": ["a"] * 12}), tokenizer="sp"), UsageError,
          "must be 'bytes', the path of a .json file"),
+        (sa1b.Text("no.parquet"), ColumnError, "^/.*/no.parquet does not exist; give the path of a table"),
+        (sa1b.Text("no.csv"), ColumnError, "^no.csv is neither a Parquet file nor a file of JSON lines"),
+        ({"image_id": [1], "text": pa.array([None], pa.string())}, ColumnError, "'text' has no value in any of"),
+        ({"image_id": [1], "text": pa.array([[]], pa.list_(pa.string()))}, ColumnError, "has no value in any"),
+        ({"image_id": pa.array([], pa.int64()), "text": pa.array([], pa.string())}, ColumnError, "its 0 rows"),
         (sa1b.Text(pa.table({"image_id": IDS, "text": ["a"] * 12}), tokenizer="json:nothing"), UsageError,
          "cannot be imported"),
         ({"image_id": [1], "text": ["a"]}, ColumnError, "has none of the 12 images"),
@@ -181,6 +186,11 @@ def test_what_is_refused(root: Path, text: Any, error: type[Exception], message:
 def test_embeddings_of_different_lengths_and_bad_tokens_name_the_cause(root: Path) -> None:
     table = pa.table({"image_id": IDS, "text": [[0.5] * (1 + one % 2) for one in IDS]})
     with pytest.raises(ColumnError, match=r"image_id \d+ has an embedding of \d numbers, others have \d"):
+        list(stream_of(root, table))
+    table = pa.table({"image_id": IDS, "text": [[0.5, float("nan") if one == IDS[3] else 1] for one in IDS]})
+    with pytest.raises(
+        ColumnError, match=f"image_id {IDS[3]} has an embedding with NaN or an infinite number"
+    ):
         list(stream_of(root, table))
     long = pa.table({"image_id": IDS, "text": ["x" * 200] * 12})
     with pytest.raises(ColumnError, match=r"returns \[200\] for .*; tokens must be from 0 to 99"):
