@@ -1,6 +1,6 @@
 """Rates of decoders of JPEG for the GPU: the library alone, with resizing, and the loader.
 
-Also use of the engine for JPEG, and data wait of training steps of the encoder alone.
+Also use of the JPEG engine, and data wait of training steps of the encoder alone.
 """
 
 import itertools
@@ -39,7 +39,7 @@ def work(setting: Setting, record: Record) -> None:
                 alone = _rate(setting, partial(_library, decoder, images, device), 2 * batch, seconds / 2)
             record.figure(f"{label}: the library alone", alone, "images/s")
             if used:
-                record.figure(f"{label}: use of the engine for JPEG", max(used), "%", at_least=1)
+                record.figure(f"{label}: use of the JPEG engine", max(used), "%", at_least=1)
             resized = _rate(
                 setting, partial(decoded, setting, decoder, images, device), 2 * batch, seconds / 2
             )
@@ -62,8 +62,8 @@ def work(setting: Setting, record: Record) -> None:
 def _library(decoder: GpuDecoder, images: list[EncodedImage], device: torch.device) -> None:
     """Decode without resizing, as the decoder calls its library."""
     sizes = [simplejpeg.decode_jpeg_header(image.jpeg)[:2] for image in images]
-    with decoder._borrowed(device) as (lane, engine), lane.current():
-        engine.decode([image.jpeg for image in images], sizes, lane)
+    with decoder._borrowed(device) as (lane, library), lane.current():
+        library.decode([image.jpeg for image in images], sizes, lane)
 
 
 def _rate(setting: Setting, call: Callable[[], object], images: int, seconds: float) -> float:
@@ -85,7 +85,7 @@ def _rate(setting: Setting, call: Callable[[], object], images: int, seconds: fl
 
 @contextmanager
 def _jpeg_engine(setting: Setting) -> Iterator[list[float]]:
-    """Percent of the time in which the engine for JPEG runs, sampled during the context; [] if unknown."""
+    """Percent of the time in which the JPEG engine runs, sampled during the context; [] if unknown."""
     found: list[float] = []
     if not setting.on_gpu:
         yield found
@@ -96,7 +96,7 @@ def _jpeg_engine(setting: Setting) -> Iterator[list[float]]:
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
         nvml.nvmlDeviceGetJpgUtilization(handle)
     except Exception as error:
-        print(f"use of the engine for JPEG is unknown: {type(error).__name__}: {error}")
+        print(f"use of the JPEG engine is unknown: {type(error).__name__}: {error}")
         yield found
         return
     ended = threading.Event()

@@ -26,7 +26,7 @@ from benchmarks.gpu.part import Record, Setting, Skipped
 from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
 from sa1b.stream.decode import DECODERS, CpuDecoder, EncodedImage
 from sa1b.stream.gpu_decoder import GpuDecoder
-from sa1b.stream.jpeg_engines import LIBRARIES, TorchcodecEngine
+from sa1b.stream.jpeg_libraries import DISTRIBUTIONS, Torchcodec
 from sa1b.stream.transform import Frame
 
 _STAND_IN = "stand-in"
@@ -39,7 +39,7 @@ def back_ends(record: Record, setting: Setting) -> dict[str, Callable[[], GpuDec
     if not setting.on_gpu:
         return {_STAND_IN: _stand_in}
     found: dict[str, Callable[[], GpuDecoder]] = {}
-    for name in LIBRARIES:
+    for name in DISTRIBUTIONS:
         try:
             DECODERS[name]()
         except ValueError as error:
@@ -58,9 +58,7 @@ def _stand_in() -> GpuDecoder:
         lanes.append(HostLane(device))
         return lanes[-1]
 
-    return GpuDecoder(
-        _STAND_IN, lambda _: TorchcodecEngine(HostNvjpeg(lanes[-1], fast=True)), lane, device="cpu"
-    )
+    return GpuDecoder(_STAND_IN, lambda _: Torchcodec(HostNvjpeg(lanes[-1], fast=True)), lane, device="cpu")
 
 
 def images_of(setting: Setting, kind: str, count: int) -> list[EncodedImage]:

@@ -41,7 +41,7 @@ class HostLane:
         return self.allocate(shape).fill_(POISON)
 
     def allocate(self, shape: tuple[int, ...]) -> Tensor:
-        """Memory for the output of an engine."""
+        """Memory for the output of a library."""
         size = torch.Size(shape).numel()
         for block in self._blocks:
             if sys.getrefcount(block) == _UNUSED and len(block) >= size:

@@ -109,9 +109,9 @@ class CpuDecoder:
 
 def _gpu_decoder(name: str) -> Decoder:
     from sa1b.stream.gpu_decoder import GpuDecoder  # it decodes on the CPU what a GPU cannot decode
-    from sa1b.stream.jpeg_engines import ENGINES
+    from sa1b.stream.jpeg_libraries import LIBRARIES
 
-    return GpuDecoder(name, ENGINES[name]())
+    return GpuDecoder(name, LIBRARIES[name]())
 
 
 DECODERS: dict[str, Callable[[], Decoder]] = {
@@ -138,7 +138,7 @@ def decoder_for(decode: str, current: Decoder, name: str) -> str:
 
     Args:
         decode: "cpu"; "gpu": the stream's decoder if it decodes on a GPU, else the first library of
-            sa1b.stream.jpeg_engines that is installed; "auto": the stream's decoder. On a GPU no rate has
+            sa1b.stream.jpeg_libraries that is installed; "auto": the stream's decoder. On a GPU no rate has
             been measured yet, so "auto" never replaces a decoder.
         current, name: the stream's decoder.
 
@@ -148,7 +148,7 @@ def decoder_for(decode: str, current: Decoder, name: str) -> str:
     if decode not in DECODES:
         raise ValueError(f"decode={decode!r} must be one of {', '.join(map(repr, DECODES))}")
     if decode == "gpu" and current.device.type == "cpu":
-        from sa1b.stream.jpeg_engines import installed
+        from sa1b.stream.jpeg_libraries import installed
 
         return installed()
     return "cpu" if decode == "cpu" else name

@@ -1,12 +1,12 @@
 """A CUDA stream with memory of its own, for decoding JPEG files on a GPU.
 
-The engine for JPEG in a GPU does not wait for the stream that it is given: it may write its output before
+The JPEG engine in a GPU does not wait for the stream that it is given: it may write its output before
 earlier work of that stream has run (github.com/pytorch/vision/pull/9606). PyTorch's allocator hands out
-memory again as soon as it is freed on the host, because later work of the same stream runs later. So an
-engine would overwrite memory that queued kernels still read, without an error. A lane prevents this:
+memory again as soon as it is freed on the host, because later work of the same stream runs later. So the
+JPEG engine would overwrite memory that queued kernels still read, without an error. A lane prevents this:
 
     its memory is a pool of its own, so no other kernel of the program ever reads it
-    the host waits for all work of the lane before an engine writes
+    the host waits for all work of the lane before the engine writes
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """A decoder for a GPU: a micro-batch of JPEG files to images of the padded square, in the batch's memory.
 
-    decoder = GpuDecoder("torchcodec", ENGINES["torchcodec"]())
+    decoder = GpuDecoder("torchcodec", LIBRARIES["torchcodec"]())
     errors = decoder.decode(images, out)    # out: uint8 [n, S, S, 3] on the GPU
 
 Faults of decoders that give no error, and how each is found:
@@ -10,7 +10,7 @@ Faults of decoders that give no error, and how each is found:
     no image, or another size      compared with the header of the file
 
 An image with such a fault is decoded on the CPU. If that fails too, its BadSample is returned, as by every
-decoder. Some files are decoded on the CPU from the start: those that engines do not decode as libjpeg-turbo
+decoder. Some files are decoded on the CPU from the start: those that libraries do not decode as libjpeg-turbo
 does (CMYK, fewer than 16 pixels high or wide, without the marker of their end), and those that are reduced by
 more than 16, because the kernel for resizing lacks memory for its filter.
 
@@ -34,7 +34,7 @@ from sa1b.errors import BadSample, Sa1bError
 from sa1b.shards.limits import MAX_STORED_PIXELS
 from sa1b.stream.decode import EncodedImage, decode, window_edges
 from sa1b.stream.decode_lane import POISON, CudaLane, Lane
-from sa1b.stream.jpeg_engines import Engine, Size
+from sa1b.stream.jpeg_libraries import JpegLibrary, Size
 from sa1b.stream.transform import Frame
 
 LANES = 2  # micro-batches at a time: one is resized while the next one is decoded
@@ -50,17 +50,17 @@ class DecoderError(Sa1bError):
 
 
 class GpuDecoder:
-    """Decodes on a GPU with one of sa1b.stream.jpeg_engines; see the module and `Decoder`.
+    """Decodes on a GPU with one of sa1b.stream.jpeg_libraries; see the module and `Decoder`.
 
     Args:
         name: name of the decoder, for messages.
-        engine: creates the engine of a lane.
+        library: creates the library's decoder for a lane.
         lane: creates a lane on a device.
         device: type of the device.
 
     Attributes:
         counts: number of images by how they were decoded: "gpu"; "cpu": not decodable on a GPU; "refused":
-            on the CPU because the engine returned none; "skipped": on the CPU because the engine reported
+            on the CPU because the library returned none; "skipped": on the CPU because the library reported
             success without writing the image.
     """
 
@@ -69,15 +69,15 @@ class GpuDecoder:
     def __init__(
         self,
         name: str,
-        engine: Callable[[torch.device], Engine],
+        library: Callable[[torch.device], JpegLibrary],
         lane: Callable[[torch.device], Lane] = CudaLane,
         device: str = "cuda",
     ) -> None:
         self.name = name
         self.device = torch.device(device)
         self.counts: Counter[str] = Counter()
-        self._new_engine, self._new_lane = engine, lane
-        self._idle: defaultdict[torch.device, list[tuple[Lane, Engine]]] = defaultdict(list)
+        self._new_library, self._new_lane = library, lane
+        self._idle: defaultdict[torch.device, list[tuple[Lane, JpegLibrary]]] = defaultdict(list)
         self._permits = threading.Semaphore(LANES)
         self._lock = threading.Lock()
 
@@ -98,9 +98,9 @@ class GpuDecoder:
         """Decode images of given stored sizes into `out`; return those that were decoded."""
         if not sizes:
             return set()
-        with self._borrowed(out.device) as (lane, engine), lane.current():
+        with self._borrowed(out.device) as (lane, library), lane.current():
             files = [images[i].jpeg for i, _ in sizes]
-            found = engine.decode(files, [size for _, size in sizes], lane)
+            found = library.decode(files, [size for _, size in sizes], lane)
             right = [
                 None if pixels is None or tuple(pixels.shape) != (*size, 3) else pixels
                 for pixels, (_, size) in zip(found, sizes, strict=True)
@@ -115,8 +115,8 @@ class GpuDecoder:
         return {i for (i, _), is_good in zip(sizes, good, strict=True) if is_good}
 
     @contextmanager
-    def _borrowed(self, device: torch.device) -> Iterator[tuple[Lane, Engine]]:
-        """A lane with its engine, for this thread alone."""
+    def _borrowed(self, device: torch.device) -> Iterator[tuple[Lane, JpegLibrary]]:
+        """A lane with its library, for this thread alone."""
         with self._permits:
             with self._lock:
                 idle = self._idle[device]
@@ -127,25 +127,25 @@ class GpuDecoder:
                 with self._lock:
                     idle.append(one)
 
-    def _new(self, device: torch.device) -> tuple[Lane, Engine]:
-        """A new lane, whose engine has decoded a test image.
+    def _new(self, device: torch.device) -> tuple[Lane, JpegLibrary]:
+        """A new lane, whose library has decoded a test image.
 
-        Without the test, an engine that cannot decode anything would leave all images to the CPU.
+        Without the test, a library that cannot decode anything would leave all images to the CPU.
         """
         lane, size = self._new_lane(device), (48, 64)
         test = np.full((*size, 3), 40, np.uint8)
         file = bytes(simplejpeg.encode_jpeg(test, 90, "RGB", "420", False))
         try:
-            engine = self._new_engine(device)
+            library = self._new_library(device)
             with lane.current():
-                (image,) = engine.decode([file], [size], lane)
+                (image,) = library.decode([file], [size], lane)
                 works = image is not None and bool((image.float() - 40).abs().max() < 8)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DecoderError(self._does_not_work(device, reason)) from error
         if not works:
             raise DecoderError(self._does_not_work(device, "no image" if image is None else "wrong pixels"))
-        return lane, engine
+        return lane, library
 
     def _does_not_work(self, device: torch.device, reason: str) -> str:
         return (

@@ -52,7 +52,7 @@ class Loader:
         device: device of the batches; "cuda" copies from pinned memory on a separate CUDA stream.
         dense: also rasterise the masks on the device at this size, in pixels: `batch.dense`, see `Batch`.
         decode: "cpu", or "gpu": JPEG files are decoded and resized on `device`, with the first library of
-            sa1b.stream.jpeg_engines that is installed (`pip install 'sa1b[gpu]'`). The stream takes the
+            sa1b.stream.jpeg_libraries that is installed (`pip install 'sa1b[gpu]'`). The stream takes the
             decoder over, and its state records it, because pixels differ between decoders. "auto": the
             decoder of the stream, by default that of the CPU.
         read_only: promise that the caller never writes into `batch.dense`. On a CPU only the parts with masks

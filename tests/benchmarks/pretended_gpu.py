@@ -26,10 +26,11 @@ from benchmarks.gpu import raster, timing
 from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
 from sa1b import train
 from sa1b.masks import raster_torch
+from sa1b.stream import jpeg_libraries
 from sa1b.stream.decode import DECODERS
 from sa1b.stream.decode_lane import CudaLane
 from sa1b.stream.gpu_decoder import GpuDecoder
-from sa1b.stream.jpeg_engines import TorchcodecEngine
+from sa1b.stream.jpeg_libraries import Torchcodec
 
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 << 30, multi_processor_count=132, L2_cache_size=50 << 20,
@@ -145,7 +146,7 @@ def decoder(decode: type[HostNvjpeg] = HostNvjpeg) -> GpuDecoder:
         lanes.append(Lane(device))
         return lanes[-1]
 
-    return GpuDecoder("torchcodec", lambda _: TorchcodecEngine(decode(lanes[-1].memory)), lane)
+    return GpuDecoder("torchcodec", lambda _: Torchcodec(decode(lanes[-1].memory)), lane)
 
 
 def decode_jpeg(files: list[bytes], *, mode: str, device: str) -> list[torch.Tensor]:
@@ -175,6 +176,7 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(torch.cuda, name, stand_in)
     patch.setattr("sa1b.stream.loader.SideStream", SideStream)
     patch.setitem(DECODERS, "torchcodec", decoder)
+    patch.setattr(jpeg_libraries, "_version", {"torchcodec": "0.17.0"}.get)
     patch.setitem(sys.modules, "torchcodec.decoders", SimpleNamespace(decode_jpeg=decode_jpeg))
     patch.setattr(timing, "device_of", lambda buffers: "cuda")
     patch.setattr(raster, "kernels", lambda setting: raster_torch)

@@ -301,7 +301,8 @@ def test_training_runs_where_the_cpu_pretends_to_be_a_gpu(setting: Setting) -> N
     out = setting.folder / "pretended"
     flags = training.common(replace(setting, device="cuda"), out)
     command = [sys.executable, "-m", "tests.benchmarks.pretended_gpu", *flags, "--optim.steps", "4"]
-    done = processes.run([*command, "--parallel.precision", "fp16"], capture_output=True, text=True)
+    more = ["--data.decode", "gpu", "--parallel.precision", "fp16"]
+    done = processes.run([*command, *more], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = training.lines(out)
     assert len(found) == 4

@@ -9,7 +9,7 @@ from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
 from sa1b.errors import UsageError
 from sa1b.stream.decode import DECODERS
 from sa1b.stream.gpu_decoder import GpuDecoder
-from sa1b.stream.jpeg_engines import TorchcodecEngine
+from sa1b.stream.jpeg_libraries import Torchcodec
 from sa1b.stream.throughput import limiting, measure
 from tests import processes
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
@@ -105,14 +105,14 @@ def test_reads_from_a_local_cache_are_counted(root, tmp_path, monkeypatch):
 
 
 def test_a_decoder_of_micro_batches_is_measured_with_micro_batches(root, monkeypatch):
-    def engine(_):
-        return TorchcodecEngine(HostNvjpeg(lanes[-1]))
+    def library(_):
+        return Torchcodec(HostNvjpeg(lanes[-1]))
 
     def lane(device):
         lanes.append(HostLane(device))
         return lanes[-1]
 
-    lanes, made = [], GpuDecoder("torchcodec", engine, lane, "cpu")
+    lanes, made = [], GpuDecoder("torchcodec", library, lane, "cpu")
     monkeypatch.setitem(DECODERS, "torchcodec", lambda: made)
     options = {"global_batch": 3, "epochs": None, "image_size": 64}
     found = measure(sa1b.Stream(root, decoder="torchcodec", **options), seconds=0.5, threads=2, quiet=True)

@@ -1,4 +1,4 @@
-"""Decoding on a GPU: with stand-ins on the CPU that have the faults of engines for JPEG."""
+"""Decoding on a GPU: with stand-ins on the CPU that have the faults of JPEG engines."""
 
 import threading
 import time
@@ -19,11 +19,11 @@ from torch import Tensor
 import sa1b
 from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
 from sa1b.errors import BadSample, UsageError
-from sa1b.stream import decode, jpeg_engines
+from sa1b.stream import decode, jpeg_libraries
 from sa1b.stream.decode import CpuDecoder, EncodedImage
 from sa1b.stream.decode_lane import POISON
 from sa1b.stream.gpu_decoder import LANES, DecoderError, GpuDecoder, paint, written
-from sa1b.stream.jpeg_engines import NvimgcodecEngine, TorchcodecEngine, installed, without_exif
+from sa1b.stream.jpeg_libraries import Nvimgcodec, Torchcodec, installed, without_exif
 from sa1b.stream.transform import Frame
 from tests.stream.late_lane import EarlyNvjpeg, LateLane
 from tests.stream.recorded import make_root
@@ -106,11 +106,11 @@ class Made:
             self.lanes.append(lane(device))
             return self.lanes[-1]
 
-        def engine(_: torch.device) -> TorchcodecEngine:
+        def library(_: torch.device) -> Torchcodec:
             self.nvjpegs.append(nvjpeg(self.lanes[-1]))
-            return TorchcodecEngine(self.nvjpegs[-1])
+            return Torchcodec(self.nvjpegs[-1])
 
-        self.decoder = GpuDecoder("torchcodec", engine, new_lane, "cpu")
+        self.decoder = GpuDecoder("torchcodec", library, new_lane, "cpu")
 
 
 def decoded(decoder: GpuDecoder, images: Sequence[EncodedImage]) -> tuple[Tensor, list[BadSample | None]]:
@@ -173,7 +173,7 @@ def test_a_function_of_pixels_gets_the_mirrored_image_without_padding() -> None:
 
 
 @pytest.mark.parametrize("fault", ["s", "h", "o", "w", "r"])
-def test_an_image_that_the_engine_did_not_decode_is_decoded_on_the_cpu(fault: str) -> None:
+def test_an_image_that_the_library_did_not_decode_is_decoded_on_the_cpu(fault: str) -> None:
     made = Made()
     images = [whole(jpeg(number=0)), whole(with_fault(fault, jpeg(number=1))), whole(jpeg(72, 80, number=2))]
     with warnings.catch_warnings(record=True) as caught:
@@ -211,7 +211,7 @@ def test_a_file_that_fails_does_not_take_the_others_of_the_batch_with_it() -> No
     ],
     ids=["small", "bytes after the end", "no end", "CMYK", "not a JPEG", "reduced by 25"],
 )
-def test_what_engines_decode_differently_never_reaches_them(file: bytes) -> None:
+def test_what_libraries_decode_differently_never_reaches_them(file: bytes) -> None:
     made = Made()
     frame = Frame.whole_image(60, 80, S)
     images = [whole(jpeg()), EncodedImage(file, frame)]
@@ -316,7 +316,7 @@ def test_what_is_no_fault_of_a_file_is_raised(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("r", "no image"), ("o", "no image"), ("b", "wrong pixels")])
-def test_an_engine_that_decodes_nothing_is_refused_at_once(fault: str, reason: str) -> None:
+def test_a_library_that_decodes_nothing_is_refused_at_once(fault: str, reason: str) -> None:
     class Useless(Faulty):
         def image(self, file: bytes) -> Tensor:
             image = super().image(with_fault(fault, file))
@@ -331,11 +331,11 @@ def test_an_engine_that_decodes_nothing_is_refused_at_once(fault: str, reason: s
 
 
 def test_a_library_without_support_for_the_gpu_is_refused_with_its_reason() -> None:
-    def no_engine(_: torch.device) -> Any:
+    def no_library(_: torch.device) -> Any:
         raise RuntimeError("Could not create decoder. Code: 4\nin line 7")
 
     with pytest.raises(DecoderError, match=r"test image on cpu \(Could not create decoder. Code: 4\)"):
-        decoded(GpuDecoder("nvimgcodec", no_engine, HostLane, "cpu"), [whole(jpeg())])
+        decoded(GpuDecoder("nvimgcodec", no_library, HostLane, "cpu"), [whole(jpeg())])
 
 
 def test_corners_and_centre_are_checked() -> None:
@@ -351,7 +351,7 @@ def test_corners_and_centre_are_checked() -> None:
 
 
 class FakeNvimgcodec:
-    """What of `nvidia.nvimgcodec` the engine uses, with the signatures of version 0.9."""
+    """What of `nvidia.nvimgcodec` is used, with the signatures of version 0.9."""
 
     BackendKind = SimpleNamespace(
         HW_GPU_ONLY="hardware", GPU_ONLY="gpu", HYBRID_CPU_GPU="hybrid", CPU_ONLY="cpu"
@@ -394,7 +394,7 @@ class FakeNvimgcodec:
 
 def test_nvimgcodec_decodes_into_memory_of_the_lane_and_never_on_the_cpu() -> None:
     library = FakeNvimgcodec()
-    decoder = GpuDecoder("nvimgcodec", lambda device: NvimgcodecEngine(library, device), LateLane, "cpu")
+    decoder = GpuDecoder("nvimgcodec", lambda device: Nvimgcodec(library, device), LateLane, "cpu")
     files = [jpeg(), with_fault("r", jpeg(number=1)), with_fault("s", jpeg(number=2)), jpeg(70, 50, 3)]
     images = [whole(file) for file in files]
     with pytest.warns(UserWarning, match="nvimgcodec reported success"):
@@ -417,12 +417,12 @@ def test_nvimgcodec_decodes_into_memory_of_the_lane_and_never_on_the_cpu() -> No
 def test_the_first_library_that_is_new_enough_is_taken(
     versions: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jpeg_engines, "_version", versions.get)
+    monkeypatch.setattr(jpeg_libraries, "_version", versions.get)
     assert installed() == expected
 
 
 def test_without_a_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jpeg_engines, "_version", {"torchcodec": "0.15"}.get)
+    monkeypatch.setattr(jpeg_libraries, "_version", {"torchcodec": "0.15"}.get)
     with pytest.raises(ValueError, match="decode='gpu': needs") as error:
         installed()
     assert str(error.value) == (
@@ -454,7 +454,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, late: Any) -> list[Made]:  # noqa: F811
 
     monkeypatch.setattr(LateStream, "empty", empty, raising=False)
     monkeypatch.setitem(decode.DECODERS, "torchcodec", make)
-    monkeypatch.setattr(jpeg_engines, "_version", {"torchcodec": "0.17.0"}.get)
+    monkeypatch.setattr(jpeg_libraries, "_version", {"torchcodec": "0.17.0"}.get)
     return mades
 
 
@@ -509,7 +509,7 @@ def test_the_memory_line_names_the_decoder(
 def test_what_cannot_be_decoded_is_logged_and_replaced(
     root: Path, gpu: list[Made], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The engine refuses one image, and the CPU too."""
+    """The library refuses one image, and the CPU too."""
     damaged = bytes(sa1b.open(root)[2].jpeg)
     own = sa1b.Stream(
         root, global_batch=6, micro_batch=3, epochs=None, damage_log=tmp_path / "log.jsonl", **SMALL

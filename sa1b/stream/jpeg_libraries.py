@@ -1,11 +1,12 @@
 """Libraries that decode JPEG files on a GPU, and what each needs so that no fault of theirs stays silent.
 
     torchcodec    torchcodec.decoders.decode_jpeg, from version 0.16 on. It allocates its output, waits for
-                  the engine, applies the orientation of EXIF, and fails for all files if it fails for one
+                  the JPEG engine, turns images by the orientation in EXIF, and fails for all files if it
+                  fails for one
     nvimgcodec    nvidia.nvimgcodec.Decoder, from version 0.8 on. It writes into given memory and returns None
                   for a file that it cannot decode
 
-Both decode baseline files on the engine for JPEG of the GPU, if it has one, and other files with kernels.
+Both decode baseline files on the JPEG engine of the GPU, if it has one, and other files with kernels.
 
 Nothing in this module has run on a GPU yet. The calls of nvimgcodec 0.9 were run with its CPU back end, and
 those of torchcodec are written by its documentation and source of 0.16 and 0.17.
@@ -29,7 +30,7 @@ Size = tuple[int, int]  # height and width, pixels
 File = bytes | memoryview
 
 # Name -> distributions that have the library, and its first version that can be used.
-LIBRARIES: dict[str, tuple[tuple[str, ...], tuple[int, int]]] = {
+DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], tuple[int, int]]] = {
     "torchcodec": (("torchcodec",), (0, 16)),
     "nvimgcodec": (("nvidia-nvimgcodec-cu13", "nvidia-nvimgcodec-cu12"), (0, 8)),
 }
@@ -38,15 +39,15 @@ _EXIF = b"Exif\0\0"
 _APP1, _SOS, _EOI = 0xE1, 0xDA, 0xD9
 
 
-class Engine(Protocol):
-    """Interface of an engine; one thread at a time uses it."""
+class JpegLibrary(Protocol):
+    """Interface of a library's decoder; one thread at a time uses it."""
 
     def decode(self, files: Sequence[File], sizes: Sequence[Size], lane: Lane) -> list[Tensor | None]:
         """Decode n files inside `lane.current()`.
 
         Returns:
             For each file its pixels, uint8 [height, width, 3] on the lane's device, in memory that was filled
-            with POISON before the engine could write into it; None if the file was not decoded.
+            with POISON before the JPEG engine could write into it; None if the file was not decoded.
 
         Raises:
             Exception: the error, such as lack of memory, is not caused by a file.
@@ -61,7 +62,7 @@ def installed() -> str:
         ValueError: there is none.
     """
     old = []
-    for name, (distributions, least) in LIBRARIES.items():
+    for name, (distributions, least) in DISTRIBUTIONS.items():
         for distribution in distributions:
             if (version := _version(distribution)) is None:
                 continue
@@ -70,7 +71,7 @@ def installed() -> str:
             old.append(f" ({distribution} {version} is installed)")
     needs = " or ".join(
         f"{distributions[0]} {'.'.join(map(str, least))} or later"
-        for distributions, least in LIBRARIES.values()
+        for distributions, least in DISTRIBUTIONS.values()
     )
     raise ValueError(
         f"decode='gpu': needs {needs}{''.join(old)}; pip install 'sa1b[gpu]', or pass decode='cpu'"
@@ -99,7 +100,7 @@ def _library(module: str, name: str) -> ModuleType:
         ) from None
 
 
-class TorchcodecEngine:
+class Torchcodec:
     """torchcodec; see the module.
 
     Args:
@@ -110,7 +111,7 @@ class TorchcodecEngine:
         self._decode = decode
 
     def decode(self, files: Sequence[File], sizes: Sequence[Size], lane: Lane) -> list[Tensor | None]:
-        """See `Engine`."""
+        """See `JpegLibrary`."""
         found: list[Tensor | None] = [None] * len(files)
         left = list(range(len(files)))
         for _ in range(2):  # the second time, the memory of the first one is free as well
@@ -140,7 +141,7 @@ class TorchcodecEngine:
         return [one for file in files for one in self._all([file], device)]
 
 
-class NvimgcodecEngine:
+class Nvimgcodec:
     """nvimgcodec; see the module.
 
     Args:
@@ -152,7 +153,7 @@ class NvimgcodecEngine:
         self._library = library
         kinds = library.BackendKind
         # With CPU_ONLY, what a GPU cannot decode would be decoded on the CPU without a word. With a load hint
-        # below 1, which files the engine decodes, and so their pixels, would depend on the batch.
+        # below 1, which files the JPEG engine decodes, and so their pixels, would depend on the batch.
         backends = [
             library.Backend(kind, load_hint=1.0)
             for kind in (kinds.HW_GPU_ONLY, kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU)
@@ -166,7 +167,7 @@ class NvimgcodecEngine:
         self._params = library.DecodeParams(apply_exif_orientation=False)
 
     def decode(self, files: Sequence[File], sizes: Sequence[Size], lane: Lane) -> list[Tensor | None]:
-        """See `Engine`."""
+        """See `JpegLibrary`."""
         buffers = [lane.filled((*size, 3)) for size in sizes]
         lane.synchronize()
         images = self._decoder.decode(
@@ -183,27 +184,27 @@ def _exported(buffer: Tensor) -> Any:
     return buffer.numpy() if buffer.device.type == "cpu" else buffer
 
 
-ENGINES: dict[str, Callable[[], Callable[[torch.device], Engine]]] = {
+LIBRARIES: dict[str, Callable[[], Callable[[torch.device], JpegLibrary]]] = {
     "torchcodec": lambda: _torchcodec(_library("torchcodec.decoders", "torchcodec")),
     "nvimgcodec": lambda: _nvimgcodec(_library("nvidia.nvimgcodec", "nvimgcodec")),
 }
 
 
-def _torchcodec(library: ModuleType) -> Callable[[torch.device], Engine]:
+def _torchcodec(library: ModuleType) -> Callable[[torch.device], JpegLibrary]:
     if not hasattr(library, "decode_jpeg"):
         raise ValueError(
             "decoder='torchcodec': needs torchcodec 0.16 or later; pip install 'sa1b[gpu]', or pass "
             "decoder='cpu'"
         )
-    return lambda _: TorchcodecEngine(library.decode_jpeg)
+    return lambda _: Torchcodec(library.decode_jpeg)
 
 
-def _nvimgcodec(library: ModuleType) -> Callable[[torch.device], Engine]:
-    return lambda device: NvimgcodecEngine(library, device)
+def _nvimgcodec(library: ModuleType) -> Callable[[torch.device], JpegLibrary]:
+    return lambda device: Nvimgcodec(library, device)
 
 
 def _filled_spans(shapes: list[tuple[int, ...]], lane: Lane) -> list[Size]:
-    """Fill memory for these shapes, and free it again, so that the engine's output is allocated in it.
+    """Fill memory for these shapes, and free it again, so that the library's output is allocated in it.
 
     Returns:
         First and last address of each part, in bytes, ascending.
@@ -224,7 +225,7 @@ def _inside(image: Tensor, spans: list[Size]) -> bool:
 
 
 def _copied(files: Sequence[File], lane: Lane) -> list[Tensor]:
-    """The files in the lane's host memory, without EXIF segments, because the engine would turn images by it.
+    """The files in the lane's host memory, without EXIF segments, by which the library would turn images.
 
     Torch warns about tensors of read-only memory, such as bytes; so they are copied.
     """
