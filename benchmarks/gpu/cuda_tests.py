@@ -1,7 +1,6 @@
 """The tests of the suite that need a GPU: `pytest -m gpu`, in several processes."""
 
 import importlib.util
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,23 +13,14 @@ _PROCESSES = 8  # kernels are compiled by the processor
 def work(setting: Setting, record: Record) -> None:
     """Run the tests and record each that failed."""
     results = setting.folder / "tests.xml"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:randomly",
-        "-m",
-        "gpu",
-        f"--junitxml={results}",
-    ]
+    # After a minute, a test that hangs prints where.
+    command = ["-m", "pytest", "-v", "-p", "no:randomly", "-o", "faulthandler_timeout=60", "-m", "gpu"]
+    command += [f"--junitxml={results}"]
     if not setting.tiny and importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(_PROCESSES, available_cpus()))]
     if setting.tiny:
         command += ["tests/masks/test_raster_triton.py"]
-    done = setting.start(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    print(done.stdout, done.stderr)
+    done = setting.run("pytest", *command, cwd=Path(__file__).parents[2])
     recorded(results, done.returncode, setting, record)
 
 

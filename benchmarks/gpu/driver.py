@@ -24,13 +24,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.gpu.part import Part, Setting
+from benchmarks.gpu.part import OUTPUT, Part, Setting
 
 State = Literal["ok", "failed", "timed out", "skipped", "not run"]
 REPOSITORY = Path(__file__).parents[2]
 _LEAST = 5.0  # seconds: with less time left, no part is started
 _KILLED_WITHIN = 10.0  # seconds: a process in the driver of a broken GPU may not end even then
-_LOG = 2500  # characters of the log of a part that did not end well
+_LOG = 2500  # characters of the log of a part that did not end well, and of the output of a command
 
 
 @dataclass(slots=True)
@@ -110,6 +110,7 @@ def run_part(part: Part, setting: Setting, limit: float) -> Outcome:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     # The package of this clone, wherever another one is installed.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    before = set(setting.folder.glob(f"*{OUTPUT}"))
     began = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -131,6 +132,9 @@ def run_part(part: Part, setting: Setting, limit: float) -> Outcome:
     outcome.seconds = round(time.monotonic() - began, 1)
     if outcome.state in ("failed", "timed out"):
         outcome.log = log.read_text(errors="replace")[-_LOG:]
+    if outcome.state == "timed out":  # commands that have ended are in the log
+        for path in sorted(set(setting.folder.glob(f"*{OUTPUT}")) - before):
+            outcome.log += f"\n--- {path.name}\n{path.read_text(errors='replace')[-_LOG:]}"
     return outcome
 
 

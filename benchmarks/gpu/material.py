@@ -3,7 +3,6 @@
 Each part opens them with `roots`. The images are those of `sa1b synthesize`, with the statistics of SA-1B.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -37,8 +36,7 @@ def work(setting: Setting, record: Record) -> None:
 def timed(setting: Setting, record: Record, name: str, *command: object) -> None:
     """Run a command of the package and record how long it took; its output goes to the log."""
     began = time.perf_counter()
-    done = setting.start([sys.executable, "-m", "sa1b", *map(str, command)], capture_output=True, text=True)
-    print(done.stdout, done.stderr)
+    done = setting.run(name, "-m", "sa1b", *command)
     if done.returncode:
-        raise ChildProcessError(f"{name}: exit code {done.returncode}: {done.stderr.strip()[-300:]}")
+        raise ChildProcessError(f"{name}: exit code {done.returncode}: {done.stdout.strip()[-300:]}")
     record.figure(name, time.perf_counter() - began, "s")

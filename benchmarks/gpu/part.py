@@ -10,12 +10,15 @@ Each record is a line of JSON, written at once, so that a part that crashes keep
 import json
 import math
 import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+OUTPUT = ".output"  # suffix of the files in which commands in progress write
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,25 @@ class Setting:
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
+
+    def run(self, name: str, *command: object, **options: Any) -> "subprocess.CompletedProcess[str]":
+        """Run a command of this Python, with both outputs in one file, which is printed at the end.
+
+        Args:
+            name: of the file.
+            command: arguments of Python.
+
+        Returns:
+            Its exit code, and its outputs together as `stdout`.
+        """
+        path = self.folder / f"{name}{OUTPUT}"
+        words = [sys.executable, *map(str, command)]
+        with path.open("w") as file:
+            done = self.start(words, stdout=file, stderr=subprocess.STDOUT, **options)
+        done.stdout = path.read_text(errors="replace")
+        print(f"{name}: exit code {done.returncode}\n{done.stdout[-4000:]}", flush=True)
+        path.unlink()
+        return done
 
     def pick(self, full: Any, tiny: Any) -> Any:
         """One of two sizes."""

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +49,7 @@ class CommandFailed(Exception):
     """A training command ended with another exit code than 0."""
 
 
-def train(setting: Setting, name: str, *flags: object, check: bool = True) -> list[dict[str, Any]]:
+def train(setting: Setting, name: str, *flags: object) -> list[dict[str, Any]]:
     """Run the training command; return the lines of its steps.
 
     Args:
@@ -58,13 +57,11 @@ def train(setting: Setting, name: str, *flags: object, check: bool = True) -> li
         flags: further flags; later ones replace earlier ones.
     """
     out = setting.folder / name
-    command = [sys.executable, "-m", "sa1b.train", *map(str, (*common(setting, out), *flags))]
     # On a CPU, compiling takes minutes.
     environment = {**os.environ, **({"TORCHDYNAMO_DISABLE": "1"} if setting.tiny else {})}
-    done = setting.start(command, capture_output=True, text=True, env=environment)
-    print(f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    if check and done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    done = setting.run(name, "-m", "sa1b.train", *common(setting, out), *flags, env=environment)
+    if done.returncode:
+        last = (done.stdout.strip().splitlines() or ["no output"])[-1]
         raise CommandFailed(f"{name}: exit code {done.returncode}: {last[:300]}")
     return lines(out)
 
@@ -337,14 +334,12 @@ def failure(setting: Setting, record: Record) -> None:
             out, moment = setting.folder / f"failure {mode}", setting.folder / f"failure {mode}.time"
             small = () if setting.tiny else ("--preset", "tiny")
             flags = (*common(setting, out), *small, "--optim.steps", STEPS, "--parallel.mode", mode)
-            command = [sys.executable, "-m", "benchmarks.gpu.out_of_memory", moment, *flags]
-            done = setting.start([str(word) for word in command], capture_output=True, text=True)
-            ended = time.time()
-            print(done.stdout[-2000:], done.stderr[-4000:])
-            seconds = ended - float(moment.read_text())
+            command = ("-m", "benchmarks.gpu.out_of_memory", moment, *flags)
+            done = setting.run(f"failure {mode}", *command)
+            seconds = time.time() - float(moment.read_text())
             record.check(f"{mode}: exit code 1", done.returncode == 1, done.returncode)
             reason = "OutOfMemoryError: CUDA out of memory" if setting.on_gpu else "can't allocate memory"
-            record.check(f"{mode}: the reason is printed", reason in done.stderr, done.stderr[-300:])
+            record.check(f"{mode}: the reason is printed", reason in done.stdout, done.stdout[-300:])
             record.figure(f"{mode}: from the error to the end of the process", seconds, "s")
             # On a CPU other processes may slow this one down.
             within = seconds <= _FAILS_WITHIN or not setting.on_gpu
