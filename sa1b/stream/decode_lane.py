@@ -5,8 +5,12 @@ earlier work of that stream has run (github.com/pytorch/vision/pull/9606). PyTor
 memory again as soon as it is freed on the host, because later work of the same stream runs later. So the
 JPEG engine would overwrite memory that queued kernels still read, without an error. A lane prevents this:
 
-    its memory is a pool of its own, so no other kernel of the program ever reads it
+    its memory was allocated on its stream, and the allocator reuses memory on the same stream only
     the host waits for all work of the lane before the engine writes
+
+A pool (torch.cuda.MemPool) would not add to this. While a thread allocates from one, the allocator treats all
+threads as if a CUDA graph were captured: it forgets what `Tensor.record_stream` says, and would hand out the
+memory of batches that the caller's stream still reads.
 """
 
 from collections.abc import Iterator
@@ -33,7 +37,7 @@ class Lane(Protocol):
         ...
 
     def current(self) -> Any:
-        """A context in which the calling thread submits to this lane and takes memory from its pool.
+        """A context in which the calling thread submits to this lane and takes its memory.
 
         On exit, the stream that was current before waits for the lane.
         """
@@ -66,8 +70,6 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = _CUDA.Stream(device)
-        with torch.cuda.device(device):  # a pool belongs to the current device
-            self._pool = _CUDA.MemPool()
         self._caller: Any = None
         self._host = torch.empty(0, dtype=torch.uint8)
 
@@ -78,7 +80,7 @@ class CudaLane:
     @contextmanager
     def current(self) -> Iterator[None]:
         self._caller = caller = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._stream), _CUDA.use_mem_pool(self._pool, self.device):
+        with torch.cuda.stream(self._stream):
             try:
                 yield
             finally:

@@ -160,7 +160,7 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
     of_cuda = {
         "Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph,
         "graph": lambda graph: nullcontext(), "stream": lambda stream: nullcontext(),
-        "MemPool": object, "use_mem_pool": lambda pool, device: nullcontext(), "device": nullcontext,
+        "device": nullcontext,
         "current_stream": lambda device=None: Stream(), "synchronize": lambda device=None: None,
         "is_available": lambda: True, "is_bf16_supported": lambda: True,
         "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda device: None,
