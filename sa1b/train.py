@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -214,14 +215,14 @@ def main(
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    config: Config | None = None
     try:
-        return run(settings.parse(sys.argv[1:] if arguments is None else arguments, __doc__, presets, prog))
+        config = settings.parse(sys.argv[1:] if arguments is None else arguments, __doc__, presets, prog)
+        return run(config)
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:
-        if rank == 0:  # every rank returns the same code
-            sys.stderr.write(f"error: {error}\n")
-        return _refused(rank, 2)
+        return _refused(error, rank, on_all=config is None)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             return broken_pipe()
@@ -237,11 +238,20 @@ def _stdout_is_closed() -> bool:
     return bool(poll.poll(0))
 
 
-def _refused(rank: int, code: int) -> int:
-    """The exit code for invalid settings; waits until rank 0 has had time to print the reason."""
-    if rank > 0 and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(5)  # torchrun ends all ranks when the first one ends
-    return code
+def _refused(error: UsageError, rank: int, *, on_all: bool) -> int:
+    """Print why this rank cannot start, and return the exit code.
+
+    Args:
+        on_all: all ranks have this error. Otherwise it may be that of one machine, which lacks a file or a
+            GPU, and its ranks must print it.
+    """
+    first = rank == 0 or (not on_all and os.environ.get("LOCAL_RANK") == "0")
+    if not first and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(5)  # torchrun ends all ranks of a machine, also those with the same error, when one ends
+    if rank == 0 or not on_all:  # one write, so that lines of several ranks do not mix
+        where = "error" if rank == 0 else f"error on rank {rank} (host {socket.gethostname()})"
+        sys.stderr.write(f"{where}: {error}\n")
+    return 2
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -98,9 +98,12 @@ def choose(
         root: folder in which /sys, /proc and /etc are mounted.
 
     Raises:
-        UsageError: InfiniBand is demanded, and this machine has no active port.
+        UsageError: InfiniBand is demanded, and this machine has no active port; or gloo's interface does not
+            exist.
     """
     world_size = int(environment.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        _check_interface(environment.get("GLOO_SOCKET_IFNAME", ""), root)
     found = {**configured(environment, root), **environment}
     if int(environment.get("LOCAL_WORLD_SIZE", world_size)) >= world_size:
         if not gpus or world_size == 1:
@@ -126,6 +129,15 @@ def choose(
     kept = (_kept(one, found) for one in wanted)
     how = "demanded" if kind != "auto" else "a port is active" if infiniband else "no active InfiniBand port"
     return Connection(f"{'infiniband' if infiniband else 'ethernet'} ({how})", tuple(kept))
+
+
+def _check_interface(wanted: str, root: Path) -> None:
+    existing = sorted(path.name for path in (root / "sys/class/net").glob("*"))
+    if existing and any(name and name not in existing for name in wanted.split(",")):
+        raise UsageError(
+            f"GLOO_SOCKET_IFNAME={wanted}: no such interface on {socket.gethostname()}, which has "
+            f"{', '.join(existing)}; name one of them, or unset the variable: --parallel.network chooses one"
+        )
 
 
 def _recorder(out: Path) -> Iterator[Setting]:

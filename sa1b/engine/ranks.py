@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -165,14 +166,20 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
 
     Raises:
         UsageError: some ranks see another folder: raised on all ranks, with a message that names these ranks
-        and their hosts. If this rank cannot create the folder, only this rank raises the error.
-        OSError: the folder cannot be written.
+            and their hosts. If this rank cannot create or write the folder, only this rank raises the error.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"--out {folder}: cannot be created ({error.strerror}); pass a folder that this user can write"
+        ) from None
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--out {folder}: cannot be written ({error.strerror}); pass a folder that this user can write"
         ) from None
     if rank_info.world_size == 1:
         return

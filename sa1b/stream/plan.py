@@ -138,14 +138,14 @@ def process_rank() -> tuple[int, int]:
     either, the process is rank 0 of 1.
 
     Raises:
-        ValueError: RANK or WORLD_SIZE is no number, or RANK is negative or not below WORLD_SIZE.
+        ValueError: a variable is no number, or RANK is negative or not below WORLD_SIZE.
     """
     # If torch.distributed was never imported, it is not initialised.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    numbers = {"RANK": "0", "WORLD_SIZE": "1"} | os.environ
-    for name in ("RANK", "WORLD_SIZE"):
+    numbers = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | os.environ
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if not numbers[name].removeprefix("-").isdecimal():
             raise ValueError(f"{name}={numbers[name]}: must be a whole number; torchrun sets it")
     rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])

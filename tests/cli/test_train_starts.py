@@ -43,7 +43,7 @@ def test_every_way_to_start_has_the_flags_and_the_package_that_is_installed(
     assert "sa1b train --preset tiny" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_a_variable_of_the_launcher_that_is_no_number_is_refused_by_name(name: str) -> None:
     done = processes.run(
         [sys.executable, "-m", "sa1b", "train"],

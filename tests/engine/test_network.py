@@ -181,6 +181,17 @@ def test_ranks_on_processors_need_the_interface_only(cluster: Path) -> None:
     assert made(connection) == {"GLOO_SOCKET_IFNAME": "ib0"}
 
 
+@pytest.mark.parametrize("local", ["1", "2"])  # ranks of this machine: gloo needs an interface on one, too
+def test_an_interface_of_gloo_that_does_not_exist_is_refused(cluster: Path, local: str) -> None:
+    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local, "GLOO_SOCKET_IFNAME": "eth0,eth9"}
+    with pytest.raises(
+        UsageError, match=r"^GLOO_SOCKET_IFNAME=eth0,eth9: no such interface on \S+, which has "
+    ):
+        choose("auto", gpus=False, out=OUT, environment=environment, root=cluster)
+    environment["GLOO_SOCKET_IFNAME"] = "eth0,eth1"
+    choose("auto", gpus=False, out=OUT, environment=environment, root=cluster)
+
+
 def test_the_default_route_decides_if_the_host_is_known_as_itself_only(cluster: Path) -> None:
     environment = RANKS | {"MASTER_ADDR": "127.0.1.1"}
     connection = choose("auto", gpus=False, out=OUT, environment=environment, root=cluster)

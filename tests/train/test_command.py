@@ -119,6 +119,18 @@ def test_folders_that_ranks_do_not_share_are_refused_before_anything_is_written(
     assert [list((folder / "run").iterdir()) for folder in folders] == [[], []]
 
 
+def test_a_rank_that_cannot_start_prints_why_although_rank_0_can(root: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "root").symlink_to(root)  # the other machine has no copy
+    out = tmp_path / "run"
+    ended = start(Path("root"), out, "--data.deadline", "5", ranks=2, mode="ddp", folders=folders)
+    assert ended.codes == [1, 2]
+    assert re.search(r"^error on rank 1 \(host \S+\): --data.root: root: no dataset there", ended.outputs[1])
+    assert "rank 1 (host " in ended.outputs[0]
+
+
 def test_resume_no_is_refused_where_there_are_checkpoints(root: Path, whole: Whole, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole("none", 1), out)
@@ -180,6 +192,7 @@ def test_the_learning_rate_is_said_before_there_is_a_progress_bar(root: Path, tm
             ("--out", "/proc/nosuch"),
             "--out /proc/nosuch: cannot be created (No such file or directory); pass",
         ),
+        (("--out", "/proc"), "--out /proc: cannot be written (No such file or directory); pass a folder"),
         (("--init", "nosuch.pth"), "--init: nosuch.pth: no such file or folder"),
         (("--optim.freeze", "nosuch"), "--optim.freeze nosuch: no such part; choose from image_encoder"),
         (("--optim.freeze", "nosuch", "--dry-run"), "--optim.freeze nosuch: no such part; choose from"),
