@@ -72,7 +72,17 @@ def _mix_arrays(states: Words, numbers: Words, out: Words) -> None:
     out[:] = word ^ (word >> _31)
 
 
+@kernel
+def _mix_one_loop(state: Words, numbers: Words, out: Words) -> None:
+    for index in range(len(out)):
+        word = state[()] + _GAMMA * (numbers[index] + _1)
+        word = (word ^ (word >> _30)) * _FIRST
+        word = (word ^ (word >> _27)) * _SECOND
+        out[index] = word ^ (word >> _31)
+
+
 _mix = _mix_loop if COMPILED else _mix_arrays
+_mix_one = _mix_one_loop if COMPILED else _mix_arrays  # with a single state
 
 
 def random_word(seed: int, *key: int) -> int:
@@ -99,6 +109,10 @@ def random_words(seed: int, *key: int | npt.NDArray[np.integer]) -> Words:
     words = np.array(random_word(seed, *map(int, key[:head])), np.uint64)
     for number in key[head:]:
         numbers = np.asarray(number if isinstance(number, np.ndarray) else int(number) & _WORD)
+        if words.ndim == 0 and numbers.ndim == 1:  # the usual case, with fewer array functions
+            state, words = words, np.empty(len(numbers), np.uint64)
+            _mix_one(state, numbers.astype(np.uint64), words)
+            continue
         shape = np.broadcast_shapes(words.shape, numbers.shape)
         states = np.array(np.broadcast_to(words, shape))
         words = np.empty(shape, np.uint64)
@@ -118,7 +132,12 @@ def below(words: Words, bound: int | npt.NDArray[np.integer]) -> npt.NDArray[np.
 
 def uniforms(seed: int, *key: int | npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
     """Random float64 values in the open interval (0, 1), odd multiples of 2**-53, with finite logarithms."""
-    return ((random_words(seed, *key) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return as_uniforms(random_words(seed, *key))
+
+
+def as_uniforms(words: Words) -> npt.NDArray[np.float64]:
+    """Random words as the values of `uniforms`, in the order of their 52 highest bits."""
+    return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def permutation(count: int, seed: int, *key: int) -> npt.NDArray[np.int64]:

@@ -119,28 +119,44 @@ def decode_joined(
     return runs
 
 
-def select_joined(
-    text: Text, lengths: npt.NDArray[np.integer], indices: npt.NDArray[np.integer]
-) -> tuple[Text, npt.NDArray[np.int64]]:
-    """Some of the concatenated strings in `text`, and their lengths in bytes.
+def decode_selected(
+    text: Text,
+    lengths: npt.NDArray[np.integer],
+    indices: npt.NDArray[np.integer],
+    height: int,
+    width: int,
+) -> Runs:
+    """Like `decode_joined`, but only some of the masks.
 
     Args:
-        text: uint8 [bytes].
-        lengths: integers [N], bytes of each string.
+        text: uint8 [bytes], the strings of all N masks.
+        lengths: integers [N], bytes of each string; together the length of the text.
         indices: integers [K], from 0 to N - 1, repeats allowed.
+        height, width: pixels of the image.
 
     Raises:
+        MaskError: the first of these masks that does not decode, by its position in `indices`.
+        SizeError: height or width.
         IndexError: an index is outside the strings.
+        ValueError: the lengths do not add up to the text.
     """
+    height, width = check_size(height, width)
     chosen = np.asarray(indices).astype(np.int64)
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(lengths):
         found = f"{chosen.min()} to {chosen.max()}"
         raise IndexError(f"indices must be from 0 to {len(lengths) - 1}, got {found}")
     ends = np.cumsum(lengths, dtype=np.int64)
+    if (total := int(ends[-1]) if len(ends) else 0) != len(text):
+        raise ValueError(f"lengths must add up to the {len(text)} bytes of the text, got {total}")
     taken = lengths[chosen].astype(np.int64)
-    out = np.empty(int(taken.sum()), np.uint8)
-    strings.gather(text, ends, chosen, out)
-    return out, taken
+    starts = ends[chosen] - taken
+    if not COMPILED:
+        places = np.arange(int(taken.sum())) + np.repeat(starts - np.cumsum(taken) + taken, taken)
+        return decode_joined(text[places], taken, height, width)
+    # The characters are an upper bound for the runs; counting the runs would take longer.
+    runs, verdicts = _parse(text, starts, taken, height, width, int(taken.sum()))
+    raise_first(verdicts, height, width)
+    return runs
 
 
 def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str]:
@@ -208,15 +224,26 @@ def parse(
     text: Text, lengths: npt.NDArray[np.int64], height: int, width: int
 ) -> tuple[Runs, npt.NDArray[np.uint8]]:
     """Runs of all masks, and the verdict on each; a mask that does not decode has no runs."""
-    offsets = np.empty(len(lengths) + 1, np.int64)
-    verdicts = np.empty(len(lengths), np.uint8)
     if not COMPILED:
         parsed = strings_numpy.parse(text, lengths, height * width)
         if parsed is not None:
-            verdicts[:] = strings.VALID
-            return Runs(*parsed, height, width), verdicts
-    runs = np.empty(strings.count_numbers(text), np.uint32)
-    strings.parse(text, lengths, height * width, runs, offsets, verdicts)
+            return Runs(*parsed, height, width), np.full(len(lengths), strings.VALID, np.uint8)
+    return _parse(text, np.cumsum(lengths) - lengths, lengths, height, width, strings.count_numbers(text))
+
+
+def _parse(
+    text: Text,
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    height: int,
+    width: int,
+    most: int,
+) -> tuple[Runs, npt.NDArray[np.uint8]]:
+    """Runs and verdicts of strings anywhere in the text; `most`: an upper bound for the number of runs."""
+    runs = np.empty(most, np.uint32)
+    offsets = np.empty(len(lengths) + 1, np.int64)
+    verdicts = np.empty(len(lengths), np.uint8)
+    strings.parse(text, starts, lengths, height * width, runs, offsets, verdicts)
     return Runs(runs[: offsets[-1]], offsets, height, width), verdicts
 
 

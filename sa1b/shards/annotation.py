@@ -92,8 +92,7 @@ class Annotations:
         """
         if select is None:
             return coco.decode_joined(self.rle, self.rle_bytes, self.height, self.width)
-        chosen, lengths = coco.select_joined(self.rle, self.rle_bytes, select)
-        return coco.decode_joined(chosen, lengths, self.height, self.width)
+        return coco.decode_selected(self.rle, self.rle_bytes, select, self.height, self.width)
 
     def to_json(self) -> Any:
         """The annotation file as parsed by `json.loads`: same values, types and key order."""

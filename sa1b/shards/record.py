@@ -107,6 +107,14 @@ def encode(annotations: Annotations) -> bytes:
         raise MemoryError(str(error)) from None
 
 
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """This thread's decompressor: a new one for every record costs a quarter of the decompression."""
+    found: zstandard.ZstdDecompressor | None = getattr(_THREAD, "decompressor", None)
+    if found is None:
+        found = _THREAD.decompressor = zstandard.ZstdDecompressor()
+    return found
+
+
 def _compressor() -> zstandard.ZstdCompressor:
     """This thread's compressor: a new one for every record costs 0.1 ms and 1 MB of fresh memory."""
     found: zstandard.ZstdCompressor | None = getattr(_THREAD, "compressor", None)
@@ -193,7 +201,7 @@ def _decompress(data: bytes | memoryview) -> bytes:
             raise RecordError("zstandard frame does not say its content size")
         if size > MAX_CONTENT_BYTES:
             raise RecordError(f"record says it holds {size:,} bytes, cap {MAX_CONTENT_BYTES:,}")
-        return zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_CONTENT_BYTES)
+        return _decompressor().decompress(data, max_output_size=MAX_CONTENT_BYTES)
     except zstandard.ZstdError as error:
         raise RecordError(f"damaged zstandard frame: {error}") from None
 

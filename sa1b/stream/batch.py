@@ -266,20 +266,22 @@ def collate(
     position: int,
 ) -> Batch:
     """A batch of decoded images, uint8 [B, S, S, 3], with their masks and positions."""
+    # numpy, because a torch function on a few numbers takes several times as long.
     counts = [len(sample.runs) for sample in samples]
-    lengths = [np.diff(sample.runs.offsets) for sample in samples]
     frames = [sample.frame for sample in samples]
-    windows = torch.tensor([frame.window for frame in frames], dtype=torch.int64).reshape(-1, 4)
-    source_sizes = windows[:, [3, 2]]
-    framed_sizes = torch.tensor([frame.taken for frame in frames], dtype=torch.int64).reshape(-1, 2)
-    image = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(counts, dtype=torch.int64))
+    windows = _numbers([frame.window for frame in frames], 4)
+    source_sizes = np.stack((windows[:, 3], windows[:, 2]), axis=1)
+    framed_sizes = _numbers([frame.taken for frame in frames], 2)
+    image = np.repeat(np.arange(len(samples)), counts)
+    offsets = np.zeros(len(image) + 1, np.int64)
+    np.cumsum(np.concatenate([offsets[:0], *(np.diff(one.runs.offsets) for one in samples)]), out=offsets[1:])
     masks = RaggedMasks(
         runs=_joined([sample.runs.runs.view(np.int32) for sample in samples], np.int32),
-        offsets=torch.cat((torch.zeros(1, dtype=torch.int64), _joined(lengths, np.int64).cumsum(0))),
-        image=image,
+        offsets=torch.from_numpy(offsets),
+        image=torch.from_numpy(image),
         counts=tuple(counts),
-        sizes=source_sizes[image],
-        taken=framed_sizes[image],
+        sizes=torch.from_numpy(source_sizes[image]),
+        taken=torch.from_numpy(framed_sizes[image]),
         image_size=images.shape[1],
     )
     return Batch(
@@ -292,15 +294,19 @@ def collate(
         stability_score=_joined([sample.stability_score for sample in samples], np.float32),
         mask_ids=_joined([sample.mask_ids for sample in samples], np.int64),
         mask_index=_joined([sample.mask_index for sample in samples], np.int64),
-        ids=torch.tensor([sample.image_id for sample in samples], dtype=torch.int64),
-        source_sizes=source_sizes,
-        framed_sizes=framed_sizes,
-        windows=windows,
-        flipped=torch.tensor([frame.flip for frame in frames], dtype=torch.bool),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        valid=torch.tensor(valid, dtype=torch.bool),
+        ids=torch.from_numpy(np.array([sample.image_id for sample in samples], np.int64)),
+        source_sizes=torch.from_numpy(source_sizes),
+        framed_sizes=torch.from_numpy(framed_sizes),
+        windows=torch.from_numpy(windows),
+        flipped=torch.from_numpy(np.array([frame.flip for frame in frames], np.bool_)),
+        positions=torch.from_numpy(np.array(positions, np.int64)),
+        valid=torch.from_numpy(np.array(valid, np.bool_)),
         position=position,
     )
+
+
+def _numbers(rows: list[tuple[int, ...]], width: int) -> npt.NDArray[np.int64]:
+    return np.array(rows, np.int64).reshape(-1, width)
 
 
 def _joined(arrays: list[Any], dtype: Any, width: int | None = None) -> Tensor:

@@ -30,7 +30,6 @@ from sa1b.arguments import number, path, whole_number
 from sa1b.shards.dataset import Dataset, check_cache
 from sa1b.shards.without_images import check_images
 from sa1b.stream.batch import Batch
-from sa1b.stream.buffers import fresh
 from sa1b.stream.columns import open_columns, warn_of_missing
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decode import decoder
@@ -284,11 +283,11 @@ class Stream(IterableDataset[Batch]):
             for piece in pieces:
                 in_flight.append(self.submit(piece))
                 if len(in_flight) > _PREFETCH:
-                    batch = self._finish(in_flight.popleft())
+                    batch = in_flight.popleft().finish()
                     self.taken(batch)
                     yield batch
             while in_flight:  # the end of an epoch
-                yield self._finish(in_flight.popleft())
+                yield in_flight.popleft().finish()
         except Exception:
             if get_worker_info() is not None:
                 self.iterations.fail()
@@ -311,15 +310,6 @@ class Stream(IterableDataset[Batch]):
         """Start reading all samples of a micro-batch concurrently."""
         rows, valid = self.rows(piece)
         return PendingBatch(self, piece, rows, valid, self.dataset.submit(rows))
-
-    def _finish(self, pending: "PendingBatch") -> Batch:
-        size, count = self.options.image_size, len(pending)
-        images = fresh((count, size, size, 3), self.decoder.device)
-        if self.decoder.batched:
-            samples = pending.decode([pending.pick(i) for i in range(count)], images) if count else []
-        else:
-            samples = [pending.decode([pending.pick(i)], images[i, None])[0] for i in range(count)]
-        return pending.collate(images, samples)
 
     def close(self) -> None:
         """Close files and connections of this process; the next read opens them again."""

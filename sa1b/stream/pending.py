@@ -11,6 +11,7 @@ from sa1b.errors import BadSample, ShardError
 from sa1b.shards.sample_read import PendingRead
 from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate
+from sa1b.stream.buffers import fresh
 from sa1b.stream.decode import EncodedImage
 from sa1b.stream.order import Sequential
 from sa1b.stream.plan import MicroBatch
@@ -69,6 +70,18 @@ class PendingBatch:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def finish(self) -> Batch:
+        """The batch, read and decoded by this thread; the errors are those of `pick` and `decode`."""
+        size, count = self.stream.options.image_size, len(self)
+        images = fresh((count, size, size, 3), self.stream.decoder.device)
+        # All picks first: between two decodings, their code and data would leave the processor's caches.
+        picked = [self.pick(i) for i in range(count)]
+        if self.stream.decoder.batched:
+            samples = self.decode(picked, images) if count else []
+        else:
+            samples = [self.decode([one], images[i, None])[0] for i, one in enumerate(picked)]
+        return self.collate(images, samples)
 
     def pick(self, i: int) -> PickedSample:
         """Wait for sample i and choose its masks. Threads may call it concurrently, once for each sample.

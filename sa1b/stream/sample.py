@@ -17,14 +17,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from sa1b.arguments import number, whole_number
-from sa1b.hashing import Purpose, below, permutation, random_word, random_words, uniforms
-from sa1b.masks import geometry, points
+from sa1b.hashing import Purpose, as_uniforms, below, permutation, random_word, random_words
+from sa1b.masks import geometry
+from sa1b.masks.points import boxes_and_points
 from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
 from sa1b.stream.transform import Frame, Transform, apply, apply_pixels, name_of
@@ -204,17 +205,15 @@ def pick_masks(
         )
         runs = all_runs.select(np.searchsorted(candidates, chosen))
     rows, columns = frame.taken
-    scale = np.array([columns / runs.width, rows / runs.height])
-    corners = geometry.bbox_sa1b(runs)
-    corners[:, 2:] += corners[:, :2]
-    inside = points.uniform_point(runs, random_words(seed, Purpose.POINT, image_id, epoch, chosen))
+    words = random_words(seed, Purpose.POINT, image_id, epoch, chosen)
+    boxes, inside, areas = boxes_and_points(runs, words, (columns / runs.width, rows / runs.height))
     return SampleMasks(
         image_id=image_id,
         frame=frame,
         runs=runs,
-        boxes=((corners + 0.5) * np.tile(scale, 2)).astype(np.float32),
-        points=((inside + 0.5) * scale).astype(np.float32),
-        areas=geometry.area(runs),
+        boxes=boxes,
+        points=inside,
+        areas=areas,
         predicted_iou=annotations.predicted_iou[chosen].astype(np.float32),
         stability_score=annotations.stability_score[chosen].astype(np.float32),
         mask_ids=annotations.mask_id[chosen],
@@ -273,12 +272,13 @@ def choose(
     elif strategy == "area":
         picked = _one_of_each(annotations.area[candidates], limit, seed, image_id, epoch)
     else:
-        chance = uniforms(seed, Purpose.MASKS, image_id, epoch, candidates)
+        words = random_words(seed, Purpose.MASKS, image_id, epoch, candidates)
+        arrival: npt.NDArray[Any] = words >> np.uint64(12)  # in the order of `as_uniforms`
         if strategy == "quality":
             scores = annotations.predicted_iou[candidates] * annotations.stability_score[candidates]
             # An exponential race: the first K arrivals are a sample without replacement by weight.
-            chance = -np.log(chance) / np.maximum(np.nan_to_num(scores), 1e-6)
-        picked = np.argsort(chance, kind="stable")[:limit]
+            arrival = -np.log(as_uniforms(words)) / np.maximum(np.nan_to_num(scores), 1e-6)
+        picked = np.argsort(arrival, kind="stable")[:limit]
     return np.sort(candidates[picked])
 
 

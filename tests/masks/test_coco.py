@@ -203,11 +203,24 @@ def test_a_joined_string_that_does_not_decode_is_an_error():
     assert caught.value.mask == 0
 
 
-def test_strings_are_chosen_by_their_numbers():
-    text, lengths = np.frombuffer(b"abbccc", np.uint8), np.array([1, 2, 3])
-    found, sizes = coco.select_joined(text, lengths, np.array([2, 0, 0]))
-    assert (found.tobytes(), sizes.tolist()) == (b"cccaa", [3, 1, 1])
-    assert coco.select_joined(text, lengths, np.array([], np.int64))[0].size == 0
+def test_chosen_strings_decode_as_all_do():
+    pixels = np.stack([np.eye(4), np.ones((4, 4)), np.zeros((4, 4))]).astype(np.bool_)
+    strings = coco.encode(to_runs(pixels))
+    text, lengths, _ = coco.join(strings)
+    every = coco.decode(strings, 4, 4)
+    for chosen in ([2, 0, 0], [1], [0, 1, 2], []):
+        found = coco.decode_selected(text, lengths, np.array(chosen, np.int64), 4, 4)
+        expected = every.select(chosen)
+        assert found.runs.tolist() == expected.runs.tolist()
+        assert found.offsets.tolist() == expected.offsets.tolist()
     for wrong in ([0, 3], [-1, 0]):
         with pytest.raises(IndexError, match="from 0 to 2"):
-            coco.select_joined(text, lengths, np.array(wrong))
+            coco.decode_selected(text, lengths, np.array(wrong), 4, 4)
+    with pytest.raises(ValueError, match="lengths must add up to the"):
+        coco.decode_selected(text, lengths[:2], np.array([0]), 4, 4)
+    damaged = text.copy()
+    damaged[lengths[0]] = 0
+    assert coco.decode_selected(damaged, lengths, np.array([0, 2]), 4, 4).runs.tolist()
+    with pytest.raises(MaskError) as caught:
+        coco.decode_selected(damaged, lengths, np.array([2, 1]), 4, 4)
+    assert (caught.value.mask, caught.value.reason) == (1, "bad_character")

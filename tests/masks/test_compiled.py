@@ -48,6 +48,7 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
             strings.parse,
             lambda source=source: (
                 source,
+                np.cumsum(lengths) - lengths,
                 lengths,
                 height * width,
                 np.zeros(len(source), np.uint32),
@@ -92,6 +93,15 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
     pixel = random.integers(-1, height * width, count)
     both(places.contains, lambda: (*pair, pixel, np.zeros(count, np.bool_)))
     both(places.nth_foreground, lambda: (*pair, pixel, np.zeros(count, np.int64)))
+    words = random.integers(0, 2**64, count, np.uint64)
+    both(
+        places.boxes_and_points,
+        lambda: (
+            *(*pair, (height, width), (0.7, 1.3), words),
+            *(np.zeros((count, n), np.float32) for n in (4, 2)),
+            np.zeros(count, np.int64),
+        ),
+    )
     ends, spans = both(
         pairs.cumulate, lambda: (*pair, np.zeros(len(runs.runs), np.int64), np.zeros((count, 2), np.int64))
     )[-2:]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sa1b.masks import points
+from sa1b.masks import geometry, points
 from tests.masks.samples import examples, masks_and_runs, to_runs
 
 
@@ -57,6 +57,23 @@ def test_a_uniform_point_is_the_draw_times_the_area(drawn, draw):
     for mask, point in zip(masks, found.tolist(), strict=True):
         pixels = np.argwhere(mask.T).tolist()
         assert point == (pixels[draw * len(pixels) >> 64] if pixels else [-1, -1])
+
+
+@examples
+@given(masks_and_runs, st.integers(0, 2**32), st.floats(0.01, 9), st.floats(0.01, 9))
+def test_boxes_points_and_areas_in_one_call_are_those_of_three(drawn, seed, across, down):
+    _, runs = drawn
+    words = np.random.default_rng(seed).integers(0, 2**64, len(runs), np.uint64)
+    boxes, inside, areas = points.boxes_and_points(runs, words, (across, down))
+    corners = geometry.bbox_sa1b(runs)
+    corners[:, 2:] += corners[:, :2]
+    scale = np.array([across, down])
+    np.testing.assert_array_equal(boxes, ((corners + 0.5) * np.tile(scale, 2)).astype(np.float32))
+    one = points.uniform_point(runs, words)
+    np.testing.assert_array_equal(inside, ((one + 0.5) * scale).astype(np.float32))
+    np.testing.assert_array_equal(areas, geometry.area(runs))
+    with pytest.raises(ValueError, match="words must be uint64"):
+        points.boxes_and_points(runs, words.astype(np.int64), (across, down))
 
 
 def test_draws_reach_every_pixel_equally():

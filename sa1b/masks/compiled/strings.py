@@ -27,22 +27,6 @@ def count_numbers(text: npt.NDArray[np.uint8]) -> int:
 
 
 @kernel
-def gather(
-    text: npt.NDArray[np.uint8],
-    ends: npt.NDArray[np.int64],
-    chosen: npt.NDArray[np.int64],
-    out: npt.NDArray[np.uint8],
-) -> None:
-    """Write the strings with the indices `chosen` into `out`; string i ends at ends[i]."""
-    place = 0
-    for number in chosen:
-        start = ends[number - 1] if number else 0
-        length = ends[number] - start
-        out[place : place + length] = text[start : start + length]
-        place += length
-
-
-@kernel
 def judge(text: npt.NDArray[np.uint8], pixels: int) -> int:
     """The verdict on one string: its first error from left to right."""
     left = np.int64(pixels)
@@ -77,24 +61,25 @@ def judge(text: npt.NDArray[np.uint8], pixels: int) -> int:
 @kernel
 def parse(
     text: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
     pixels: int,
     runs: npt.NDArray[np.uint32],
     offsets: npt.NDArray[np.int64],
     verdicts: npt.NDArray[np.uint8],
 ) -> None:
-    """Parse the strings of all masks; a mask that fails has no runs.
+    """Parse the strings text[starts[i] : starts[i] + lengths[i]] of N masks; a mask that fails has no runs.
 
     Writes runs[:offsets[N]], offsets [N + 1] and verdicts [N]. The fast loop only detects that a mask fails;
     `judge` finds the reason.
     """
     one = np.uint64(1)  # unsigned indices: compiled without the test for negative ones
-    position = np.uint64(0)
     written = np.uint64(0)
     offsets[0] = 0
     for mask in range(len(lengths)):
-        start = position
-        stop = position + np.uint64(lengths[mask])
+        start = np.uint64(starts[mask])
+        stop = start + np.uint64(lengths[mask])
+        position = start
         first = written
         left = np.int64(pixels)
         last, before_last = np.int64(0), np.int64(0)
@@ -130,7 +115,6 @@ def parse(
             verdicts[mask] = judge(text[start:stop], pixels)
         else:
             verdicts[mask] = VALID
-        position = stop
         offsets[mask + 1] = written
 
 
