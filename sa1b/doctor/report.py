@@ -91,7 +91,11 @@ class Report:
             if advice := _advice([one for one in rows if one.state == state]):
                 lines += ["", "Failed:" if state == "failed" else "Warnings:", *advice]
         counts = self._counts(rows)
-        summary = [f"{counts[state]} {state}" for state in STATES if counts[state]]
+        summary = [
+            counted(counts[state], state, "s" if state == "warning" else "")
+            for state in STATES
+            if counts[state]
+        ]
         return "\n".join([*lines, "", ", ".join(summary) or "no check was run"])
 
     def _counts(self, rows: Sequence[Finding]) -> dict[str, int]:

@@ -146,7 +146,8 @@ class Cluster:
             ("reserved", self.reserved / 1e9, self.gpu_memory / 1e9),
         ):
             if not 0 <= value <= most:
-                raise UsageError(f"--{flag} {value:g}: must be from 0 to {most:g}")
+                what = ", the --gpu-memory" if flag == "reserved" else ""
+                raise UsageError(f"--{flag} {value:g}: must be from 0 to {most:g}{what}")
         if self.price is not None and not 0 <= self.price < math.inf:
             raise UsageError(f"--price {self.price:g}: must be at least 0 and finite")
 

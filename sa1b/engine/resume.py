@@ -8,7 +8,11 @@ from sa1b.errors import UsageError
 Settings = Mapping[str, Any]  # result of `Config.document`
 
 _SEQUENCE = ("seed", "data.view", "data.block_size")  # the settings that determine the sequence of images
-_OF_TRAINING = ("data.global_batch", "data.target_size", "parallel.precision")
+_OF_TRAINING = (
+    *("data.global_batch", "data.target_size", "data.masks", "data.strategy", "data.flip", "data.min_pixels"),
+    *("data.text", "data.text_column", "data.text_key", "data.text_tokens", "data.text_width"),
+    *("data.tokenizer", "parallel.precision", "parallel.compress", "parallel.reduce"),
+)
 _OTHER_PARTS = ("data", "parallel", "checkpoint", "evaluation", "health", "logging")
 
 

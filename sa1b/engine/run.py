@@ -3,6 +3,7 @@
 import time
 import zlib
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +123,9 @@ class Run:
             resume.check_mean(saved, own, out)
             self.step = int(state["step"])
             try:
-                self.feed.load_state_dict(state["stream"])
+                with catch_warnings(record=True) as noted:
+                    simplefilter("always")
+                    self.feed.load_state_dict(state["stream"])
             except ResumeError:
                 resume.check_sequence(saved, own, out)
                 raise
@@ -130,6 +133,8 @@ class Run:
             self._resume_compression(state.get("compression"))
             if self.rank_info.rank == 0:
                 self._say_what_goes_on(saved, state["stream"]["position"])
+                for one in noted:  # on all ranks, as warnings, they would be printed many times
+                    print(f"warning: {one.message}")
         agree(self.module, self.rank_info)
         return None if state is None else state.get("metrics")
 

@@ -122,7 +122,7 @@ def series(
         if global_batch % (count * micro_batch):
             raise UsageError(
                 f"--global-batch {global_batch}: must be a multiple of {count * micro_batch} images, the "
-                f"micro-batches (--micro-batch {micro_batch}) of {count} ranks"
+                f"micro-batches (--micro-batch {micro_batch}) of {counted(count, 'rank')}"
             )
     return [
         Series(kind, mode, precision, cases)

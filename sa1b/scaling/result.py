@@ -194,8 +194,8 @@ class Scaling:
         return max((len(one.rounds) for one in self.results.values()), default=0)
 
     def exit_code(self) -> int:
-        """0: all cases were measured. 1: some failed."""
-        return int(bool(self.failed))
+        """0: all cases were measured. 1: some failed. 2: all failed."""
+        return 2 if len(self.failed) == len(self.results) else int(bool(self.failed))
 
     def heading(self) -> Iterator[str]:
         """What was measured, on which machine."""

@@ -70,11 +70,11 @@ def _causes(point: Point) -> str:
     texts = {
         "communication": "communication exposed {:.0%}",
         "data": "data wait {:.0%}",
-        "compute": "computation takes {:.0%} more",
+        "compute": "slower computation {:.0%}",
     }
     if point.communication is None:
         reason = "stages wait for each other" if _is_pipeline(point.case) else "out of memory"
-        texts["compute"] = f"computation and communication take {{:.0%}} more (not separated: {reason})"
+        texts["compute"] = f"slower computation and communication {{:.0%}} (not separated: {reason})"
     causes = [texts[name].format(share) for name, share in _parts(point).items()]
     return ", ".join(causes) or "many small causes"
 
@@ -99,7 +99,7 @@ def _on_communication(points: Sequence[Point], found: Scaling) -> Iterator[str]:
     )
     if any(case.mode == "fsdp-full" for case in cases):
         yield "communication: --parallel.shard grad_op gathers parameters once a micro-batch, full twice"
-    if any(case.mode != "ddp" and case.precision == "fp32" for case in cases):
+    if any(case.mode.startswith("fsdp") and case.precision == "fp32" for case in cases):
         yield "communication: with FSDP, --parallel.precision bf16 halves the bytes of gathered parameters"
     yield f"communication: `{command('doctor')}` measures the bandwidth between the ranks"
 

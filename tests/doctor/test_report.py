@@ -45,6 +45,11 @@ def test_a_warning_and_a_skipped_check_are_no_failure() -> None:
     ]  # fmt: skip
 
 
+def test_two_warnings_are_in_the_plural() -> None:
+    table = Report([Finding(name, "warning", "slow", "hurry") for name in "ab"]).table()
+    assert table.endswith("\n2 warnings")
+
+
 def test_ranks_that_differ_fill_a_few_lines_only() -> None:
     findings = [Finding("disk", "failed", f"disk-{rank}", "Buy", (rank,), "h") for rank in range(100)]
     lines = Report(findings, hosts=["h"] * 100).table().splitlines()

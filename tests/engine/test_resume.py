@@ -22,7 +22,12 @@ def changed(name: str, value: Any) -> dict[str, Any]:
         ("recipe.clicks", 3, "--recipe.clicks 1 -> 3"),
         ("model.drop_path", 0.5, "--model.drop-path 0.0 -> 0.5"),
         ("data.global_batch", 4, "--data.global-batch 8 -> 4"),
+        ("data.masks", 4, "--data.masks 16 -> 4"),
+        ("data.flip", 0.0, "--data.flip 0.5 -> 0.0"),
+        ("data.tokenizer", "words.json", "--data.tokenizer bytes -> words.json"),
         ("parallel.precision", "bf16", "--parallel.precision fp32 -> bf16"),
+        ("parallel.compress", "powersgd:4", "--parallel.compress none -> powersgd:4"),
+        ("parallel.reduce", "bf16", "--parallel.reduce fp32 -> bf16"),
         ("optim.freeze", ["mask_decoder"], "--optim.freeze (none) -> mask_decoder"),
     ],
 )

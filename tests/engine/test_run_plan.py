@@ -197,7 +197,7 @@ def test_peaks_fall_with_the_precision() -> None:
         ({"decode_rate": -3.0}, "--decode-rate -3: must be more than 0"),
         ({"exposed": 1.1}, "--exposed 1.1: must be from 0 to 1"),
         ({"fragmentation": -0.1}, "--fragmentation -0.1: must be from 0 to 1"),
-        ({"reserved": 81e9}, "--reserved 81: must be from 0 to 80"),
+        ({"reserved": 81e9}, "--reserved 81: must be from 0 to 80, the --gpu-memory"),
     ],
 )
 def test_impossible_numbers_are_refused(changes: dict[str, Any], complaint: str) -> None:

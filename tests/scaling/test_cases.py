@@ -57,7 +57,7 @@ def test_settings_of_training_for_each_mode() -> None:
 @pytest.mark.parametrize(
     ("ranks", "modes", "message"),
     [
-        ((1, 3), ("ddp",), "--global-batch 8: must be a multiple of 6 images"),
+        ((1, 3), ("ddp",), "--global-batch 8: must be a multiple of 6 images, .* of 3 ranks"),
         ((1, 2), ("fsdp-hybrid",), "--modes fsdp-hybrid: needs an even number of ranks, at least 4"),
     ],
 )

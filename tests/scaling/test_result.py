@@ -88,4 +88,6 @@ def test_the_table_has_all_figures_and_the_document_all_rounds() -> None:
     assert [len(one["points"]) for one in document["series"]] == [2, 1]
     again = Scaling.of_document(document)
     assert again == found
+    assert scaling({case(1): result(0.1)}).exit_code() == 0
+    assert scaling({failed: found.results[failed]}).exit_code() == 2
     assert again.table() == table

@@ -22,17 +22,17 @@ BASE = result(0.1)
         (result(0.15, data=0.05), "efficiency 67%: data wait 33%", ["bench shards` names the stage"]),
         (
             result(0.2),
-            "efficiency 50%: computation takes 50% more",
+            "efficiency 50%: slower computation 50%",
             ["ranks share caches and memory bandwidth"],
         ),
         (
             result(0.25, 0.05, 0.08),
-            "efficiency 40%: data wait 32%, communication exposed 20%, computation takes 8% more",
+            "efficiency 40%: data wait 32%, communication exposed 20%, slower computation 8%",
             ["communication: ", "data: ", "computation: "],
         ),
         (
             result(0.2, imbalance=1.5),
-            "computation takes 50% more",
+            "slower computation 50%",
             ["the slowest rank takes up to 1.50 times as long"],
         ),
         (
@@ -42,7 +42,7 @@ BASE = result(0.1)
         ),
         (
             result(0.2, None),
-            "computation and communication take 50% more (not separated: out of memory)",
+            "slower computation and communication 50% (not separated: out of memory)",
             [],
         ),
     ],
@@ -58,7 +58,7 @@ def test_a_low_efficiency_is_explained(slow: CaseResult, line: str, advice: list
 def test_the_waiting_of_a_pipeline_is_not_called_a_lack_of_memory() -> None:
     cases = {replace(case(1), mode="pipeline"): BASE, replace(case(2), mode="pipeline"): result(0.2, None)}
     found = judge(scaling(cases))
-    assert "take 50% more (not separated: stages wait for each other)" in found.lines[0]
+    assert "communication 50% (not separated: stages wait for each other)" in found.lines[0]
     assert any(one.startswith("pipeline: stages wait for each other; a larger") for one in found.advice)
 
 
@@ -88,6 +88,11 @@ def test_fsdp_has_advice_of_its_own() -> None:
     text = str(judge(scaling(results)))
     assert "--parallel.shard grad_op" in text
     assert "--parallel.precision bf16" in text
+
+
+def test_advice_for_fsdp_is_not_given_for_other_modes() -> None:
+    results = {case(1, mode="zero1"): BASE, case(2, mode="zero1"): result(0.2, 0.1)}
+    assert "FSDP" not in str(judge(scaling(results)))
 
 
 def test_a_good_efficiency_needs_no_explanation() -> None:

@@ -81,10 +81,18 @@ def test_a_run_that_has_it_does_not_go_on_without_it(root: Path, run: Run, tmp_p
 def test_a_run_without_it_may_go_on_with_it_and_says_so(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train_to_end(root, out, *SETTINGS, mishap={"what": "stop", "step": 2}, model="reconstruction")
-    ended = start(root, out, *EMA, "--optim.lr", "0.002", model="reconstruction")
-    assert ended.codes == [0]
-    assert "settings that differ from those of step 3: --optim.lr" in ended.outputs[0]
-    assert "--optim.ema 0.0 -> 0.5\n" in ended.outputs[0]
+    changed = ("--optim.lr", "0.002", "--data.flip", "0.75")
+    ended = start(root, out, *EMA, *changed, model="reconstruction", ranks=2, mode="ddp")
+    assert ended.codes == [0, 0]
+    (line,) = (line for line in ended.outputs[0].splitlines() if line.startswith("settings that differ"))
+    assert line.startswith("settings that differ from those of step 3: ")
+    for part in ("--data.flip 0.0 -> 0.75", "--optim.lr ", "--optim.ema 0.0 -> 0.5"):
+        assert part in line
+    assert (
+        "\nwarning: the state was saved by a stream with other options: flip 0.0, now 0.75. The "
+        in ended.outputs[0]
+    )
+    assert ended.outputs[1] == ""
     assert "the running mean (--optim.ema) starts from the weights of step 3\n" in ended.outputs[0]
     assert means(out) != {}
 
