@@ -134,6 +134,8 @@ class RootCheck:
         self.dataset = dataset
         if self.raw != json_bytes(dataset):
             self._find("dataset_form", DATASET, "not the bytes that are written for its content")
+        if dataset["options"].get("annotations_only"):
+            self.report.notes.append("annotations only; the shards contain no images to check")
         failed, pending = dataset.get("failed", {}), dataset.get("pending", [])
         if failed or pending:
             self.report.notes.append(
