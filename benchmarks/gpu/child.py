@@ -26,6 +26,6 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(max(given["seconds"] - 1.0, 0.1))
     run(
         given["work"],
-        Setting(given["device"], given["tiny"], Path(given["folder"])),
+        Setting(given["device"], given["tiny"], Path(given["folder"]), outputs=Path(given["outputs"])),
         Record(Path(given["records"])),
     )

@@ -1,4 +1,4 @@
-"""Runs parts one after the other, each in a process with a time limit, and collects what they recorded.
+"""Runs parts, each in a process with a time limit, and collects what they recorded.
 
 A part ends in one of these states:
 
@@ -17,17 +17,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.gpu.part import OUTPUT, Part, Setting
+from benchmarks.gpu.part import Part, Setting
 
 State = Literal["ok", "failed", "timed out", "skipped", "not run"]
 REPOSITORY = Path(__file__).parents[2]
+_AT_ONCE = 4  # parts that measure no times
 _LEAST = 5.0  # seconds: with less time left, no part is started
 _KILLED_WITHIN = 10.0  # seconds: a process in the driver of a broken GPU may not end even then
 _LOG = 2500  # characters of the log of a part that did not end well, and of the output of a command
@@ -69,18 +73,21 @@ def run(
     seconds: float,
     ended: Callable[[Part, Outcome], None],
 ) -> dict[str, Outcome]:
-    """Run parts in order.
+    """Run parts in order; neighbours that measure no times at the same time.
 
     Args:
         seconds: time limit of all parts together.
-        ended: called after each part.
+        ended: called after each part, for one part at a time.
 
     Raises:
-        KeyboardInterrupt: the process of the part in progress has been killed.
+        KeyboardInterrupt: the processes of the parts in progress have been killed.
     """
     end = time.monotonic() + seconds
     found: dict[str, Outcome] = {}
-    for part in parts:
+    processes: set[subprocess.Popen[bytes]] = set()  # that may still run
+    lock = threading.Lock()
+
+    def work(part: Part) -> None:
         missing = [name for name in part.needs if name not in found or found[name].state != "ok"]
         left = end - time.monotonic()
         if missing:
@@ -88,29 +95,50 @@ def run(
         elif left < _LEAST:
             outcome = Outcome("not run", f"the {seconds:.0f} s of the run have passed")
         else:
-            outcome = run_part(part, setting, min(part.seconds, left))
-        found[part.name] = outcome
-        ended(part, outcome)
-    return found
+            outcome = run_part(part, setting, min(part.seconds, left), processes)
+        with lock:
+            found[part.name] = outcome
+            ended(part, outcome)
+
+    try:
+        for measures, some in groupby(parts, key=lambda part: part.measures):
+            with ThreadPoolExecutor(1 if measures else _AT_ONCE) as pool:
+                try:
+                    for future in [pool.submit(work, part) for part in some]:
+                        future.result()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for process in tuple(processes):
+                        _kill_all(process)
+                    raise
+    finally:
+        for process in tuple(processes):
+            _kill_all(process)
+    return {part.name: found[part.name] for part in parts}
 
 
-def run_part(part: Part, setting: Setting, limit: float) -> Outcome:
-    """Run one part in a process of its own."""
+def run_part(
+    part: Part, setting: Setting, limit: float, processes: "set[subprocess.Popen[bytes]] | None" = None
+) -> Outcome:
+    """Run one part in a process of its own, which is in `processes` while it runs."""
+    processes = set() if processes is None else processes
     setting.folder.mkdir(parents=True, exist_ok=True)
     records, log = (setting.folder / f"{part.name}.{suffix}" for suffix in ("jsonl", "log"))
     records.unlink(missing_ok=True)
+    own = setting.folder / "outputs" / part.name
     given = {
         "work": part.work,
         "device": setting.device,
         "tiny": setting.tiny,
         "folder": str(setting.folder),
+        "outputs": str(own),
         "records": str(records),
         "seconds": limit,
     }
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     # The package of this clone, wherever another one is installed.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    before = set(setting.folder.glob(f"*{OUTPUT}"))
+    own.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -122,18 +150,20 @@ def run_part(part: Part, setting: Setting, limit: float) -> Outcome:
             env=environment,
             start_new_session=True,
         )
+        processes.add(process)
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             _kill_all(process)  # also what the part has started and left behind
+            processes.discard(process)
     outcome = _outcome(records, code, limit)
     outcome.seconds = round(time.monotonic() - began, 1)
     if outcome.state in ("failed", "timed out"):
         outcome.log = log.read_text(errors="replace")[-_LOG:]
     if outcome.state == "timed out":  # commands that have ended are in the log
-        for path in sorted(set(setting.folder.glob(f"*{OUTPUT}")) - before):
+        for path in sorted(own.glob("*")):
             outcome.log += f"\n--- {path.name}\n{path.read_text(errors='replace')[-_LOG:]}"
     return outcome
 

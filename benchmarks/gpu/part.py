@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OUTPUT = ".output"  # suffix of the files in which commands in progress write
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -30,7 +28,9 @@ class Part:
         work: MODULE:FUNCTION, called with a `Setting` and a `Record`.
         seconds: time limit, after which the process and its children are killed.
         what: what it checks and measures, one line.
-        needs: parts that must have ended well before this one.
+        needs: earlier parts that must have ended well.
+        measures: whether it measures times, and so runs alone; others run at the same time as their
+            neighbours of this kind.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Part:
     seconds: float
     what: str
     needs: tuple[str, ...] = ()
+    measures: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,14 @@ class Setting:
         tiny: smallest sizes, which show that the code runs; figures mean nothing then.
         folder: folder that all parts of a run share, for the datasets of the part "material".
         start: runs a command, with the interface of `subprocess.run`.
+        outputs: folder of the files into which commands in progress write; by default `folder`.
     """
 
     device: str
     tiny: bool
     folder: Path
     start: Callable[..., "subprocess.CompletedProcess[str]"] = subprocess.run
+    outputs: Path | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -70,7 +73,7 @@ class Setting:
         Returns:
             Its exit code, and its outputs together as `stdout`.
         """
-        path = self.folder / f"{name}{OUTPUT}"
+        path = (self.outputs or self.folder) / f"{name}.output"
         words = [sys.executable, *map(str, command)]
         with path.open("w") as file:
             done = self.start(words, stdout=file, stderr=subprocess.STDOUT, **options)

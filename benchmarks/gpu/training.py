@@ -22,6 +22,9 @@ from torch import Tensor
 from benchmarks.gpu import timing
 from benchmarks.gpu.material import roots
 from benchmarks.gpu.part import Record, Setting
+from sa1b.engine import config as settings
+from sa1b.engine import presets
+from sa1b.engine.fake_step import measure
 from sa1b.engine.gradients import autocast, set_float32
 from sa1b.engine.hardware import peak_flops
 from sa1b.sam.flops import encoder_flops
@@ -35,11 +38,8 @@ TINY = (
 # Enough for the weights to change by more than rounding.
 STEPS = 6
 TOLERANCE = 1e-3  # of losses and gradient norms of the modes; of a step's first forward pass 1e-5
-PRECISIONS = {
-    "tf32": 0.01,
-    "bf16": 0.05,
-    "fp16": 0.02,
-}  # largest relative difference of the first loss to fp32
+# Largest relative difference of the first loss to that of fp32.
+PRECISIONS = {"tf32": 0.01, "bf16": 0.05, "fp16": 0.02}
 LONG_WAITS = "waits of the host over 0.1 ms per step"
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 _FAILS_WITHIN = 10.0  # seconds
@@ -154,7 +154,7 @@ def _recipe(setting: Setting, record: Record, label: str, *flags: object) -> Non
     profiled = ("--logging.profile", first, first + 1)
     found = train(setting, label, *sizes, "--optim.steps", steps, *profiled, *flags)
     warm = [line for line in found if first // 2 < line["step"] <= first - 2] or found[1:2]
-    record.check("all steps have finite losses", all(math.isfinite(line["loss"]) for line in found), steps)
+    record.check("all steps have finite losses", all(map(_is_finite, found)), steps)
     record.check("no step is missing", len(found) == steps, f"{len(found)} of {steps}")
     target = setting.pick(12.0, None)
     record.figure("images a second", median(line["images_per_s"] for line in warm), "/s", at_least=target)
@@ -167,6 +167,11 @@ def _recipe(setting: Setting, record: Record, label: str, *flags: object) -> Non
     record.figure("data wait, share of the step", median(line["data_wait"] for line in warm), at_most=0.01)
     for part in ("data", "compute", "sync", "update"):
         record.figure(f"seconds of {part}", median(line[f"seconds_{part}"] for line in warm), "s")
+    if label == "eager":
+        with record.attempt("estimated memory"):
+            given = map(str, (*common(setting, setting.folder / label), *sizes))
+            estimate = measure(settings.parse([*given], None, presets.PRESETS, "train"), 1).peak
+            record.figure("peak memory of tensors, estimated", estimate / 1e9, "GB")
     if setting.on_gpu:
         for name in ("gpu_utilisation_mean", "gpu_power_w_mean"):
             record.check(f"{name} is recorded", name in found[-1], "needs the package nvidia-ml-py")
