@@ -3,6 +3,7 @@
 import argparse
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -53,12 +54,13 @@ def main(arguments: list[str] | None = None, all_parts: tuple[Part, ...] = parts
         setting = Setting(given.device, given.tiny, folder.resolve())
         chosen = [part for part in all_parts if part.name in wanted]
         print(f"{gpu}: {len(chosen)} parts, at most {given.seconds:.0f} s", flush=True)
+        began = time.monotonic()
         try:
             driver.run(chosen, setting, seconds=given.seconds, ended=ended)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
-    print(table.summary(outcomes))
+    print(table.summary(outcomes, time.monotonic() - began))
     if out is not None:
         print(f"results in {out}")
     return int(any(outcome.state not in ("ok", "skipped") for outcome in outcomes.values()))

@@ -20,7 +20,7 @@ def lines(name: str, outcome: Outcome) -> Iterator[str]:
     """A part as lines of text: its state, failed checks, figures, the end of its log."""
     passed = sum(check["passed"] for check in outcome.checks)
     checks = f"{passed} of {len(outcome.checks)} checks" if outcome.checks else ""
-    yield f"{name:<12} {outcome.state:<10} {outcome.seconds:6.1f} s  {checks:<16} {outcome.why}".rstrip()
+    yield f"{name:<13} {outcome.state:<10} {outcome.seconds:6.1f} s  {checks:<16} {outcome.why}".rstrip()
     for check in outcome.checks:
         if not check["passed"]:
             yield f"    FAILED {check['name']}: {check['detail']}"[:400]
@@ -34,7 +34,7 @@ def lines(name: str, outcome: Outcome) -> Iterator[str]:
         yield from (f"    | {line[:_WORDS]}" for line in outcome.log.splitlines()[-12:])
 
 
-def summary(outcomes: Mapping[str, Outcome]) -> str:
+def summary(outcomes: Mapping[str, Outcome], seconds: float) -> str:
     """One line: how many parts ended in which state, and how many checks passed."""
     states: dict[str, int] = {}
     for outcome in outcomes.values():
@@ -42,7 +42,6 @@ def summary(outcomes: Mapping[str, Outcome]) -> str:
     checks = [check["passed"] for outcome in outcomes.values() for check in outcome.checks]
     missed = sum(not found.get("met", True) for one in outcomes.values() for found in one.figures.values())
     parts = ", ".join(f"{count} {state}" for state, count in states.items())
-    seconds = sum(outcome.seconds for outcome in outcomes.values())
     targets = f", {missed} targets missed" if missed else ""
     return f"{parts}; {sum(checks)} of {len(checks)} checks passed{targets}; {seconds:.0f} s"
 

@@ -119,8 +119,10 @@ def test_the_table_names_what_failed_and_targets_that_were_missed(
     assert "illegal memory access" in "\n".join(table.lines("raises", found["raises"]))
     figure = next(line for line in table.lines("good", found["good"]) if "a figure" in line)
     assert re.fullmatch(r" +a figure +1.5 ms   at most 1: MISSED", figure)
-    assert table.summary(found).startswith("7 failed, 1 timed out, 1 skipped, 1 not run, 1 ok; 5 of 7 checks")
-    assert "1 targets missed" in table.summary(found)
+    assert table.summary(found, 61.4).startswith(
+        "7 failed, 1 timed out, 1 skipped, 1 not run, 1 ok; 5 of 7 checks"
+    )
+    assert "1 targets missed; 61 s" in table.summary(found, 61.4)
 
 
 def test_the_results_file_keeps_the_parts_of_earlier_runs(
