@@ -59,7 +59,7 @@ def train(run: Run) -> None:
     profiler = StepProfiler(config.logging.profile, config.folder, rank_info, control, run.metrics.say)
     module.train()
     phases.enter(OTHER, step=run.step)
-    run.evaluate_what_is_missing()
+    run.evaluate_if_missing()
     if not run.ended:
         with phases.part("data"):
             batch = feed.peek()

@@ -298,7 +298,7 @@ def largest_difference(
 
 
 def checkpoint(setting: Setting, record: Record) -> None:
-    """How long a save stops training, and whether a resumed run goes on as the uninterrupted one."""
+    """How long a save stops training, and whether a resumed run continues like the uninterrupted one."""
     steps, every = setting.pick((60, 30), (4, 2))
     sizes = (
         ("--preset", "vit_b", "--parallel.precision", "bf16", "--data.masks", 4) if not setting.tiny else ()

@@ -36,7 +36,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The images of one of several processes: every count-th one, from number `index` on."""
+    """The images of one of several processes: every count-th image, starting with number `index`."""
 
     index: int = 0
     count: int = 1
@@ -51,11 +51,11 @@ class AnnotationSummary:
         images: images to annotate.
         annotated: images that this run annotated.
         complete: images that an earlier run had annotated.
-        duplicates: images whose bytes are those of another image of this run.
+        duplicates: images with the same bytes as another image of this run.
         refused: name, reason and message of the images that cannot be annotated.
         masks: masks that this run found.
         empty: images of this run without a mask.
-        others: files in folders whose names are not those of images.
+        others: number of files in folders that are not images, by their extensions.
         seconds: duration of this run.
     """
 
@@ -140,7 +140,7 @@ def annotate(
     Args:
         paths: files, folders and dataset directories.
         model: on its device.
-        out: folder for the pairs; one of an earlier run with the same settings is continued.
+        out: folder for the pairs; the folder of an earlier run with the same settings is completed.
         image_ids: where ids come from: "content", "name" or the first of consecutive numbers.
         quality: of JPEGs that images of other formats are converted to; None: refuse these.
         max_pixels: largest accepted image.
@@ -205,7 +205,7 @@ def annotate(
 
 @dataclass(slots=True)
 class _Work:
-    """The part of a run that is done one image after another."""
+    """The part of a run that takes one image at a time."""
 
     model: Sam
     config: GeneratorConfig
@@ -240,7 +240,7 @@ class _Work:
             self.summary.empty += len(masks) == 0
 
     def wait(self, most: int) -> None:
-        """Wait until at most this number of images is being written. Raises OSError if writing failed."""
+        """Wait until at most `most` images are being written. Raises OSError if writing failed."""
         while len(self.writing) > most:
             self.writing.popleft().result()
 

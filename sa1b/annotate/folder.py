@@ -5,8 +5,8 @@
     OUT/<name>-0000/sa_5.jpg      pairs, in folders of about 10,000 images, each a source of `sa1b reshard`
     OUT/<name>-0000/sa_5.json     written after the image, atomically: with it the image is complete
 
-Several processes may write to one folder, on one or several machines: no file depends on another process,
-and a file that two of them write has the same bytes.
+Several processes may write to one folder, on one or several machines: no file depends on another process, and
+two processes that write the same file write the same bytes.
 """
 
 import json
@@ -105,7 +105,7 @@ def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> Annotati
     path = out / SETTINGS
     if not path.exists():
         used = out.exists() and any(child.name[0] != "." for child in out.iterdir())
-        if used and not path.exists():  # another process may have begun meanwhile
+        if used and not path.exists():  # another process may have started meanwhile
             raise UsageError(f"--out {out}: is not empty, and has no {SETTINGS}; name another folder")
         open_store(out).put_if_absent(SETTINGS, json_bytes(own))  # one of several processes writes it
     try:
@@ -140,7 +140,7 @@ def _scan(folder: AnnotationFolder) -> None:
                     listed = json.loads(line)
                     folder.listed.setdefault(int(listed["image_id"]), set()).add(str(listed["file"]))
                 except (ValueError, KeyError, TypeError):
-                    continue  # a line that a crash of the machine cut; the image gets another one
+                    continue  # a line truncated by a crash of the machine; the image gets a new line
         if not line.endswith(b"\n"):
             append(folder.out / LINES, b"\n")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The images of a user: files, folders and dataset directories, and what of them can be annotated."""
+"""The images of a user: files, folders and dataset directories, and the images that can be annotated."""
 
 import io
 import os
@@ -57,7 +57,7 @@ class FoundImages:
 
     Attributes:
         images: each file once.
-        others: number of files in the folders whose names are not those of images.
+        others: number of files in the folders that are not images, by their extensions.
     """
 
     images: list[InputImage] = field(default_factory=list)
@@ -67,9 +67,9 @@ class FoundImages:
 def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
     """Find all images in `paths`.
 
-    Folders are searched at any depth for files whose names end as those of images do, also through links.
-    Hidden files and folders, and folders with the output of an annotation, are left out. A path that is a
-    file is always an image.
+    Folders and links to folders are searched at any depth for files with the extension of an image. Hidden
+    files and folders, and folders with the output of an annotation, are left out. A path that is a file is
+    always an image.
 
     Args:
         paths: files, folders and dataset directories; also URLs of dataset directories.
@@ -142,7 +142,7 @@ def _files_of(paths: Sequence[Path]) -> Iterator[InputImage]:
 
 
 def _read_file(path: Path) -> bytes:
-    if not stat.S_ISREG(path.stat().st_mode):  # reading a named pipe would wait for ever
+    if not stat.S_ISREG(path.stat().st_mode):  # reading a named pipe would wait forever
         raise BadSample("unreadable", "not a file but a device, pipe or folder")
     return path.read_bytes()
 
@@ -179,7 +179,7 @@ def read_image(image: InputImage, max_pixels: int, quality: int | None) -> ReadI
 
     Args:
         max_pixels: a larger image is refused.
-        quality: convert images that are no JPEG to one of this quality, 1 to 100; None: refuse them.
+        quality: convert images in other formats to JPEGs of this quality, 1 to 100; None: refuse them.
 
     Raises:
         BadSample: the file cannot be read, is damaged, too large, or no JPEG.
@@ -206,7 +206,7 @@ def read_image(image: InputImage, max_pixels: int, quality: int | None) -> ReadI
 
 
 def _converted(source: bytes, max_pixels: int, quality: int) -> bytes:
-    """An image of a format that Pillow reads as JPEG, without chroma subsampling; alpha is dropped."""
+    """Encode an image that Pillow can read as a JPEG without chroma subsampling; alpha is dropped."""
     try:
         with Image.open(io.BytesIO(source)) as image:
             if not 0 < image.width * image.height <= max_pixels:

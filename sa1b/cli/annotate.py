@@ -59,8 +59,8 @@ def main(
     """Find the masks of images with a trained model and write them in SA-1B's form.
 
     A grid of points covers each image, and the model predicts three masks for each point. Masks with a low
-    predicted IoU or a low stability score are left out, and of masks with overlapping boxes the best one
-    stays. The defaults are those of the published automatic mask generator.
+    predicted IoU or a low stability score are left out, and of masks with overlapping boxes only the best one
+    is kept. The defaults are those of the published automatic mask generator.
 
     Args:
         images: Image files, folders of images at any depth, and dataset directories (folders or URLs).
@@ -68,23 +68,25 @@ def main(
             one of these.
         out: Folder for the pairs; created if it is missing. The JPEGs have their original bytes.
         points_per_side: Points along each side of the image: 32 make 1024 points.
-        points_per_batch: Points that are decoded together. More need more memory; the masks are the same.
+        points_per_batch: Points that are decoded together. A larger number needs more memory; the masks are
+            the same.
         min_predicted_iou: Keep masks whose IoU, as predicted by the model, is above this number. A model that
             was trained for a short time needs a lower number than SAM.
         min_stability: Keep masks whose stability score is at least this number: the IoU of the masks at a
             higher and a lower threshold.
         stability_offset: Distance of these thresholds from the usual one, in logits.
-        max_box_iou: Of masks whose boxes have a higher IoU, only the one with the highest predicted IoU is
+        max_box_iou: If the boxes of masks have a higher IoU, only the mask with the highest predicted IoU is
             kept.
         crop_layers: Also use crops of the image, which finds smaller masks: layer 1 has 2 x 2 crops, layer 2
             has 4 x 4. Each crop costs as much as an image.
         crop_overlap: Overlap of the crops of layer 1, as a part of the shorter side of the image.
-        crop_points_divisor: Divides the points per side for each layer of crops.
+        crop_points_divisor: Each layer of crops has the points per side of the layer before, divided by this
+            number.
         crop_max_box_iou: As --max-box-iou, between masks of different crops: those of smaller crops are kept.
         image_ids: Where image ids come from. content: a hash of the file, from 2**52 on, which depends
             neither on the name nor on other images. name: the number in sa_<id>.jpg. N: consecutive numbers
             from N on, in the order of the images. Images of dataset directories keep their ids.
-        quality: Convert images that are no JPEG to JPEG of this quality, 1 to 100. By default they are
+        quality: Convert images in other formats to JPEGs of this quality, 1 to 100. By default they are
             refused.
         max_pixels: Largest accepted image in pixels, at most 268435456. `sa1b reshard` needs the same flag.
         device: cpu, cuda or cuda:N. By default the GPU of this rank if there is one.
@@ -159,7 +161,7 @@ def _wait_for_ranks(count: int) -> None:
         while done < count:
             time.sleep(_POLL_SECONDS)
             done = store.add(key, 0)
-    except RuntimeError:  # torchrun has ended, so that there is nobody to wait for
+    except RuntimeError:  # torchrun has ended, so no process has to be waited for
         return
 
 

@@ -50,7 +50,7 @@ def main(
         device: Device of the batches: cpu or cuda.
         decode: Where JPEG files are decoded: cpu, or gpu with --device cuda. auto: on the CPU.
         seconds: Duration of the three measurements together, 1 to 3600.
-        cache: Folder on a local disk that keeps what is read of a URL, as in training; a first
+        cache: Folder on a local disk that caches the data read from a URL, as in training; a first
             run fills it.
         cache_bytes: Limit of the cache, in bytes; required with --cache.
         json_output: Print the result as JSON, without progress.

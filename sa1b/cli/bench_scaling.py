@@ -53,11 +53,11 @@ def main(
             25), ddp-bf16, ddp-powersgd-4, fsdp-wrap-none, fsdp-reduce-bf16, pipeline, pipeline-gpipe.
         precisions: fp32, tf32, bf16, fp16.
         micro_batch: Images that a rank computes at a time.
-        global_batch: Images of a step over all ranks in strong scaling; by default a micro-batch for each of
-            the most ranks.
+        global_batch: Images of a step over all ranks in strong scaling; by default one micro-batch for each
+            rank of the largest run.
         masks: Largest number of masks per image; by default that of the preset.
         threads: Threads of each rank, for computation on CPUs and for the loader; by default the CPUs divided
-            by the most ranks.
+            by the largest number of ranks.
         device: auto: GPUs if there are any.
         steps: Steps of each part of a case in a round.
         rounds: Rounds over all cases. Figures are medians of the rounds.
@@ -80,7 +80,7 @@ def main(
     if report is not None and report.is_dir():
         raise UsageError(f"--report {report}: is a folder; name a file, such as {report / 'scaling.html'}")
     if report is not None and not report.absolute().parent.is_dir():
-        raise UsageError(f"--report {report}: there is no folder {report.parent}; make it first")
+        raise UsageError(f"--report {report}: there is no folder {report.parent}; create it first")
     with loading():
         from sa1b.engine.gradients import Precision
         from sa1b.engine.presets import SAM_PRESETS

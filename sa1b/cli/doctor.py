@@ -1,4 +1,4 @@
-"""Check that this machine, or all ranks of a job, are set up right for training, and say what to change.
+"""Check that this machine, or all ranks of a job, are set up correctly for training, and say what to change.
 
 Example: sa1b doctor shards --out run
          torchrun --nproc_per_node=8 -m sa1b doctor s3://BUCKET/shards
@@ -34,7 +34,7 @@ def main(
     ring: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> NoReturn:
-    """Check that this machine, or all ranks of a job, are set up right for training.
+    """Check that this machine, or all ranks of a job, are set up correctly for training.
 
     Args:
         root: Dataset directory that training reads, or its URL (s3://...). Without it, the checks of storage

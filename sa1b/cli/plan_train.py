@@ -1,4 +1,4 @@
-"""Print what a training run takes on a given cluster, without having it: hours, dollars, memory, reads.
+"""Print the hours, dollars, memory and reads of a training run on a cluster, without access to it.
 
 Example: sa1b plan train --gpu H100 --nodes 2 --price 2.50
              --preset vit_h --parallel.mode fsdp --parallel.precision bf16 --data.micro-batch 4
@@ -48,7 +48,7 @@ def main(
     fragmentation: Annotated[float, tyro.conf.arg(metavar="FRACTION")] = 0.05,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Print what a training run takes on a given cluster, without having it: hours, dollars, memory, reads.
+    """Print the hours, dollars, memory and reads of a training run on a cluster, without access to it.
 
     Memory is measured: the real step, wrapped by the real DDP or FSDP, runs on tensors without contents and
     on ranks that do not exist. This takes 10 to 40 s and 0.5 GB. Time is estimated under assumptions, which
@@ -76,8 +76,8 @@ def main(
         cpus: CPU cores of a node for decoding. By default 12 for each GPU, as `sa1b slurm train` requests.
         decode_rate: Images per second that one core reads and decodes. By default as measured on one core of
             an Intel Xeon: 74 in original size, 220 at 1024 pixels; `sa1b bench` measures this machine.
-        reserved: GPU memory for what is no tensor: CUDA context and kernels, workspaces of cuBLAS, buffers of
-            NCCL. The default is assumed.
+        reserved: GPU memory that is not used by tensors: CUDA context and kernels, workspaces of cuBLAS,
+            buffers of NCCL. The default is assumed.
         fragmentation: Part of the tensors' memory that the allocator adds, because it rounds sizes up (to 512
             bytes, above 1 MiB to 2 MiB) and cannot reuse every gap. The default is assumed.
         json_output: Print the estimates as JSON, in SI units.

@@ -124,7 +124,7 @@ def _write_parquet(query: "Query", path: Path) -> int:
     rows = 0
     try:
         batches = query.batches()
-        first = next(batches)  # errors of the statement come before the file is opened
+        first = next(batches)  # the statement may fail, so the file is opened later
         with pq.ParquetWriter(temporary.absolute(), first.schema, compression="zstd") as writer:
             for batch in batches:
                 writer.write_batch(batch)
@@ -159,7 +159,7 @@ def _object(names: list[str], row: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """The value as JSON can hold it, also in lists and structures."""
+    """The value as JSON, also within lists and structures."""
     if isinstance(value, Decimal):
         return float(value)
     if isinstance(value, float):

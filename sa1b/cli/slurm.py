@@ -45,7 +45,7 @@ def main(
     """Print a job script of SLURM that converts sources, checks nodes or trains on them.
 
     Args:
-        verb: What the job does.
+        verb: The work of the job.
         arguments: The arguments of the verb.
         partition: Partition of the job. By default the site's default.
         account: Account that is charged. By default the site's default.
@@ -110,7 +110,7 @@ def main(
     print(text, end="")
     if not Path(logs).is_dir():
         sys.stderr.write(
-            f"note: --logs {logs}: no such folder; make it before sbatch, without it SLURM runs no task\n"
+            f"note: --logs {logs}: no such folder; create it before sbatch: without it SLURM runs no task\n"
         )
     return 0
 

@@ -1,11 +1,11 @@
-"""Comparison of what the ranks found alone: versions, GPUs, datasets, environment variables."""
+"""Comparison of the findings of each rank: versions, GPUs, datasets, environment variables."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sa1b.doctor.report import Finding, named
 
-# Values whose difference ends or corrupts a run; others are a warning.
+# Values that end or corrupt a run if they differ; other differences are a warning.
 _SAME_VERSIONS = ("sa1b", "torch", "cuda", "nccl")
 _ALIKE_VERSIONS = ("python", "driver")
 
@@ -33,7 +33,7 @@ def agreement(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def _same(findings: Sequence[Finding], check: str, name: str, state: Any, remedy: str) -> Iterator[Finding]:
-    """A finding for each group of ranks, except the largest one, whose value differs from that of most."""
+    """A finding for each group of ranks whose value differs from that of the largest group."""
     values = {
         rank: one for one in findings if one.check == check and name in one.values for rank in one.ranks
     }

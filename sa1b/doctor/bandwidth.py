@@ -1,9 +1,10 @@
 """Bandwidth of collectives over the size of their message, as nccl-tests defines it.
 
-For a message of S bytes that takes t seconds, the algorithm bandwidth is S / t. The bus bandwidth is that of
-the bytes which each rank must send at least, so that it can be compared with the rate of a link for any
-number of ranks N: times 2 (N - 1) / N for all-reduce, (N - 1) / N for all-gather and reduce-scatter, whose S
-is the complete tensor. See https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+For a message of S bytes that takes t seconds, the algorithm bandwidth is S / t. The bus bandwidth counts the
+bytes that each rank must send at least, so it can be compared with the rate of a link for any number of ranks
+N. It is the algorithm bandwidth times 2 (N - 1) / N for all-reduce, and times (N - 1) / N for all-gather and
+reduce-scatter, whose S is the size of the complete tensor. See
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
 import time
@@ -56,7 +57,7 @@ class Measurement:
 
 
 def bandwidth(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
-    """Measure all sizes up to the largest that fits the time, and compare them with what the link can do."""
+    """Measure all sizes up to the largest that fits the time, and compare them with the rate of the link."""
     rank_info = joined(subject)
     found = [
         measurement
@@ -78,12 +79,13 @@ def sweep(
 
     Args:
         largest: bytes of the largest message.
-        seconds: for all sizes together; a size that would exceed it, judged by the one before, is left out.
+        seconds: limit for all sizes together. A size is left out if, by the time of the size before, it would
+            exceed the limit.
     """
     found: list[Measurement] = []
     size, end = _SMALLEST, time.monotonic() + seconds
     while size <= largest:
-        # A multiple of the ranks and of the size of a number.
+        # A multiple of the number of ranks and of the bytes of an element.
         exact = -(-size // (4 * ranks)) * 4 * ranks
         expected = found[-1].seconds * _GROWTH if found else 0.0
         left = _largest_of_ranks(expected - (end - time.monotonic()), device)  # the same on all ranks

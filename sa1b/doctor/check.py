@@ -19,7 +19,7 @@ ABORTED = "aborted"  # in the values of a finding: the check did not end, or end
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """This process among the ranks, and what the user named.
+    """This process, its rank, and the settings of the user.
 
     Attributes:
         root: dataset directory, a folder or a URL; None: not given.
@@ -67,7 +67,7 @@ class Subject:
 
     @classmethod
     def of_this_process(cls, **given: Any) -> "Subject":
-        """This process, by the variables of torchrun, and the other attributes as they are given.
+        """This process, as the variables of torchrun describe it, with all other attributes from `given`.
 
         Raises:
             ValueError: the variables contradict each other.
@@ -114,8 +114,8 @@ class Check:
     def run(self, subject: Subject, before: Iterable[Finding] = ()) -> list[Finding]:
         """The findings of this rank. An error of the check itself is a finding too.
 
-        The check runs in a thread of its own, because a read of a dead file server or a call of a broken
-        driver may never return. Such a check is a finding as well, and its thread is left behind.
+        The check runs in a separate thread, because a read of a dead file server or a call of a broken
+        driver may never return. Such a check is a finding as well, and its thread keeps running.
 
         Args:
             before: the findings of earlier checks.
@@ -129,7 +129,7 @@ def in_thread(check: str, work: Callable[[], Iterable[Finding]], limit: float) -
     """The findings of a check that may hang or raise an error, which are findings too.
 
     Args:
-        limit: seconds after which it counts as hanging; its thread is left behind.
+        limit: seconds after which it counts as hanging; its thread keeps running.
     """
     found: list[Finding] = []
 

@@ -41,7 +41,7 @@ class Gpus:
         driver: version of the kernel driver; None: no driver is visible.
         nodes: GPUs of this machine, by their files in /dev.
         visible: GPUs that torch sees.
-        error: why torch sees none, if it says so.
+        error: the reason of torch for not seeing a GPU; empty if it gives none.
     """
 
     build: str | None
@@ -161,7 +161,7 @@ def _usable(subject: Subject, gpus: Gpus, values: dict[str, Any]) -> Iterator[Fi
 
 
 def gpu_state(subject: Subject) -> Iterator[Finding]:
-    """Errors, modes and use of the GPUs of this machine, by nvidia-smi; one rank of each machine asks."""
+    """Errors, modes and use of the GPUs of this machine; one rank of each machine runs nvidia-smi."""
     program = shutil.which("nvidia-smi", path=subject.environment.get("PATH"))
     if program is None:
         why = "no GPU" if subject.device.type == "cpu" else "nvidia-smi is not in PATH"
@@ -264,7 +264,7 @@ def placement(subject: Subject) -> Iterator[Finding]:
 
 
 def placed(device: torch.device, things: Mapping[str, Any]) -> Finding:
-    """The finding that all tensors of things are on a device, or the names of those that are not.
+    """The finding that all tensors in `things` are on a device, or the names of those that are not.
 
     Args:
         device: of a rank; a GPU has an index.

@@ -1,4 +1,4 @@
-"""A judgement of each environment variable that changes how ranks communicate."""
+"""A finding for each environment variable that changes how ranks communicate."""
 
 import difflib
 import re
@@ -115,7 +115,7 @@ def _infiniband(name: str, value: str, subject: Subject) -> tuple[State, str, st
 
 
 def _rendezvous(subject: Subject) -> Iterator[Finding]:
-    """The address at which the ranks meet."""
+    """The finding about the rendezvous address, MASTER_ADDR and MASTER_PORT."""
     if subject.world_size == 1:
         return
     address, port = (subject.environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -128,7 +128,7 @@ def _rendezvous(subject: Subject) -> Iterator[Finding]:
     elif not (port.isdecimal() and 0 < int(port) < 65536):
         problem = f"MASTER_PORT={port} is no port"
     elif address in _LOCAL_NAMES and subject.world_size > subject.local_world_size:
-        problem = f"MASTER_ADDR={address} is each machine itself, and the ranks are on several"
+        problem = f"MASTER_ADDR={address} is each machine itself, but the ranks are on several machines"
     if problem:
         yield Finding("environment", "failed", problem, remedy)
     else:

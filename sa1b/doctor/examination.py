@@ -197,7 +197,7 @@ def _follow(
 def out_of_step(
     check: CheckTogether, together: Sequence[CheckTogether], found: Sequence[Finding]
 ) -> Finding | None:
-    """The finding that a check is skipped because ranks left an earlier one at different collectives.
+    """The finding that a check is skipped because the ranks ended an earlier check at different collectives.
 
     The next collective would match those of another check; gloo then ends the process.
     """

@@ -95,7 +95,7 @@ def rank_sum(subject: Subject, meeting: Meeting, contribution: int | None = None
     """Sum of the rank numbers by all-reduce on the device of the ranks, in each number format.
 
     Args:
-        contribution: what this rank adds, by default its number.
+        contribution: the value that this rank adds, by default its number.
     """
     rank_info = joined(subject)
     expected = subject.world_size * (subject.world_size - 1) // 2

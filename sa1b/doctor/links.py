@@ -1,7 +1,7 @@
-"""What links the ranks, and the rates that such a link is expected to reach.
+"""The links between the ranks, and the rates that each kind of link is expected to reach.
 
 The expected range is of the bus bandwidth of a large all-reduce, as part of the link's nominal rate in one
-direction. The parts leave room for protocols, headers and the host's topology; they are no measurement.
+direction. The percentages leave room for protocols, headers and the host's topology; they are not measured.
 
 NVLink: 50 to 110 % of the links of a GPU (`nvidia-smi nvlink --status`; data sheets: A100 300, H100 450, B200
 900 GB/s). Reductions in the switch (NVLS) send less, so the bus bandwidth can exceed the nominal rate.
@@ -34,7 +34,7 @@ class Link:
     Attributes:
         kind: NVLink, PCIe, InfiniBand, Ethernet or memory.
         nominal: bytes per second in one direction; 0: not known, so that rates are not judged.
-        low, high: the expected parts of it.
+        low, high: the expected range, as fractions of `nominal`.
         remedy: what to look at if the rate is lower.
     """
 
@@ -123,7 +123,7 @@ def _port_rate(system: Path, port: str) -> float:
 
 
 def _interface_rate(subject: Subject) -> float:
-    """Of the interface that gloo or NCCL is set to use."""
+    """Bytes per second of the interface that gloo or NCCL is set to use."""
     name = subject.environment.get("NCCL_SOCKET_IFNAME", "").lstrip("=").partition(",")[0]
     if not name or "^" in name or subject.device.type != "cuda":
         name = gloo_interface(subject)

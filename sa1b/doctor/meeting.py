@@ -1,6 +1,6 @@
 """The exchange of findings between ranks by their key-value store, which needs no process group.
 
-So the findings of each rank reach rank 0 even if no process group can start.
+The findings of each rank therefore reach rank 0 even if no process group can start.
 """
 
 import pickle
@@ -49,12 +49,12 @@ class Meeting:
         """
         self._subject = subject
         at = (subject.environment["MASTER_ADDR"], int(subject.environment["MASTER_PORT"]))
-        # As in torch.distributed.rendezvous, but the store does not wait for all ranks: a rank that never
-        # comes is then known by its number.
+        # As in torch.distributed.rendezvous, but the store does not wait for all ranks. The checks can then
+        # name a rank that never connects.
         has_store = subject.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = subject.rank == 0 and not has_store
         end = time.monotonic() + subject.wait
-        # Torch would print traces for a rank 0 that is not there yet.
+        # Torch would print tracebacks until rank 0 has started.
         while not serves and (reason := connect_reason(*at)):
             if time.monotonic() > end:
                 raise RuntimeError(f"{reason}, tried for {subject.wait:g} s")
@@ -65,16 +65,16 @@ class Meeting:
         self.store: KeyValueStore = store
 
     def send(self, topic: str, value: object) -> None:
-        """Publish a value of this rank."""
+        """Store a value of this rank for the others."""
         self.store.set(f"doctor/{topic}/{self._subject.rank}", pickle.dumps(value))
 
     def receive(
         self, topic: str, ranks: Sequence[int] | None = None, timeout: float | None = None
     ) -> dict[int, Any]:
-        """Rank -> its value, of all ranks whose value is there within the timeout.
+        """The values that ranks have stored within the timeout, by rank.
 
         Args:
-            ranks: whose values; by default those of all ranks.
+            ranks: the ranks to wait for; by default all ranks.
             timeout: seconds; by default those of the subject.
         """
         wanted = range(self._subject.world_size) if ranks is None else ranks
@@ -121,7 +121,7 @@ class CheckTogether:
 
 
 def of_rank(findings: Sequence[Finding], subject: Subject) -> list[Finding]:
-    """Findings with rank and host of this process, where they name none."""
+    """The findings, with rank and host of this process in those without ranks and host."""
     if subject.world_size == 1:
         return list(findings)
     return [

@@ -28,7 +28,7 @@ _REMEDIES = {
 
 
 def reachability(subject: Subject, meeting: Meeting, address: str | None = None) -> Iterator[Finding]:
-    """Connect each host with each other one, from the address that gloo would use.
+    """Connect each host to every other host, from the address that gloo would use.
 
     One rank of each host takes part. It listens on a port that the system chooses, as gloo and NCCL do.
 
@@ -115,8 +115,9 @@ def _accept(server: socket.socket) -> None:
 def own_address(subject: Subject) -> str:
     """The IPv4 address that gloo would give the other ranks.
 
-    It is that of the interface in GLOO_SOCKET_IFNAME, which training sets if it finds the interface to the
-    first machine, else that of the host name; gloo takes the loopback address if the name is not known.
+    It is the address of the interface in GLOO_SOCKET_IFNAME, which training sets if it finds the interface to
+    the first machine; otherwise it is the address of the host name. If the name is not known, gloo takes the
+    loopback address.
     """
     name = gloo_interface(subject)
     if name and (found := _address_of_interface(name)):

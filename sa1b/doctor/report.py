@@ -128,13 +128,13 @@ def _row(one: Finding, width: int) -> str:
 
 
 def merged(findings: Iterable[Finding], world_size: int) -> list[Finding]:
-    """Findings of several ranks as one where they say the same, sorted by check in order of appearance.
+    """Findings with equal texts merged into one, sorted by check in order of appearance.
 
     They may differ in numbers, which then become a range: "790 to 812 MB/s".
 
     Args:
         findings: of all ranks.
-        world_size: number of ranks; a good finding of all of them names none.
+        world_size: number of ranks; a finding that is ok on all of them names no rank.
     """
     findings = list(findings)
     checks = {one.check: number for number, one in reversed(list(enumerate(findings)))}

@@ -1,6 +1,6 @@
 """A ring all-reduce of point-to-point messages: how the collective works, and a test of each link.
 
-The N ranks are a ring, in which each sends to the next one only, and the tensor has N chunks. In step s of
+The N ranks form a ring, in which each sends to the next one only, and the tensor has N chunks. In step s of
 the first N - 1 steps (reduce-scatter), rank r sends chunk r - s, adds what it receives to chunk r - s - 1,
 and so, at the end, has the complete sum of chunk r + 1 (all modulo N). In N - 1 further steps (all-gather),
 rank r sends chunk r + 1 - s. For D bytes, all ranks together send 2 (N - 1) D bytes for any D. This is 2 (N -
@@ -53,7 +53,7 @@ class Step:
     """What a rank sends and receives in a step: the numbers of two chunks.
 
     Attributes:
-        adds: reduce-scatter: what is received is added; else it replaces the chunk.
+        adds: whether the received chunk is added, as in a reduce-scatter, or replaces the chunk.
     """
 
     sends: int

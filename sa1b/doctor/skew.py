@@ -1,9 +1,9 @@
 """Difference of the clocks of hosts, by messages through the ranks' store as in NTP.
 
 A host sends a message at t0, rank 0 receives it at t1 and answers at t2, and the answer arrives at t3, each
-by the own clock. The difference is ((t1 - t0) + (t2 - t3)) / 2 if both ways take the same time; in any case
-it is wrong by at most half of the time on the way, ((t3 - t0) - (t2 - t1)) / 2. Of some messages, the fastest
-counts.
+by its own clock. The difference is ((t1 - t0) + (t2 - t3)) / 2 if both ways take the same time; in any case
+its error is at most half of the time in transit, ((t3 - t0) - (t2 - t1)) / 2. Several messages are sent, and
+the fastest one counts.
 """
 
 import pickle

@@ -44,7 +44,7 @@ def versions(subject: Subject) -> Iterator[Finding]:
 
 
 def lacking(build: dict[str, Any]) -> str:
-    """What the build of torch lacks, as a remedy; empty if it lacks nothing."""
+    """The remedy for a part that the build of torch lacks; empty if it lacks none."""
     if not build["gloo"]:
         return "Install a torch with gloo: checkpoints and figures of several ranks need it"
     if build["cuda"] and not build["nccl"]:

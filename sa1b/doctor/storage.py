@@ -56,7 +56,7 @@ def dataset(subject: Subject) -> Iterator[Finding]:
                 yield Finding("dataset", "failed", f"{subject.root} has no images", "Convert sources into it")
                 return
             check_images(found, "training")
-            sample = found[subject.rank * 7919 % len(found)]  # any, another one on each rank
+            sample = found[subject.rank * 7919 % len(found)]  # any image, a different one on each rank
             figure = (
                 f"{len(found):,} images in {len(found.shards):,} shards, digest {found.table.digest[:12]}"
             )
@@ -263,7 +263,7 @@ def _measured(subject: Subject, found: Dataset) -> Rates:
 
 
 def _sequential(subject: Subject, found: Dataset) -> float:
-    """Bytes per second of one shard, another one on each rank."""
+    """Bytes per second of reading one shard, a different one on each rank."""
     name = found.shards[subject.rank % len(found.shards)]
     reader: Reader = found.reader
     length = reader.size(name)

@@ -1,6 +1,6 @@
 """Gradients after a real backward pass of DDP and FSDP on different data, compared with one process.
 
-To compare parameters between ranks would prove nothing: DDP copies those of rank 0 when it is built, so they
+Comparing parameters between ranks would prove nothing: DDP copies those of rank 0 when it is built, so they
 are equal before the first step, whether gradients are synchronised or not. To compare gradients between ranks
 is not enough either: a sum that is not divided by the number of ranks is wrong and equal everywhere.
 Therefore each rank computes the gradient of the data of all ranks alone, without communication, and compares
@@ -106,7 +106,7 @@ def _equal(found: Tensor | None, expected: Tensor) -> bool:
 
 
 def _difference(found: Tensor | None, expected: Tensor, alone: Tensor, world_size: int) -> str:
-    """What is wrong with a gradient, as text."""
+    """The fault of a gradient, as text."""
     if found is None:
         return "has no gradient"
     if _equal(found, alone):
@@ -144,7 +144,7 @@ def _digest(tensor: Tensor) -> int:
 
 
 def differing(answers: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
-    """The ranks whose gradients are not byte for byte those of most ranks.
+    """The ranks whose gradients differ in a byte from those of most ranks.
 
     Args:
         answers: rank -> name of a parameter -> digest of its gradient.

@@ -1,7 +1,8 @@
-"""Environment variables of NCCL, torch.distributed and gloo: what each does to a training, if it is set.
+"""Environment variables of NCCL, torch.distributed and gloo: the effect of each on training, if it is set.
 
-By the documentation of NCCL 2.30 (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html), which
-says of its section Debugging that these variables should not be used in production, and of torch 2.13
+The sources are the documentation of NCCL 2.30
+(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html), which says of its section Debugging that
+these variables should not be used in production, and of torch 2.13
 (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html).
 """
 
@@ -65,8 +66,8 @@ RULES: dict[str, Rule] = {
     "NCCL_NET_GDR_LEVEL": Rule("slow", "no GPUDirect RDMA: data pass through host memory", ("LOC", "0")),
     "NCCL_DMABUF_ENABLE": Rule("slow", "no GPUDirect RDMA where nvidia-peermem is not loaded", _OFF),
     "NCCL_PXN_DISABLE": Rule("slow", "GPUs do not use the network adapters of others", _ON),
-    "NCCL_RAS_ENABLE": Rule("risky", "the state of a hanging job cannot be asked for", _OFF),
-    "NCCL_RAS_ADDR": Rule("good", "where the state of a hanging job is asked for"),
+    "NCCL_RAS_ENABLE": Rule("risky", "the state of a hanging job cannot be queried", _OFF),
+    "NCCL_RAS_ADDR": Rule("good", "the address at which the state of a hanging job can be queried"),
     "NCCL_COMM_ID": Rule("risky", "all communicators meet at one fixed address"),
     "NCCL_COMM_BLOCKING": Rule("harmless", "torch chooses it itself"),
     "NCCL_SOCKET_FAMILY": Rule("harmless", "IPv4 or IPv6"),
@@ -93,7 +94,7 @@ RULES: dict[str, Rule] = {
     "NCCL_DESYNC_DEBUG": _renamed("TORCH_NCCL_DESYNC_DEBUG"),
     "NCCL_ENABLE_TIMING": _renamed("TORCH_NCCL_ENABLE_TIMING"),
     "TORCH_NCCL_BLOCKING_WAIT": Rule("slow", "the processor waits for every collective", _ON),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Rule("risky", "a rank that loses another one waits for ever", _OFF),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Rule("risky", "a rank that loses another one waits forever", _OFF),
     "TORCH_NCCL_ENABLE_MONITORING": Rule("risky", "a stuck watchdog ends no run", _OFF),
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": Rule("harmless", "when a stuck watchdog ends the run"),
     "TORCH_NCCL_ENABLE_TIMING": Rule("slow", f"events around every collective, {_DEBUGGING}", _ON),

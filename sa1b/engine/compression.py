@@ -3,7 +3,7 @@
 | --parallel.compress | sent for a gradient of n x m numbers       | error                               |
 |---------------------|--------------------------------------------|-------------------------------------|
 | fp16, bf16          | 2 bytes for each number                    | rounding                            |
-| powersgd:R          | R (n + m) numbers, if less than n m / 2    | the rank adds it to its next one    |
+| powersgd:R          | R (n + m) numbers, if less than n m / 2    | added to the next gradient          |
 
 PowerSGD (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization") keeps these errors of the last two steps, because the last one may be skipped: twice the memory
@@ -46,7 +46,7 @@ def compression_rank(compress: str) -> int | None:
 
 
 def compress_reduction(module: DistributedDataParallel, compress: str, after: int, bucket: int) -> None:
-    """Let DDP compress what it sends.
+    """Let DDP compress the gradients that it sends.
 
     Args:
         compress: --parallel.compress.
@@ -97,7 +97,7 @@ class PowerSGD:
         self._steps_before = 0
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Reduce a bucket, and keep what `undo` needs."""
+        """Reduce a bucket, and keep the state that `undo` restores."""
         if self.paused:
             return default_hooks.allreduce_hook(_world(), bucket)
         state, index = self._state, bucket.index()
@@ -139,7 +139,7 @@ class PowerSGD:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not a tensor, as JSON values."""
+        """The part of the state that is not tensors, as JSON values."""
         return {"rank": self._rank, "bucket": self._bucket, "steps": self._state.iter}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@
 A signal may reach only one rank, and a full disk may affect only one rank. If that rank left the loop alone,
 the others would wait for it. So each rank sets its own `asked` and `failure` at any time. `stopping` and
 `failed` are the same on all ranks and change only in `exchange` and `poll`, which all ranks call together.
-The clocks of machines may differ; the first rank that reaches the deadline on its own clock stops all.
+The clocks of machines may differ: all ranks stop when the first one reaches the deadline on its own clock.
 """
 
 import logging
@@ -96,7 +96,7 @@ class Control:
 
     Attributes:
         asked: why this rank was asked to stop.
-        table_asked: whether this rank was asked for the table of the ranks.
+        table_asked: whether a signal to this rank requested the table of the ranks.
         failure: this rank's first failed write.
         stop: why the run stops; the same on all ranks.
         failed: whether the run stops because a write has failed; the same on all ranks.
@@ -123,12 +123,12 @@ class Control:
         return self.stop is not Stop.NONE or self.failed
 
     def took(self, step: float, checkpoint: float) -> None:
-        """Record the seconds of a step and of the newest checkpoint, for which the deadline leaves time."""
+        """Record the seconds of a step and of the newest checkpoint, which must fit before the deadline."""
         self._steps.append(step)
         self._checkpoint = checkpoint
 
     def install(self) -> None:
-        """Let signals ask this rank to stop, or for the table of the ranks; see `handle`."""
+        """Install handlers of the signals to stop and to print the table of the ranks; see `handle`."""
         for number in SIGNALS:
             handle(number, self._on_signal)
         handle(TABLE_SIGNAL, self._on_table_signal)
@@ -173,7 +173,7 @@ class Control:
         return any(row[0] for row in self._gather(none, [float(flag)]))
 
     def take_table_request(self) -> bool:
-        """Whether any rank was asked for the table since the last call; the same on all ranks."""
+        """Whether the table was requested on any rank since the last call; the same on all ranks."""
         asked, self._table = self._table, False
         return asked
 

@@ -1,7 +1,7 @@
 """Which stage of the loaders limits a run whose ranks wait for data, and what to change.
 
-Each rank sends the busy seconds of its loader's stages with the figures of each step. At the end of a window
-the rank with the largest wait is looked at. A stage limits if it has the largest share of the busy time.
+Each rank sends the busy seconds of its loader's stages with the figures of each step. At the end of a window,
+the rank with the largest wait is examined. A stage limits if it has the largest share of the busy time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ BUSY = tuple(f"busy_{name}" for name in STAGES)  # names of the numbers that ran
 
 @dataclass(frozen=True, slots=True)
 class LoaderSettings:
-    """What the advice depends on.
+    """The settings that the advice depends on.
 
     Attributes:
         threads, cpus: threads of the loader, and processors that the rank may use.
         is_local: whether the dataset directory is a local folder.
-        cached: whether reads of a URL are kept on a local disk.
+        cached: whether reads from a URL are kept on a local disk.
         stored: longer side of the stored images in pixels; None: original size.
         image_size: longer side that the model takes, pixels.
-        on_gpu: whether masks become pixels on a GPU.
+        on_gpu: whether masks are rasterised on a GPU.
     """
 
     threads: int
@@ -68,7 +68,7 @@ def advice(stage: str, settings: LoaderSettings) -> str:
             )
         if settings.cached:
             return "raise --data.prefetch, or --data.cache-bytes if the cache does not hold all shards"
-        return "raise --data.prefetch, or keep what is read on a local disk with --data.cache"
+        return "raise --data.prefetch, or cache the data on a local disk with --data.cache"
     if stage == "decode":
         if settings.stored is None or settings.stored > settings.image_size:
             size = settings.image_size

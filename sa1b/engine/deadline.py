@@ -29,8 +29,8 @@ def timestamp(text: str, since: float) -> float:
     """The time of a deadline, in seconds of `time.time`.
 
     Args:
-        text: HH:MM, when the clock of this machine shows it next; +HH:MM, hours and minutes; or an ISO date
-            and time, of the machine's time zone if it names none.
+        text: HH:MM, the next such time on the clock of this machine; +HH:MM, hours and minutes; or an ISO
+            date and time, of the machine's time zone if it names none.
         since: start of the run; deadlines are later.
 
     Raises:
@@ -43,13 +43,13 @@ def timestamp(text: str, since: float) -> float:
                 raise ValueError
             moment = datetime.fromisoformat(text).timestamp()
         except ValueError:
-            raise _not_a_time(text) from None
+            raise _format_error(text) from None
         if moment <= since:
             raise UsageError(f"--deadline {text}: is past; pass a later time")
         return moment
     relative, hours, minutes = found[1] == "+", int(found[2]), int(found[3])
     if minutes > 59 or (hours > 23 and not relative):
-        raise _not_a_time(text)
+        raise _format_error(text)
     if relative:
         return since + 60 * (60 * hours + minutes)
     start = datetime.fromtimestamp(since)
@@ -58,7 +58,7 @@ def timestamp(text: str, since: float) -> float:
     return next(moment.timestamp() for moment in later if moment.timestamp() > since)
 
 
-def _not_a_time(text: str) -> UsageError:
+def _format_error(text: str) -> UsageError:
     return UsageError(
         f"--deadline {text}: must be a time such as 06:30, a duration such as +08:00, or a date and time "
         "such as 2026-01-31T06:30"
@@ -66,7 +66,7 @@ def _not_a_time(text: str) -> UsageError:
 
 
 def started() -> float:
-    """When torchrun was started, or this process without torchrun; in seconds of `time.time`."""
+    """The start of torchrun, or of this process if there is none, in seconds of `time.time`."""
     process = "self" if "TORCHELASTIC_RUN_ID" not in os.environ else str(os.getppid())
     with suppress(OSError, ValueError, IndexError, StopIteration):
         # The name of the process, in parentheses, may contain spaces.

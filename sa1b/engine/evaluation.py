@@ -137,7 +137,7 @@ class Scorer(Protocol):
     """What an evaluation computes: sums over all images, and masks to show."""
 
     def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
-        """Evaluate a micro-batch: call the module once, on every rank; `inputs` are those of the model."""
+        """Evaluate a micro-batch: call the module once, on every rank, with `inputs`."""
         ...
 
     def predictions(self, batch: Batch) -> list[tuple[int, str]]:

@@ -12,11 +12,11 @@ The peak is within 0.1 % of the one that torch's profiler measures in real steps
 fp32 and bf16 (tests/engine/test_fake_step.py). With FSDP, two real ranks take up to 5 % more, because gloo
 copies the gradients that it sends. The peak has not been compared with that of a GPU.
 
-The tensors are fake tensors of the CPU, because FSDP on those of a GPU needs its streams. A GPU stores the
-same shapes and dtypes: autocast uses the same format for matrix products, norms keep the format of their
-input, and attention is a fused kernel without a matrix of tokens x tokens. A compiled model runs uncompiled
-here, and usually stores less. Memory that is no tensor is not measured: the context of CUDA, workspaces of
-kernels, buffers of NCCL, gaps between tensors.
+The tensors are fake tensors of the CPU, because FSDP on fake tensors of a GPU needs CUDA streams. A GPU
+stores the same shapes and dtypes: autocast uses the same format for matrix products, norms keep the format of
+their input, and attention is a fused kernel without a matrix of tokens x tokens. A compiled model runs
+uncompiled here, and usually stores less. Memory outside of tensors is not measured: the context of CUDA,
+workspaces of kernels, buffers of NCCL, gaps between tensors.
 """
 
 import warnings
@@ -53,7 +53,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes of each rank at the moment of a step when they are most.
+    """Bytes of each rank at the peak of a step.
 
     Attributes:
         parameters: weights and buffers of the model, or this rank's shard of them.
@@ -61,7 +61,7 @@ class StepMemory:
         optimizer: AdamW's two moments, and the running mean of the weights if there is one.
         batches: micro-batches on the device: in use, complete and in flight.
         communication: parameters that FSDP has gathered, and its buffers for sending and receiving.
-        activations: all other tensors: what the backward pass needs, and intermediate results.
+        activations: all other tensors: saved for the backward pass, and intermediate results.
         offloaded: of the sum of the first three, bytes that --parallel.offload keeps in host memory.
     """
 
@@ -174,7 +174,7 @@ def _step(
 
 @contextmanager
 def _pretended_rank(config: ParallelConfig, world_size: int) -> Iterator[RankInfo]:
-    """Rank 0 of ranks that do not exist."""
+    """Rank 0 of a group whose other ranks do not exist."""
     check_ranks(config, world_size)
     if config.mode == "none":
         yield RankInfo(0, 1, 0, _CPU)
@@ -193,7 +193,7 @@ def _pretended_rank(config: ParallelConfig, world_size: int) -> Iterator[RankInf
 
 
 class _FixedBuckets:
-    """DDP's reducer without the second choice of buckets, which reads numbers that fake tensors do not have.
+    """DDP's reducer without the second choice of buckets, which reads values that fake tensors do not have.
 
     Other buckets have the same number of bytes.
     """
@@ -221,7 +221,7 @@ def _send_nothing(module: DistributedDataParallel) -> None:
 
 
 class _BlankMasks(RaggedMasks):
-    """Masks of zeros; their runs have no numbers from which pixels could be computed."""
+    """Masks of zeros; their runs have no values from which pixels could be computed."""
 
     def dense(self, size: int | None = None, *, out: Tensor | None = None) -> Tensor:
         size = size or self.image_size

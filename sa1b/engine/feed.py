@@ -28,7 +28,7 @@ from sa1b.stream.tokenizer import BYTES
 
 
 def with_flags(error: ValueError) -> UsageError:
-    """An error about arguments of `Stream` as one about the flags that set them."""
+    """Convert an error about arguments of `Stream` to one about the flags that set them."""
     names = "|".join(one.name for one in fields(DataConfig))
     message = re.sub(rf"\b({names})=", lambda found: f"--data.{found[1].replace('_', '-')} ", str(error))
     return UsageError(message if message.startswith("--data.") else f"--data: {message}")
@@ -59,14 +59,14 @@ class DataConfig:
             on a GPU are known. Pixels differ slightly, so keep one choice for a whole run.
         endpoint: URL of an object store other than Amazon's.
         deadline: Seconds that a read may take over all its attempts before training stops.
-        cache: Folder on a local disk that keeps what is read of a URL, so that later epochs read it from
-            there. Samples do not change.
+        cache: Folder on a local disk that caches the data read from a URL; later epochs read it from there.
+            Samples do not change.
         cache_bytes: Limit of the cache for the dataset directory, in bytes; required with a cache.
         text: Table of texts of images or masks, for models that read text: a Parquet file, a file of JSON
             lines, or its URL. Of several texts of an id (a list), each visit takes one.
         text_column: Column of the texts: strings, lists of strings, or embeddings (lists of numbers).
         text_key: Column of the ids; by default mask_id if the table has one, else image_id.
-        text_tokens: Largest number of tokens of a text; longer ones are cut.
+        text_tokens: Largest number of tokens of a text; longer texts are truncated.
         text_width: Numbers of an embedding, if the column has embeddings; 0: it has strings.
         tokenizer: How texts become numbers: bytes (of UTF-8), a .json file of the library tokenizers, or
             MODULE:FUNCTION, a function that returns a list of int for a text.

@@ -60,8 +60,8 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
     In its first backward pass, DDP records the order of the gradients and rebuilds its buckets. With three or
     more ranks it then sums in another order. Without this call, the first step after a resume would differ in
     its last bits from the same step of an uninterrupted run. With it, every real step has the final buckets.
-    A static graph does not support accumulation in its first backward pass, which is this one.
-    Compilation also happens here, for the shapes of the run's micro-batches.
+    A static graph does not support accumulation in its first backward pass, which is this one. Compilation
+    also happens here, for the shapes of the run's micro-batches.
 
     Args:
         run: Forward and backward of a micro-batch, with the scaler's scale and autocast. It must not step the
@@ -80,9 +80,9 @@ def clear(module: nn.Module, owner: nn.Module | Optimizer) -> None:
     """Clear the gradients after a step.
 
     DDP's gradients are views of its buckets and are set to zero in place. Otherwise the next micro-batches
-    would accumulate in tensors of their own, and the gradient would be stored twice until the last one. DDP
-    would also round them in another way: it divides a view by the number of ranks, and multiplies another
-    tensor by the reciprocal of that number.
+    would accumulate in separate tensors, and the gradient would be stored twice until the last one. DDP would
+    also round them differently: it divides a view by the number of ranks, and multiplies another tensor by
+    the reciprocal of that number.
 
     Args:
         module: the module that `sa1b.engine.parallel.wrap` returned.

@@ -1,4 +1,4 @@
-"""GPUs by name, and a cluster of them: what a run is planned for.
+"""GPUs by name, and the cluster of GPUs that a run is planned for.
 
 Figures are those of the vendors' data sheets: operations per second of dense matrix products, without
 sparsity; memory in 10^9 bytes; the rate in one direction between the GPUs of a node, by NVLink if the GPU has

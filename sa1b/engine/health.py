@@ -25,7 +25,7 @@ class HealthConfig:
 
     Attributes:
         patience: Number of consecutive steps with a loss or gradient that is not finite after which the run
-            still continues. With fp16, overflows after which the scaler lowers its scale count too.
+            still continues. With fp16, overflows, after which the scaler lowers its scale, count as well.
         stall: Seconds without progress after which a report names the rank that hangs, where it is and what
             it reads, and each rank writes its stacks to RUN/stacks-<rank>.txt. The run is not ended. By
             default two thirds of --parallel.timeout, or of --parallel.timeout-first in the first

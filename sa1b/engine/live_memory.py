@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive while code runs, and what they were for when they took most memory.
+"""Bytes of the tensors that are alive while code runs, and their purposes at the peak.
 
     with FakeTensorMode(), LiveMemory() as memory:
         module, optimizer = ...
@@ -8,9 +8,9 @@
         memory.mark(gradients, "gradients")
     memory.at_peak()                           # {"parameters": 2_564_000_000, "gradients": ...}
 
-Every operation is seen, also those of autograd, of DDP's buckets and of FSDP. What is counted is memory of
-tensors, each storage once, as `torch.cuda.max_memory_allocated` does; memory that a kernel takes and returns
-itself is not. With fake tensors nothing is computed and no memory is taken.
+Every operation is recorded, also those of autograd, of DDP's buckets and of FSDP. Memory of tensors is
+counted, each storage once, as by `torch.cuda.max_memory_allocated`. Memory that a kernel allocates and frees
+itself is not counted. With fake tensors, nothing is computed and no memory is allocated.
 """
 
 import weakref
@@ -92,7 +92,7 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def begin(self) -> None:
-        """Look for the peak from now on."""
+        """Record the peak from now on."""
         self.peak = 0
         self._look()
 

@@ -244,8 +244,8 @@ def figures_of(
     fraction of the step in which ranks wait for data, a mean over ranks. "slowest_rank" is the rank whose own
     work took longest in the step before, without waiting for other ranks, and "seconds_slowest" its time.
     They are missing in the first two steps after a start. "peak_memory_gb" is the largest peak memory of the
-    ranks so far, that of the rank "peak_memory_rank". The samples of `sa1b.engine.utilisation` have minimum,
-    mean and maximum over the ranks; what is unknown is missing.
+    ranks so far, and "peak_memory_rank" is the rank that has it. The samples of `sa1b.engine.utilisation`
+    have minimum, mean and maximum over the ranks; unknown figures are missing.
 
     Args:
         lr: learning rate.

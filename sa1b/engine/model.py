@@ -134,8 +134,8 @@ class Model(Protocol):
 class Divisible(Model, Protocol):
     """A model that can be divided into the stages of a pipeline: a beginning, equal blocks, and an end.
 
-    `forward(*inputs)` equals `end(through(begin(*inputs), range(depth), *inputs), *inputs)`. What passes from
-    block to block is one tensor, the stream. Each part uses only the parameters and saved buffers for which
+    `forward(*inputs)` equals `end(through(begin(*inputs), range(depth), *inputs), *inputs)`. One tensor, the
+    stream, passes from block to block. Each part uses only the parameters and saved buffers for which
     `layer_of` returns 0 (`begin`), i + 1 (block i) or None (`end`); other buffers are on all ranks. Random
     values depend only on the inputs, which all ranks have.
 

@@ -8,8 +8,8 @@ A variable that is set already, in the environment or in a configuration file of
 only NCCL's record of collectives is set up; gloo has no such record. Variables are used as the documentation
 of NCCL 2.30 and of torch.distributed describes them:
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html,
-https://docs.pytorch.org/docs/stable/distributed.html. Where NCCL's own choice is documented as the best one,
-the variable is listed, but not set.
+https://docs.pytorch.org/docs/stable/distributed.html. If the documentation recommends NCCL's own choice, the
+variable is listed, but not set.
 """
 
 import os
@@ -46,7 +46,7 @@ class Setting:
     Attributes:
         variable: its name.
         value: the value to set; None: the variable is not set, or is kept.
-        reason: why, or what the variable is kept as.
+        reason: why it is set, or the value that it keeps.
     """
 
     variable: str
@@ -98,7 +98,7 @@ def choose(
         root: folder in which /sys, /proc and /etc are mounted.
 
     Raises:
-        UsageError: InfiniBand is demanded, and this machine has no active port; or gloo's interface does not
+        UsageError: InfiniBand is requested, and this machine has no active port; or gloo's interface does not
             exist.
     """
     world_size = int(environment.get("WORLD_SIZE", "1"))
@@ -115,7 +115,7 @@ def choose(
             f"--parallel.network infiniband: {socket.gethostname()} has no active port in "
             "/sys/class/infiniband; check the driver and the cable, or pass ethernet"
         )
-    # The user may demand RDMA over Ethernet; auto leaves that choice to NCCL.
+    # The user may request RDMA over Ethernet; with auto, NCCL chooses.
     infiniband = [port for port, layer in ports.items() if layer == "InfiniBand" or kind == "infiniband"]
     if kind == "ethernet":
         infiniband = []
@@ -243,7 +243,7 @@ def _routes(root: Path) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _address(host: str) -> int | None:
-    """The IPv4 address of a host; None if it is unknown, or is this machine under a name for itself."""
+    """The IPv4 address of a host; None if it is unknown, or an address of this machine for itself."""
     try:
         packed = socket.inet_aton(socket.gethostbyname(host)) if host else b""
     except OSError:

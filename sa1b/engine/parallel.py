@@ -82,7 +82,7 @@ class ParallelConfig:
         shares: Shares of a step, one for each rank, such as 2,1,1 for a first rank that is twice as
             fast; --data.micro-batch is that of the largest share. By default all ranks have the same.
         compress: For ddp and zero1: how gradients are compressed while they are sent. fp16, bf16: rounded to
-            these formats. powersgd:4: approximated by matrices of rank 4; what is lost is added to the next
+            these formats. powersgd:4: approximated by matrices of rank 4; the error is added to the next
             gradient. Not with --parallel.precision fp16, whose scale changes.
         compress_after: For powersgd: number of first steps without compression, about a tenth of the run.
         bucket: For ddp and zero1: MiB of gradients that are sent together.
@@ -179,7 +179,7 @@ def start(config: ParallelConfig) -> RankInfo:
 
 
 def stop() -> None:
-    """Destroy the group that `start` made, no other one. Do not call it after an error of one rank only."""
+    """Destroy the group if `start` created it. Do not call this after an error of one rank only."""
     if dist.is_initialized() and any(one is dist.group.WORLD for one in _created):
         dist.destroy_process_group()
 
@@ -190,7 +190,7 @@ _created: list[object] = []
 
 
 def set_timeout(rank_info: RankInfo, seconds: float) -> None:
-    """Set the timeout of later collectives, which begins with the long value for the first step.
+    """Set the timeout of later collectives. Until then, the timeout is the long one for the first step.
 
     With gloo, a call that exceeds it raises RuntimeError. With NCCL, calls return at once, and torch's
     watchdog thread ends the process. Torch supports this for these two back ends only, by a private function.
@@ -384,7 +384,7 @@ def _device(config: ParallelConfig, local_rank: int) -> torch.device:
 
 
 def _bound(device: torch.device) -> torch.device | None:
-    """The device on which NCCL connects at once, and which it uses for collectives without a device."""
+    """The device on which NCCL connects immediately, and for collectives that name no device."""
     return device if device.type == "cuda" else None
 
 

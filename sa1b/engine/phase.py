@@ -15,8 +15,8 @@ A rank is always in one phase. `PARTS` are the parts of a step, whose seconds ar
 them is `OTHER`. Before and after its steps a rank goes through further phases: "start", "resume", "warm up",
 "evaluation" and "closing".
 
-All ranks go through the same phases in the same order, so the number of phases begun so far tells which rank
-is behind. A phase that only some ranks go through must not be added.
+All ranks go through the same phases in the same order, so the rank that has begun the fewest phases is the
+one that the others wait for. A phase that only some ranks go through must not be added.
 """
 
 import time
@@ -67,8 +67,8 @@ class Phases:
 
     Attributes:
         current: the phase of this moment.
-        seconds: seconds of each phase since the step began, without those of the current phase. A caller that
-            knows better may move seconds from one part to another.
+        seconds: seconds of each phase since the step began, without those of the current phase. A caller may
+            move seconds from one part to another.
         began: start of the step on the clock of time.perf_counter.
         observer: called with each phase when it begins, if it is set.
         steps: steps begun in this process.

@@ -10,10 +10,10 @@ and the last ones leave it, the other stages wait: with S equal stages and M mic
 (S - 1) / (M + S - 1) of the step, with both schedules. GPipe keeps the activations of all micro-batches until
 the backward passes begin. 1F1B keeps those of at most S micro-batches.
 
-A stage receives the stream before its first block, and sends back the gradient of that. Everything else that
-it needs, such as images, targets and the keys of drop path, it reads itself. The parts of the model that
-belong to other stages are on the meta device: their names and shapes are known on all ranks, and only their
-own rank has their values.
+A stage receives the stream before its first block, and sends back the gradient of this stream. It reads
+everything else itself, such as images, targets and the keys of drop path. The parts of the model that belong
+to other stages are on the meta device: their names and shapes are known on all ranks, and only their own rank
+has their values.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Pipeline(Wrapper):
         module: a divisible model (`sa1b.engine.model.Divisible`), the same on all ranks.
         stages: the blocks of each rank: see `divide`.
         schedule: order of the forward and backward passes. A step with fewer micro-batches than stages, as in
-            a warm-up, has that of GPipe.
+            a warm-up, uses GPipe.
         autocast: makes the context of each forward pass.
 
     Attributes:
@@ -113,7 +113,7 @@ class Pipeline(Wrapper):
         raise NotImplementedError("a pipeline has no forward pass without a backward pass")
 
     def _make_schedule(self, count: int) -> Any:
-        """The schedule of steps with so many micro-batches of the size of the collected ones."""
+        """The schedule of steps with this number of micro-batches of the size of the collected ones."""
         rank, device = self._rank_info.rank, self._rank_info.device
         like = self._model.stream(*self._inputs[0])
         # Shapes are stated, so that torch runs no further passes to find them.
@@ -152,7 +152,7 @@ class Pipeline(Wrapper):
 
 
 class _Stage(nn.Module):
-    """What torch calls for a micro-batch. It has no parameters of its own."""
+    """The module that torch calls for a micro-batch. It has no parameters of its own."""
 
     def __init__(self, compute: Callable[[int, Tensor | None], Tensor]) -> None:
         super().__init__()

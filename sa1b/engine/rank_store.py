@@ -1,4 +1,4 @@
-"""The store in which the ranks find each other, also after torchrun has restarted them."""
+"""The ranks' key-value store for the rendezvous, also after torchrun has restarted them."""
 
 import secrets
 import time

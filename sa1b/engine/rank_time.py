@@ -18,13 +18,13 @@ counted as synchronisation, so that the rest is each rank's own work:
 
 In a pipeline, stages wait for each other within torch's schedule. `separable` is False.
 
-These methods are no public interface of torch. If one is missing, `separable` is False, and waits count as
+These methods are not a public interface of torch. If one is missing, `separable` is False, and waits count as
 work.
 
 On a CPU the clock is that of the process. On a GPU it is CUDA events in the stream of the computation, so
 that a wait is the time in which that stream waits. The GPU's path has the same code with another clock.
 
-What the times cannot show: a rank whose network is slow. All ranks wait equally long for its messages.
+The times cannot show a rank whose network is slow. All ranks wait equally long for its messages.
 """
 
 import math

@@ -130,7 +130,7 @@ class Ranks:
 
 
 def ranks() -> Ranks:
-    """This process among the ranks of the default process group; collective, where there is one."""
+    """Rank and device of this process in the default process group; collective if a group exists."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(0, 1, None)
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_TIMEOUT))
@@ -256,7 +256,7 @@ def agree(module: nn.Module, rank_info: RankInfo) -> None:
             found = {rank: value for rank, value in values if value != _ELSEWHERE}
             if len(set(found.values())) > 1:
                 raise DisagreementError(
-                    f"{name}: differs between ranks: {_parties(found)}; "
+                    f"{name}: differs between ranks: {_by_value(found)}; "
                     "build the model from the same seed and load the same checkpoint on every rank"
                 )
 
@@ -270,12 +270,12 @@ def _compare_descriptions(described: list[str], digests: Tensor, rank_info: Rank
     padded = [[*one, *["nothing"] * (longest - len(one))] for one in lists]
     first = next(column for column in zip(*padded, strict=True) if len(set(column)) > 1)
     raise DisagreementError(
-        f"ranks 0 to {rank_info.world_size - 1}: their models differ: {_parties(dict(enumerate(first)))}; "
+        f"ranks 0 to {rank_info.world_size - 1}: their models differ: {_by_value(dict(enumerate(first)))}; "
         "pass the same settings to all ranks"
     )
 
 
-def _parties(values: dict[int, object]) -> str:
+def _by_value(values: dict[int, object]) -> str:
     """Values and their ranks as text: "ranks [0, 2] hold A, ranks [1] hold B"."""
     parties: dict[object, list[int]] = {}
     for rank, value in values.items():

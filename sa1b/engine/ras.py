@@ -1,4 +1,4 @@
-"""What NCCL itself knows about a job that hangs: a query of its RAS subsystem.
+"""NCCL's own report on a job that hangs, requested from its RAS subsystem.
 
 NCCL 2.24 and later answer a text protocol at localhost:28028, or at the address in NCCL_RAS_ADDR, in one
 process of each machine. See

@@ -132,7 +132,7 @@ class Run:
             self.scaler.load_state_dict(state["scaler"])
             self._resume_compression(state.get("compression"))
             if self.rank_info.rank == 0:
-                self._say_what_goes_on(saved, state["stream"]["position"])
+                self._print_resume(saved, state["stream"]["position"])
                 for one in noted:  # on all ranks, as warnings, they would be printed many times
                     print(f"warning: {one.message}")
         agree(self.module, self.rank_info)
@@ -146,7 +146,7 @@ class Run:
         if reason and self.rank_info.rank == 0:
             print(f"the error feedback of PowerSGD is dropped: {reason}")
 
-    def _say_what_goes_on(self, saved: resume.Settings, position: int) -> None:
+    def _print_resume(self, saved: resume.Settings, position: int) -> None:
         steps = self.config.optim.steps
         if self.step >= steps:
             more = "" if self.step == steps else f" and is at step {self.step:,}"
@@ -276,7 +276,7 @@ class Run:
             self.window.add(self.step, figures.ranks, asked=asked)
         self._evaluate_if_due(saved=saves or bool(self.health.lost))
 
-    def evaluate_what_is_missing(self) -> None:
+    def evaluate_if_missing(self) -> None:
         """Evaluate before the first step, or, after a resume, repeat an evaluation that was interrupted."""
         if self.control.any_rank(self.metrics.lacks_evaluation(self.step)):
             self._evaluate_if_due(saved=self.step > 0)

@@ -1,4 +1,4 @@
-"""What a run takes on a cluster that need not exist: hours, reads, checkpoints, memory, dollars.
+"""The cost of a run on a cluster that need not exist: hours, reads, checkpoints, memory, dollars.
 
     found = plan(config, cluster)
     found.hours, found.needed, found.limit          # 32.5, 52_060_000_000, "GPU compute"
@@ -40,7 +40,7 @@ class StoredImages:
     """The images of an epoch.
 
     Attributes:
-        source: what they are.
+        source: description of the data.
         images: number of images.
         bytes: of all images with their masks, as they are read.
         files, kind: number of shards or tars, "shard" or "tar".
@@ -64,7 +64,7 @@ class StoredImages:
         return 220.0 if self.resized is not None and self.resized <= 1024 else 74.0
 
 
-# The totals of the download: 1000 tars of 11.3 GB on average. Shards without --image-size take as much.
+# The totals of the download: 1000 tars of 11.3 GB on average. Shards without --image-size have the same size.
 ALL_OF_SA1B = StoredImages("all of SA-1B, because there is no --data.root", 11_185_362, 11.30e12, 1000, "tar")
 
 
@@ -78,7 +78,7 @@ class RunPlan:
         step_flops: operations of a step for the largest number of masks.
         memory: bytes of each rank.
         fitting: largest micro-batch that fits the GPU if the chosen one does not, measured; 0: none does.
-            None: the chosen one fits, or is 1.
+            None: the chosen micro-batch fits, or is 1.
     """
 
     config: Config
@@ -260,7 +260,7 @@ class RunPlan:
 
 
 def plan(config: Config, cluster: Cluster) -> RunPlan:
-    """Estimate a run. Measuring its memory takes 10 to 40 s, and as long again twice if it does not fit.
+    """Estimate a run. Measuring its memory takes 10 to 40 s, and about 3 times as long if it does not fit.
 
     Args:
         config: the settings; `data.root` may be NO_ROOT.

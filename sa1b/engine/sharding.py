@@ -57,7 +57,7 @@ def shard_module(
         members = [part for unit in group for part in unit]
         fully_shard(members, mesh=mesh, reshard_after_forward=reshard, mp_policy=formats, offload_policy=kept)
         if hasattr(group[0][0], "gathered"):
-            _gather_around(group[0][0], group[-1][0])
+            _gather_group(group[0][0], group[-1][0])
     fully_shard(
         module,
         mesh=mesh,
@@ -126,10 +126,10 @@ def least_size(groups: str) -> int | None:
     return 1 if size is None else max(round(float(size[1]) * _FACTORS[size[2]]), 1)
 
 
-def _gather_around(first: Any, last: Any) -> None:
+def _gather_group(first: Any, last: Any) -> None:
     """Gather a group at the method `gathered` of its first unit, and release it after that of its last one.
 
-    Torch's function is for one method that runs the complete group.
+    Torch's function supports only one method, which must run the complete group.
     """
     if first is last:
         register_fsdp_forward_method(first, "gathered")

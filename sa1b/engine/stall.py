@@ -6,12 +6,12 @@ from itertools import groupby
 
 from sa1b.engine.states import RankState
 
-_SHOWN = 16  # ranks with a row of their own
+_SHOWN = 16  # ranks with a separate row
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A rank as another one sees it.
+    """The state of a rank, as another rank has observed it.
 
     Attributes:
         state: its last known state.
@@ -38,7 +38,8 @@ def culprits(ranks: Sequence[Observed]) -> list[Observed]:
     """The ranks that the others wait for.
 
     They are the ranks that failed; else those that are silent; else those that have begun the fewest phases
-    and, among these, started the fewest collectives. If all ranks have done equally much, it is all of them.
+    and, among these, started the fewest collectives. If all ranks have made the same progress, it is all of
+    them.
     """
     failed = [one for one in ranks if one.state.ended == "failed"]
     silent = [one for one in ranks if one.silent and not one.state.ended]
@@ -50,7 +51,7 @@ def culprits(ranks: Sequence[Observed]) -> list[Observed]:
 
 
 def verdict(ranks: Sequence[Observed]) -> str:
-    """Sentences that name the ranks that the others wait for, and what these do; one line for each."""
+    """Sentences that name the ranks that the others wait for, and their states; one line for each."""
     found = culprits(ranks)
     if len(found) == len(ranks) > 1 and not any(one.silent or one.state.ended for one in found):
         return (

@@ -1,4 +1,4 @@
-"""What each rank is doing, exchanged over the rendezvous store while the ranks may be blocked elsewhere.
+"""The state of each rank, exchanged over the rendezvous store while the ranks may be blocked elsewhere.
 
     states = StateExchange(rank_info, phases, interval=1.0)
     states.start()
@@ -6,7 +6,7 @@
     states.seen[3].state.phase            # the last known state of rank 3
     states.seen[3].at                     # when it was published, on this rank's clock
 
-A thread of each rank publishes the rank's state at every interval, with a connection to the store of its own,
+A thread of each rank publishes the rank's state at every interval, with its own connection to the store,
 because the main thread may be blocked in another call of the store. The clocks of machines differ. So a
 published state has a number instead of a time, and an observer notes on its own clock when it saw the number
 change.
@@ -105,7 +105,7 @@ class StateExchange:
             self._thread.start()
 
     def read(self, wait: float) -> bool:
-        """Publish and read the states of all ranks; False if the store does not answer in so many seconds."""
+        """Publish and read the states of all ranks; False if the store does not answer within `seconds`."""
         if not self._thread.is_alive():
             return False
         self.observing = True
@@ -117,7 +117,7 @@ class StateExchange:
         return not self.error
 
     def close(self, ended: Ended, wait: float = 2.0) -> None:
-        """Publish how this rank has ended, and wait so many seconds for the store to have it."""
+        """Publish how this rank has ended, and wait up to `seconds` for the store to receive it."""
         self.ended = ended
         self.read(wait)
 

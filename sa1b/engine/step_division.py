@@ -30,7 +30,7 @@ def micro_batches(data: DataConfig, parallel: ParallelConfig, world_size: int) -
 
 
 def _check_pipeline(batch: int, size: int, count: int, schedule: Schedule, stages: int) -> None:
-    """Every rank has all micro-batches of a step, which must be equal: what passes on has a fixed shape."""
+    """Every rank has all micro-batches of a step. They must be equal: stages send one shape only."""
     if batch % size:
         raise UsageError(
             f"--data.micro-batch {size}: does not divide --data.global-batch {batch}, and --parallel.mode "

@@ -135,7 +135,7 @@ class Stragglers:
         return found
 
     def better_shares(self) -> list[int] | None:
-        """Shares of a step with which all ranks would need the same time; None: no rank is slow, or the
+        """Shares of a step with which all ranks would take the same time; None: no rank is slow, or the
         ranks do not divide steps.
 
         The smallest whole numbers whose ratios are within a tenth of those of the ranks' speeds.
@@ -151,7 +151,7 @@ class Stragglers:
         return [int(share) for share in shares]
 
     def judge(self) -> list[Straggler]:
-        """At the end of a window, the ranks that were slow in it and in the one before, once per incident."""
+        """At the end of a window, the ranks that were slow in the last two windows, once per incident."""
         slow = {one.rank: one for one in self.slow()}
         for rank in range(len(self._hosts)):
             self._windows[rank] = self._windows[rank] + 1 if rank in slow else 0

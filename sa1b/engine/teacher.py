@@ -73,7 +73,7 @@ def _is_name(source: str) -> bool:
 
 def _weights(source: str, scratch: Path | None) -> dict[str, Tensor]:
     try:
-        with torch.device("cpu"):  # a model that is built for its sizes only is on the meta device
+        with torch.device("cpu"):  # a model that is built only for its sizes is on the meta device
             where, weights = find_weights(source, scratch=scratch)
     except (Sa1bError, OSError) as error:
         raise UsageError(f"--distill.teacher: {error}") from None

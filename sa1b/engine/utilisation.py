@@ -59,7 +59,7 @@ class Sampler:
             self._thread.start()
 
     def latest(self) -> dict[str, float]:
-        """The last sample; NaN for what is unknown. Its names depend on the kind of device only."""
+        """The last sample; unknown values are NaN. The names depend on the kind of device only."""
         return dict(self._latest)
 
     def close(self) -> None:

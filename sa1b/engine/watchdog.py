@@ -3,19 +3,19 @@
     with Watchdog(config.health.stall, config.parallel, config.folder, rank_info, phases):
         ...train: phases.begin(step), phases.part("compute"), ...
 
-Two threads of each rank watch. One publishes where the rank is and reads where the others are
-(`sa1b.engine.states`). The other one, which never waits for the network, sees that the phase of this rank has
-not changed for `--health.stall` seconds. Training is synchronous, so a rank that hangs soon stops all others,
-and every rank sees the stall by itself. Then
+Each rank has two threads that detect it. One publishes where the rank is and reads where the others are
+(`sa1b.engine.states`). The other one, which never waits for the network, detects that the phase of this rank
+has not changed for `--health.stall` seconds. Training is synchronous, so a rank that hangs soon stops all
+others, and every rank sees the stall by itself. Then
 
     every rank            writes the Python stacks of all its threads to RUN/stacks-<rank>.txt
     the lowest that runs  prints which rank the others wait for, and a table of all ranks, and appends both to
                           RUN/stall.txt; with NCCL also what NCCL knows (RUN/nccl-ras.txt)
 
 Nothing is ended. The timeout of the collectives ends the run, and the message of each rank then has the name
-of the rank that it waited for. A rank that is stopped, dead or cut off publishes nothing; that is how the
-others recognise it. If a C function keeps the interpreter's lock, a thread of `faulthandler` that does not
-need the lock writes the stacks.
+of the rank that it waited for. A rank that is stopped, dead or disconnected publishes nothing, and the others
+detect it by that. If a C function holds the interpreter's lock, `faulthandler` writes the stacks from a
+thread that does not need the lock.
 
 Measured on two CPU cores with the tiny preset, whose steps of 8 images take 0.6 s and more: the phases of a
 step with two micro-batches take 23 µs of the main thread, publishing and watching 70 µs a second of the two
@@ -87,7 +87,7 @@ class Watchdog:
         self._states.close("lost" if is_lost else "done" if error is None else "failed")
         self._thread.join(self._interval)  # it may be writing to a disk that hangs
         if error is not None and is_lost:
-            for line in self._last_words():
+            for line in self._lost_ranks():
                 error.add_note(line)
         self._states.stop()
         self._close_stacks()
@@ -111,7 +111,9 @@ class Watchdog:
             idle = time.perf_counter() - phase.began
             if phase.number != number:
                 if stalled and self._reports:
-                    _say(f"sa1b: rank {self._rank_info.rank} goes on after {stalled:.0f} s without progress")
+                    _say(
+                        f"sa1b: rank {self._rank_info.rank} continues after {stalled:.0f} s without progress"
+                    )
                 number, stalled, following = phase.number, 0.0, self.limit
             observes = idle >= 2 * self._interval
             if not self._states.observing or now - last > _SILENT * self._interval:
@@ -123,7 +125,7 @@ class Watchdog:
             stalled = idle if following > self.limit else 0.0
 
     def _arm(self) -> None:
-        """Have the stacks written, if this thread cannot run for as long as a stall takes."""
+        """Let `faulthandler` write the stacks if this thread cannot run for the seconds of a stall."""
         if self._stacks is None and self._out.is_dir():
             with suppress(OSError):
                 self._stacks = self._stacks_path.open("ab", buffering=0)
@@ -150,7 +152,7 @@ class Watchdog:
             self._stacks.close()
 
     def _report(self, idle: float) -> None:
-        """Print the state of all ranks, if this is the rank to do it; write this rank's stacks."""
+        """Print the state of all ranks if this rank is the one that reports; write this rank's stacks."""
         own = self._rank_info
         before = time.monotonic() - self._long
         ranks = self._observed({rank for rank, seen in self._states.seen.items() if seen.at < before})
@@ -162,7 +164,7 @@ class Watchdog:
             lines = [_lost_store(self._states.error)] if lost else self._verdict(ranks)
             lines += [*table(ranks).splitlines(), *self._advice()]
             text = "\n  ".join([f"sa1b: no progress for {idle:.0f} s", *lines])
-            _say(f"\n{text}")  # before the disk is used, which may be what hangs
+            _say(f"\n{text}")  # before using the disk, which may be hanging
         with suppress(OSError):
             self._write_stacks(idle)
             if self._reports:
@@ -171,7 +173,7 @@ class Watchdog:
             with suppress(OSError, ValueError):
                 write_whole(self._out / "nccl-ras.txt", nccl_status().encode())
 
-    def _last_words(self) -> list[str]:
+    def _lost_ranks(self) -> list[str]:
         """Why this rank lost the others: it watches them for some intervals, because some may still end."""
         if not self._states.read(_ANSWERS_WITHIN):
             return [_lost_store(self._states.error)]

@@ -2,8 +2,8 @@
 
 Each window of `--logging.window` steps adds two lines to RUN/metrics.jsonl, {"step": ..., "ranks": ...} and
 {"step": ..., "loader": ...}. A slow rank and a loader that limits the run are printed. SIGUSR2 to any rank
-prints the table of the ranks after the current step. The numbers of all ranks come with the exchange of each
-step, so that nothing here is a further collective.
+prints the table of the ranks after the current step. The numbers of all ranks are part of the exchange of
+each step, so this module needs no collective.
 """
 
 from collections.abc import Mapping, Sequence

@@ -28,7 +28,7 @@ def content_digest(table: SampleTable, rows: Rows, identity: str) -> str:
 
 
 def sample_bytes(table: SampleTable, rows: Rows) -> npt.NDArray[np.int64]:
-    """Stored bytes of image and mask record of some rows, int64 [N]; an export reports progress in them."""
+    """Stored bytes of the image and mask record of each row, int64 [N], the unit of progress of an export."""
     return table.jpg_bytes[rows].astype(np.int64) + table.masks_bytes[rows]
 
 

@@ -5,8 +5,8 @@
     sam2          img_folder/sa_1.jpg, gt_folder/sa_1.json, file_list.txt
     efficientvit  images/sa_1.jpg, masks/sa_1.json, sa_images_ids.txt
 
-JPEGs have the original bytes, annotation files those of sa1b.export.source_tars.annotation_text. `sam2` is
-what the class SA1BRawDataset of facebookresearch/sam2 (training/dataset/vos_raw_dataset.py) reads,
+JPEGs have the original bytes. Annotation files have the bytes of sa1b.export.source_tars.annotation_text.
+`sam2` is what the class SA1BRawDataset of facebookresearch/sam2 (training/dataset/vos_raw_dataset.py) reads,
 `efficientvit` what OnlineDataset of mit-han-lab/efficientvit (efficientvit/samcore/data_provider/sam.py)
 reads. Their lists leave out images without masks, which cannot be trained on there.
 """
@@ -137,7 +137,7 @@ class Images(Format):
     Attributes:
         layout: one folder for each source, or all files in the folder of the export.
         image_size: pixels of the longer side. A larger image is encoded again as by `sa1b reshard
-            --image-size`; one that is not larger has its stored bytes. None: all have.
+            --image-size`; any other image has its stored bytes. None: all have.
         quality: of encoded JPEGs, 1 to 100.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.store import temporary_path
 
-TEMPORARY = ".export.partial"  # folder in the folder of an export; it is removed at the end
+TEMPORARY = ".export.partial"  # temporary folder in the folder of an export; it is removed at the end
 
 
 class PartFiles:
@@ -31,7 +31,7 @@ class PartFiles:
         self.out = out
         self.link_from = link_from
         self.linked = 0
-        # Of this process only, because a lost worker may still write.
+        # The folder belongs to this process only, because a lost worker may still write.
         self.folder = temporary_path(out / TEMPORARY / part)
 
     def __enter__(self) -> "PartFiles":

@@ -68,7 +68,7 @@ def contrastive_loss(
         regions: float [M, D], of length 1.
         texts: float [M, D], of length 1.
         keys: int64 [M], equal for equal texts.
-        counted: bool [M], which pairs there are; the others are neither positives nor negatives.
+        counted: bool [M], False for rows without a pair, which are neither positives nor negatives.
         scale: the inverse of the temperature, one number.
         capacity: rows that are gathered from each rank, the same on all ranks, at least M.
 
@@ -89,7 +89,7 @@ def contrastive_loss(
         padding = (0, 0, 0, rows - count)
         all_regions = gather(functional.pad(regions, padding))
         all_texts = gather(functional.pad(texts, padding))
-        # Of a text that is not counted, the key is -1; keys of texts are not negative.
+        # A text that is not counted has the key -1; keys of texts are not negative.
         all_keys = gather(functional.pad(torch.where(counted, keys, -1), (0, rows - count), value=-1))
         first = 0 if alone else dist.get_rank() * capacity
         own = torch.arange(first, first + count, device=keys.device)

@@ -1,4 +1,4 @@
-"""`sa1b.ground`: what phrases describe in an image.
+"""`sa1b.ground`: the regions and masks that phrases describe in an image.
 
 model = sa1b.load_grounding("run")
 found = sa1b.ground(model, image, ["small red disc"], regions=sample.annotations.runs())
@@ -29,7 +29,7 @@ from sa1b.stream.tokenizer import open_tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grounded:
-    """What N phrases describe in an image.
+    """The masks and regions that N phrases describe in an image.
 
     Attributes:
         masks: bool [N, height, width], the predicted masks, at the resolution of the image.
@@ -59,7 +59,7 @@ class Grounded:
 def ground(
     model: Grounding, image: Any, phrases: Sequence[str] | npt.ArrayLike, *, regions: Runs | None = None
 ) -> Grounded:
-    """Find what phrases describe in an image.
+    """Find the masks and regions that phrases describe in an image.
 
     Args:
         model: the result of `sa1b.load_grounding`, on any device.

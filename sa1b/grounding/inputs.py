@@ -23,7 +23,7 @@ class Phrased:
         counts: masks of each image.
         sizes: int64 [B, 2], rows and columns of each image in the padded square.
         tokens: int64 [M, L]; L is 0 with embeddings.
-        belongs: bool [M, L], which tokens belong to the phrase.
+        belongs: bool [M, L], True for tokens of the phrase, False for padding.
         vectors: float32 [M, D], precomputed embeddings; D is 0 with tokens.
         keys: int64 [M], equal for equal phrases; -1 without a phrase.
         counted: bool [M]: the mask has a phrase and a pixel, and its image is valid.

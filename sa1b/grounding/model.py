@@ -5,9 +5,9 @@
     found = grounding(images, masks, image_keys, evaluate=True)
 
 A region is a mask: its feature is computed from the mean of the image embedding over the mask, and the phrase
-whose feature is nearest describes it. And for a phrase the model predicts a mask: the logit of a pixel is the
-similarity of its token's feature with that of the phrase, plus the product of its upscaled embedding with a
-vector of the phrase. The first needs given masks, the second does not.
+whose feature is nearest describes it. The model also predicts a mask for a phrase: the logit of a pixel is
+the similarity of its token's feature with that of the phrase, plus the product of its upscaled embedding with
+a vector of the phrase. Choosing a region needs given masks, predicting a mask does not.
 """
 
 import math
@@ -177,7 +177,7 @@ class Grounding(nn.Module):
         return parameter.ndim > 1 and last not in ("pos_embed", "rel_pos_h", "rel_pos_w", "position")
 
     def flops(self, images: float, masks: float) -> float:
-        """See the contract; the products of pixels and phrases are included, small parts are not."""
+        """See the contract. The products of pixels and phrases are included, small operations are not."""
         pixels = 16 * self.config.side**2
         phrase = 2.0 * pixels * PIXEL_FEATURES
         if self.text_encoder is not None:
@@ -192,7 +192,7 @@ class Grounding(nn.Module):
     def forward(
         self, images: Tensor, masks: Phrased, image_keys: Tensor, *, evaluate: bool = False
     ) -> dict[str, Tensor]:
-        """Losses of a micro-batch, or what is needed for its scores.
+        """Losses of a micro-batch, or the results from which it is scored.
 
         Args:
             images: uint8 [B, 3, S, S]; B may be 0.

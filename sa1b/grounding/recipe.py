@@ -16,7 +16,7 @@ class GroundingRecipe:
         features: Length of the vectors in which regions and phrases are compared.
         negatives: Phrases and regions that a pair is compared with. step: those of the whole step, over all
             ranks, which needs one micro-batch. micro-batch: those of the micro-batches that all ranks compute
-            at the same time; with a smaller micro-batch, the loss is another one.
+            at the same time; with a smaller micro-batch, the loss is different.
     """
 
     mask_weight: float = 1.0

@@ -32,7 +32,7 @@ class Distillation(Interactive):
     The loss of an image is the mean squared difference of both embeddings over channels and over the tokens
     that contain a part of the image. Targets are used by an evaluation only.
 
-    The teacher is no submodule: it is neither saved nor trained nor sharded, and every rank has a copy.
+    The teacher is not a submodule: it is neither saved nor trained nor sharded, and every rank has a copy.
 
     Args:
         model: the student; its prompt encoder and mask decoder get the teacher's weights.

@@ -48,7 +48,8 @@ class GeneratorConfig:
 
     Attributes:
         points_per_side: Points of the grid along each side of the image, and of each crop.
-        points_per_batch: Points that are decoded together. More need more memory; the masks are the same.
+        points_per_batch: Points that are decoded together. A larger number needs more memory; the masks are
+            the same.
         min_predicted_iou: Keep masks whose IoU, as predicted by the model, is above this number.
         min_stability: Keep masks whose stability score is at least this number: the IoU of the masks at the
             logits +stability_offset and -stability_offset.
@@ -58,7 +59,8 @@ class GeneratorConfig:
         crop_layers: Also use crops of the image: layer 1 has 2 x 2, layer 2 has 4 x 4, and so on.
         crop_overlap: Overlap of the crops of layer 1, as a part of the shorter side of the image; those of
             further layers overlap by half as much as the layer before.
-        crop_points_divisor: Divides the points per side for each layer of crops.
+        crop_points_divisor: Each layer of crops has the points per side of the layer before, divided by this
+            number.
         crop_max_box_iou: As max_box_iou, between masks of different crops: masks of smaller crops are kept.
     """
 

@@ -1,4 +1,4 @@
-"""GPUs and CPUs of this machine, and those of each rank."""
+"""GPUs and CPUs of this machine, and their assignment to ranks."""
 
 import os
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process may use of its machine.
+    """The GPUs and CPUs that this process may use.
 
     Attributes:
         device: device of the ranks.

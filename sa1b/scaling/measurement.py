@@ -1,9 +1,9 @@
 """Measurement of all cases on this machine: groups of processes, round by round.
 
-Other work on a machine changes its speed within minutes. So every round measures every case, and the figures
-are medians of the rounds. In a round, processes are started once for each number of ranks, and measure all
-cases with as many ranks. A case that fails ends them and is not measured again. New processes measure the
-other cases.
+Other work on a machine changes its speed within minutes. Therefore every round measures every case, and the
+figures are medians of the rounds. In a round, processes are started once for each number of ranks, and
+measure all cases with this number of ranks. A case that fails ends these processes and is not measured again.
+New processes measure the other cases.
 """
 
 import os
@@ -87,7 +87,7 @@ def measure(series: Sequence[Series], settings: Settings, *, quiet: bool = False
 def _measure(
     cases: Sequence[Case], settings: Settings, folder: Path, progress: Bar
 ) -> tuple[dict[Case, Round], tuple[Case, str] | None]:
-    """One round of cases with the same number of ranks, until one fails; that one with its error."""
+    """One round of cases with the same number of ranks, up to the first one that fails, with its error."""
     ranks = cases[0].ranks
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launch = Launch(

@@ -41,11 +41,11 @@ from sa1b.stream.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What all ranks of one group of processes do.
+    """The work of all ranks of one group of processes.
 
     Attributes:
         config: settings of training; those of ranks and batches are replaced by those of each case.
-        cases: with as many ranks as this group has.
+        cases: cases with the number of ranks of this group.
         steps: steps of each part.
         device: cuda or cpu.
         threads: threads of each rank, for computation and for the loader.
@@ -71,10 +71,10 @@ class StepTimes:
     """Seconds of each step on one rank.
 
     Attributes:
-        whole: with data from the loader; empty without a dataset directory.
+        whole: steps with data from the loader; empty without a dataset directory.
         synchronised: with micro-batches in memory.
-        alone: without exchange between ranks; empty for a pipeline, and if the memory of the GPU does not
-            suffice for it.
+        alone: steps without exchange between ranks; empty for a pipeline, and if the memory of the GPU does
+            not suffice for it.
         queued: share of the time of the steps alone, or else synchronised, in which this rank's main thread
             was ready to run, but other threads used its CPUs.
     """
@@ -88,7 +88,7 @@ class StepTimes:
 def run(launch: Launch, rank: int, report: Callable[[object], None]) -> None:
     """Measure all cases in order, and report the StepTimes of each.
 
-    The environment, CPUs and threads of this process are changed: it must be one of its own.
+    This changes the environment, CPUs and threads of the process, so it must be a separate process.
     """
     world_size = launch.cases[0].ranks
     os.environ |= {
@@ -185,7 +185,7 @@ def _synthetic(case: Case, config: Config, rank_info: RankInfo, number: int) -> 
 
 
 def _timed(steps: int, rank_info: RankInfo, take: Callable[[int], None]) -> tuple[tuple[float, ...], float]:
-    """Seconds of each call of `take`, which all ranks begin together; share of them in the CPU's queue."""
+    """Seconds of each call of `take`, which all ranks begin together; part of it waiting for a CPU."""
     if rank_info.world_size > 1:
         dist.barrier()
     seconds, queued = [], _queued()

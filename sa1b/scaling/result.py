@@ -1,8 +1,8 @@
 """Results of a measurement: speed-up, efficiency, split of the step, as a table and as a JSON document.
 
 The efficiency of N ranks is their images per second for each rank, relative to the fewest measured ranks.
-The loss has three parts, which add up exactly: exposed communication, waiting for data, and computation that
-takes longer than its share of the computation of the fewest ranks.
+The lost efficiency has three parts, which add up exactly: exposed communication, waiting for data, and
+computation that takes longer than its share of the computation of the fewest ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,8 @@ class Round:
 
     Attributes:
         step: duration of a step.
-        data: what the step takes longer with data from the loader.
-        communication: what it takes longer with exchange between the ranks; None: not measured.
+        data: additional time with data from the loader.
+        communication: additional time with exchange between the ranks; None: not measured.
         imbalance: computation of the slowest rank, relative to the median rank; None: not measured.
         queued: largest share of the time in which a rank was ready to compute while other threads used its
             CPUs.
@@ -91,7 +91,7 @@ class Point:
     Attributes:
         speed_up: images per second relative to one rank.
         efficiency: images per second of a rank relative to a rank of the first case.
-        communication, data, compute: shares of the step that the ideal step does not have; they add up to
+        communication, data, compute: shares of the step that exceed the ideal step; they add up to
             1 - efficiency. Communication is None if it was not measured, and is then in `compute`.
     """
 
@@ -128,7 +128,7 @@ class Scaling:
     """All results.
 
     Attributes:
-        series: what was compared.
+        series: the compared cases.
         results: of each case.
         preset: name of the preset.
         root: dataset directory; empty: synthetic batches, which take no time.
@@ -198,7 +198,7 @@ class Scaling:
         return 2 if len(self.failed) == len(self.results) else int(bool(self.failed))
 
     def heading(self) -> Iterator[str]:
-        """What was measured, on which machine."""
+        """The measured model and data, and the machine."""
         data = f"data from {self.root}" if self.root else "synthetic batches in memory, so no time for data"
         yield f"{self.preset}, up to {counted(self.masks, 'mask')} an image, {self.device}; {data}"
         if self.placement:

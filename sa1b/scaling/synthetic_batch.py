@@ -1,7 +1,7 @@
 """A micro-batch without a dataset: images of a pattern, and rectangles as masks.
 
-It has the shapes and dtypes of the loader's batches, and each image has the largest number of masks. So a
-step with it takes as long as a step with images that have at least as many.
+It has the shapes and dtypes of the loader's batches, and each image has the largest number of masks. A step
+therefore takes as long as a step with real images that have at least this number of masks.
 """
 
 from dataclasses import replace

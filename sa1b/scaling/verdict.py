@@ -7,7 +7,7 @@ from sa1b.console import command
 from sa1b.scaling.cases import Case
 from sa1b.scaling.result import Point, Scaling
 
-GOOD = 0.8  # efficiency from which there is nothing to explain
+GOOD = 0.8  # at this efficiency or above, nothing has to be explained
 _NAMED = 0.03  # a smaller part of the step is not named as a cause
 _BUSY = 0.05  # share of the time in which a rank waits for a CPU
 _UNEVEN = 1.1  # computation of the slowest rank relative to the median rank
@@ -30,7 +30,7 @@ class Verdict:
 
 
 def judge(found: Scaling) -> Verdict:
-    """The verdict of a measurement, about the most ranks of each series."""
+    """The verdict of a measurement, on the case with the most ranks of each series."""
     compared = {one: points[-1] for one, points in found.points.items() if len(points) > 1}
     if not compared:
         return Verdict(("No verdict: no series has two cases that were measured.",), ())
@@ -60,7 +60,7 @@ def judge(found: Scaling) -> Verdict:
 
 
 def _parts(point: Point) -> dict[str, float]:
-    """The parts of the lost efficiency that are worth a name, the largest first."""
+    """The parts of the lost efficiency of at least `_NAMED`, the largest first."""
     parts = {"communication": point.communication or 0.0, "data": point.data, "compute": point.compute}
     named = {name: share for name, share in parts.items() if share >= _NAMED}
     return dict(sorted(named.items(), key=lambda part: -part[1]))

@@ -47,9 +47,9 @@ class Dataset(Displayed):
             this machine once, see sa1b.storage.cache.
         deadline: seconds that one read may take over all its attempts.
         storage_options: for fsspec's file system, see sa1b.storage.reader.
-        cache: folder on a local disk that keeps what is read of the URL, see sa1b.storage.range_cache. Which
-            shards it keeps is a formula of their names and of the limit. It can be shared by any number of
-            processes and datasets, and removed at any time.
+        cache: folder on a local disk that caches the data read from the URL; see sa1b.storage.range_cache.
+            Which shards it contains is a formula of their names and the limit. It can be shared by any number
+            of processes and datasets, and removed at any time.
         cache_bytes: limit of the cache for this dataset directory, in bytes.
 
     Raises:
@@ -389,7 +389,7 @@ def open_dataset(
     Args:
         root: the folder that `sa1b reshard` made, or its URL (s3://...).
         storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
-        cache: folder on a local disk that keeps what is read of the URL, see `Dataset`.
+        cache: folder on a local disk that caches the data read from the URL, see `Dataset`.
         cache_bytes: limit of the cache for this dataset directory, in bytes.
 
     Raises:

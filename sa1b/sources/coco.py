@@ -1,9 +1,9 @@
-"""A file in COCO's format with a folder of images as a stream of members: a pair for each image.
+"""A file in COCO's format and its folder of images, read as a stream of members: a pair for each image.
 
 JPEGs keep their bytes. Other images (PNG, BMP, WebP, TIFF) are stored as JPEGs, because shards contain JPEGs.
-An image that its camera has stored lying is turned upright if the file of annotations has its upright size.
+An image that EXIF declares as rotated is turned upright if the annotated size is that of the upright image.
 Everything that cannot be stored is a member with a reason: an image without a file, annotations of an image
-that is not in the file, annotations that are no mask.
+that is not in the file, annotations without a mask.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 QUALITY = 95
 MAX_IMAGE_BYTES = 256 << 20  # of an image file; that of a JPEG is checked later, like in every source
 _ORIENTATION = 274  # EXIF
-_LYING = (5, 6, 7, 8)  # values of the orientation for images whose stored rows are columns
+_ROTATED = (5, 6, 7, 8)  # values of the orientation for images whose stored rows are columns
 _EIGHT_BITS = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"})
 
 
@@ -60,7 +60,7 @@ class CocoReader:
         file = CocoFile(self.path, self._name, self._options)
         for image in file.images:
             yield from self._image(file, image)
-        for key, numbers in file.strangers.items():
+        for key, numbers in file.unlisted.items():
             found = [file.annotation(number) for number in numbers]
             message = f"the list 'images' of {self.path.name} has no image {str(key)[:60]!r}"
             yield _refused(f"image-{key}", "annotation_without_image", message, found)
@@ -142,8 +142,8 @@ def _jpeg(data: bytes, path: Path, entry: dict[str, Any]) -> tuple[bytes, int, i
         with Image.open(io.BytesIO(data)) as image:
             size = image.height, image.width
             kept = data[:2] == b"\xff\xd8"
-            lying = image.getexif().get(_ORIENTATION) in _LYING
-            upright = lying and annotated == size[::-1] and annotated != size
+            rotated = image.getexif().get(_ORIENTATION) in _ROTATED
+            upright = rotated and annotated == size[::-1] and annotated != size
             _check_size(annotated, size[::-1] if upright else size)
             if kept and not upright:
                 return data, *size, {}

@@ -1,6 +1,6 @@
 """A file of annotations in COCO's format: its images, and the annotations of each of them.
 
-The file is mapped into memory, not read, and an annotation is parsed when its image is. The memory is 100
+The file is mapped into memory, and an annotation is parsed when its image is read. The memory is 100
 bytes for each annotation and 1 kB for each image: 46 MB for 254,000 annotations of 20,000 images with the
 keys of LVIS, in a file of 234 MB, which takes 0.7 s to open. LVIS has five times as many.
 """
@@ -78,7 +78,7 @@ class CocoFile:
         folder: folder of the images.
         categories: id of a category -> its name.
         images: the images in the order of the file.
-        strangers: id of an image that is not in the file -> numbers of its annotations.
+        unlisted: numbers of the annotations of images that are not in the file, by id of the image.
 
     Raises:
         SourceError: the file is not in COCO's format, an id of an image is not an integer, or no image of the
@@ -99,7 +99,7 @@ class CocoFile:
         for row, entry in enumerate(self._file.images):
             if isinstance(key := entry.get("id"), int | str):
                 rows.setdefault(key, row)  # pairing refuses a second image of this id
-        groups, self.strangers = self._groups(rows)
+        groups, self.unlisted = self._groups(rows)
         self.images = []
         for row, entry in enumerate(self._file.images):
             name = self._name(entry)
@@ -111,7 +111,7 @@ class CocoFile:
         return msgspec.json.decode(self._file.annotations[number])
 
     def file_of(self, image: CocoImage) -> Path | None:
-        """The path of the image's file; None if its name is none of a file in the folder."""
+        """The path of the image's file; None if the folder has no file of this name."""
         if not image.name or "\0" in image.name:
             return None
         base = self.folder.absolute()
@@ -140,8 +140,8 @@ class CocoFile:
         return sum(one.st_size for one in stats), max(one.st_mtime_ns for one in stats)
 
     def _groups(self, rows: dict[Any, int]) -> tuple[list[list[int]], dict[Any, list[int]]]:
-        """Numbers of the annotations of each row of `images`, and those of other images."""
-        strangers: dict[Any, list[int]] = {}
+        """Numbers of the annotations of each row of `images`, and of images that are not in the file."""
+        unlisted: dict[Any, list[int]] = {}
         decoder = msgspec.json.Decoder(_Key)
         found = np.full(len(self._file.annotations), -1, np.int64)
         for number, raw in enumerate(self._file.annotations):
@@ -150,11 +150,11 @@ class CocoFile:
                 found[number] = rows[key]
             except (msgspec.ValidationError, KeyError, TypeError):
                 key = key if isinstance(key := _key(raw), int | str) else None
-                strangers.setdefault(key, []).append(number)
+                unlisted.setdefault(key, []).append(number)
         order = np.argsort(found, kind="stable")
         ends = np.searchsorted(found[order], np.arange(len(self._file.images) + 1))
         groups = [part.tolist() for part in np.split(order, ends)[1:-1]]
-        return groups, strangers
+        return groups, unlisted
 
     def _name(self, entry: dict[str, Any]) -> str:
         name = entry.get("file_name")

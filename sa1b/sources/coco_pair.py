@@ -2,10 +2,10 @@
 
     {"image": ..., "annotations": [...], "provenance": {...}}
 
-The masks are runs, as in every annotation file. Polygons become the pixels that pycocotools gives. What
-COCO's format lacks has default values: the scores are 1, the prompt point is the middle one of the
-foreground pixels in the order of the runs, and the crop is the image. Annotations that are no mask are
-returned with the reason.
+The masks are runs, as in every annotation file. Polygons become the pixels that pycocotools gives. Fields
+that COCO's format lacks have default values: the scores are 1, the prompt point is the middle one of the
+foreground pixels in the order of the runs, and the crop is the image. Annotations without a mask are returned
+with the reason.
 """
 
 import json
@@ -143,7 +143,7 @@ def _mask(pair: CocoPair, annotation: Any, height: int, width: int) -> _Mask | N
     counts = found["counts"]
     mask = _Mask(annotation, "rle" if isinstance(counts, str) else "counts")
     if isinstance(counts, str):
-        mask.text = counts or " "  # refused as a string that does not decode
+        mask.text = counts or " "  # refused later, like a string that does not decode
         return mask
     numbers = set(map(type, counts)) <= {int} and min(counts, default=-1) >= 0
     if not numbers or sum(counts) != height * width:
@@ -215,7 +215,7 @@ def _numbers(
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and abs(value) <= _LARGEST  # larger integers are no float
+    return type(value) in (int, float) and abs(value) <= _LARGEST  # larger integers do not fit a float
 
 
 def _mask_id(mask: _Mask) -> int:
@@ -226,7 +226,7 @@ def _mask_id(mask: _Mask) -> int:
 
 
 def _origin(mask: _Mask, categories: dict[int | str, str]) -> dict[str, Any]:
-    """What the COCO file has about a mask beside its pixels."""
+    """The fields of an annotation in the COCO file besides its mask."""
     origin = {key: value for key, value in mask.annotation.items() if key not in _DROPPED}
     key = origin.get("category_id")
     if isinstance(key, int | str) and key in categories:

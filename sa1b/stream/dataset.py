@@ -73,8 +73,8 @@ class Stream(IterableDataset[Batch]):
         deadline: seconds that one read may take over all its attempts. After that the stream stops and
             reports the URL and the error. Samples are never substituted for unavailable data.
         storage_options: for fsspec's file system, if root is a URL, such as {"endpoint_url": ...}.
-        cache: folder on a local disk that keeps what is read of the URL, so that later epochs read it from
-            there; it does not change the samples. See sa1b.storage.range_cache.
+        cache: folder on a local disk that caches the data read from the URL; later epochs read it from there,
+            with the same samples. See sa1b.storage.range_cache.
         cache_bytes: limit of the cache for this dataset directory, in bytes; required with `cache`.
         join: columns of other tables by image or mask id, such as {"caption": "captions.parquet"}; the values
             are in `batch.extra["caption"]`; see sa1b.stream.columns.

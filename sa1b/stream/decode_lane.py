@@ -1,9 +1,9 @@
 """A CUDA stream with memory of its own, for decoding JPEG files on a GPU.
 
 The JPEG engine in a GPU does not wait for the stream that it is given: it may write its output before
-earlier work of that stream has run (github.com/pytorch/vision/pull/9606). PyTorch's allocator hands out
-memory again as soon as it is freed on the host, because later work of the same stream runs later. So the
-JPEG engine would overwrite memory that queued kernels still read, without an error. A lane prevents this:
+earlier work of that stream has run (github.com/pytorch/vision/pull/9606). PyTorch's allocator reuses memory
+as soon as it is freed on the host, because later work of the same stream runs later. So the JPEG engine would
+overwrite memory that queued kernels still read, without an error. A lane prevents this:
 
     its memory was allocated on its stream, and the allocator reuses memory on the same stream only
     the host waits for all work of the lane before the engine writes

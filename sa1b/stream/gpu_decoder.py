@@ -171,7 +171,7 @@ def _size_for_gpu(image: EncodedImage) -> Size | None:
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(image.jpeg)
     except ValueError:
-        return None  # the CPU's decoder says why
+        return None  # the CPU's decoder reports the reason
     if height * width > MAX_STORED_PIXELS or min(height, width) < _LEAST:
         return None
     if colours not in _COLOURS or image.jpeg[-2:] != _END:

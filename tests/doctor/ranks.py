@@ -121,7 +121,7 @@ def found() -> dict[str, list[Finding]]:
     }  # fmt: skip
     results = {}
     for name, work in cases.items():
-        # Hosts of their own, where these are compared.
+        # Different hosts for the checks that compare hosts.
         several = name in ("clock", "skewed", "reachability", "blocked", "loopback", "slow link")
         own = replace(subject, host=f"gpu-{rank}") if several else subject
         meeting = (Closed if (name, rank) == ("blocked", 2) else Private)(own, name)

@@ -78,7 +78,7 @@ def test_a_fault_is_an_exit_code_and_its_remedy_is_the_last_part() -> None:
 
 
 def test_a_file_system_that_does_not_answer_is_named_and_stops_no_other_check(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "dataset.json")  # nobody writes: to open it takes for ever
+    os.mkfifo(tmp_path / "dataset.json")  # no process writes to it, so opening it never returns
     words = ("--timeout", 2, "--seconds", 0.1, *("--only", "dataset"), *("--only", "read rate"))
     done = doctor(tmp_path, *words, "--only", "clock")
     assert done.returncode == 1

@@ -67,7 +67,7 @@ def test_without_root_storage_is_skipped_with_a_hint() -> None:
     ("name", "figure", "remedy"),
     [
         ("missing", "missing: no dataset there", "Pass the --out folder of `"),
-        ("sa_000001.tar", "sa_000001.tar/dataset.json: Not a directory", "Check the path"),
+        ("sa_000001.tar", "sa_000001.tar: no dataset there", "Pass the --out folder of `"),
         ("foo://bucket/x", "foo://bucket/x: fsspec has no protocol 'foo'", "Pass a folder, or a URL"),
     ],
 )

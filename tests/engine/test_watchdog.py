@@ -85,7 +85,7 @@ def test_each_hang_is_named_and_the_run_goes_on_if_it_ends(ranks: Callable[[int]
     stacks = three.run / "stacks-2.txt"
     wait(lambda: re.search(r"File .*watched.py\", line \d+ in hang", stacks.read_text()), "no stacks")
     (three.folder / "loop-2").unlink()
-    three.wait_for("sa1b: rank 0 goes on after", rank=0)
+    three.wait_for("sa1b: rank 0 continues after", rank=0)
     assert "no progress" not in three.output(1) + three.output(2)  # one rank reports
 
     os.kill(three.ranks[0].pid, signal.SIGSTOP)  # the one that would report

@@ -1,4 +1,4 @@
-"""Export and gallery of a dataset directory in a bucket: those of the folder."""
+"""Export and gallery of a dataset directory in a bucket equal those of a folder."""
 
 import secrets
 
