@@ -8,6 +8,7 @@ keys of LVIS, in a file of 234 MB, which takes 0.7 s to open. LVIS has five time
 import hashlib
 import mmap
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ ENDING = ".json"
 _ID_END = 2**63
 _HASH_BITS = 53  # integers of this size are exact in JSON for every reader
 _SHOWN = 3
+_NEAR = 30  # bytes before an error that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +135,9 @@ class CocoFile:
                 continue
         if self.images and len(stats) == 1:
             names = ", ".join(repr(image.name) for image in self.images[:_SHOWN])
+            names += ", ..." if len(self.images) > _SHOWN else ""
             raise SourceError(
-                f"{self.path}: none of its {len(self.images):,} images ({names}, ...) is in {self.folder}; "
+                f"{self.path}: none of its images is in {self.folder} ({names}); "
                 f"name their folder with --images of `{command('reshard')}`"
             )
         return sum(one.st_size for one in stats), max(one.st_mtime_ns for one in stats)
@@ -180,10 +183,22 @@ def _parse(path: Path) -> _File:
     try:
         return msgspec.json.decode(memoryview(mapped), type=_File)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        found = f"{error}{_near(mapped, str(error))}"
         raise SourceError(
-            f"{path}: not annotations in COCO's format ({error}); the file must be a JSON object with the "
+            f"{path}: not annotations in COCO's format ({found}); the file must be a JSON object with the "
             "lists 'images' and 'annotations'. For extracted pairs of SA-1B, name their folder"
         ) from None
+
+
+def _near(data: mmap.mmap, message: str) -> str:
+    """The text at the byte that a message of the parser names, with the reason if it is NaN."""
+    if not (found := re.search(r"\(byte (\d+)\)", message)):
+        return ""
+    at = int(found[1])
+    text = data[max(0, at - _NEAR) : at + _NEAR // 2].decode(errors="replace")
+    number = re.match(rb"NaN|Infinity", data[at : at + 8]) is not None
+    why = ". NaN and Infinity are not JSON: write null" if number else ""
+    return f" near {text!r}{why}"
 
 
 def _image_id(path: Path, source: str, entry: dict[str, Any], name: str, ids: Ids) -> int:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from fsspec import AbstractFileSystem
 
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
@@ -32,12 +30,12 @@ from sa1b.progress import bar
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.image_ids import listing, missing_ids
-from sa1b.shards.index_reader import RangeFile
 from sa1b.shards.locate import shard_sources
 from sa1b.shards.manifest import no_dataset
 from sa1b.storage.errors import StorageError
-from sa1b.storage.reader import Reader
 from sa1b.storage.store import open_store
+from sa1b.views.connection import connected, interrupts
+from sa1b.views.index_files import SCHEME, IndexFiles
 from sa1b.views.predicate import MASK_FIELDS, mask_predicate
 from sa1b.views.selection import Selected
 from sa1b.views.view import write_view
@@ -45,7 +43,6 @@ from sa1b.views.view_document import check_free, check_name, document_path, view
 
 _POLL_SECONDS = 0.1
 _ROWS = 4096  # rows fetched at a time
-_SCHEME = "sa1b-index"
 _PER_IMAGE = (
     "image_id",
     "width",
@@ -93,7 +90,7 @@ class Query:
             sa1b.storage.errors.StorageError: an index file of a URL cannot be read.
         """
         with self._executed() as run:
-            run(lambda: self.connection.execute(self.text))
+            run(lambda: self.connection.execute(self._readable()))
             left = limit
             while left is None or left > 0:
                 count = _ROWS if left is None else min(left, _ROWS)
@@ -101,6 +98,13 @@ class Query:
                     return
                 yield rows
                 left = None if left is None else left - len(rows)
+
+    def _readable(self) -> str:
+        """The statement with times of a time zone as text, because DuckDB needs pytz to return them."""
+        zoned = [name for name, kind in self.columns.items() if "TIMESTAMP WITH TIME ZONE" in kind]
+        quoted = ['"' + name.replace('"', '""') + '"' for name in zoned]
+        casts = ", ".join(f"{name}::VARCHAR AS {name}" for name in quoted)
+        return f"SELECT * REPLACE ({casts}) FROM query({_literal(self.text)})" if casts else self.text
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Execute the query; yields the result as Arrow's batches, at least one. Errors as `rows`."""
@@ -230,7 +234,11 @@ def open_query(
     if not dataset.shards:
         raise UsageError(f"{root}: contains no images; run `{command('reshard')}` again to finish it")
     errors: list[StorageError] = []
-    with tempfile.TemporaryDirectory(prefix="sa1b-query-") as spill, duckdb.connect() as connection:
+    with (
+        interrupts(),
+        tempfile.TemporaryDirectory(prefix="sa1b-query-") as spill,
+        connected() as connection,
+    ):
         settings = {
             "threads": workers,
             "memory_limit": memory,
@@ -244,7 +252,7 @@ def open_query(
                 raise UsageError(
                     f"--memory {memory}: {_reason(error)[:200]}; write a size such as 2GB"
                 ) from None
-        connection.register_filesystem(_IndexFiles(dataset.reader, errors))
+        connection.register_filesystem(IndexFiles(dataset.reader, errors))
         query = Query(dataset, text, {}, connection, quiet, errors)
         try:
             for statement in _views(dataset):
@@ -330,7 +338,7 @@ def _views(dataset: Dataset) -> Iterator[str]:
     if reader.is_local and not set("*?[]{}") & set(str(Path(reader.root).absolute())):
         paths = [str(Path(reader.url(name)).absolute()) for name in files]
     else:
-        paths = [f"{_SCHEME}://{name}" for name in files]
+        paths = [f"{SCHEME}://{name}" for name in files]
     sources = shard_sources(dataset)
     yield "CREATE TABLE sa1b_shards (file VARCHAR, shard VARCHAR, source VARCHAR)"
     rows = zip(paths, dataset.shards, sources, strict=True)
@@ -365,29 +373,3 @@ def _reason(error: Exception) -> str:
 
 def _literal(value: object) -> str:
     return str(value).lower() if isinstance(value, bool | int) else "'" + str(value).replace("'", "''") + "'"
-
-
-class _IndexFiles(AbstractFileSystem):
-    """The index files of a URL, for DuckDB. Errors of the store are appended to `errors`."""
-
-    protocol = _SCHEME
-    cachable = False
-
-    def __init__(self, reader: Reader, errors: list[StorageError]) -> None:
-        super().__init__()
-        self._reader, self._errors = reader, errors
-        self._sizes: dict[str, int] = {}
-
-    def _open(self, path: str, *_: Any, **__: Any) -> Any:
-        file = RangeFile(self._reader, path, self._errors.append)
-        self._sizes[path] = file.size
-        return file
-
-    def size(self, path: str) -> int:  # of a file that is open
-        return self._sizes[self._strip_protocol(path)]
-
-    def glob(self, path: str, **_: Any) -> list[str]:
-        return [path]  # the paths are those of dataset.json; a missing file is an error of the first read
-
-    def modified(self, path: str) -> datetime:
-        return datetime.fromtimestamp(0, UTC)  # an index is never changed in place

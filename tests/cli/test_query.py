@@ -7,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
+import duckdb
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +22,7 @@ from sa1b.cli.query import main
 from sa1b.errors import Sa1bError, ShardError, UsageError
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
+from sa1b.views import sql
 from sa1b.views.predicate import IMAGE_FIELDS, MASK_FIELDS, mask_values
 from tests.shards import tiny
 from tests.storage.service import Service
@@ -93,6 +97,16 @@ def test_the_forms_of_a_result(query: Query, tmp_path: Path) -> None:
     captions.write_text("image_id,caption\n223752,a dog\n")
     joined = query(f"SELECT caption, masks FROM images JOIN '{captions}' USING (image_id)", json_output=True)
     assert json.loads(joined) == [{"caption": "a dog", "masks": 3}]
+
+
+def test_times_of_a_time_zone_are_text(query: Query) -> None:
+    sql = """SELECT i, TIMESTAMPTZ '2026-01-02 03:04:05+00' + to_hours(i) AS "a ""t", [now()] AS several
+             FROM range(3) AS t(i) ORDER BY i DESC"""
+    rows = json.loads(query(sql, json_output=True))
+    assert [row["i"] for row in rows] == [2, 1, 0]
+    assert all(row['a "t'].startswith("2026-01-0") for row in rows)
+    assert rows[0]["several"].startswith("[")
+    assert "2026-01-0" in query(sql)
 
 
 def test_a_result_is_a_view_that_streams(root: Path, query: Query, tmp_path: Path) -> None:
@@ -175,6 +189,30 @@ def test_duckdb_is_an_extra(query: Query, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(UsageError, match=r"pip install 'sa1b\[interop\]'"):
         query("SELECT 1")
+
+
+def test_ctrl_c_before_the_query_ends_the_command(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
+    def views(_: object) -> Iterator[str]:
+        yield "CREATE VIEW images AS SELECT 1 AS image_id"
+        raise RuntimeError("Query interrupted")  # what DuckDB raises in the main thread
+
+    monkeypatch.setattr(sql, "_views", views)
+    with pytest.raises(KeyboardInterrupt):
+        query("SELECT 1")
+
+
+def test_a_query_in_a_thread_ends_with_its_connection(root: Path) -> None:
+    def work() -> None:
+        with suppress(duckdb.Error):
+            query.connection.execute(query.text)
+
+    endless = "SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b"
+    with sql.open_query(root, endless) as query:
+        thread = Thread(target=work)
+        thread.start()
+        while query.connection.query_progress() < 0:  # the query begins
+            assert thread.is_alive()
+    thread.join()
 
 
 def test_ctrl_c_ends_a_query_and_leaves_no_file(root: Path, tmp_path: Path) -> None:
