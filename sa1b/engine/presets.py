@@ -9,7 +9,7 @@ from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
 from sa1b.engine.config import Config
 from sa1b.engine.feed import DataConfig
 from sa1b.engine.optim import OptimConfig
-from sa1b.engine.teacher import TeacherConfig, open_teacher, teacher_digest
+from sa1b.engine.teacher import TeacherConfig, open_cache, open_teacher, teacher_digest
 from sa1b.errors import UsageError
 from sa1b.grounding.model import Grounding
 from sa1b.grounding.recipe import GroundingRecipe
@@ -78,7 +78,7 @@ class DistillConfig(Config):
     Attributes:
         preset: Set of defaults for all other flags. distill: a student with the sizes of vit_t. distill_tiny:
             a student for the teacher that `--preset tiny` trains.
-        distill: The teacher.
+        distill: The teacher, and a cache of its embeddings.
         model: Sizes of the student. Image size, patch size and channels are also those of the teacher.
         recipe: Prompts of evaluations.
     """
@@ -98,9 +98,9 @@ class DistillConfig(Config):
     def build(self) -> Distillation:
         """Student and teacher."""
         student = Sam(self.model)  # first, so that its initial weights do not depend on the teacher's sizes
-        return Distillation(
-            student, self.recipe, open_teacher(self.distill.teacher, self.model, self.scratch)
-        )
+        teacher = open_teacher(self.distill.teacher, self.model, self.scratch)
+        cache = None if self.evaluate_only else open_cache(self.distill)
+        return Distillation(student, self.recipe, teacher, cache)
 
     def resolved(self) -> "DistillConfig":
         """See `Config.resolved`: the digest of the teacher."""
@@ -113,10 +113,7 @@ class DistillConfig(Config):
     def check(self) -> None:
         """See `Config.check`."""
         Config.check(self)
-        if not self.distill.teacher:
-            raise UsageError(
-                "--distill.teacher: missing; pass the weights of a SAM: a run, a .safetensors or a .pth"
-            )
+        self.distill.check()
 
 
 @dataclass(frozen=True, slots=True)

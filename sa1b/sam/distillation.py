@@ -4,9 +4,10 @@
     sums = distillation(images, targets, image_keys)
     (sums["loss"] / images_of_all_ranks).backward()
 
-The teacher runs in the training loop, because its embeddings of SA-1B would take 23 TB. The student gets the
-teacher's prompt encoder and mask decoder, which are frozen as well; so the student predicts masks from the
-first step on, and an evaluation scores them. A later run of interactive training trains all parts together.
+The teacher runs in the training loop, because its embeddings of SA-1B would take 23 TB; those of a small
+subset can be cached (`sa1b.sam.embedding_cache`). The student gets the teacher's prompt encoder and mask
+decoder, which are frozen as well; so the student predicts masks from the first step on, and an evaluation
+scores them. A later run of interactive training trains all parts together.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sa1b.errors import UsageError
+from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.flops import encoder_flops
 from sa1b.sam.interactive import EvaluationProtocol, Interactive
 from sa1b.sam.model import ModelConfig, Sam
@@ -38,6 +40,7 @@ class Distillation(Interactive):
         model: the student; its prompt encoder and mask decoder get the teacher's weights.
         recipe: prompts of an evaluation.
         teacher: a SAM of the same image size, patch size and channels.
+        cache: of the teacher's embeddings; by default they are computed for every visit of an image.
 
     Raises:
         UsageError: embeddings or decoders of student and teacher have different sizes.
@@ -46,9 +49,10 @@ class Distillation(Interactive):
     figures = ("loss", "cosine")
     shown: Mapping[str, str] = {"cosine": "cosine"}
 
-    def __init__(self, model: Sam, recipe: Recipe, teacher: Sam) -> None:
+    def __init__(self, model: Sam, recipe: Recipe, teacher: Sam, cache: EmbeddingCache | None = None) -> None:
         super().__init__(model, recipe)
         check_sizes(model.config, teacher.config)
+        self._cache = cache
         self._frozen = (teacher.eval().requires_grad_(False),)
         model.requires_grad_(False)
         model.image_encoder.requires_grad_(True)
@@ -99,8 +103,7 @@ class Distillation(Interactive):
     def _learn(self, embeddings: Tensor, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
         if self.teacher.pixel_mean.device != images.device:
             self.teacher.to(images.device)
-        with torch.no_grad():
-            wanted = self.teacher.embed(images, None, sizes)[:, : self.model.config.channels].float()
+        wanted = self._wanted(images, sizes)
         own = embeddings.float()
         inside = _inside(sizes, self.model.config)
         weights = inside / inside.sum(dim=(1, 2), keepdim=True)
@@ -111,6 +114,16 @@ class Distillation(Interactive):
             "cosine": (weights * alike).sum(),
             "count": weights.new_tensor(float(len(images))),
         }
+
+    @torch.no_grad()
+    def _wanted(self, images: Tensor, sizes: Tensor) -> Tensor:
+        """The teacher's embeddings: float32 [B, channels, side, side]."""
+        if self._cache is None or len(images) == 0:
+            return self._computed(images, sizes).float()
+        return self._cache.embeddings(images, sizes, self._computed)
+
+    def _computed(self, images: Tensor, sizes: Tensor) -> Tensor:
+        return self.teacher.embed(images, None, sizes)[:, : self.model.config.channels]
 
 
 def check_sizes(student: ModelConfig, teacher: ModelConfig) -> None:

@@ -15,11 +15,14 @@ from sa1b.cli import view
 from sa1b.engine.config import parse
 from sa1b.engine.fake_step import measure
 from sa1b.engine.presets import PRESETS, DistillConfig
+from sa1b.engine.teacher import TeacherConfig, open_cache
 from sa1b.errors import UsageError
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import write_weights
 from tests.train.command import (
+    BATCH,
     DISTILL_FLAGS,
+    IMAGES,
     STEPS,
     assert_same_state,
     losses,
@@ -129,6 +132,49 @@ def test_the_student_is_a_sam_with_the_decoder_of_its_teacher(
     assert begun["evaluation"]["miou_5_clicks"] == scores["miou_5_clicks"]
 
 
+@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), *SLOW])
+def test_a_run_has_the_same_bits_with_any_files_of_a_cache(
+    root: Path, run: Train, teacher: Path, tmp_path: Path, mode: str, ranks: int
+) -> None:
+    """Six steps are an epoch of 23 images and seven more, some of them flipped otherwise."""
+
+    def train(out: str, **given: Any) -> Path:
+        flags = ("--distill.teacher", str(teacher), "--distill.cache", str(tmp_path / "cache"))
+        limit = ("--distill.cache-bytes", "1000000")
+        given |= {"ranks": ranks, "mode": mode, "model": "distill"}
+        return train_to_end(root, tmp_path / out, *flags, *limit, **given)
+
+    whole = train("whole")
+    assert losses(whole) == pytest.approx(losses(run(mode, ranks)), rel=1e-3, abs=0)  # float16
+    digest = json.loads((whole / "config.json").read_text())["distill"]["digest"]
+    files = sorted((tmp_path / "cache" / digest / "float32").glob("*/*.safetensors"))
+    assert IMAGES < len(files) < STEPS * BATCH
+    for path in files[::2]:
+        path.unlink()
+    train("stopped", mishap={"what": "stop", "rank": ranks - 1, "step": 2})
+    files[1].unlink()
+    stopped = train("stopped")
+    assert losses(stopped) == losses(whole)
+    assert_same_state(stopped, whole)
+
+
+def test_the_limit_of_a_cache_counts_all_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    other = tmp_path / "of another teacher" / "00.safetensors"
+    other.parent.mkdir()
+    other.write_bytes(bytes(600))
+    config = TeacherConfig("teacher.pth", cache=str(tmp_path), cache_bytes=1000, digest="1f2e")
+    cache = open_cache(config)
+    assert cache is not None
+    assert cache.limit == 100
+    assert f"--distill.cache {tmp_path}/1f2e: 0 embeddings; up to 400 more bytes" in capfd.readouterr().err
+    assert open_cache(replace(config, digest="")) is None  # a dry run
+    with pytest.raises(UsageError, match="00.safetensors/1f2e cannot be created or read .Not a directory"):
+        open_cache(replace(config, cache=str(other)))
+
+
 def test_memory_is_measured_without_weights(root: Path) -> None:
     flags = (*DISTILL_FLAGS, "--data.root", str(root), "--parallel.mode", "ddp", "--distill.teacher")
     sizes = ("--model.channels", "256", "--model.pixel-features", "0")
@@ -148,6 +194,15 @@ def test_what_does_not_fit_is_refused(root: Path, teacher: Path, tmp_path: Path)
         config_of()
     with pytest.raises(UsageError, match="--distill.teacher vit_h: is the name of a model; pass the file"):
         config_of("--distill.teacher", "vit_h").resolved()
+    cached = ("--distill.teacher", "vit_h", "--distill.cache")
+    with pytest.raises(UsageError, match="--distill.cache near: needs a limit; also pass --distill.cache-b"):
+        config_of(*cached, "near")
+    with pytest.raises(UsageError, match="--distill.cache s3://b/c: must be a folder on a local disk"):
+        config_of(*cached, "s3://b/c", "--distill.cache-bytes", "9")
+    with pytest.raises(UsageError, match="--distill.cache-bytes 0: must be at least 1"):
+        config_of(*cached, "near", "--distill.cache-bytes", "0")
+    with pytest.raises(UsageError, match="--distill.cache-bytes 9: .* also pass --distill.cache"):
+        config_of(*cached[:2], "--distill.cache-bytes", "9")
     with pytest.raises(UsageError, match="--distill.teacher: .*nothing: no such file or folder"):
         config_of("--distill.teacher", str(tmp_path / "nothing")).resolved()
     damaged = tmp_path / "damaged.safetensors"

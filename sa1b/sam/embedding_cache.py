@@ -1,0 +1,156 @@
+"""A bounded folder of a teacher's embeddings, so that later epochs of a small subset read them.
+
+    cache = EmbeddingCache(Path("/local/embeddings/1f2e3d4c5b6a7980"), limit=50 << 30)
+    embeddings = cache.embeddings(images, sizes, compute)
+
+    FOLDER/float32/3f/3f0c96a71b2e58d4.safetensors
+
+The name of a file is a hash of the pixels that the teacher gets. Another flip, decoder, image size or dataset
+gives other pixels, so a wrong embedding is never found, and images need no ids. Number formats of the
+teacher's matrix products have different folders.
+
+A file has an embedding in float16, 2 MB for SAM, and its crc32c. A file that a crash cut short, or that the
+disk has damaged, counts as missing and is written again. Nothing is evicted: every epoch reads all images in
+random order, so the embeddings that were written first are as useful as any.
+
+Embeddings are computed one image at a time and rounded to float16 before they are used. So they do not
+depend on what the cache contains, and a resumed run has the same bits with any of its files missing.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import google_crc32c
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from sa1b.hashing import Purpose
+from sa1b.sam.random_values import random_words
+
+_ENDING = ".safetensors"
+_NAME = "embedding"
+_CRC = "crc32c"
+
+
+class EmbeddingCache:
+    """The embeddings of one teacher, shared by any number of processes.
+
+    Args:
+        folder: of this teacher's files; it exists.
+        limit: bytes that this process may write.
+
+    Attributes:
+        folder, limit: the arguments.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder = folder
+        self.limit = self._left = limit
+        self._words = torch.empty(0, dtype=torch.int64)
+
+    def embeddings(
+        self, images: Tensor, sizes: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """The embeddings of B images, float32 [B, C, h, w] on their device; waits for the device.
+
+        Args:
+            images: uint8 [B, 3, S, S], B at least 1.
+            sizes: int64 [B, 2], rows and columns of each image in the padded square.
+            compute: the embeddings of images and their sizes; called for each missing image alone.
+        """
+        self._words = _words_of(images, self._words)
+        keys = pixel_keys(images, sizes, self._words).tolist()
+        found = [self._embedding(key, images[[i]], sizes[[i]], compute) for i, key in enumerate(keys)]
+        return torch.stack([one.float() for one in found])  # autocast stacks no float16 on a CPU
+
+    def _embedding(
+        self, key: int, image: Tensor, size: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """The embedding of an image, float16 [C, h, w] on its device."""
+        name = f"{key % (1 << 64):016x}"
+        path = self.folder / _number_format(image.device) / name[:2] / f"{name}{_ENDING}"
+        cached = _read(path)
+        if cached is not None:
+            return cached.to(image.device)
+        found = compute(image, size)[0].half()
+        self._write(path, found)
+        return found
+
+    def _write(self, path: Path, embedding: Tensor) -> None:
+        if not self._left:
+            return
+        values = embedding.cpu().contiguous()
+        if not values.isfinite().all():  # the run's check of losses reports it; it is not repeated from here
+            return
+        data = save({_NAME: values, _CRC: torch.tensor(_crc(values))})
+        if len(data) > self._left:
+            self._left = 0
+            return
+        self._left -= len(data)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_bytes(data)
+                temporary.replace(path)
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+        except OSError as error:
+            self._left = 0
+            sys.stderr.write(
+                f"--distill.cache {self.folder}: cannot be written ({error.strerror}); embeddings that are "
+                "missing are computed in every epoch\n"
+            )
+
+
+def pixel_keys(images: Tensor, sizes: Tensor, words: Tensor) -> Tensor:
+    """A hash of the pixels and the size of each image, int64 [B].
+
+    The sum of all pixel values, each times a random word, modulo 2**64: the sums of two different images are
+    equal with a probability of at most 2**-56 (Carter and Wegman, "Universal classes of hash functions",
+    1979). Integer sums have the same bits in any order, on any device.
+
+    Args:
+        images: uint8 [B, 3, S, S].
+        sizes: int64 [B, 2].
+        words: int64 [3, S, S], random.
+    """
+    sums = torch.stack([(image * words).sum() for image in images])  # uint8 * int64 is int64
+    return random_words(sums, Purpose.CACHE, sizes[:, 0], sizes[:, 1])
+
+
+def _words_of(images: Tensor, last: Tensor) -> Tensor:
+    """Random words for the pixels of an image; `last` if they fit."""
+    shape = images.shape[1:]
+    if last.shape == shape and last.device == images.device:
+        return last
+    key = torch.zeros((), dtype=torch.int64, device=images.device)
+    numbers = torch.arange(shape.numel(), device=images.device)
+    return random_words(key, Purpose.CACHE, numbers).view(shape)
+
+
+def _number_format(device: torch.device) -> str:
+    """Name of the dtype of the teacher's matrix products."""
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else torch.float32
+    return str(dtype).removeprefix("torch.")
+
+
+def _read(path: Path) -> Tensor | None:
+    """The embedding in a file; None if there is no file, or a damaged one."""
+    try:
+        found = load(path.read_bytes())
+        values, crc = found[_NAME], found[_CRC]
+    except (OSError, SafetensorError, KeyError):
+        return None
+    return values if int(crc) == _crc(values) else None
+
+
+def _crc(values: Tensor) -> int:
+    return int(google_crc32c.value(values.numpy().tobytes()))
