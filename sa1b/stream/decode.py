@@ -11,7 +11,7 @@ nothing else, so a new back end is a class and an entry in DECODERS:
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import cv2
@@ -107,6 +107,7 @@ class CpuDecoder:
         return errors
 
 
+@cache  # one for all streams of a process: its CUDA streams must be few
 def _gpu_decoder(name: str) -> Decoder:
     from sa1b.stream.gpu_decoder import GpuDecoder  # it decodes on the CPU what a GPU cannot decode
     from sa1b.stream.jpeg_libraries import LIBRARIES
@@ -123,7 +124,7 @@ DECODES = ("auto", "cpu", "gpu")  # choices of sa1b.Loader(decode=)
 
 
 def decoder(name: str) -> Decoder:
-    """A decoder by its name, one of DECODERS.
+    """A decoder by its name, one of DECODERS; for a GPU, the same one for all streams of the process.
 
     Raises:
         ValueError: no decoder has this name, or the library that it needs is not installed.

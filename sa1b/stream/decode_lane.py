@@ -1,4 +1,4 @@
-"""A CUDA stream with memory of its own, for decoding JPEG files on a GPU.
+"""A CUDA stream for decoding JPEG files on a GPU, whose memory no other stream uses.
 
 The JPEG engine in a GPU does not wait for the stream that it is given: it may write its output before
 earlier work of that stream has run (github.com/pytorch/vision/pull/9606). PyTorch's allocator reuses memory
@@ -37,7 +37,7 @@ class Lane(Protocol):
         ...
 
     def current(self) -> Any:
-        """A context in which the calling thread submits to this lane and takes its memory.
+        """A context in which the calling thread submits to this lane and allocates its memory.
 
         On exit, the stream that was current before waits for the lane.
         """
@@ -63,13 +63,16 @@ class Lane(Protocol):
 class CudaLane:
     """A lane on a CUDA device; see `Lane`.
 
+    PyTorch has 32 streams of high priority, and gives them to callers in turn. So only a few lanes may be
+    made in a process; see `sa1b.stream.decode.decoder`.
+
     Args:
         device: a CUDA device with an index.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = _CUDA.Stream(device)
+        self._stream = _CUDA.Stream(device, priority=-1)
         self._caller: Any = None
         self._host = torch.empty(0, dtype=torch.uint8)
 

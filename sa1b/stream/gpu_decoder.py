@@ -59,9 +59,9 @@ class GpuDecoder:
         device: type of the device.
 
     Attributes:
-        counts: number of images by how they were decoded: "gpu"; "cpu": not decodable on a GPU; "refused":
-            on the CPU because the library returned none; "skipped": on the CPU because the library reported
-            success without writing the image.
+        counts: number of images of all streams of the process by how they were decoded: "gpu"; "cpu": files
+            that are not for a GPU; "refused": on the CPU because the library returned none; "skipped": on
+            the CPU because the library reported success without writing the image.
     """
 
     batched = True

@@ -78,7 +78,7 @@ class Stream:
 
     cuda_stream = 0
 
-    def __init__(self, device: object = None) -> None: ...
+    def __init__(self, device: object = None, priority: int = 0) -> None: ...
 
     def wait_stream(self, stream: "Stream") -> None: ...
 
@@ -160,7 +160,6 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
     of_cuda = {
         "Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph,
         "graph": lambda graph: nullcontext(), "stream": lambda stream: nullcontext(),
-        "device": nullcontext,
         "current_stream": lambda device=None: Stream(), "synchronize": lambda device=None: None,
         "is_available": lambda: True, "is_bf16_supported": lambda: True,
         "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda device: None,

@@ -434,6 +434,19 @@ def test_without_a_library_the_message_says_what_to_install(monkeypatch: pytest.
         decode.decoder("torchcodec")
 
 
+def test_all_streams_of_a_process_share_a_decoder_and_so_its_cuda_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(jpeg_libraries.LIBRARIES, "torchcodec", lambda: lambda _: None)
+    decode._gpu_decoder.cache_clear()
+    made = decode.decoder("torchcodec")
+    decode._gpu_decoder.cache_clear()
+    assert isinstance(made, GpuDecoder)
+    assert (made.name, made.batched, made.device.type) == ("torchcodec", True, "cuda")
+    assert decode.decoder("torchcodec") is decode.decoder("torchcodec") is not made
+    decode._gpu_decoder.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_root(tmp_path_factory.mktemp("gpu_decoder"), 17)
