@@ -191,9 +191,17 @@ def _format(
         return EfficientVit()
     if to == "webdataset":
         from sa1b.export.web_dataset import IMAGES_PER_TAR, WebDataset
-        from sa1b.stream.columns import open_columns
+        from sa1b.storage.errors import MissingError
+        from sa1b.stream.columns import ColumnError, open_columns
 
-        columns = open_columns(dict(map(_joined, join)))
+        joined = list(map(_joined, join))
+        twice = [name for number, (name, _) in enumerate(joined) if name in dict(joined[:number])]
+        if twice:
+            raise UsageError(f"--join {twice[0]}: given twice; rename the column of one of the tables")
+        try:
+            columns = open_columns(dict(joined))
+        except (ColumnError, MissingError) as error:
+            raise UsageError(str(error).replace("join['", "--join ", 1).replace("']", "", 1)) from None
         return WebDataset(number or IMAGES_PER_TAR, tuple(columns.values()))
     if to == "coco":
         from sa1b.export.coco import Coco

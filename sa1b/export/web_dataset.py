@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.errors import ShardError
+from sa1b.errors import ShardError, UsageError
 from sa1b.export.export_format import Format, Ids, Rows, by_source
 from sa1b.export.part_files import PartFiles
 from sa1b.export.source_tars import add_member, annotation_text
@@ -47,6 +47,10 @@ class JoinedColumn(Protocol):
         """The values of some ids; None where the table has no row."""
         ...
 
+    def count(self, ids: npt.NDArray[np.int64]) -> int:
+        """Number of these ids that have a row."""
+        ...
+
 
 @dataclass(frozen=True)
 class WebDataset(Format):
@@ -54,6 +58,17 @@ class WebDataset(Format):
 
     images_per_tar: int = IMAGES_PER_TAR
     columns: tuple[JoinedColumn, ...] = ()
+
+    def check(self, dataset: Dataset) -> None:
+        """Refuse scaled images, and a column that belongs to other images."""
+        super().check(dataset)
+        ids = dataset.table.image_id.astype(np.int64)
+        for column in self.columns:
+            if column.key == "image_id" and not column.count(ids):
+                raise UsageError(
+                    f"--join {column.name}: its table has a row for none of the {len(ids):,} images of "
+                    f"{dataset.root}; pass the table of this dataset, with image ids such as {ids[0]}"
+                )
 
     @property
     def takes_all_files(self) -> bool:

@@ -123,6 +123,10 @@ class Column:
         self.looked_up += len(values)
         return values
 
+    def count(self, ids: npt.NDArray[np.int64]) -> int:
+        """Number of these ids that have a row."""
+        return int(np.count_nonzero(self._rows(ids)[1]))
+
     def warn_of_missing(self, ids: npt.NDArray[np.int64]) -> None:
         """Warn if some of these ids have no row; the message contains their number.
 

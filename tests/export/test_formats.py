@@ -146,6 +146,16 @@ def test_webdataset_reads_images_annotations_and_columns(roots, dataset, tmp_pat
     for name, table in tables.items():
         paths[name] = tmp_path / f"{name}.parquet"
         pa.parquet.write_table(table, paths[name])
+    pa.parquet.write_table(pa.table({"image_id": [1, 2], "note": ["a", "b"]}), tmp_path / "n.parquet")
+    for given, message in (
+        ([f"note={tmp_path}/n.parquet"], r"--join note: .* row for none of the 19 images of .* such as 100"),
+        ([f"note={tmp_path}/n.parquet", f"note={paths['caption']}"], "--join note: given twice"),
+        ([f"note={paths['caption']}"], r"no column 'note'; choose from image_id, caption"),
+        (["note=none.parquet"], r"^--join note: /.*/none\.parquet does not exist"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            main(str(roots["plain"]), "webdataset", tmp_path / "refused", join=given)
+    assert not (tmp_path / "refused").exists()
     columns = open_columns(paths)
     form = WebDataset(8, tuple(columns.values()))
     summary = export(roots["plain"], tmp_path / "out", form, workers=2, quiet=True)
