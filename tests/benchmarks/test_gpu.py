@@ -163,27 +163,28 @@ def test_the_exit_code_says_whether_all_checks_passed(
     assert "god: is no part; choose from good, fails, skips, needing" in capsys.readouterr().err
 
 
-def test_ctrl_c_kills_the_part_in_progress(tmp_path: Path) -> None:
+def test_ctrl_c_kills_the_parts_in_progress(tmp_path: Path) -> None:
+    both = ", ".join(f"Part('{name}', '{FAULTY}:hangs', 600, '', measures=False)" for name in "ab")
     code = (
         "import sys; from benchmarks.gpu.__main__ import main; from benchmarks.gpu.part import Part;"
-        f"sys.exit(main(sys.argv[1:], (Part('hangs', '{FAULTY}:hangs', 600, ''),)))"
+        f"sys.exit(main(sys.argv[1:], ({both})))"
     )
     command = [sys.executable, "-c", code, "--device", "cpu", "--tiny", "--folder", str(tmp_path)]
+    outputs = [tmp_path / "outputs" / name / "child.output" for name in "ab"]
     with processes.Process(
         command, cwd=processes.REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
-        output = tmp_path / "outputs" / "hangs" / "child.output"
-        while not output.exists() or not output.read_text().endswith("\n"):
+        while not all(output.exists() and output.read_text().endswith("\n") for output in outputs):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-    child_of_part = int(output.read_text())
-    stat = Path(f"/proc/{child_of_part}/stat")
-    end = time.monotonic() + 60
-    while stat.exists() and stat.read_text().split()[2] != "Z" and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    for output in outputs:
+        stat = Path(f"/proc/{int(output.read_text())}/stat")
+        end = time.monotonic() + 60
+        while stat.exists() and stat.read_text().split()[2] != "Z" and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
 def test_each_part_is_named_once_needs_earlier_ones_and_has_a_limit() -> None:
