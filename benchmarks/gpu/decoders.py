@@ -102,7 +102,8 @@ def checks(setting: Setting, record: Record) -> None:
     """Pixels of each library."""
     count = setting.pick(16, 3)
     images = [image for kind in KINDS for image in images_of(setting, kind, count)]
-    for name, make in back_ends(record, setting).items():
+    found = back_ends(record, setting)
+    for name, make in found.items():
         with record.attempt(f"{name}: pixels"):
             decoder, device = make(), device_of(setting)
             expected = decoded(setting, decoder, images, device)
@@ -119,6 +120,7 @@ def checks(setting: Setting, record: Record) -> None:
                 record.figure(f"{name}: images, {way}", decoder.counts[way])
             record.check(f"{name}: all images on the GPU", set(decoder.counts) == {"gpu"}, decoder.counts)
             _colours(setting, record, name, decoder, images, expected)
+    for name, make in found.items():  # last: after an error of the device, nothing runs in this process
         with record.attempt(f"{name}: broken files"):
             _broken(setting, record, name, make(), images)
 

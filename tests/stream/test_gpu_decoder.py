@@ -570,3 +570,20 @@ def test_worker_processes_cannot_decode_on_a_gpu(root: Path, gpu: list[Made]) ->
             UsageError, match=r"decoder='torchcodec': decodes on a GPU, which worker processes"
         ):
             iter(own)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torchcodec", "nvimgcodec"])
+def test_a_gpu_decodes_the_images_of_the_cpu(root: Path, name: str) -> None:
+    try:
+        decode.decoder(name)
+    except ValueError as error:
+        pytest.skip(str(error))
+    own = stream(root, decoder=name)
+    loader = sa1b.Loader(own, threads=3, device="cuda", dense=S, quiet=True)
+    for batch, expected in zip(loader, take(stream(root), 14), strict=False):
+        assert (batch.images.cpu().float() - expected.images.float()).abs().mean() < 4
+        assert torch.equal(batch.dense.cpu(), expected.masks.dense(S))
+        moved = replace(batch, dense=None).to("cpu")
+        assert_equal(replace(moved, buffer=None, images=expected.images), expected)
+    assert set(own.decoder.counts) == {"gpu"}
