@@ -55,21 +55,24 @@ def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
 
 
 def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
-    """Run one forward and backward pass before the first step of a run, and restore all state after it.
+    """Run a forward and backward pass before the first step of a run, and restore all state after it.
 
     In its first backward pass, DDP records the order of the gradients and rebuilds its buckets. With three or
     more ranks it then sums in another order. Without this call, the first step after a resume would differ in
     its last bits from the same step of an uninterrupted run. With it, every real step has the final buckets.
-    A static graph does not support accumulation in its first backward pass, which is this one. Compilation
-    also happens here, for the shapes of the run's micro-batches.
+    A static graph does not support accumulation in its first backward pass, which is this one, and has its
+    final buckets after the second one only. Compilation also happens here, for the shapes of the run's
+    micro-batches.
 
     Args:
         run: Forward and backward of a micro-batch, with the scaler's scale and autocast. It must not step the
             optimizer.
     """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with micro_batch(module, last=True), uncompressed(module):
-        run()
+    is_static = isinstance(module, DistributedDataParallel) and module.static_graph
+    for _ in range(2 if is_static else 1):
+        with micro_batch(module, last=True), uncompressed(module):
+            run()
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)  # restores buffers such as the running statistics of a BatchNorm

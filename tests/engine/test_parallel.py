@@ -92,6 +92,7 @@ def three_ranks() -> dict[str, Any]:
         "traces": checks.traces(CASES[3]),
         "resumed": checks.straight_and_resumed(DDP),
         "resumed, fsdp": checks.straight_and_resumed(FSDP),
+        "resumed, static graph": checks.straight_and_resumed(STATIC),
         "weight": checks.disagreement(DDP, "model.mask_decoder.iou_token.weight"),
     }
 
@@ -191,6 +192,7 @@ def test_ranks_hold_the_same_weights_bit_for_bit(ranks: Ranks, name: str) -> Non
         ((2, False), "resumed"),
         ((3, False), "resumed"),
         ((3, False), "resumed, fsdp"),
+        ((3, False), "resumed, static graph"),
         pytest.param((4, True), "resumed", marks=pytest.mark.slow),
     ],
 )
