@@ -198,6 +198,7 @@ def _refusal(box: str, prog: str | None) -> str:
 
 # The form of a message of tyro -> the form of the messages of this package.
 _FORMS = (
+    (r"^[a-z]+: (?=--)", ""),  # a group of flags, before a message that names a flag
     (r"^Missing value for argument '([^']+)'.*", r"\1: its value is missing"),
     (
         r"^invalid choice '(.*)' for argument '(.+)'\. Expected one of \(('.+?'),?\)$",

@@ -234,11 +234,7 @@ def parse(
 
 def with_steps(config: Config, images: int) -> Config:
     """The settings with --optim.steps from --optim.epochs, if that is set; `images`: of an epoch."""
-    epochs = config.optim.epochs
-    if epochs is None:
-        return config
-    steps = max(math.ceil(epochs * images / config.data.global_batch), 1)
-    return replace(config, optim=replace(config.optim, steps=steps))
+    return replace(config, optim=config.optim.with_steps(images, config.data.global_batch))
 
 
 def _program() -> str:

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, cast
 
@@ -122,6 +122,26 @@ class OptimConfig:
                 f"--optim.milestones {self.milestones}: must be in ascending order and after "
                 f"--optim.warmup {self.warmup}"
             )
+
+    def with_steps(self, images: int, global_batch: int) -> "OptimConfig":
+        """These settings with the steps of `epochs`, if it is set, rounded up to complete steps.
+
+        Args:
+            images: images of an epoch.
+            global_batch: images of a step.
+
+        Raises:
+            UsageError: these steps do not fit the schedule.
+        """
+        if self.epochs is None:
+            return self
+        steps = max(math.ceil(self.epochs * images / global_batch), 1)
+        try:
+            return replace(self, steps=steps)
+        except UsageError as error:
+            raise UsageError(
+                f"--optim.epochs {self.epochs:g}: is {counted(steps, 'step')}; {error}"
+            ) from None
 
 
 def freeze(module: nn.Module, config: OptimConfig) -> None:

@@ -46,9 +46,12 @@ _ANSWERS = {
     "pin-memory|persistent-workers|prefetch-factor": f"drop it: the loader does this; or {_WORKERS}",
     "shuffle|drop-last": "drop it: every epoch is shuffled, and every sample is used once",
     "gpus|devices|nproc|num-gpus|ngpus|nodes|num-nodes|world-size|dist-url|dist-backend": _RANKS,
+    "backend": "drop it: NCCL connects GPUs, gloo connects CPUs; --parallel.network chooses the network",
+    "wandb|use-wandb|tensorboard": "pass --logging.tensorboard True; OUT/metrics.jsonl has the same figures",
+    "evaluate|eval-only|test-only": "pass --evaluate-only",
     "local-rank|rank": "drop it, and start the ranks with torchrun, which passes the rank by its environment",
     "data|data-dir|data-path|dataset|root": "pass --data.root",
-    "output|output-dir|out-dir|save-dir|logdir|log-dir": "pass --out",
+    "output|output-dir|out-dir|save-dir|checkpoint-dir|ckpt-dir|logdir|log-dir|root-dir": "pass --out",
     "resume-from|resume-from-checkpoint|load-checkpoint": (
         "pass --out of the run: the same command resumes it; or --init for its weights only"
     ),

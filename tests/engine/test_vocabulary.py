@@ -48,6 +48,8 @@ def test_every_answer_names_flags_that_exist_and_no_flag_is_refused() -> None:
         (["--accumulation-steps", "4"], "pass --data.micro-batch"),
         (["--save-interval", "10"], "pass --checkpoint.every"),
         (["--strategy", "FULL_SHARD"], "pass --parallel.mode none, ddp, zero1, fsdp or pipeline"),
+        (["--checkpoint-dir", "run"], "pass --out"),
+        (["--backend", "nccl"], "drop it: NCCL connects GPUs"),
         (["--local-rank=0"], "start the ranks with torchrun"),
     ],
 )
@@ -62,6 +64,17 @@ def test_epochs_are_rounded_up_to_complete_steps(epochs: float, steps: int) -> N
     config = settings.parse([*given, "--optim.epochs", str(epochs)], None, PRESETS)
     assert settings.with_steps(config, 22).optim.steps == steps
     assert settings.with_steps(settings.parse(given, None, PRESETS), 22).optim.steps == 200
+
+
+def test_epochs_that_do_not_fit_the_schedule_are_named() -> None:
+    config = settings.parse(["--data.root", "r", "--preset", "tiny", "--optim.epochs", "1"], None, PRESETS)
+    with pytest.raises(UsageError, match=r"^--optim.epochs 1: is 3 steps; --optim.warmup 20: must be less"):
+        settings.with_steps(config, 22)
+
+
+def test_a_message_about_a_size_of_the_model_begins_with_its_flag() -> None:
+    with pytest.raises(UsageError, match=r"^--model.checkpoint-blocks some: must be none, all or every:2"):
+        settings.parse(["--data.root", "r", "--model.checkpoint-blocks", "some"], None, PRESETS)
 
 
 def test_epochs_must_be_positive() -> None:
