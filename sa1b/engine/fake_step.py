@@ -56,7 +56,7 @@ class StepMemory:
     """Bytes of each rank at the peak of a step.
 
     Attributes:
-        parameters: weights and buffers of the model, or this rank's shard of them.
+        parameters: weights and buffers of the model, or this rank's shard of them, and of a teacher.
         gradients: of this rank, sharded or not, and DDP's buckets.
         optimizer: AdamW's two moments, and the running mean of the weights if there is one.
         batches: micro-batches on the device: in use, complete and in flight.
@@ -111,7 +111,12 @@ def measure(config: Config, world_size: int) -> StepMemory:
 def _step(
     config: Config, parallel: ParallelConfig, module: nn.Module, rank_info: RankInfo, memory: LiveMemory
 ) -> StepMemory:
-    module._apply(lambda old: torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=_CPU))
+    def empty(old: Tensor) -> Tensor:
+        new = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=_CPU)
+        memory.mark([new], "parameters")  # also of a teacher, which is not in module.parameters()
+        return new
+
+    module._apply(empty)
     freeze(module, config.optim)
     module = distribute(module, parallel, rank_info)
     if isinstance(module, DistributedDataParallel):

@@ -17,6 +17,7 @@ from sa1b.engine.fake_step import measure
 from sa1b.engine.presets import PRESETS, DistillConfig
 from sa1b.engine.teacher import TeacherConfig, open_cache
 from sa1b.errors import UsageError
+from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import write_weights
 from tests.train.command import (
@@ -178,10 +179,16 @@ def test_the_limit_of_a_cache_counts_all_its_files(
 def test_memory_is_measured_without_weights(root: Path) -> None:
     flags = (*DISTILL_FLAGS, "--data.root", str(root), "--parallel.mode", "ddp", "--distill.teacher")
     sizes = ("--model.channels", "256", "--model.pixel-features", "0")
-    small, large = (
-        measure(parse([*flags, name, *sizes], None, PRESETS), world_size=2) for name in ("vit_b", "vit_h")
-    )
-    assert large.peak - small.peak > 4 * 500e6  # parameters of the larger teacher
+    found, sizes_of_weights = [], []
+    for name in ("vit_b", "vit_h"):
+        found.append(measure(parse([*flags, name, *sizes], None, PRESETS), world_size=2))
+        with torch.device("meta"):
+            tensors = Sam(replace(MODELS[name], image_size=64)).state_dict().values()
+        sizes_of_weights.append(sum(one.numel() * one.element_size() for one in tensors))
+    small, large = found
+    assert large.parameters - small.parameters == sizes_of_weights[1] - sizes_of_weights[0]
+    assert large.peak - small.peak >= sizes_of_weights[1] - sizes_of_weights[0]
+    assert large.activations < 0.1 * sizes_of_weights[1]
 
 
 def test_what_does_not_fit_is_refused(root: Path, teacher: Path, tmp_path: Path) -> None:
