@@ -12,60 +12,27 @@ The backward pass of an iteration follows its forward pass at once, inside of `f
 of one iteration are in memory (see `sa1b.sam.early_gradients`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
 from sa1b.sam.early_gradients import EarlyGradients
 from sa1b.sam.flops import step_flops
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
-from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
-from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
+from sa1b.sam.iteration import Iteration, Outcome, pick, scene_of
+from sa1b.sam.losses import overlaps
 from sa1b.sam.model import Sam
 from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import Recipe
-from sa1b.sam.targets import Samples, Targets, inputs_of
+from sa1b.sam.targets import Samples, Targets, inputs_of, with_equal_counts
 
 SCORED_CLICKS = (1, 3, 5)  # clicks after which an evaluation scores the masks; the box is the last prompt
 
 
 EvaluationProtocol = Callable[[Sam, Tensor, Tensor], dict[str, Tensor]]  # see sa1b.sam.protocol
-
-
-class _Scene(NamedTuple):
-    """Inputs that are the same in all iterations."""
-
-    embeddings: Tensor  # [B, C, h, w]
-    image: Tensor  # [M]
-    counts: Sequence[int] | None  # masks of each image
-    masks: Tensor  # bool [M, R, R]
-    inside: Tensor  # bool [M, R, R], pixels of the image
-
-
-class _Answer(NamedTuple):
-    """The candidates of one iteration, K = 3 in the first iteration, later K = 1, and the chosen one."""
-
-    logits: Tensor  # float32 [M, K, R, R]
-    predicted: Tensor  # [M, K], predicted IoU
-    masks: Tensor  # bool [M, K, R, R], without pixels outside the image
-    chosen: Tensor  # int64 [M], the candidate with the highest predicted IoU
-    feedback: Tensor  # [M, 1, 4h, 4w], logits of the chosen candidate for the next iteration
-
-
-class _Outcome(NamedTuple):
-    """Results of one iteration of training, including the input of the next one."""
-
-    losses: Tensor  # [3, M]: focal loss, dice loss, error of the IoU
-    iou: Tensor  # [M], IoU of the chosen mask
-    mask: Tensor  # bool [M, R, R], the chosen mask
-    feedback: Tensor  # [M, 1, 4h, 4w]
 
 
 class Interactive(nn.Module):
@@ -93,6 +60,9 @@ class Interactive(nn.Module):
         super().__init__()
         self.model = model
         self.recipe = recipe
+        self.iteration = Iteration(model, recipe)
+        if model.config.compile_decoder:
+            self.iteration.compile()
 
     # The model contract: see sa1b.engine.model.
 
@@ -236,20 +206,24 @@ class Interactive(nn.Module):
 
     def _iterate(self, embeddings: Tensor, image_size: int, targets: Targets) -> dict[str, Tensor]:
         """All iterations of training, from the embeddings of the images."""
+        compiled = self.iteration.compiles(targets.counts)
+        if compiled:
+            targets = with_equal_counts(targets)
         recipe, keys = self.recipe, targets.keys
-        scene = _scene(embeddings, image_size, targets)
+        scene = scene_of(embeddings, image_size, targets)
         limit = recipe.box_noise_limit * image_size / 1024
         sizes = targets.sizes[targets.image]
         boxes = clicks.noised_boxes(targets.boxes, keys, sizes, recipe.box_noise, limit)
         points, labels = clicks.first_prompts(targets.points, boxes, keys, recipe.box_probability)
         rests = clicks.unprompted_iterations(keys, recipe.clicks, recipe.unprompted)
         share = 1.0 if recipe.iteration_loss == "sum" else 1 / (1 + rests.shape[1])
-        early = None
-        if self._iterations_are_independent(embeddings.device):
+        early, independent = None, self._iterations_are_independent(embeddings.device)
+        recompute = torch.is_grad_enabled() and not independent
+        if independent:
             early = EarlyGradients(scene.embeddings, self.model.parameters())
             scene = scene._replace(embeddings=early.embeddings)
         losses, parts, ious = [], [], []
-        outcome: _Outcome | None = None
+        outcome: Outcome | None = None
         for number in range(1 + rests.shape[1]):
             if outcome is not None and (recipe.unprompted == 0 or number < rests.shape[1]):
                 click, label = clicks.corrective_clicks(
@@ -257,7 +231,8 @@ class Interactive(nn.Module):
                 )
                 label = torch.where(rests[:, number - 1], clicks.NOTHING, label)
                 points, labels = _with_click(points, labels, click, label)
-            outcome = self._iteration(scene, points, labels, None if outcome is None else outcome.feedback)
+            feedback = None if outcome is None else outcome.feedback
+            outcome = self.iteration(scene, points, labels, feedback, compiled=compiled, recompute=recompute)
             sums = share * (outcome.losses * targets.weights).sum(dim=1)
             focal, dice, quality = sums.unbind()
             losses.append(
@@ -290,81 +265,28 @@ class Interactive(nn.Module):
         return autocast is not torch.float16
 
     def _evaluate(self, images: Tensor, targets: Targets) -> dict[str, Tensor]:
-        scene = _scene(self.model.embed(images, None, targets.sizes), images.shape[-1], targets)
+        scene = scene_of(self.model.embed(images, None, targets.sizes), images.shape[-1], targets)
         points, labels = clicks.point_prompts(targets.points)
-        answer = self._answer(scene, points, labels, None)
+        answer = self.iteration.answer(scene, points, labels, None)
         first, scores = answer, []
         for clicked in range(1, max(SCORED_CLICKS) + 1):
             if clicked > 1:
                 click, label = clicks.corrective_clicks(
-                    _pick(answer.masks, answer.chosen), scene.masks, targets.keys, clicked, images.shape[-1]
+                    pick(answer.masks, answer.chosen), scene.masks, targets.keys, clicked, images.shape[-1]
                 )
                 points, labels = _with_click(points, labels, click, label)
-                answer = self._answer(scene, points, labels, answer.feedback)
+                answer = self.iteration.answer(scene, points, labels, answer.feedback)
             if clicked in SCORED_CLICKS:
-                scores.append(overlaps(_pick(answer.masks, answer.chosen), scene.masks))
-        answer = self._answer(scene, *clicks.box_prompts(targets.boxes), None)
-        scores.append(overlaps(_pick(answer.masks, answer.chosen), scene.masks))
+                scores.append(overlaps(pick(answer.masks, answer.chosen), scene.masks))
+        answer = self.iteration.answer(scene, *clicks.box_prompts(targets.boxes), None)
+        scores.append(overlaps(pick(answer.masks, answer.chosen), scene.masks))
         intersections, unions = zip(*scores, strict=True)
         return {
             "intersections": torch.stack(intersections, dim=1),
             "unions": torch.stack(unions, dim=1),
-            "logits": _pick(first.logits, first.chosen),
-            "predicted_iou": _pick(first.predicted, first.chosen).float(),
+            "logits": pick(first.logits, first.chosen),
+            "predicted_iou": pick(first.predicted, first.chosen).float(),
         }
-
-    def _iteration(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Outcome:
-        """One iteration; without feedback, it is the first one.
-
-        If the backward pass does not follow at once, it recomputes the activations.
-        """
-        arguments = (scene, points, labels, feedback)
-        if not torch.is_grad_enabled() or self._iterations_are_independent(points.device):
-            return self._compare(*arguments)
-        # An iteration uses no generator, so the state of the generator is not saved.
-        again: _Outcome = checkpoint(self._compare, *arguments, use_reentrant=False, preserve_rng_state=False)
-        return again
-
-    def _compare(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Outcome:
-        """The masks of one iteration compared with the targets."""
-        recipe = self.recipe
-        answer = self._answer(scene, points, labels, feedback)
-        targets = scene.masks[:, None]
-        focal = focal_loss(answer.logits, targets, recipe.focal_alpha, recipe.focal_gamma)
-        dice = dice_loss(answer.logits, targets)
-        actual = iou(*overlaps(answer.masks, targets))
-        quality = iou_loss(answer.predicted, actual, recipe.iou_loss)
-        best = (recipe.focal_weight * focal + recipe.dice_weight * dice).argmin(dim=1)
-        trained = _pick(quality, best) if recipe.iou_masks == "best" else quality.mean(dim=1)
-        share = recipe.all_masks_share
-        return _Outcome(
-            losses=torch.stack((_trained(focal, best, share), _trained(dice, best, share), trained)),
-            iou=_pick(actual, answer.chosen),
-            mask=_pick(answer.masks, answer.chosen),
-            feedback=answer.feedback if recipe.feedback_gradient else answer.feedback.detach(),
-        )
-
-    def _answer(self, scene: _Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> _Answer:
-        logits, predicted = self.model.decode(
-            scene.embeddings,
-            scene.image,
-            points,
-            labels,
-            feedback,
-            counts=scene.counts,
-            candidates=AMBIGUOUS if feedback is None else SINGLE,
-        )
-        large, size = logits.float(), scene.masks.shape[-1]
-        if size > logits.shape[-1]:
-            large = functional.interpolate(large, (size, size), mode="bilinear", align_corners=False)
-        chosen = predicted.detach().argmax(dim=1)
-        return _Answer(
-            logits=large,
-            predicted=predicted,
-            masks=(large.detach() > 0) & scene.inside[:, None],
-            chosen=chosen,
-            feedback=_pick(logits, chosen)[:, None],
-        )
 
 
 def _check_sizes(images: Tensor, targets: Targets) -> None:
@@ -374,24 +296,6 @@ def _check_sizes(images: Tensor, targets: Targets) -> None:
             f"targets of {size} pixels: smaller than the decoder's masks, which have {image_size // 4} "
             f"for an image size of {image_size}; rasterise the targets at that size or above"
         )
-
-
-def _scene(embeddings: Tensor, image_size: int, targets: Targets) -> _Scene:
-    size = targets.masks.shape[-1]
-    inside = inside_image(targets.sizes, image_size, size)[targets.image]
-    masks = targets.masks.bool() & inside
-    return _Scene(embeddings, targets.image, targets.counts, masks, inside)
-
-
-def _pick(values: Tensor, chosen: Tensor) -> Tensor:
-    """The chosen candidate of each mask: [M, K, ...] -> [M, ...]; the others get a gradient of zeros."""
-    return values[torch.arange(len(values), device=values.device), chosen]
-
-
-def _trained(losses: Tensor, best: Tensor, share: float) -> Tensor:
-    """The best candidate's loss, mixed with the mean over all candidates by `share`: [M, K] -> [M]."""
-    picked = _pick(losses, best)
-    return torch.lerp(picked, losses.mean(dim=1), share) if share else picked
 
 
 def _with_click(points: Tensor, labels: Tensor, click: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:

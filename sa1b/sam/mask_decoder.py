@@ -4,9 +4,6 @@
 """
 
 import math
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,37 +56,8 @@ class MaskDecoder(nn.Module):
             Perceptron(channels, channels, channels // 8) for _ in range(MASKS)
         )
         self.iou_prediction_head = Perceptron(channels, channels, MASKS)
-        self.compiled: (
-            Callable[[SharedImage, Tensor, Tensor, slice], tuple[Tensor, Tensor, Tensor]] | None
-        ) = None
-
-    def compile_compute(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compile `compute`: one graph for the first iteration, one for all later ones.
-
-        The number of tokens is a variable of the graph. Padding to a constant number would cost as much as
-        real tokens: a product for each image token and head.
-        """
-        self.compiled = torch.compile(self.compute, fullgraph=True, backend=backend)
 
     def forward(
-        self,
-        image: SharedImage,
-        image_position: Tensor,
-        sparse: Tensor,
-        candidates: slice = ALL,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call `compute`, compiled if `compile_compute` was called.
-
-        If an image has fewer than two masks, the compiled form is not used: a graph treats the numbers 0 and
-        1 as constants, so each image of a micro-batch could need further graphs.
-        """
-        if self.compiled is None or min(image.counts) < 2:
-            return self.compute(image, image_position, sparse, candidates)
-        dynamo: Any = import_module("torch._dynamo")
-        dynamo.maybe_mark_dynamic(sparse, 1)
-        return self.compiled(image, image_position, sparse, candidates)
-
-    def compute(
         self,
         image: SharedImage,
         image_position: Tensor,

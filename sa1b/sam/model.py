@@ -49,7 +49,8 @@ class ModelConfig:
         checkpoint_blocks: Encoder blocks whose activations are recomputed in the backward pass, to save
             memory: none, all, or every second one (every:2).
         compile_blocks: Compile (torch.compile) each block of the encoder.
-        compile_decoder: Compile (torch.compile) the mask decoder.
+        compile_decoder: Compile (torch.compile) the iterations of training: prompt encoder, mask decoder and
+            losses.
     """
 
     image_size: int = 1024
@@ -193,8 +194,6 @@ class Sam(nn.Module):
         self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
         if config.compile_blocks:
             self.image_encoder.compile_blocks()
-        if config.compile_decoder:
-            self.mask_decoder.compile_compute()
 
     def embed(self, images: Tensor, keep: Tensor | None = None, sizes: Tensor | None = None) -> Tensor:
         """The embedding of each image.

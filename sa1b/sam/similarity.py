@@ -152,19 +152,34 @@ class ClickSimilarity(nn.Module):
             colour, position, foreground, background = terms[..., None].unbind(2)  # (M, K, 1)
             colour, position = colour.exp(), position.exp()
             unlike, away = _unlike(clicks, counts), _away(clicks)  # (M, P, R * R)
-            nearest = []
-            for label in (1, 0):
-                found = unlike.new_full((1, 1, unlike.shape[2]), _FAR)
-                for column in range(clicks.labels.shape[1]):
-                    distance = colour * unlike[:, None, column] + position * away[:, None, column]
-                    other = (clicks.labels[:, column] != label)[:, None, None]
-                    found = torch.minimum(found, distance.masked_fill(other, _FAR))
-                nearest.append(found)
+            of_label = _nearest_in_a_graph if torch.compiler.is_compiling() else _nearest
+            nearest = [of_label(clicks.labels == label, colour, unlike, position, away) for label in (1, 0)]
             term = foreground - nearest[0] - F.softplus(background - nearest[1])
             clicked = (clicks.labels == 1).any(dim=1)[:, None, None]
             side = math.isqrt(term.shape[2])
             logits: Tensor = (term * clicked).view(*term.shape[:2], side, side)
             return logits
+
+
+def _nearest(counts: Tensor, colour: Tensor, unlike: Tensor, position: Tensor, away: Tensor) -> Tensor:
+    """The smallest distance from the clicks that count, bool [M, P]: [M, K, R * R], at most _FAR.
+
+    Args:
+        colour, position: [M, K, 1], factors of the distances `unlike` and `away`, [M, P, R * R].
+    """
+    found = unlike.new_full((1, 1, unlike.shape[2]), _FAR)
+    for column in range(counts.shape[1]):
+        distance = colour * unlike[:, None, column] + position * away[:, None, column]
+        found = torch.minimum(found, distance.masked_fill(~counts[:, column, None, None], _FAR))
+    return found
+
+
+def _nearest_in_a_graph(
+    counts: Tensor, colour: Tensor, unlike: Tensor, position: Tensor, away: Tensor
+) -> Tensor:
+    """`_nearest` without a loop, which would make the number of clicks a constant of the graph."""
+    distances = colour[..., None] * unlike[:, None] + position[..., None] * away[:, None]
+    return distances.masked_fill(~counts[:, None, :, None], _FAR).amin(dim=2).clamp(max=_FAR)
 
 
 def _unlike(clicks: Clicks, counts: Sequence[int]) -> Tensor:

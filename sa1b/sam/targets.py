@@ -1,7 +1,7 @@
 """The targets of a micro-batch for training and evaluation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -96,3 +96,31 @@ def inputs_of(batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
         counts=batch.masks.counts,
     )
     return batch.images, targets, random_words(key, int(Purpose.VISIT), positions)
+
+
+def with_equal_counts(targets: Targets) -> Targets:
+    """Targets with as many masks for each image as the image with the most has; M must be positive.
+
+    The padding of an image are copies of its last mask with the weight 0; of an image without masks, copies
+    of a mask of another image. The host does not wait for the device.
+    """
+    assert targets.counts is not None
+    most, images = max(targets.counts), len(targets.counts)
+    if min(targets.counts) == most:
+        return targets
+    numbers = torch.arange(images, device=targets.image.device)
+    begins = torch.searchsorted(targets.image, numbers)
+    ends = torch.searchsorted(targets.image, numbers, right=True)
+    chosen = begins[:, None] + torch.arange(most, device=targets.image.device)
+    own = (chosen < ends[:, None]).flatten()
+    source = torch.minimum(chosen, ends[:, None] - 1).clamp(min=0).flatten()
+    return replace(
+        targets,
+        masks=targets.masks[source],
+        boxes=targets.boxes[source],
+        points=targets.points[source],
+        image=numbers[:, None].expand(-1, most).flatten(),
+        weights=targets.weights[source] * own,
+        keys=targets.keys[source],
+        counts=(most,) * images,
+    )

@@ -1,0 +1,187 @@
+"""One iteration of interactive training: the answer of the model to its prompts, and its losses.
+
+It can be compiled. The shapes of an iteration depend on the numbers of masks and prompts, which differ from
+step to step. These numbers are variables of the graphs, so that no step compiles again.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from sa1b.masks.raster_torch import inside_image
+from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
+from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
+from sa1b.sam.model import Sam
+from sa1b.sam.recipe import Recipe
+from sa1b.sam.targets import Targets
+
+
+class Scene(NamedTuple):
+    """Inputs that are the same in all iterations."""
+
+    embeddings: Tensor  # [B, C, h, w]
+    image: Tensor  # [M]
+    counts: Sequence[int] | None  # masks of each image
+    masks: Tensor  # bool [M, R, R]
+    inside: Tensor  # bool [M, R, R], pixels of the image
+
+
+class Answer(NamedTuple):
+    """The candidates of one iteration, K = 3 in the first iteration, later K = 1, and the chosen one."""
+
+    logits: Tensor  # float32 [M, K, R, R]
+    predicted: Tensor  # [M, K], predicted IoU
+    masks: Tensor  # bool [M, K, R, R], without pixels outside the image
+    chosen: Tensor  # int64 [M], the candidate with the highest predicted IoU
+    feedback: Tensor  # [M, 1, 4h, 4w], logits of the chosen candidate for the next iteration
+
+
+class Outcome(NamedTuple):
+    """Results of one iteration of training, including the input of the next one."""
+
+    losses: Tensor  # [3, M]: focal loss, dice loss, error of the IoU
+    iou: Tensor  # [M], IoU of the chosen mask
+    mask: Tensor  # bool [M, R, R], the chosen mask
+    feedback: Tensor  # [M, 1, 4h, 4w]
+
+
+class Iteration:
+    """An iteration of a model and a recipe; it has no parameters of its own.
+
+    Args:
+        model: the model to train.
+        recipe: prompts, iterations, losses.
+    """
+
+    def __init__(self, model: Sam, recipe: Recipe) -> None:
+        self.model = model
+        self.recipe = recipe
+        self._compiled: Callable[..., Outcome] | None = None
+
+    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compile the comparison with the targets: a graph for the first iteration, one for all later ones.
+
+        Padding the prompts to a constant number would cost as much as real ones: a product for each image
+        token and head. There are two graphs for each number of images in a micro-batch.
+        """
+        self._compiled = torch.compile(self._compare_equal, fullgraph=True, backend=backend)
+
+    def compiles(self, counts: Sequence[int] | None) -> bool:
+        """Whether iterations with these numbers of masks are compiled, after `with_equal_counts`.
+
+        At least one image must have two masks, since a graph treats the numbers 0 and 1 as constants.
+        """
+        return self._compiled is not None and counts is not None and max(counts, default=0) > 1
+
+    def __call__(
+        self,
+        scene: Scene,
+        points: Tensor,
+        labels: Tensor,
+        feedback: Tensor | None,
+        *,
+        compiled: bool,
+        recompute: bool,
+    ) -> Outcome:
+        """The masks of one iteration compared with the targets; without feedback, it is the first one.
+
+        Args:
+            points, labels: see `Sam.decode`.
+            compiled: all images have as many masks, and `compiles` is true.
+            recompute: the backward pass recomputes the activations.
+        """
+        compare: Callable[..., Outcome] = self._compare
+        if compiled and self._compiled is not None:
+            compare, scene = self._compiled, scene._replace(counts=None)
+            _mark_sizes(scene, points, labels, feedback)
+        arguments = (scene, points, labels, feedback)
+        if not recompute:
+            return compare(*arguments)
+        # An iteration uses no generator, so the state of the generator is not saved.
+        again: Outcome = checkpoint(compare, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return again
+
+    def answer(self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> Answer:
+        """The candidates for these prompts; without feedback, the three of the first iteration."""
+        logits, predicted = self.model.decode(
+            scene.embeddings,
+            scene.image,
+            points,
+            labels,
+            feedback,
+            counts=scene.counts,
+            candidates=AMBIGUOUS if feedback is None else SINGLE,
+        )
+        large, size = logits.float(), scene.masks.shape[-1]
+        if size > logits.shape[-1]:
+            large = functional.interpolate(large, (size, size), mode="bilinear", align_corners=False)
+        chosen = predicted.detach().argmax(dim=1)
+        return Answer(
+            logits=large,
+            predicted=predicted,
+            masks=(large.detach() > 0) & scene.inside[:, None],
+            chosen=chosen,
+            feedback=pick(logits, chosen)[:, None],
+        )
+
+    def _compare_equal(
+        self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
+    ) -> Outcome:
+        """`_compare` for images with equal numbers of masks, which follow from the shapes."""
+        images = len(scene.embeddings)
+        counts = [len(scene.image) // images] * images
+        return self._compare(scene._replace(counts=counts), points, labels, feedback)
+
+    def _compare(self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> Outcome:
+        recipe = self.recipe
+        answer = self.answer(scene, points, labels, feedback)
+        targets = scene.masks[:, None]
+        focal = focal_loss(answer.logits, targets, recipe.focal_alpha, recipe.focal_gamma)
+        dice = dice_loss(answer.logits, targets)
+        actual = iou(*overlaps(answer.masks, targets))
+        quality = iou_loss(answer.predicted, actual, recipe.iou_loss)
+        best = (recipe.focal_weight * focal + recipe.dice_weight * dice).argmin(dim=1)
+        trained = pick(quality, best) if recipe.iou_masks == "best" else quality.mean(dim=1)
+        share = recipe.all_masks_share
+        return Outcome(
+            losses=torch.stack((_trained(focal, best, share), _trained(dice, best, share), trained)),
+            iou=pick(actual, answer.chosen),
+            mask=pick(answer.masks, answer.chosen),
+            feedback=answer.feedback if recipe.feedback_gradient else answer.feedback.detach(),
+        )
+
+
+def scene_of(embeddings: Tensor, image_size: int, targets: Targets) -> Scene:
+    """The scene of a micro-batch with these embeddings and targets."""
+    size = targets.masks.shape[-1]
+    inside = inside_image(targets.sizes, image_size, size)[targets.image]
+    masks = targets.masks.bool() & inside
+    return Scene(embeddings, targets.image, targets.counts, masks, inside)
+
+
+def pick(values: Tensor, chosen: Tensor) -> Tensor:
+    """The chosen candidate of each mask: [M, K, ...] -> [M, ...]; the others get a gradient of zeros."""
+    if values.shape[1] == 1:  # a view in place of a copy
+        return values[:, 0]
+    return values[torch.arange(len(values), device=values.device), chosen]
+
+
+def _trained(losses: Tensor, best: Tensor, share: float) -> Tensor:
+    """The best candidate's loss, mixed with the mean over all candidates by `share`: [M, K] -> [M]."""
+    picked = pick(losses, best)
+    return torch.lerp(picked, losses.mean(dim=1), share) if share else picked
+
+
+def _mark_sizes(scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> None:
+    """Let the numbers of masks and prompts be variables of a graph from its first compilation on."""
+    dynamo: Any = import_module("torch._dynamo")
+    for tensor in (scene.image, scene.masks, scene.inside, points, labels, feedback):
+        if tensor is not None:
+            dynamo.maybe_mark_dynamic(tensor, 0)
+    dynamo.maybe_mark_dynamic(points, 1)
+    dynamo.maybe_mark_dynamic(labels, 1)
