@@ -39,7 +39,7 @@ _LOG = 2500  # characters of the log of a part that did not end well, and of the
 
 @dataclass(slots=True)
 class Outcome:
-    """How a part ended, and its records.
+    """The outcome of a part, and its records.
 
     Attributes:
         state: see above.

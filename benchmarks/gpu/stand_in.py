@@ -1,4 +1,4 @@
-"""What decodes JPEG files on a GPU, on a CPU: a lane of host memory, and libjpeg-turbo in place of nvJPEG.
+"""Stand-ins on a CPU for decoding JPEG files on a GPU: a lane of host memory, and libjpeg-turbo for nvJPEG.
 
 The interfaces are those of sa1b.stream.decode_lane and of torchcodec. As the allocator of a GPU does, the
 lane hands out the same memory again for each micro-batch.

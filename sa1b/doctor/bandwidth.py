@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from sa1b.doctor.check import Subject
+from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.group import joined
 from sa1b.doctor.links import Link, link_of
-from sa1b.doctor.meeting import Meeting
 from sa1b.doctor.report import LINES, Finding
 
 BANDWIDTH = "bandwidth"
@@ -56,7 +56,7 @@ class Measurement:
         return self.algorithm * (2 if self.collective == "all-reduce" else 1) * (self.ranks - 1) / self.ranks
 
 
-def bandwidth(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
+def bandwidth(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
     """Measure all sizes up to the largest that fits the time, and compare them with the rate of the link."""
     rank_info = joined(subject)
     found = [
@@ -66,9 +66,9 @@ def bandwidth(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
             collective, rank_info.device, subject.world_size, subject.largest_message, subject.seconds
         )
     ]
-    meeting.send("bandwidth/host", subject.host)
+    exchange.send("bandwidth/host", subject.host)
     if subject.rank == 0:
-        hosts = len({*meeting.receive("bandwidth/host").values()})
+        hosts = len({*exchange.receive("bandwidth/host").values()})
         yield judged(found, link_of(subject, hosts))
 
 

@@ -1,4 +1,4 @@
-"""Why a TCP connection fails, in the words that the remedies use."""
+"""The reason for which a TCP connection fails, as text."""
 
 import socket
 
@@ -6,7 +6,7 @@ _CONNECT = 5.0  # seconds
 
 
 def connect_reason(host: str, port: int, seconds: float = _CONNECT) -> str:
-    """Why a connection fails, such as "timed out" or "connection refused"; empty: it works."""
+    """The reason for a failing connection, such as "timed out"; empty if the connection works."""
     try:
         socket.create_connection((host, port), timeout=seconds).close()
     except TimeoutError:

@@ -34,7 +34,7 @@ _REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # the second one
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What torch, the driver and the environment say about GPUs.
+    """The GPUs of this machine as torch, the driver and the environment report them.
 
     Attributes:
         build: version of CUDA for which torch was built; None: a CPU build.

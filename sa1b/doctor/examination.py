@@ -17,8 +17,8 @@ from sa1b.doctor import device, environment, machine, software, storage
 from sa1b.doctor.agreement import agreement
 from sa1b.doctor.bandwidth import BANDWIDTH, bandwidth
 from sa1b.doctor.check import ABORTED, Check, Subject, unmet
+from sa1b.doctor.exchange import CheckTogether, RankExchange, of_rank
 from sa1b.doctor.group import GROUP, process_group, rank_sum
-from sa1b.doctor.meeting import CheckTogether, Meeting, of_rank
 from sa1b.doctor.reachability import REACHABILITY, reachability
 from sa1b.doctor.report import Finding, Report, named
 from sa1b.doctor.ring import RING, ring
@@ -123,12 +123,12 @@ def _exchanged(
 ) -> Report | None:
     """The findings of all ranks, on rank 0; those of this rank, if it cannot reach the others."""
     try:
-        meeting = Meeting(subject)
-        meeting.send("local", (subject.host, found))
+        exchange = RankExchange(subject)
+        exchange.send("local", (subject.host, found))
         if subject.rank > 0:
-            _follow(subject, meeting, together, found)
+            _follow(subject, exchange, together, found)
             return None
-        return _lead(subject, meeting, chosen, together, progress)
+        return _lead(subject, exchange, chosen, together, progress)
     except Exception as error:  # torch's store raises several classes
         title = f"rank {subject.rank} on {subject.host}, alone"
         return Report([*found, _unreachable(subject, error)], title)
@@ -136,13 +136,13 @@ def _exchanged(
 
 def _lead(
     subject: Subject,
-    meeting: Meeting,
+    exchange: RankExchange,
     chosen: Callable[[str], bool],
     together: Sequence[CheckTogether],
     progress: "_Progress",
 ) -> Report:
     """Rank 0: gather the findings, and decide before each further check whether the ranks run it."""
-    answers = meeting.receive("local", timeout=subject.wait)
+    answers = exchange.receive("local", timeout=subject.wait)
     hosts = [answers[rank][0] if rank in answers else "?" for rank in range(subject.world_size)]
     found = [one for _, (_, findings) in sorted(answers.items()) for one in findings]
     found += [one for one in agreement(found) if chosen(one.check)]
@@ -155,13 +155,13 @@ def _lead(
             if missing
             else unmet(check.name, check.needs, found) or out_of_step(check, together, found)
         )
-        meeting.send(_go(check), skipped is None)
+        exchange.send(_go(check), skipped is None)
         if skipped is not None:
             found.append(skipped)
             continue
         progress.show(check.name)
-        meeting.send(check.name, check.run(subject, meeting))
-        answers = meeting.receive(check.name)
+        exchange.send(check.name, check.run(subject, exchange))
+        answers = exchange.receive(check.name)
         found += [one for _, findings in sorted(answers.items()) for one in findings]
         missing = _missing(subject, answers)
         if missing:
@@ -169,13 +169,13 @@ def _lead(
     progress.end()
     # The store may be in this process: it must not end before the others have read the last decision.
     answering = [rank for rank in range(1, subject.world_size) if rank not in missing]
-    meeting.receive("done", answering, min(subject.timeout, _LAST))
+    exchange.receive("done", answering, min(subject.timeout, _LAST))
     where = counted(len({*hosts} - {"?"}), "host")
     return Report(found, f"{subject.world_size} ranks on {where}", hosts)
 
 
 def _follow(
-    subject: Subject, meeting: Meeting, together: Sequence[CheckTogether], found: list[Finding]
+    subject: Subject, exchange: RankExchange, together: Sequence[CheckTogether], found: list[Finding]
 ) -> None:
     """Another rank: run the checks for which rank 0 decides.
 
@@ -184,14 +184,14 @@ def _follow(
     """
     for check in together:
         # Rank 0 may wait for other ranks before the check and after it.
-        decision = meeting.receive(_go(check), [0], 3 * subject.timeout)
+        decision = exchange.receive(_go(check), [0], 3 * subject.timeout)
         if not decision:
             raise RuntimeError(f"rank 0 does not answer before the check {check.name!r}")
         if decision[0]:
-            own = check.run(subject, meeting)
+            own = check.run(subject, exchange)
             found += own
-            meeting.send(check.name, own)
-    meeting.send("done", True)
+            exchange.send(check.name, own)
+    exchange.send("done", True)
 
 
 def out_of_step(

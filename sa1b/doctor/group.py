@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sa1b.doctor.check import Subject
-from sa1b.doctor.meeting import Meeting
+from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.report import Finding
 from sa1b.engine.network import choose
 from sa1b.engine.parallel import ParallelConfig, start
@@ -50,7 +50,7 @@ def joined(subject: Subject, mode: Literal["ddp", "fsdp"] = "ddp") -> RankInfo:
     )
 
 
-def process_group(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
+def process_group(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
     """Start the group, and wait for all ranks with a barrier that names those that do not reach it."""
     try:
         joined(subject)
@@ -91,7 +91,7 @@ def _absent(subject: Subject, error: Exception) -> Finding:
     )
 
 
-def rank_sum(subject: Subject, meeting: Meeting, contribution: int | None = None) -> Iterator[Finding]:
+def rank_sum(subject: Subject, exchange: RankExchange, contribution: int | None = None) -> Iterator[Finding]:
     """Sum of the rank numbers by all-reduce on the device of the ranks, in each number format.
 
     Args:

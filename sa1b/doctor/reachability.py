@@ -10,7 +10,7 @@ from contextlib import suppress
 from sa1b.console import counted
 from sa1b.doctor.check import Subject
 from sa1b.doctor.connection import connect_reason
-from sa1b.doctor.meeting import Meeting
+from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.report import Finding
 from sa1b.engine.network import choose
 
@@ -27,7 +27,7 @@ _REMEDIES = {
 }
 
 
-def reachability(subject: Subject, meeting: Meeting, address: str | None = None) -> Iterator[Finding]:
+def reachability(subject: Subject, exchange: RankExchange, address: str | None = None) -> Iterator[Finding]:
     """Connect each host to every other host, from the address that gloo would use.
 
     One rank of each host takes part. It listens on a port that the system chooses, as gloo and NCCL do.
@@ -36,8 +36,8 @@ def reachability(subject: Subject, meeting: Meeting, address: str | None = None)
         address: at which this host listens; by default that of the interface of gloo.
     """
     own = own_address(subject) if address is None else address
-    meeting.send("reachability/host", subject.host)
-    hosts = meeting.receive("reachability/host")
+    exchange.send("reachability/host", subject.host)
+    hosts = exchange.receive("reachability/host")
     first = {host: rank for rank, host in sorted(hosts.items(), reverse=True)}  # the lowest rank of a host
     if len(first) < 2:
         if subject.rank == 0:
@@ -56,15 +56,15 @@ def reachability(subject: Subject, meeting: Meeting, address: str | None = None)
         )
     with socket.create_server((own, 0), backlog=len(members)) as server:
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
-        meeting.send("reachability/address", (own, server.getsockname()[1]))
-        addresses = meeting.receive("reachability/address", members)
+        exchange.send("reachability/address", (own, server.getsockname()[1]))
+        addresses = exchange.receive("reachability/address", members)
         targets = {rank: at for rank, at in addresses.items() if rank != subject.rank}
         targets[-1] = _rendezvous(subject)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             reasons = dict(zip(targets, pool.map(_reason, targets.values()), strict=True))
         # Others may still connect to this server.
-        meeting.send("reachability/done", True)
-        meeting.receive("reachability/done", members)
+        exchange.send("reachability/done", True)
+        exchange.receive("reachability/done", members)
     yield from judged(subject.host, hosts, targets, reasons)
 
 

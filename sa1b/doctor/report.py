@@ -115,7 +115,7 @@ def _advice(rows: Sequence[Finding]) -> list[str]:
 
 
 def _together(same: Sequence[Finding]) -> Finding:
-    """The first one, with the ranks and hosts of all."""
+    """The first of these findings, with the ranks and hosts of all of them."""
     ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
     hosts = dict.fromkeys(host for one in same for host in one.host.split(", ") if host)
     return replace(same[0], ranks=ranks, host=", ".join(hosts))

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sa1b.doctor.check import Subject
+from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.group import joined
-from sa1b.doctor.meeting import Meeting
 from sa1b.doctor.report import LINES, Finding, State
 
 RING = "ring"
@@ -32,7 +32,7 @@ Alter = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one rank measured.
+    """The measurement of one rank.
 
     Attributes:
         error: step and description of the first wrong chunk; None: the results are right.
@@ -50,7 +50,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a rank sends and receives in a step: the numbers of two chunks.
+    """The chunks, by number, that a rank sends and receives in a step.
 
     Attributes:
         adds: whether the received chunk is added, as in a reduce-scatter, or replaces the chunk.
@@ -92,7 +92,7 @@ def ring_all_reduce(
     for number, step in enumerate(steps_of(rank, world_size)):
         target = chunks[step.receives]
         buffer = torch.empty_like(target) if step.adds else target
-        # A chunk is empty if there are fewer elements than ranks; both ends know this.
+        # A chunk is empty if there are fewer elements than ranks. Sender and receiver both leave it out.
         transfers = [
             dist.P2POp(call, chunk, peer)
             for call, chunk, peer in (
@@ -201,7 +201,7 @@ def link_seconds(
 
 def ring(
     subject: Subject,
-    meeting: Meeting,
+    exchange: RankExchange,
     *,
     received: Alter = lambda step, chunk: None,
     delay: Callable[[], None] = lambda: None,
@@ -228,9 +228,9 @@ def ring(
         sent_bytes=sent[0],
         link_seconds=link_seconds(rank, count, device, delay, _ELEMENTS // count),
     )
-    meeting.send("ring/measured", measured)
+    exchange.send("ring/measured", measured)
     if rank == 0:
-        answers = meeting.receive("ring/measured")
+        answers = exchange.receive("ring/measured")
         if len(answers) == count:  # else, the examination names the missing ones
             yield judged([answers[one] for one in range(count)])
 

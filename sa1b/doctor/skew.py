@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from sa1b.doctor.check import Subject
-from sa1b.doctor.meeting import Meeting
+from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.report import Finding, State
 
 SKEW = "clock skew"
@@ -22,20 +22,20 @@ FAILED = 900.0  # seconds; S3 rejects a request whose time is 15 minutes off (Re
 
 
 def clock_skew(
-    subject: Subject, meeting: Meeting, clock: Callable[[], float] = time.time
+    subject: Subject, exchange: RankExchange, clock: Callable[[], float] = time.time
 ) -> Iterator[Finding]:
     """Compare the clock of each host with that of rank 0.
 
     Args:
         clock: seconds since 1970.
     """
-    meeting.send("skew/host", subject.host)
-    hosts = meeting.receive("skew/host")
+    exchange.send("skew/host", subject.host)
+    hosts = exchange.receive("skew/host")
     first: dict[str, int] = {}
     for rank, host in sorted(hosts.items()):
         first.setdefault(host, rank)
     others = [rank for host, rank in first.items() if rank > 0 and host != hosts.get(0)]
-    store = meeting.store
+    store = exchange.store
     if subject.rank == 0:
         for rank in others:
             for number in range(_MESSAGES):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sa1b.doctor.check import Subject
+from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.group import joined
-from sa1b.doctor.meeting import Meeting
 from sa1b.doctor.report import Finding, ranges
 from sa1b.doctor.small_step import small_inputs, small_model
 from sa1b.engine.parallel import ParallelConfig, wrap
@@ -31,7 +31,7 @@ Gradients = Mapping[str, Tensor]
 
 def gradients(
     subject: Subject,
-    meeting: Meeting,
+    exchange: RankExchange,
     alter: Callable[[nn.Module], None] = lambda module: None,
     modes: Sequence[Literal["ddp", "fsdp"]] = ("ddp", "fsdp"),
 ) -> Iterator[Finding]:
@@ -51,7 +51,7 @@ def gradients(
         found = _backward(module, numbers[subject.rank])
         wrong = [name for name in mean if not _equal(found.get(name), mean[name])]
         if mode == "ddp":  # ranks of fsdp have different shards
-            meeting.send(
+            exchange.send(
                 "gradients/digests", None if wrong else {name: _digest(found[name]) for name in found}
             )
         if wrong:
@@ -71,7 +71,7 @@ def gradients(
             yield from differing(
                 {
                     rank: sent
-                    for rank, sent in meeting.receive("gradients/digests").items()
+                    for rank, sent in exchange.receive("gradients/digests").items()
                     if sent is not None
                 }
             )

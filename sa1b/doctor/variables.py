@@ -12,7 +12,7 @@ Kind = Literal["good", "harmless", "slow", "risky", "old"]
 
 
 class Rule(NamedTuple):
-    """What a variable does.
+    """The effect of a variable.
 
     Attributes:
         kind: good: helps. harmless: a choice that costs nothing in general. slow: costs speed. risky: may
@@ -68,7 +68,7 @@ RULES: dict[str, Rule] = {
     "NCCL_PXN_DISABLE": Rule("slow", "GPUs do not use the network adapters of others", _ON),
     "NCCL_RAS_ENABLE": Rule("risky", "the state of a hanging job cannot be queried", _OFF),
     "NCCL_RAS_ADDR": Rule("good", "the address at which the state of a hanging job can be queried"),
-    "NCCL_COMM_ID": Rule("risky", "all communicators meet at one fixed address"),
+    "NCCL_COMM_ID": Rule("risky", "all communicators connect at one fixed address"),
     "NCCL_COMM_BLOCKING": Rule("harmless", "torch chooses it itself"),
     "NCCL_SOCKET_FAMILY": Rule("harmless", "IPv4 or IPv6"),
     "NCCL_SOCKET_NTHREADS": Rule("good", "threads for each connection, for networks of 100 Gbit/s"),

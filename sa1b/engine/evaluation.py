@@ -134,7 +134,7 @@ def held_out_feed(
 
 
 class Scorer(Protocol):
-    """What an evaluation computes: sums over all images, and masks to show."""
+    """The results of an evaluation: sums over all images, and masks to show."""
 
     def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
         """Evaluate a micro-batch: call the module once, on every rank, with `inputs`."""

@@ -1,4 +1,4 @@
-"""Where a rank is in its run, and how long each part of a step took.
+"""The phase of a run that a rank is in, and the duration of each part of a step.
 
     phases = Phases()
     while step < steps:

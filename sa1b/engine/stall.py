@@ -82,7 +82,7 @@ def _sentence(one: Observed, *, alone: bool) -> str:
 
 
 def table(ranks: Sequence[Observed]) -> str:
-    """Where every rank is, as aligned columns; ranks that the others wait for are marked.
+    """The state of every rank as aligned columns; ranks that the others wait for are marked.
 
     If there are many ranks, those in the same phase and in the same code share a row.
     """

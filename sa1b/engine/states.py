@@ -37,7 +37,7 @@ _ANSWERS_WITHIN = timedelta(seconds=20)  # for one call of the store
 
 
 class RankState(NamedTuple):
-    """What a rank publishes.
+    """The state that a rank publishes.
 
     Attributes:
         rank, host: the rank and its machine.

@@ -174,7 +174,7 @@ class Watchdog:
                 write_whole(self._out / "nccl-ras.txt", nccl_status().encode())
 
     def _lost_ranks(self) -> list[str]:
-        """Why this rank lost the others: it watches them for some intervals, because some may still end."""
+        """Lines about the ranks that this one lost. They are observed for some time: some may still end."""
         if not self._states.read(_ANSWERS_WITHIN):
             return [_lost_store(self._states.error)]
         before = {rank: seen.state.beat for rank, seen in self._states.seen.items()}
@@ -188,7 +188,7 @@ class Watchdog:
         return self._verdict(self._observed(quiet))
 
     def _observed(self, silent: set[int]) -> list[Observed]:
-        """All ranks whose state is known, in ascending order; this one first-hand."""
+        """All ranks whose state is known, in ascending order; this one by its own state."""
         now, own = time.monotonic(), self._states.own()
         found = {
             rank: Observed(seen.state, now - seen.at, rank in silent)

@@ -50,7 +50,7 @@ class Format:
 
     @property
     def unit(self) -> str:
-        """What a part is called in messages."""
+        """The word for a part in messages."""
         return "part"
 
     @property

@@ -31,7 +31,7 @@ IMAGES_PER_TAR = 1000
 
 
 class JoinedColumn(Protocol):
-    """What an export needs of a sa1b.stream.columns.Column, which is pickled to the workers.
+    """The part of a sa1b.stream.columns.Column that an export needs; it is pickled to the workers.
 
     Attributes:
         name: name of the column.

@@ -11,7 +11,7 @@ features and the gathered ones. Its backward pass yields the derivative of that 
 features of every rank. The backward pass of `gather` adds these over the ranks and returns to each rank
 those of its own features. So each rank's parameters get the derivative of L through its own features, and the
 sum over the ranks, which DDP and FSDP form, is the gradient of L in one process. The engine adds up the
-number of pairs over the ranks, as that of masks.
+number of pairs over the ranks, like the number of masks of other models.
 
 This holds for any division of the images among the ranks, equal or not. It does not hold for several
 micro-batches: the pairs of one are compared with those of the same micro-batch of all ranks only.

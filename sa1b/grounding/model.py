@@ -186,7 +186,7 @@ class Grounding(nn.Module):
         return 3 * (images * encoder_flops(self.config) + masks * phrase)
 
     def scorer(self, device: torch.device) -> GroundingScore:
-        """What an evaluation computes; see `sa1b.engine.evaluation.Scorer`."""
+        """The scorer of an evaluation; see `sa1b.engine.evaluation.Scorer`."""
         return GroundingScore.empty(device)
 
     def forward(

@@ -28,7 +28,7 @@ from sa1b.workers import Event, Failure, supervise
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the cases are measured.
+    """The settings of a measurement.
 
     Attributes:
         config: settings of training; those of ranks and batches are replaced by those of each case.

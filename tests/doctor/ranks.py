@@ -14,15 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from sa1b.doctor import group, reachability, ring, skew, synchronisation
 from sa1b.doctor.bandwidth import bandwidth
 from sa1b.doctor.check import Subject
-from sa1b.doctor.meeting import CheckTogether, Meeting
+from sa1b.doctor.exchange import CheckTogether, RankExchange
 from sa1b.doctor.report import Finding
 from sa1b.engine.parallel import stop
 
 PATIENCE = 120  # seconds
 
 
-class Private(Meeting):
-    """The meeting of one case: its keys belong to no other."""
+class Private(RankExchange):
+    """The exchange of one case, with keys that no other case uses."""
 
     def __init__(self, subject: Subject, case: str) -> None:
         super().__init__(subject)
@@ -51,7 +51,7 @@ def sums(module: DistributedDataParallel) -> None:
 
 
 def left_on(module: nn.Module) -> None:
-    """no_sync, and its like of FSDP, left on."""
+    """`no_sync`, or its counterpart of FSDP, that is never turned off."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = False
     else:
@@ -76,7 +76,7 @@ def wrong_chunk(step: int, chunk: Tensor) -> None:
 
 
 class Closed(Private):
-    """The meeting of a host that gives the others a port at which it does not listen."""
+    """The exchange of a host that gives the others a port at which it does not listen."""
 
     def __init__(self, subject: Subject, case: str) -> None:
         super().__init__(subject, case)
@@ -92,7 +92,7 @@ def found() -> dict[str, list[Finding]]:
     """The findings of this rank, by case."""
     subject = Subject.of_this_process(timeout=2 * PATIENCE, seconds=0.3, largest_message=1 << 16)
     rank = subject.rank
-    cases: dict[str, Callable[[Subject, Meeting], Any]] = {
+    cases: dict[str, Callable[[Subject, RankExchange], Any]] = {
         "group": group.process_group,
         "sum": group.rank_sum,
         "wrong sum": lambda *given: group.rank_sum(*given, contribution=7 if rank == 1 else None),
@@ -111,12 +111,12 @@ def found() -> dict[str, list[Finding]]:
         ),
         "reachability": lambda *given: reachability.reachability(*given, address="127.0.0.1"),
         "blocked": lambda *given: reachability.reachability(*given, address="127.0.0.1"),
-        "loopback": lambda subject, meeting: reachability.reachability(
-            replace(subject, environment={**subject.environment, "GLOO_SOCKET_IFNAME": "lo"}), meeting
+        "loopback": lambda subject, exchange: reachability.reachability(
+            replace(subject, environment={**subject.environment, "GLOO_SOCKET_IFNAME": "lo"}), exchange
         ),
         # Last, because a barrier that failed leaves the ranks at different collectives.
-        "barrier": lambda subject, meeting: (
-            () if rank == 1 else group.process_group(replace(subject, timeout=8), meeting)
+        "barrier": lambda subject, exchange: (
+            () if rank == 1 else group.process_group(replace(subject, timeout=8), exchange)
         ),
     }  # fmt: skip
     results = {}
@@ -124,7 +124,7 @@ def found() -> dict[str, list[Finding]]:
         # Different hosts for the checks that compare hosts.
         several = name in ("clock", "skewed", "reachability", "blocked", "loopback", "slow link")
         own = replace(subject, host=f"gpu-{rank}") if several else subject
-        meeting = (Closed if (name, rank) == ("blocked", 2) else Private)(own, name)
-        results[name] = CheckTogether(name, work).run(own, meeting)
+        exchange = (Closed if (name, rank) == ("blocked", 2) else Private)(own, name)
+        results[name] = CheckTogether(name, work).run(own, exchange)
     stop()
     return results

@@ -1,4 +1,4 @@
-"""What links the ranks, on machines that are folders like /sys, and the judgement of measured rates."""
+"""Links between ranks, on machines that are folders like /sys, and the judgement of measured rates."""
 
 from pathlib import Path
 

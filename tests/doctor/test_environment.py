@@ -7,7 +7,7 @@ import pytest
 from sa1b.doctor.agreement import agreement
 from sa1b.doctor.check import Subject
 from sa1b.doctor.environment import environment
-from sa1b.doctor.meeting import of_rank
+from sa1b.doctor.exchange import of_rank
 from sa1b.doctor.report import Finding
 from sa1b.doctor.variables import KNOWN
 from sa1b.engine.network import choose

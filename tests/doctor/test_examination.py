@@ -15,8 +15,8 @@ import pytest
 
 from sa1b.doctor.check import Subject, crashed
 from sa1b.doctor.examination import LOCAL, TOGETHER, examine, names, out_of_step
+from sa1b.doctor.exchange import CheckTogether, RankExchange
 from sa1b.doctor.group import GROUP, process_group, rank_sum
-from sa1b.doctor.meeting import CheckTogether, Meeting
 from sa1b.doctor.report import Finding
 from tests import processes
 from tests.cli.verb import runner
@@ -233,28 +233,28 @@ def test_torchrun(root: Path) -> None:
 
 def together_on_rank() -> dict[str, Any] | None:
     """Checks by both ranks: one raises on rank 1, and another one does not end there."""
-    Meeting(ready := Subject.of_this_process(timeout=PATIENCE)).send("ready", True)
-    assert len(Meeting(ready).receive("ready")) == 2  # from here on, 5 s are long
+    RankExchange(ready := Subject.of_this_process(timeout=PATIENCE)).send("ready", True)
+    assert len(RankExchange(ready).receive("ready")) == 2  # from here on, 5 s are long
 
     def good(name: str) -> CheckTogether:
-        def work(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
+        def work(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
             yield Finding(name, "ok", f"of rank {subject.rank}")
 
         needs = ("raises",) if name == "needs it" else ()
         return CheckTogether(name, work, needs)
 
-    def raises(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
+    def raises(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
         if subject.rank == 1:
             raise ValueError("broken")
         yield Finding("raises", "ok", "fine")
 
-    def stops(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
+    def stops(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
         if subject.rank == 1:
-            meeting.send("pid", os.getpid())
+            exchange.send("pid", os.getpid())
             os.kill(os.getpid(), signal.SIGSTOP)
-        yield from process_group(subject, meeting)
+        yield from process_group(subject, exchange)
 
-    def hangs(subject: Subject, meeting: Meeting) -> Iterator[Finding]:
+    def hangs(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
         if subject.rank == 1:
             time.sleep(PATIENCE)
         yield Finding("hangs", "ok", "fine")
@@ -273,7 +273,7 @@ def together_on_rank() -> dict[str, Any] | None:
     mine = [check.name for check in checks]
     report = examine(subject, lambda name: name in mine, quiet=True, together=checks)
     if subject.rank == 0:
-        (pid,) = Meeting(subject).receive("pid", [1]).values()
+        (pid,) = RankExchange(subject).receive("pid", [1]).values()
         os.kill(pid, signal.SIGCONT)
     return report.document() if report else None
 

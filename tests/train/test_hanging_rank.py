@@ -70,7 +70,7 @@ def test_it_is_named_and_again_when_it_is_killed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["freeze", "spin", "block"])
-def test_the_last_words_of_a_run_that_times_out_name_it(root: Path, tmp_path: Path, what: str) -> None:
+def test_the_last_lines_of_a_run_that_times_out_name_it(root: Path, tmp_path: Path, what: str) -> None:
     timeouts = ("--data.deadline", "5", "--parallel.timeout", "15", "--parallel.timeout-first", "120")
     codes, outputs, out = hang(root, tmp_path, what, *timeouts, ranks=2, mode="ddp")
     assert codes == [1, -signal.SIGKILL]

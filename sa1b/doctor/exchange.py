@@ -1,4 +1,4 @@
-"""The exchange of findings between ranks by their key-value store, which needs no process group.
+"""Exchange of findings between ranks through their key-value store, without a process group.
 
 The findings of each rank therefore reach rank 0 even if no process group can start.
 """
@@ -17,12 +17,11 @@ from sa1b.doctor.check import ABORTED, Subject, in_thread
 from sa1b.doctor.connection import connect_reason
 from sa1b.doctor.report import Finding
 
-_INTERVAL = 0.05  # seconds between two looks for an answer; a call of the store cannot be interrupted
-
+_INTERVAL = 0.05  # seconds between two queries for an answer; a call of the store cannot be interrupted
 _RETRY = 0.5  # seconds between two attempts to connect
 _LOST = (
     "A rank may have ended or hang, or a link be blocked: look at the findings of the others and of the "
-    "check 'reachability', at `dmesg`, and with `py-spy dump --pid` at where ranks are"
+    "check 'reachability', at `dmesg`, and with `py-spy dump --pid` at the stacks of ranks"
 )
 
 
@@ -34,11 +33,11 @@ class KeyValueStore(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-class Meeting:
-    """The store of the ranks.
+class RankExchange:
+    """Exchange of values between the ranks through their key-value store.
 
     Attributes:
-        store: keys of this meeting begin with "doctor/".
+        store: the store; keys of this exchange begin with "doctor/".
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -60,7 +59,7 @@ class Meeting:
                 raise RuntimeError(f"{reason}, tried for {subject.wait:g} s")
             time.sleep(_RETRY)
         wait = timedelta(seconds=subject.wait)
-        # Its stub lacks values of type bytes.
+        # The stub of TCPStore lacks values of type bytes.
         store: Any = TCPStore(*at, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
         self.store: KeyValueStore = store
 
@@ -103,16 +102,16 @@ class CheckTogether:
     """
 
     name: str
-    work: Callable[[Subject, Meeting], Iterable[Finding]]
+    work: Callable[[Subject, RankExchange], Iterable[Finding]]
     needs: tuple[str, ...] = ()
 
-    def run(self, subject: Subject, meeting: Meeting) -> list[Finding]:
+    def run(self, subject: Subject, exchange: RankExchange) -> list[Finding]:
         """The findings of this rank. An error of the check is a finding too, and so is one that hangs."""
 
         def work() -> Iterable[Finding]:
             if subject.device.type == "cuda":
                 torch.cuda.set_device(subject.device)  # of this thread
-            return self.work(subject, meeting)
+            return self.work(subject, exchange)
 
         found = in_thread(self.name, work, subject.limit)
         return of_rank(
