@@ -109,7 +109,7 @@ class AnnotationSummary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """An image before the model: refused, complete, or with pixels."""
+    """An image that is ready for the model, or the reason why it needs none: refused or complete."""
 
     name: str
     error: BadSample | None = None

@@ -80,7 +80,7 @@ def _own_gpus(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def _same_environment(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Variables of NCCL, gloo and torch that are not set everywhere, or not to the same value."""
+    """Variables of NCCL, gloo and torch that are not set to the same value on all ranks."""
     by_rank: dict[int, dict[str, str]] = {}
     hosts: dict[int, str] = {}
     for one in findings:

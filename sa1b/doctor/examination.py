@@ -277,7 +277,7 @@ def _address(subject: Subject) -> str:
 
 
 class _Progress:
-    """The current check on stderr: one line that changes on a terminal; in a log, only what takes long."""
+    """Progress on stderr: on a terminal, a line with the current check; in a log, only long checks."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet

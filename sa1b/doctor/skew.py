@@ -16,7 +16,7 @@ from sa1b.doctor.report import Finding, State
 
 SKEW = "clock skew"
 _MESSAGES = 8
-# Claims of sources and --deadline compare times of several hosts, and so does the reader of their logs.
+# Claims of sources and --deadline compare times of several hosts, as do readers of logs.
 WARNED = 1.0  # seconds
 FAILED = 900.0  # seconds; S3 rejects a request whose time is 15 minutes off (RequestTimeTooSkewed)
 

@@ -98,7 +98,7 @@ class Rates(NamedTuple):
 
 
 def _rate(rate: float) -> str:
-    """A rate with its unit. Small ones, which a CPU trains, would be 0.0 MB/s."""
+    """A rate with its unit; in MB/s, the small rates that a CPU needs would be 0.0."""
     return f"{rate / 1e6:,.1f} MB/s" if rate >= 1e5 else f"{rate / 1e3:,.1f} kB/s"
 
 
@@ -200,7 +200,7 @@ def space_of(what: str, folder: Path, least: int, advised: int) -> Finding:
 
 
 def split(error: Exception, subject: Subject) -> tuple[str, str]:
-    """Figure and remedy of an error: the messages of this package end with the way out."""
+    """Figure and remedy of an error; messages of this package end with the remedy."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or subject.root}: {error.strerror}", "Check the path and its permissions"
     if isinstance(error, UnavailableError):

@@ -56,7 +56,7 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of --gpu, in any case of letters, with or without "NVIDIA".
+    """The GPU of --gpu; upper and lower case are equal, and "NVIDIA" may be omitted.
 
     Raises:
         UsageError: it is not in the list.

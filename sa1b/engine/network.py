@@ -1,4 +1,4 @@
-"""Settings of NCCL and gloo for ranks on several machines: environment variables with the reason for each.
+"""Settings of NCCL and gloo for ranks on several machines: environment variables, each with its reason.
 
     connection = choose("auto", gpus=True, out=Path("run"))    # before the process group starts
     connection.apply()

@@ -103,7 +103,7 @@ class DistillConfig(Config):
         return Distillation(student, self.recipe, teacher, cache)
 
     def resolved(self) -> "DistillConfig":
-        """See `Config.resolved`: the digest of the teacher."""
+        """The settings with the digest of the teacher; see `Config.resolved`."""
         if self.dry_run:
             return self
         return replace(
@@ -157,7 +157,7 @@ class GroundingConfig(Config):
         )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
-        """See `Config.micro_batches`; several would change the contrastive loss."""
+        """See `Config.micro_batches`; several micro-batches would change the contrastive loss."""
         size, count = Config.micro_batches(self, world_size)
         if count > 1 and self.recipe.negatives == "step":
             raise UsageError(

@@ -302,7 +302,7 @@ def plan(config: Config, cluster: Cluster) -> RunPlan:
     each = max((found.needed - one.needed) / (size - 1), 1.0)
     fitting = min(int(1 + (cluster.gpu_memory - one.needed) // each), size - 1)
     while fitting > 1 and not _with_micro_batch(found, fitting).fits:
-        fitting -= 1  # several micro-batches need memory for gradients in addition
+        fitting -= 1  # several micro-batches also need memory for gradients
     return replace(found, fitting=fitting if one.fits else 0)
 
 

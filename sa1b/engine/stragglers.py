@@ -138,7 +138,7 @@ class Stragglers:
         """Shares of a step with which all ranks would take the same time; None: no rank is slow, or the
         ranks do not divide steps.
 
-        The smallest whole numbers whose ratios are within a tenth of those of the ranks' speeds.
+        The smallest whole numbers with ratios within a tenth of the ratios of the ranks' speeds.
         """
         if not self._divided or not self.slow():
             return None

@@ -126,7 +126,7 @@ def teacher_digest(source: str, scratch: Path | None) -> str:
     """
     if _is_name(source):
         raise UsageError(
-            f"--distill.teacher {source}: is the name of a model; pass the file of its weights to train"
+            f"--distill.teacher {source}: is the name of a model; to train, pass the file of its weights"
         )
     return weights_digest(_weights(source, scratch))[:16]
 

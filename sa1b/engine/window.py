@@ -1,4 +1,4 @@
-"""Summaries of the last steps on rank 0: times of the ranks, limits of their loaders.
+"""Summaries of the last steps on rank 0: times of the ranks, and the limiting stages of their loaders.
 
 Each window of `--logging.window` steps adds two lines to RUN/metrics.jsonl, {"step": ..., "ranks": ...} and
 {"step": ..., "loader": ...}. A slow rank and a loader that limits the run are printed. SIGUSR2 to any rank

@@ -27,7 +27,7 @@ from sa1b.grounding.regions import region_features
 from sa1b.grounding.score import GroundingScore
 from sa1b.grounding.text_encoder import TextConfig, TextEncoder
 from sa1b.sam.flops import encoder_flops
-from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder
+from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights, resize_positions, resize_table
 from sa1b.sam.model import PIXEL_MEAN, PIXEL_STD, ModelConfig, normalised
 from sa1b.sam.published import read_tensors
@@ -164,12 +164,7 @@ class Grounding(nn.Module):
 
     def layer_of(self, name: str) -> int | None:
         """0 for the image encoder's embeddings, i + 1 for its block i, None after them."""
-        parts = name.split(".")
-        if parts[0] != "image_encoder":
-            return None
-        if parts[1] == "blocks":
-            return int(parts[2]) + 1
-        return 0 if parts[1] in ("patch_embed", "pos_embed") else None
+        return encoder_layer(name)
 
     def decays(self, name: str, parameter: Tensor) -> bool:
         """False for biases, norms, positions and the temperature; else True."""

@@ -17,7 +17,8 @@ class TextConfig:
         width: Width of the encoder: size of a token's vector.
         depth: Blocks of the encoder.
         heads: Attention heads of a block; head dimension is width / heads.
-        kernel: Neighbouring tokens that are joined before the first block; bytes of a word need this most.
+        kernel: Neighbouring tokens that are joined before the first block; most useful for bytes, of which a
+            word has many.
         vocabulary: Number of different tokens; by default that of --data.tokenizer.
     """
 

@@ -188,3 +188,17 @@ class ChannelNorm(nn.Module):
         """Input of any memory format -> output in channels-last format."""
         x = F.layer_norm(x.permute(0, 2, 3, 1), self.weight.shape, self.weight, self.bias, EPSILON)
         return x.permute(0, 3, 1, 2)
+
+
+def encoder_layer(name: str) -> int | None:
+    """Layer of a model's parameter: 0 for the image encoder's embeddings, i + 1 for its block i, else None.
+
+    Args:
+        name: name of the parameter in a model with the attribute `image_encoder`.
+    """
+    parts = name.split(".")
+    if parts[0] != "image_encoder":
+        return None
+    if parts[1] == "blocks":
+        return int(parts[2]) + 1
+    return 0 if parts[1] in ("patch_embed", "pos_embed") else None

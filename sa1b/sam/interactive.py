@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sa1b.sam import clicks
 from sa1b.sam.early_gradients import EarlyGradients
 from sa1b.sam.flops import step_flops
+from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.iteration import Iteration, Outcome, pick, scene_of
 from sa1b.sam.losses import overlaps
@@ -103,12 +104,7 @@ class Interactive(nn.Module):
 
     def layer_of(self, name: str) -> int | None:
         """0 for the image encoder's embeddings, i + 1 for its block i, None after them."""
-        parts = name.split(".")
-        if parts[0] != "image_encoder":
-            return None
-        if parts[1] == "blocks":
-            return int(parts[2]) + 1
-        return 0 if parts[1] in ("patch_embed", "pos_embed") else None
+        return encoder_layer(name)
 
     def decays(self, name: str, parameter: Tensor) -> bool:
         """False for biases and norms, which have one dimension, and for position embeddings; else True."""

@@ -6,8 +6,9 @@
 
 Weak scaling: each rank computes one micro-batch in a step, so the global batch grows with the ranks. Strong
 scaling: the global batch is fixed, so a rank computes fewer micro-batches when there are more ranks. If the
-global batch is one micro-batch for each of the most ranks, both have the same case for the most ranks. The
-stages of a pipeline compute all micro-batches of a step together, which has the same number of images.
+global batch is one micro-batch for each rank of the largest case, both kinds of series have the same largest
+case. The stages of a pipeline compute all micro-batches of a step together, which has the same number of
+images.
 """
 
 from collections.abc import Sequence
@@ -167,6 +168,6 @@ def _mode_of(mode: str, count: int) -> str:
 
 
 def cases_of(found: Sequence[Series]) -> list[Case]:
-    """Each case of the series once, those of few ranks first."""
+    """Each case of the series once, in ascending order of ranks."""
     every = dict.fromkeys(case for one in found for case in one.cases)
     return sorted(every, key=lambda case: case.ranks)

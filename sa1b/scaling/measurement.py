@@ -33,7 +33,7 @@ class Settings:
     Attributes:
         config: settings of training; those of ranks and batches are replaced by those of each case.
         device: cuda or cpu.
-        placement: CPUs of the most ranks; fewer ranks have the first ones.
+        placement: CPUs of each rank of the largest case; the ranks of smaller cases use the first ones.
         steps: steps of each part of a case in a round.
         rounds: number of rounds.
         timeout: seconds after which a case without progress has failed.

@@ -2,7 +2,7 @@
 
 The efficiency of N ranks is their images per second for each rank, relative to the fewest measured ranks.
 The lost efficiency has three parts, which add up exactly: exposed communication, waiting for data, and
-computation that takes longer than its share of the computation of the fewest ranks.
+computation that takes longer than its share of the computation in the case with the fewest ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -86,7 +86,7 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A case of a series, compared with the case of the fewest ranks of the series.
+    """A case of a series, compared with the case that has the fewest ranks.
 
     Attributes:
         speed_up: images per second relative to one rank.

@@ -80,7 +80,7 @@ class CocoReader:
                 raise SourceError(f"{path}: changed while {self.path} was read; run the same command again")
 
     def close(self) -> None:
-        """Nothing to close: every file is closed once it has been read."""
+        """Does nothing: every file is closed once it has been read."""
 
     def _image(self, file: CocoFile, image: CocoImage) -> Iterator[Member]:
         annotations = [file.annotation(number) for number in image.annotations]

@@ -199,7 +199,9 @@ def test_what_does_not_fit_is_refused(root: Path, teacher: Path, tmp_path: Path)
 
     with pytest.raises(UsageError, match="--distill.teacher: missing; pass the weights of a SAM"):
         config_of()
-    with pytest.raises(UsageError, match="--distill.teacher vit_h: is the name of a model; pass the file"):
+    with pytest.raises(
+        UsageError, match="--distill.teacher vit_h: is the name of a model; to train, pass the file"
+    ):
         config_of("--distill.teacher", "vit_h").resolved()
     cached = ("--distill.teacher", "vit_h", "--distill.cache")
     with pytest.raises(UsageError, match="--distill.cache near: needs a limit; also pass --distill.cache-b"):
