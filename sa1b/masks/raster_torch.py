@@ -334,7 +334,7 @@ def flips(flip: Flip, count: int, device: torch.device) -> Tensor:
         return torch.full((count,), bool(flip), device=device)
     if flip.shape != (count,) or flip.dtype != torch.bool:
         raise ValueError(f"flip must be a bool or bool [{count}], got {flip.dtype} {list(flip.shape)}")
-    return flip.to(device, non_blocking=True)
+    return flip.to(device, non_blocking=device.type != "cpu")
 
 
 def buffer(

@@ -247,7 +247,12 @@ class Batch(Tensors):
         return packed.map_tensors(lambda name, tensor: tensor.pin_memory() if name in _LARGE else tensor)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "Batch":
-        """A copy on another device: one copy for `images`, one for `dense`, one for all other tensors."""
+        """A copy on another device: one copy for `images`, one for `dense`, one for all other tensors.
+
+        Args:
+            non_blocking: see `Tensors.to`.
+        """
+        non_blocking &= torch.device(device).type != "cpu"
         if torch.device(device).type == self.ids.device.type:
             return Tensors.to(self, device, non_blocking=non_blocking)
         packed = self

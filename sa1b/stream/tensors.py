@@ -37,5 +37,11 @@ class Tensors:
         self.map_tensors(record)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
-        """A copy on another device; tensors that are already there are not copied."""
+        """A copy on another device; tensors that are already there are not copied.
+
+        Args:
+            non_blocking: do not wait for copies to a GPU. Copies to the CPU are complete on return: nothing
+                else would keep the caller from reading them too early.
+        """
+        non_blocking &= torch.device(device).type != "cpu"
         return self.map_tensors(lambda name, tensor: tensor.to(device, non_blocking=non_blocking))

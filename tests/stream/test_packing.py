@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sa1b.masks import raster_torch
 from sa1b.masks.runs import Runs
 from sa1b.stream.batch import Batch, RaggedMasks, collate
 from sa1b.stream.sample import SampleMasks
@@ -149,6 +150,27 @@ def test_a_batch_reaches_another_device_in_one_copy_beside_the_pixels(
         assert tensor.device.type == "meta", name
         assert tensor.shape == tensors(batch)[name].shape
     assert batch.to("cpu") is not there
+
+
+def test_copies_to_the_cpu_are_complete_and_other_copies_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Torch copies from a GPU into pinned memory, and with non_blocking=True it does not wait for the copy.
+    asked: set[tuple[str, bool]] = set()
+
+    def noted(self: Tensor, device: torch.device | str, *, non_blocking: bool) -> Tensor:
+        asked.add((torch.device(device).type, non_blocking))
+        return torch.empty_like(self, device=device)
+
+    batch = batch_of([np.ones((2, 3, 4), np.bool_)])
+    monkeypatch.setattr(Tensor, "to", noted)
+    there = batch.to("meta")
+    assert asked == {("meta", True)}
+    asked.clear()
+    there.to("cpu")
+    there.masks.to("cpu")
+    raster_torch.flips(torch.zeros(2, dtype=torch.bool, device="meta"), 2, torch.device("cpu"))
+    assert asked == {("cpu", False)}
 
 
 @examples
