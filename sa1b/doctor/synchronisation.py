@@ -1,7 +1,7 @@
 """Gradients after a real backward pass of DDP and FSDP on different data, compared with one process.
 
 Comparing parameters between ranks would prove nothing: DDP copies those of rank 0 when it is built, so they
-are equal before the first step, whether gradients are synchronised or not. To compare gradients between ranks
+are equal before the first step, whether gradients are synchronised or not. Comparing gradients between ranks
 is not enough either: a sum that is not divided by the number of ranks is wrong and equal everywhere.
 Therefore each rank computes the gradient of the data of all ranks alone, without communication, and compares
 its own with it.

@@ -206,7 +206,7 @@ class Control:
         return self.stop is Stop.TERMINATED and not self.failed and machines > 1 and limit > used
 
     def wait_for_agent(self) -> None:
-        """Wait until torchrun asks this rank to end too: a restart that it begins itself counts as none."""
+        """Wait until torchrun asks this rank to end: it does not count a restart that it begins itself."""
         end = time.monotonic() + _AGENTS_NOTICE
         while self.asked is Stop.NONE and time.monotonic() < end:
             time.sleep(0.05)

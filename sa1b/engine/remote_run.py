@@ -99,7 +99,7 @@ class RemoteRun:
     def upload(self) -> None:
         """Upload the files of the local folder that have changed, without `checkpoints` and hidden files.
 
-        Of the ranks that share a folder, only one uploads. The *.jsonl files of a machine without rank 0 get
+        Only one of the ranks that share a folder uploads. The *.jsonl files of a machine without rank 0 get
         the number of its first rank: `damaged-8.jsonl`.
 
         Raises:

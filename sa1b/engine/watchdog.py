@@ -3,7 +3,7 @@
     with Watchdog(config.health.stall, config.parallel, config.folder, rank_info, phases):
         ...train: phases.begin(step), phases.part("compute"), ...
 
-Each rank has two threads that detect it. One publishes where the rank is and reads where the others are
+Each rank has two threads that detect a stall. One publishes where the rank is and reads where the others are
 (`sa1b.engine.states`). The other one, which never waits for the network, detects that the phase of this rank
 has not changed for `--health.stall` seconds. Training is synchronous, so a rank that hangs soon stops all
 others, and every rank sees the stall by itself. Then

@@ -65,7 +65,7 @@ def phrased(batch: Batch, seed: int, side: int, width: int) -> tuple[Tensor, Phr
             f"{f'embeddings of {texts.vectors.shape[1]} numbers' if texts.vectors.shape[1] else 'strings'}; "
             f"pass --data.text-width {texts.vectors.shape[1]}"
         )
-    assert batch.dense is not None, "the loader was not asked for dense masks"
+    assert batch.dense is not None, "the batch has no dense masks"
     image = batch.masks.image
     tokens, belongs = texts.padded(0 if width else None)
     key = torch.full((), seed, dtype=torch.int64, device=batch.positions.device)

@@ -54,7 +54,7 @@ class GeneratorConfig:
         min_stability: Keep masks whose stability score is at least this number: the IoU of the masks at the
             logits +stability_offset and -stability_offset.
         stability_offset: Shift of the threshold for the stability score, in logits.
-        max_box_iou: Of masks whose boxes have a higher IoU, only the one with the highest predicted IoU is
+        max_box_iou: If the boxes of masks have a higher IoU, only the mask with the highest predicted IoU is
             kept.
         crop_layers: Also use crops of the image: layer 1 has 2 x 2, layer 2 has 4 x 4, and so on.
         crop_overlap: Overlap of the crops of layer 1, as a part of the shorter side of the image; those of

@@ -99,10 +99,11 @@ def inputs_of(batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
 
 
 def with_equal_counts(targets: Targets) -> Targets:
-    """Targets with as many masks for each image as the image with the most has; M must be positive.
+    """Targets with the same number of masks for each image, the largest number of any image; M must be
+    positive.
 
-    The padding of an image are copies of its last mask with the weight 0; of an image without masks, copies
-    of a mask of another image. The host does not wait for the device.
+    An image is padded with copies of its last mask with the weight 0, an image without masks with copies of a
+    mask of another image. The host does not wait for the device.
     """
     assert targets.counts is not None
     most, images = max(targets.counts), len(targets.counts)

@@ -43,7 +43,7 @@ class Dataset(Displayed):
     version.
 
     Args:
-        root: folder that `sa1b reshard` made, or its URL (s3://...). Of a URL the sample table is copied to
+        root: folder that `sa1b reshard` made, or its URL (s3://...). The sample table of a URL is copied to
             this machine once, see sa1b.storage.cache.
         deadline: seconds that one read may take over all its attempts.
         storage_options: for fsspec's file system, see sa1b.storage.reader.

@@ -31,7 +31,7 @@ def connected() -> Iterator[Any]:
 
 @contextmanager
 def interrupts() -> Iterator[None]:
-    """Ctrl-C in a call of DuckDB in the main thread, a RuntimeError, as KeyboardInterrupt."""
+    """Raise KeyboardInterrupt after Ctrl-C in a call of DuckDB, which raises RuntimeError itself."""
     try:
         yield
     except RuntimeError as error:

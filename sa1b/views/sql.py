@@ -100,7 +100,7 @@ class Query:
                 left = None if left is None else left - len(rows)
 
     def _readable(self) -> str:
-        """The statement with times of a time zone as text, because DuckDB needs pytz to return them."""
+        """The statement with timestamps of a time zone as text, because DuckDB needs pytz to return them."""
         zoned = [name for name, kind in self.columns.items() if "TIMESTAMP WITH TIME ZONE" in kind]
         quoted = ['"' + name.replace('"', '""') + '"' for name in zoned]
         casts = ", ".join(f"{name}::VARCHAR AS {name}" for name in quoted)
