@@ -329,7 +329,7 @@ def _resume(setting: Setting, record: Record) -> None:
     record.check("a resumed run has all steps", len(again) == STEPS, f"{len(again)} of {STEPS}")
     differ = largest_difference(again, whole, ("loss", "grad_norm"))
     record.figure("resumed: largest relative difference", differ)
-    record.check("a resumed run goes on as the uninterrupted one", differ <= TOLERANCE, differ)
+    record.check("a resumed run continues like the uninterrupted one", differ <= TOLERANCE, differ)
 
 
 def failure(setting: Setting, record: Record) -> None:

@@ -100,7 +100,9 @@ class AnnotationSummary:
         if (more := len(self.refused) - _SHOWN) > 0:
             lines.append(f"    and {more:,} more, all printed with --json")
         if self.others:
-            lines.append(f"  other    {counted(self.others, 'file')} in the folders, not images by name")
+            lines.append(
+                f"  other    {counted(self.others, 'file')} in the folders without the extension of an image"
+            )
         if not self._done:
             return "\n".join([*lines, "Nothing is annotated: all images are refused."])
         lines.append(f"Complete: {self.out} ({rate:,.2f} images/s, {self.seconds:,.1f} s)")

@@ -126,7 +126,7 @@ class Check:
 
 
 def in_thread(check: str, work: Callable[[], Iterable[Finding]], limit: float) -> list[Finding]:
-    """The findings of a check that may hang or raise an error, which are findings too.
+    """The findings of a check. If it hangs or raises an error, this is a finding too.
 
     Args:
         limit: seconds after which it counts as hanging; its thread keeps running.

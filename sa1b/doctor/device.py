@@ -199,7 +199,7 @@ def gpu_state(subject: Subject) -> Iterator[Finding]:
 
 
 def _problems(row: list[str]) -> Iterator[tuple[bool, str, str]]:
-    """Whether it is a failure, figure and remedy of each problem of a GPU."""
+    """Each problem of a GPU: whether it is a failure, its figure and its remedy."""
     index, uuid, name, errors, persistence, mig, mode, slowdown, used = row
     gpu = f"GPU {index} ({name}, {uuid})"
     if errors.isdecimal() and int(errors):

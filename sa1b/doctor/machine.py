@@ -206,7 +206,7 @@ def clock(subject: Subject, now: float | None = None) -> Iterator[Finding]:
             "clock",
             "warning",
             f"{figure}: reading it takes microseconds",
-            "Boot with clocksource=tsc, or kvm-clock in a virtual machine; dmesg says why tsc was rejected",
+            "Boot with clocksource=tsc, or kvm-clock in a virtual machine; dmesg shows why tsc was rejected",
             values=values,
         )
     else:

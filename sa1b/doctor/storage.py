@@ -157,7 +157,9 @@ def space(subject: Subject) -> Iterator[Finding]:
     if subject.out is None:
         yield Finding("space", "skipped", "no --out was named", "Name the folder of the run: --out FOLDER")
     elif was_url(subject.out):
-        yield Finding("space", "skipped", f"--out {subject.out}: a store does not say", "Nothing to do")
+        yield Finding(
+            "space", "skipped", f"--out {subject.out}: the free space of a store is unknown", "Nothing to do"
+        )
     else:
         yield space_of("--out ", subject.out, SPACE_LEAST, SPACE)
     yield space_of("temporary files in ", Path(tempfile.gettempdir()), SPACE_TEMPORARY // 10, SPACE_TEMPORARY)

@@ -1,8 +1,8 @@
 """Environment variables of NCCL, torch.distributed and gloo: the effect of each on training, if it is set.
 
 The sources are the documentation of NCCL 2.30
-(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html), which says of its section Debugging that
-these variables should not be used in production, and of torch 2.13
+(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html), which states about its section Debugging
+that these variables should not be used in production, and of torch 2.13
 (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html).
 """
 

@@ -62,7 +62,8 @@ class Config(ABC):
         deadline: Time before which the run stops with a checkpoint and exit code 0: HH:MM (the next one on
             this machine's clock), +HH:MM (after the start), or a date and time such as 2026-01-31T06:30. It
             leaves time for the longest of the last 16 steps and for a checkpoint like the newest one; until
-            the first checkpoint since the start is complete, for the step only. Any rank's clock decides.
+            the first checkpoint since the start is complete, for the step only. All ranks stop when one of
+            them reaches this time on its own clock.
         dry_run: Print ranks, batch arithmetic, memory and time estimates, and stop.
         evaluate_only: Evaluate --init, or the newest checkpoint in --out, and stop.
         json_output: With --evaluate-only: print the scores as JSON.

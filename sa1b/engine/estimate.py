@@ -61,7 +61,7 @@ def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
 def print_memory(config: Config, rank_info: RankInfo) -> None:
     """Measure the memory of a step (`sa1b.engine.fake_step`) and print it on rank 0, without a process group.
 
-    A model whose shapes depend on values cannot run on fake tensors. The line then says so.
+    A model whose shapes depend on values cannot run on fake tensors. The line then states this.
     """
     if rank_info.rank > 0:
         return

@@ -27,7 +27,7 @@ from sa1b.errors import UsageError
 Network = Literal["auto", "ethernet", "infiniband"]
 
 # Interfaces that lead to no other machine. The interface of a container and a bond are virtual devices too,
-# so the kind of the device does not decide.
+# so the kind of the device is no criterion.
 _INTERNAL = re.compile(
     r"lo$|docker|podman|br-|virbr|veth|vnet|tun|tap|cni|flannel|cali|kube|lxc|lxd|dummy|ifb|vmnet"
 )

@@ -6,7 +6,7 @@
 Each rank has two threads that detect a stall. One publishes where the rank is and reads where the others are
 (`sa1b.engine.states`). The other one, which never waits for the network, detects that the phase of this rank
 has not changed for `--health.stall` seconds. Training is synchronous, so a rank that hangs soon stops all
-others, and every rank sees the stall by itself. Then
+others, and every rank detects the stall on its own. Then
 
     every rank            writes the Python stacks of all its threads to RUN/stacks-<rank>.txt
     the lowest that runs  prints which rank the others wait for, and a table of all ranks, and appends both to

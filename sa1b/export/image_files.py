@@ -137,7 +137,7 @@ class Images(Format):
     Attributes:
         layout: one folder for each source, or all files in the folder of the export.
         image_size: pixels of the longer side. A larger image is encoded again as by `sa1b reshard
-            --image-size`; any other image has its stored bytes. None: all have.
+            --image-size`; any other image has its stored bytes. None: all images have their stored bytes.
         quality: of encoded JPEGs, 1 to 100.
     """
 

@@ -124,7 +124,7 @@ class GroundingScore:
         self.sums, self.empty_masks = both[:-1], both[-1]
 
     def result(self) -> dict[str, float]:
-        """The means by name, from 0 to 1, "phrases", their number, and "empty"."""
+        """The means by name, from 0 to 1; "phrases", the number of phrases; and "empty"."""
         *sums, count = self.sums.tolist()
         found: dict[str, float] = {"phrases": count}
         if count:

@@ -121,7 +121,7 @@ class Placement:
 
 
 def _siblings(cpu: int, root: Path) -> str:
-    """The CPUs of the same core, as the kernel writes them; the CPU itself if the kernel does not say."""
+    """The CPUs of the same core, as the kernel writes them; the CPU itself if the kernel lists none."""
     path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     try:
         return path.read_text().strip()

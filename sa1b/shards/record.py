@@ -198,7 +198,7 @@ def _decompress(data: bytes | memoryview) -> bytes:
     try:
         size = zstandard.frame_content_size(data)
         if size < 0:
-            raise RecordError("zstandard frame does not say its content size")
+            raise RecordError("zstandard frame does not state its content size")
         if size > MAX_CONTENT_BYTES:
             raise RecordError(f"record says it holds {size:,} bytes, cap {MAX_CONTENT_BYTES:,}")
         return _decompressor().decompress(data, max_output_size=MAX_CONTENT_BYTES)

@@ -124,7 +124,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
     ):
         record.decode(bomb)
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(b"x")
-    with pytest.raises(record.RecordError, match="does not say its content size"):
+    with pytest.raises(record.RecordError, match="does not state its content size"):
         record.decode(unsized)
 
 
