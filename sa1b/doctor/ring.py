@@ -236,7 +236,7 @@ def ring(
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a collective on this rank, the least of some; the first call connects and does not count."""
+    """Seconds of a collective on this rank, the minimum of several; the first call is left out."""
     best = float("inf")
     for number in range(_REPEATS + 1):
         dist.barrier()

@@ -150,7 +150,7 @@ class Images(Format):
         return f"images --layout {self.layout}"
 
     def check(self, dataset: Dataset) -> None:
-        """Every dataset has JPEGs."""
+        """Nothing is refused: scaled images are exported as stored, or scaled further."""
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         return _parts(dataset, rows, by_source=self.layout == "by-source")

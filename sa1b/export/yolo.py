@@ -48,7 +48,7 @@ class Yolo(Format):
         return ("data.yaml",)
 
     def check(self, dataset: Dataset) -> None:
-        """Every dataset has images and masks."""
+        """Nothing is refused: polygons are relative, so images may be scaled."""
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         return blocks([("images", rows)], self.images_per_list)
