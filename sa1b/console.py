@@ -8,6 +8,7 @@ import difflib
 import errno
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -370,3 +371,11 @@ def _interpreter() -> str:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """A number with its noun: "1 step", "2,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def rounded(number: float) -> str:
+    """A number of at least 0, with two significant digits or more: "1,060", "2.1", "0.034", "0"."""
+    if number == 0:
+        return "0"
+    digits = 1 - math.floor(math.log10(number))
+    return f"{number:,.{0 if number >= 100 else max(digits, 1)}f}"

@@ -97,3 +97,19 @@ def test_advice_names_the_script_only_where_the_path_finds_the_one_of_this_insta
     # What is printed can be pasted, also with a space in it.
     (other / "python").write_text("")
     assert advised(monkeypatch, "", other / "python", other) == f"'{other / 'python'}' -m sa1b verify"
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0, "0"),
+        (0.00254, "0.0025"),
+        (2.1e-5, "0.000021"),
+        (0.5, "0.50"),
+        (2.14, "2.1"),
+        (99.94, "99.9"),
+        (1060.17, "1,060"),
+    ],
+)
+def test_small_numbers_are_not_rounded_to_nothing(number: float, shown: str) -> None:
+    assert console.rounded(number) == shown

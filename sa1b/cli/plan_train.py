@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from sa1b.console import command, counted, loading
+from sa1b.console import command, counted, loading, rounded
 from sa1b.errors import UsageError
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _work(found: "RunPlan") -> list[tuple[str, str]]:
         ("", stored),
         ("each rank", f"{own}; it reads from all {data.kind}s"),
         ("batch", f"{batches} of up to {size}"),
-        ("run", f"{counted(steps, 'step')} = {_rounded(found.epochs)} epochs of {epoch}"),
+        ("run", f"{counted(steps, 'step')} = {rounded(found.epochs)} epochs of {epoch}"),
     ]
 
 
@@ -153,16 +153,16 @@ def _time(found: "RunPlan") -> list[tuple[str, str]]:
     cluster, masks = found.cluster, found.config.data.masks
     others = [f"{name} {_seconds(value)}" for name, value in found.limits.items() if name != found.limit]
     gpu_hours = found.hours * cluster.world_size
-    price = "" if cluster.price is None else f", {gpu_hours * cluster.price:,.0f} dollars"
+    price = "" if cluster.price is None else f", {rounded(gpu_hours * cluster.price)} dollars"
     sent = (
         f"{_seconds(found.communication)} of communication, of which {_seconds(found.exposed)} is not hidden"
     )
     return [
         ("step", f"{_seconds(found.seconds)}, limited by: {found.limit} ({', '.join(others)})"),
-        ("", f"{found.step_flops / 1e12:,.0f} TFLOP for up to {masks} masks an image"),
+        ("", f"{rounded(found.step_flops / 1e12)} TFLOP for up to {masks} masks an image"),
         ("", f"{_seconds(found.compute)} of computation; {sent}"),
         ("time", f"{_hours(found.hours / found.epochs)} an epoch, {_hours(found.hours)} the run"),
-        ("cost", f"{gpu_hours:,.0f} GPU hours{price}"),
+        ("cost", f"{rounded(gpu_hours)} GPU hours{price}"),
     ]
 
 
@@ -239,20 +239,18 @@ def _assumptions(found: "RunPlan") -> list[tuple[str, str]]:
     ]
 
 
-def _rounded(number: float) -> str:
-    return f"{number:,.1f}" if number < 100 else f"{number:,.0f}"
-
-
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 0.095 else f"{seconds * 1e3:,.1f} ms"
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
+    if hours >= 1:
+        return f"{hours:,.1f} hours"
+    return f"{hours * 60:,.1f} minutes" if hours * 60 >= 1 else f"{hours * 3600:,.1f} s"
 
 
 def _size(count: float) -> str:
-    """Bytes in the largest unit of which there is at least one."""
+    """A number of bytes in the largest unit of which there is at least one."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= factor:
             return f"{count / factor:,.{2 if factor > 1e6 else 1}f} {unit}"

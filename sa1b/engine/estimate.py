@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import nn
 
-from sa1b.console import counted
+from sa1b.console import counted, rounded
 from sa1b.engine.config import Config, build, initial_weights, load_initial, with_steps
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.fake_step import measure
@@ -75,11 +75,11 @@ def print_memory(config: Config, rank_info: RankInfo) -> None:
         print(f"peak memory   not measured: {type(error).__name__}: {reason}")
         return
     parts = {name: getattr(memory, name) for name in PURPOSES}
-    listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-    hosted = f" ({memory.offloaded / 1e9:.2f} GB of them in host memory)" if memory.offloaded else ""
+    listed = ", ".join(f"{name} {rounded(size / 1e9)}" for name, size in parts.items())
+    hosted = f" ({rounded(memory.offloaded / 1e9)} GB of them in host memory)" if memory.offloaded else ""
     print(
-        f"peak memory   {memory.peak / 1e9:.2f} GB a rank for tensors, measured on tensors without contents: "
-        f"{listed}{hosted}"
+        f"peak memory   {rounded(memory.peak / 1e9)} GB a rank for tensors, measured on tensors without "
+        f"contents: {listed}{hosted}"
     )
 
 
@@ -104,7 +104,7 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
         stages = counted(rank_info.world_size, "stage")
         of_rank = f"{counted(micro_batches, 'micro-batch', 'es')} through {stages}, each of"
     shards = rank_info.shards if config.parallel.shard == "full" else 1
-    held = 4 * parameters / 1e9
+    held = 4 * parameters
     state = held / shards + 3 * held / rank_info.shards  # weights; gradients and two moments
     if staged:
         state = 4 * _largest_stage(module, rank_info.world_size)
@@ -114,9 +114,9 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
     if ideal is not None:
         seconds = f"{ideal:.2f} s at the GPUs' peak, of which 40 % is good"
     kept = data.prefetch * micro + (batch if staged else 0)  # a pipeline collects the images of a step
-    image_bytes = kept * 3 * config.image_size**2 / 1e9
+    image_bytes = kept * 3 * config.image_size**2
     target = data.target_size or config.image_size // 4
-    mask_bytes = kept * data.masks * target**2 / 1e9
+    mask_bytes = kept * data.masks * target**2
     batches = "the batches of a step" if staged else "prefetched batches"
     return "\n".join(
         [
@@ -124,23 +124,19 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
             f"precision {config.parallel.precision}",
             f"batch         {counted(batch, 'image')} = {of_rank} {micro}",
             f"run           {counted(config.optim.steps, 'step')} = "
-            f"{_rounded(config.optim.steps * batch / images)} epochs of {counted(images, 'image')}",
+            f"{rounded(config.optim.steps * batch / images)} epochs of {counted(images, 'image')}",
             f"model         {parameters / 1e6:.1f} M parameters at {config.image_size} x {config.image_size}",
-            f"memory        {state:.2f} GB a rank for weights, gradients and optimizer; "
-            f"{image_bytes + mask_bytes:.2f} GB for {batches}",
-            f"step          {flops / 1e12:.2f} TFLOP for up to {data.masks} masks an image; {seconds}",
+            f"memory        {rounded(state / 1e9)} GB a rank for weights, gradients and optimizer; "
+            f"{rounded((image_bytes + mask_bytes) / 1e9)} GB for {batches}",
+            f"step          {rounded(flops / 1e12)} TFLOP for up to {data.masks} masks an image; {seconds}",
         ]
     )
 
 
-def _largest_stage(module: nn.Module, world_size: int) -> float:
-    """GB of the weights of the largest stage of a pipeline."""
+def _largest_stage(module: nn.Module, world_size: int) -> int:
+    """Bytes of the weights of the largest stage of a pipeline."""
     owners = owners_of(module, divide(module, world_size))
     sizes = [0] * world_size
     for name, parameter in declared(module).weights().named_parameters():
         sizes[owners[name]] += parameter.numel()
-    return 4 * max(sizes) / 1e9
-
-
-def _rounded(number: float) -> str:
-    return f"{number:,.1f}" if number < 100 else f"{number:,.0f}"
+    return 4 * max(sizes)

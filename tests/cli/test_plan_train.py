@@ -1,6 +1,7 @@
 """`sa1b plan train`: what a training run takes on a cluster."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_without_a_root_all_of_sa1b_is_assumed(capsys: pytest.CaptureFixture[str
     assert "17.75 GB of 80.00 GB: fits" in shown
     assert " dollars" in shown
     assert "--mfu             0.2 of the peak is reached" in shown
+
+
+@pytest.mark.usefixtures("of_15_gb")
+def test_a_short_run_costs_seconds_and_parts_of_a_dollar(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--preset", "tiny", "--optim.steps", "30")
+    assert plan_train.main(arguments=small, gpu="H100", gpus=1, price=2.0) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^time .* an epoch, 0\.[1-9] s the run$", shown, re.MULTILINE)
+    assert re.search(r"^cost +0\.0+[1-9]\d* GPU hours, 0\.0+[1-9]\d* dollars$", shown, re.MULTILINE)
+    assert re.search(r"^ +0\.\d+ TFLOP for ", shown, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("of_15_gb")
