@@ -138,6 +138,9 @@ def run_part(
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     # The package of this clone, wherever another one is installed.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    if setting.device == "cpu" or not part.measures:
+        # More threads than cores wait for each other: a step of a small model took 30 s beside other work.
+        environment.setdefault("OMP_NUM_THREADS", "1" if setting.device == "cpu" else "4")
     own.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with log.open("w") as output:
