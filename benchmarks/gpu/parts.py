@@ -30,6 +30,7 @@ PARTS = (
     _measures("rates", "loader:rates", 60, "images a second; allocations and waits", "material"),
     _measures("recipe", "training:recipe", 70, "the full recipe of ViT-B: rate, memory, waits", "material"),
     _measures("encoder", "training:encoder", 60, "forward and backward of the image encoder of ViT-B"),
+    _measures("attention", "attention:work", 60, "forms of the attention with relative positions"),
     _measures("decoder-rates", "decoder_rates:work", 90, "rates of decoders for the GPU", "material"),
     _measures("checkpoint", "training:checkpoint", 70, "stalls of saves; resuming", "material"),
     _measures("compiled", "training:compiled", 110, "the full recipe of ViT-B, compiled", "material"),

@@ -59,28 +59,43 @@ class RelativeAttention(nn.Module):
                 f"tokens of {rows} x {columns}: must be {self.side} x {self.side}, the grid of the relative "
                 "positions; build the model with the image_size of the images"
             )
-        grid = self.qkv(x).view(batch, rows, columns, 3, self.heads, -1).permute(3, 0, 4, 1, 2, 5)
-        q, k, v = grid.unbind(0)  # (B, heads, rows, columns, d)
+        q, k, v = self.projected(x)
         length = q.shape[-1]
+        q, k = self.folded(q, k)
+        v = F.pad(v.flatten(2, 3), (0, q.shape[-1] - length))
+        out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+        out = out[..., :length].transpose(1, 2).reshape(batch, rows, columns, width)
+        projected: Tensor = self.proj(out)
+        return projected
 
-        rows_of_q = torch.einsum("bnrcd,rds->bnrcs", q, distances(self.rel_pos_h))
-        columns_of_q = torch.einsum("bnrcd,cdt->bnrct", q, distances(self.rel_pos_w))
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of tokens: [B, heads, rows, columns, d] each."""
+        grid = self.qkv(x).view(*x.shape[:3], 3, self.heads, -1).permute(3, 0, 4, 1, 2, 5)
+        q, k, v = grid.unbind(0)
+        return q, k, v
+
+    def positions(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The products of queries with the relative positions of rows and of columns.
+
+        [B, heads, rows, columns, d] -> [B, heads, rows, columns, side], twice.
+        """
+        rows = torch.einsum("bnrcd,rds->bnrcs", q, distances(self.rel_pos_h))
+        return rows, torch.einsum("bnrcd,cdt->bnrct", q, distances(self.rel_pos_w))
+
+    def folded(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The longer queries and keys: [B, heads, rows, columns, d] -> [B, heads, tokens, longer d]."""
+        rows_of_q, columns_of_q = self.positions(q)
         one_hot = torch.eye(self.side, dtype=k.dtype, device=k.device)
         rows_of_k = one_hot[:, None, :].expand(*k.shape[:-1], -1)
         columns_of_k = one_hot[None, :, :].expand(*k.shape[:-1], -1)
 
         # Under autocast, the products of q may have another dtype than q.
-        q = torch.cat([q * length**-0.5, rows_of_q.to(q.dtype), columns_of_q.to(q.dtype)], dim=-1)
+        q = torch.cat([q * q.shape[-1] ** -0.5, rows_of_q.to(q.dtype), columns_of_q.to(q.dtype)], dim=-1)
         k = torch.cat([k, rows_of_k, columns_of_k], dim=-1)
         padding = -q.shape[-1] % HEAD_MULTIPLE
         if padding:
             q, k = F.pad(q, (0, padding)), F.pad(k, (0, padding))
-        v = F.pad(v, (0, q.shape[-1] - length))
-
-        out = F.scaled_dot_product_attention(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3), scale=1.0)
-        out = out[..., :length].transpose(1, 2).reshape(batch, rows, columns, width)
-        projected: Tensor = self.proj(out)
-        return projected
+        return q.flatten(2, 3), k.flatten(2, 3)
 
 
 def distances(table: Tensor) -> Tensor:

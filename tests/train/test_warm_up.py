@@ -11,10 +11,11 @@ FLAGS = ("--model.compile-blocks", "--data.global-batch", "6", "--data.micro-bat
 
 
 RECOMPUTE = ("--model.checkpoint-blocks", "all")
+DECODER = ("--model.compile-decoder",)
 
 
 @pytest.mark.parametrize(
-    ("mode", "ranks", "recompute"),
+    ("mode", "ranks", "more"),
     [
         ("fsdp", 2, ()),  # a single process: tests/engine/test_compile.py
         *(
@@ -22,16 +23,18 @@ RECOMPUTE = ("--model.checkpoint-blocks", "all")
             for one in (
                 *(("none", 1, ()), ("none", 1, RECOMPUTE), ("fsdp", 2, RECOMPUTE)),
                 *(("ddp", 2, ()), ("ddp", 2, RECOMPUTE)),
+                *(("ddp", 2, DECODER), ("fsdp", 2, DECODER)),
             )
         ),
     ],
 )
 def test_no_step_compiles_anything(
-    root: Path, tmp_path: Path, mode: str, ranks: int, recompute: tuple[str, ...]
+    root: Path, tmp_path: Path, mode: str, ranks: int, more: tuple[str, ...]
 ) -> None:
     mishap = {"what": "record", "into": str(tmp_path), "compile": True}
-    flags = (*FLAGS, *recompute, "--optim.steps", "3")
+    flags = (*FLAGS, *more, "--optim.steps", "3")
     train_to_end(root, tmp_path / "run", *flags, ranks=ranks, mode=mode, mishap=mishap)
+    graphs = 4 if more == DECODER else 2  # windowed and global blocks; the first iteration and later ones
     for rank in range(ranks):
         lines = (tmp_path / f"{rank}.jsonl").read_text().splitlines()
-        assert [json.loads(line)["graphs"] for line in lines] == [2, 2, 2]  # windowed and global blocks
+        assert [json.loads(line)["graphs"] for line in lines] == [graphs] * 3
