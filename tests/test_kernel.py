@@ -14,7 +14,7 @@ from tests.processes import REPOSITORY, Process
 
 PACKAGE = Path(kernel.__file__).parent
 WORK = "import numpy; from sa1b import hashing; print(hashing.random_words(1, 2, numpy.arange(3)).tolist())"
-STATS = "; print(sum(hashing._mix_loop.stats.cache_hits.values()))"
+STATS = "; print(sum(hashing._mix_one_loop.stats.cache_hits.values()))"
 
 pytestmark = pytest.mark.skipif(not kernel.COMPILED, reason="nothing is compiled")
 

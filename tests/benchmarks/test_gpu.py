@@ -213,6 +213,7 @@ def run(setting: Setting, name: str) -> Outcome:
     """The outcome of a part that runs in this process."""
     (found,) = [one for one in parts.PARTS if one.name == name]
     path = setting.folder / f"{name}.jsonl"
+    path.unlink(missing_ok=True)  # of an earlier test
     with _unchanged_environment():
         child.run(found.work, setting, Record(path))
     return driver._outcome(path, 0, found.seconds)
