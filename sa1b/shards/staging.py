@@ -7,6 +7,7 @@ before a restart, are removed an hour after the last write.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import socket
@@ -140,7 +141,9 @@ def _is_abandoned(process: str, age: float) -> bool:
 def _last_write(path: Path) -> float:
     """Time of the last write to a file, or to any file in a folder: seconds, by the file system's clock."""
     newest = 0.0
-    for one in (path, *path.rglob("*")):
+    # Not rglob, which fails if a process removes its folder in between.
+    inside = (Path(folder, name) for folder, *names in os.walk(path) for name in itertools.chain(*names))
+    for one in (path, *inside):
         with contextlib.suppress(FileNotFoundError):
             newest = max(newest, one.lstat().st_mtime)
     return newest

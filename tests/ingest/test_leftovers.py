@@ -75,6 +75,23 @@ def test_another_command_may_remove_the_folder_of_staging_at_any_moment(
     assert removed
 
 
+def test_a_process_may_remove_its_folder_while_another_one_looks_into_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = root / ".partial" / "another-host-1"
+    folder.mkdir(parents=True)
+    scandir = os.scandir
+
+    def late(path: Any = ".") -> Any:
+        if not isinstance(path, int) and Path(path) == folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    remove_leftovers(root)
+    assert not folder.exists()
+
+
 def test_temporary_files_and_claims_of_before_are_removed(root: Path) -> None:
     names = [".dataset.json.before-7-ab.partial", "tasks/.sa_1.json.before-7-ab.partial", "tasks/sa_1.claim"]
     for name in names:

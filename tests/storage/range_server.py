@@ -16,7 +16,7 @@ answer as a store with trouble does:
     bucket `linked`        403 unless the query is LINKED, byte for byte, as with a signed link
 
 A line on standard input answers the counts of requests and bytes sent; {"do": "revoke"} also makes the server
-refuse every signature that it has seen until now with 403 AccessDenied.
+refuse every signature that it has seen until now with 403 AccessDenied; {"do": "accept"} ends that.
 """
 
 import json
@@ -183,6 +183,8 @@ def main() -> None:
     for line in sys.stdin:
         if json.loads(line).get("do") == "revoke":
             _REVOKED.update(_SEEN)
+        if json.loads(line).get("do") == "accept":
+            _REVOKED.clear()
         print(json.dumps({**_COUNTS, "bytes": _BYTES[0]}), flush=True)
     os._exit(0)  # at once, whatever its threads are sending
 
