@@ -13,8 +13,8 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
     spin    the rank computes the loss of the step for ever
     block   reads of the rank block, from the step on: they open the FIFO "fifo"
     table   the rank is sent SIGUSR2
-    slow    the rank sleeps for "seconds" in a part of each step, or in each "read" of a file and each "decode" of
-            an image: "parts" has, for each part, its steps [from, to)
+    slow    the rank's clock goes forward by "seconds" in a part of each step, or in each "read" of a file and each
+            "decode" of an image and in the waits for their batches: "parts" has, for each part, its steps [from, to)
     record  nothing happens
 
 The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
@@ -28,15 +28,18 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 
 from sa1b import train
+from sa1b.engine import phase, rank_time
 from sa1b.engine.control import Control, Stop
 from sa1b.engine.feed import Feed
 from sa1b.engine.health import Health
@@ -45,7 +48,7 @@ from sa1b.sam.interactive import Interactive
 from sa1b.sam.score import Score
 from sa1b.shards.sample_read import PendingRead
 from sa1b.storage.local import LocalRead
-from sa1b.stream import decode
+from sa1b.stream import decode, stats
 
 MOMENTS = ("begun", "judged", "agreed", "saved")
 
@@ -222,41 +225,33 @@ def _spoil(what: str, steps: range) -> None:
 
 
 def _slow(seconds: float, parts: dict[str, list[int]]) -> None:
-    current = [-1]
-    at_rate, next_batch, forward, update_ema = train.lr_at, Feed._next, Interactive.forward, train.update_ema
-    read, decode_image = LocalRead.result, decode.decode
-
-    def sleep(part: str) -> None:
-        start, stop = parts.get(part, (0, 0))
-        if start <= current[0] < stop:
-            time.sleep(seconds)
+    """A clock of its own for each thread, so that other processes on the machine change no result."""
+    current, late = [-1], threading.local()
+    at_rate = train.lr_at
 
     def lr_at(config: Any, batch: int, step: int) -> float:
         current[0] = step
         return at_rate(config, batch, step)
 
-    def slow_batch(self: Feed) -> Any:
-        sleep("data")
-        return next_batch(self)
+    def slow(owner: Any, name: str, *names: str) -> None:
+        function = getattr(owner, name)
 
-    def slow_forward(self: Interactive, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
-        sleep("compute")
-        return forward(self, *arguments, **options)
+        def slowed(*arguments: Any, **options: Any) -> Any:
+            if any(start <= current[0] < stop for start, stop in (parts.get(part, (0, 0)) for part in names)):
+                late.seconds = getattr(late, "seconds", 0.0) + seconds
+            return function(*arguments, **options)
 
-    def slow_update(*arguments: Any) -> None:
-        sleep("update")
-        update_ema(*arguments)
+        setattr(owner, name, slowed)
 
-    def slow_read(self: LocalRead) -> bytes:
-        sleep("read")
-        return read(self)
-
-    def slow_decode(*arguments: Any) -> None:
-        sleep("decode")
-        decode_image(*arguments)
-
-    train.lr_at, Feed._next, train.update_ema = lr_at, slow_batch, slow_update
-    Interactive.forward, LocalRead.result, decode.decode = slow_forward, slow_read, slow_decode
+    stats.time = phase.time = rank_time.time = SimpleNamespace(
+        perf_counter=lambda: time.perf_counter() + getattr(late, "seconds", 0.0)
+    )
+    train.lr_at = lr_at
+    slow(Feed, "_next", "data", "read", "decode")
+    slow(Interactive, "forward", "compute")
+    slow(train, "update_ema", "update")
+    slow(LocalRead, "result", "read")
+    slow(decode, "decode", "decode")
 
 
 def _record(folder: Path, rank: int, pace: float) -> None:

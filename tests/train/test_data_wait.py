@@ -9,7 +9,7 @@ STEPS = {"read": [1, 7], "decode": [7, 13]}
 
 def test_slow_storage_and_slow_decoding_are_named_with_the_remedy(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    mishap = {"what": "slow", "rank": 0, "seconds": 0.06, "parts": STEPS}
+    mishap = {"what": "slow", "rank": 0, "seconds": 1000.0, "parts": STEPS}
     flags = ("--optim.steps", "14", "--logging.window", "2", "--checkpoint.every", "100")
     ended = start(root, out, *flags, mishap=mishap)
     assert ended.codes == [0], ended.outputs

@@ -12,7 +12,7 @@ import pytest
 
 from tests.train.command import lines, output_of, start, torchrun
 
-SECONDS = 0.1
+SECONDS = 1000.0
 PARTS = {"compute": [1, 7], "data": [7, 13], "update": [13, 19]}  # the first step is in no window
 FLAGS = ("--optim.steps", "20", "--logging.window", "2", "--checkpoint.every", "100")
 
@@ -38,7 +38,6 @@ def test_a_slow_rank_is_named_with_its_part_whatever_the_mode(
     named: list[Any] = [
         next((slow["part"] for slow in window["slow"] if slow["rank"] == 1), None) for window in windows
     ]
-    # Other processes on this machine may slow down the other rank in a window, but not in all three.
     for number, part in enumerate(PARTS):
         assert part in named[3 * number : 3 * number + 3], named
     assert all(window["hosts"] == [socket.gethostname()] * ranks for window in windows)
