@@ -21,8 +21,8 @@ import pyarrow as pa
 from sa1b.errors import OutOfMemoryError, SourceError, SystematicError
 from sa1b.ingest.source_pass import Counts, Policy, SourcePass
 from sa1b.shards.commit import check_clash, commit_quarantine, commit_task
-from sa1b.shards.manifest import PARTIAL, Options, Task, task_name
-from sa1b.shards.staging import make_staging, remove_staging
+from sa1b.shards.manifest import Options, Task, task_name
+from sa1b.shards.staging import make_staging, remove_staging, staging_place
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.store import Root, open_store
@@ -75,7 +75,7 @@ def ingest(
         OSError: the disk is full or fails; the message names the path.
     """
     store = open_store(root)
-    parents = dict.fromkeys((store.scratch / PARTIAL, policy.spill or store.scratch / PARTIAL))
+    parents = dict.fromkeys((staging_place(store), staging_place(store, policy.spill)))
     folders = [make_staging(folder) for folder in parents]
     staged, spill = folders[0] / source.name, folders[-1] / f"{source.name}.spill"
     staged.mkdir()

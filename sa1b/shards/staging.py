@@ -1,34 +1,49 @@
-"""Staging folders: a worker process writes shards to `.partial/<host>-<pid>/` before they are committed.
+"""Staging folders: a process writes shards to `.partial/staging-<process>-<random>/` before it commits them.
 
-`.partial` is in the dataset directory or, if that is at a URL, in the scratch folder. A process removes its
-own folder. The next run removes the staging folders and temporary files of processes of this machine that
-were killed. The name of a machine changes with each restart. Files of other machines, and of this machine
-before a restart, are removed an hour after the last write.
+`.partial` is in the dataset directory or, if that is at a URL, in the scratch folder; below a folder of
+--spill it is `.sa1b-spill`. A process removes its own folder. The next run removes the staging folders and
+temporary files of processes that have ended: of this machine, those that no longer run; of others (the name
+of a machine changes with each restart), an hour after the last write.
+
+A folder is removed only if its name and its owner file are those that `make_staging` writes, and a file only
+if its name is one of `temporary_path`. All else in these folders is the user's.
 """
 
 import contextlib
 import itertools
 import os
+import re
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from sa1b.shards.manifest import PARTIAL, QUARANTINE, TASKS
-from sa1b.storage.atomic import naming_path
+from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.claim import ENDING, Holder, remove_dead
-from sa1b.storage.processes import is_of_dead_process, this_machine, this_process
+from sa1b.storage.processes import (
+    is_of_dead_process,
+    process_of,
+    process_of_temporary,
+    temporary_name,
+    this_machine,
+)
 from sa1b.storage.store import FolderStore, Root, Store, open_store
 
-_OWNER = "owner"  # file in the folder that contains the name of the process
-_TRIES = 100  # attempts to create a folder that another process may remove
+_OWNER = "owner"  # file in the folder that proves that this program made it
+_SPILL = ".sa1b-spill"  # folder in a folder of --spill
+_NAME = re.compile(r"staging-([0-9a-f]{12}|unknown)-[0-9]+-[0-9a-f]{16}")
+_TRIES = 100  # attempts to create a folder whose parent another process may remove
 _ABANDONED = 3600.0  # seconds; a live process writes every few seconds, and is killed if it stalls
+
+
+def staging_place(store: Store, spill: Path | None = None) -> Path:
+    """The folder for staging folders: below `spill`, or else below the store's scratch folder."""
+    return store.scratch / PARTIAL if spill is None else spill / _SPILL
 
 
 def make_staging(parent: Path) -> Path:
     """Create an empty folder of this process in `parent`."""
-    folder = parent / f"{socket.gethostname()}-{os.getpid()}"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = parent / temporary_name("staging-")
     with naming_path(folder):
         # Again: a command that ends at this moment removes `parent` if it is empty.
         for _ in range(_TRIES):
@@ -37,23 +52,34 @@ def make_staging(parent: Path) -> Path:
                 break
         else:
             folder.mkdir(parents=True)
-        (folder / _OWNER).write_text(this_process(), encoding="utf-8")
+        try:
+            (folder / _OWNER).write_bytes(_owner(folder))
+            flush(folder / _OWNER)  # before the contents: without it nobody would remove them
+            flush(folder)
+        except BaseException:
+            _remove(folder)
+            raise
     return folder
 
 
 def remove_staging(folder: Path) -> None:
-    """Remove the folder of a process, and the parent folder if it is empty then."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder of `make_staging`, and the parent folder if it is empty then."""
+    _remove(folder)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
 
 
 def remove_staging_of(process: Holder, root: Root, spill: Path | None = None) -> None:
-    """Remove the folders of a process whose claim was taken over."""
-    name = f"{process.host}-{process.pid}"
-    for parent in (open_store(root).scratch / PARTIAL, spill):
-        if parent is not None and name == Path(name).name:  # the contents of a claim are not trusted
-            shutil.rmtree(parent / name, ignore_errors=True)
+    """Remove the folders of a process whose claim was taken over, unless it still runs on this machine."""
+    if process.process.startswith("unknown-"):
+        return
+    if process.process.startswith(f"{this_machine()}-") and not is_of_dead_process(process.process):
+        return
+    store = open_store(root)
+    for parent in {staging_place(store), staging_place(store, spill)}:
+        for folder in _children(parent):
+            if _is_ours(folder) and process_of(folder.name) == process.process:
+                _remove(folder)
 
 
 def remove_leftovers(root: Root, spill: Path | None = None) -> None:
@@ -83,47 +109,79 @@ def clean_scratch(store: Store) -> Iterator[None]:
 
 def remove_local_leftovers(store: Store, spill: Path | None = None) -> None:
     """Remove the files of ended processes from this machine's folders."""
-    scratch = FolderStore(store.scratch)
-    for parent in (store.scratch / PARTIAL, spill):
-        if parent is None or not parent.is_dir():
+    for parent in {staging_place(store), staging_place(store, spill)}:
+        if not parent.is_dir():
             continue
-        # The clock of the scratch folder: another command may remove .partial in between.
-        now = (FolderStore(parent) if parent == spill else scratch).now()
+        # The clock of the folder above: another command may remove this one in between.
+        now = FolderStore(parent.parent).now()
         for folder in _children(parent):
-            if _is_left(folder, now):
-                shutil.rmtree(folder, ignore_errors=True)
-        if parent != spill:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-    for place in (store.scratch, store.scratch / TASKS, store.scratch / QUARANTINE):
-        temporary = list(place.glob(".*.partial"))
-        now = scratch.now() if temporary else 0.0
-        for path in temporary:
-            if not _has_ended(path.name.removesuffix(".partial").rpartition(".")[2], path, now):
+            if not _is_named(folder) or not _has_ended(process_of(folder.name), folder, now):
                 continue
-            if path.is_dir():
+            if _is_ours(folder):
+                _remove(folder)
+            else:
+                _remove_unfinished(folder)
+        with contextlib.suppress(OSError):
+            parent.rmdir()
+    for place in (store.scratch, store.scratch / TASKS, store.scratch / QUARANTINE):
+        found = {path: process_of_temporary(path) for path in place.glob(".*.partial")}
+        temporary = {path: process for path, process in found.items() if process is not None}
+        now = FolderStore(store.scratch).now() if temporary else 0.0
+        for path, process in temporary.items():
+            if not _has_ended(process, path, now):
+                continue
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
 
 
 def _children(folder: Path) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return list(folder.iterdir())
     return []
 
 
-def _is_left(folder: Path, now: float) -> bool:
-    """Whether the process that made a folder has ended, by the owner file or else the folder's name."""
-    owner = ""
-    with contextlib.suppress(OSError, ValueError):
-        owner = (folder / _OWNER).read_text(encoding="utf-8").strip("\0")
-    host, _, pid = folder.name.rpartition("-")
-    if not owner and host == socket.gethostname() and pid.isdecimal():
-        # The process was killed before it wrote the file, or has not written it yet, or a power failure
-        # removed the file's contents.
-        owner = this_process(int(pid))
-    return _has_ended(owner, folder, now)
+def _owner(folder: Path) -> bytes:
+    return f"This folder was made by sa1b: {folder.name}\n".encode()
+
+
+def _is_named(folder: Path) -> bool:
+    return _NAME.fullmatch(folder.name) is not None and not folder.is_symlink()
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether `make_staging` made a folder: it has the name and the owner file of that name."""
+    if not _is_named(folder):
+        return False
+    with contextlib.suppress(OSError):
+        return (folder / _OWNER).read_bytes() == _owner(folder)
+    return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of `make_staging`; the owner file last, so that a kill leaves a folder that is ours."""
+    with contextlib.suppress(OSError):
+        for path in _children(folder):
+            if path.name != _OWNER:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+        if len(_children(folder)) <= 1:
+            (folder / _OWNER).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove the folder of a process that ended before the owner file was whole, if nothing else is in it."""
+    owner = folder / _OWNER
+    with contextlib.suppress(OSError):
+        if _children(folder) == [owner] and not owner.is_symlink():
+            written = owner.read_bytes().strip(b"\0")  # a loss of power leaves zeros
+            if _owner(folder).startswith(written):
+                owner.unlink()
+        folder.rmdir()
 
 
 def _has_ended(process: str, path: Path, now: float) -> bool:

@@ -2,8 +2,11 @@
 
 import hashlib
 import os
+import re
 import secrets
 from pathlib import Path
+
+_TEMPORARY = re.compile(r"\..+\.((?:[0-9a-f]{12}|unknown)-[0-9]+)-[0-9a-f]{8}\.partial")
 
 
 def this_process(pid: int | None = None) -> str:
@@ -29,6 +32,12 @@ def temporary_name(start: str) -> str:
 def process_of(name: str) -> str:
     """The process in a name of `temporary_name`."""
     return name.partition("-")[2].rpartition("-")[0]
+
+
+def process_of_temporary(path: Path) -> str | None:
+    """The process in a path of `sa1b.storage.store.temporary_path`; None: the path has another form."""
+    match = _TEMPORARY.fullmatch(path.name)
+    return None if match is None else match[1]
 
 
 def start_of(pid: int) -> int | None:

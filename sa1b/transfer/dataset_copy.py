@@ -37,7 +37,6 @@ from sa1b.shards.commit import (
 )
 from sa1b.shards.manifest import (
     DATASET,
-    PARTIAL,
     QUARANTINE,
     TASKS,
     VIEWS,
@@ -49,7 +48,7 @@ from sa1b.shards.manifest import (
     task_name,
     write_task,
 )
-from sa1b.shards.staging import make_staging, remove_leftovers, remove_staging
+from sa1b.shards.staging import make_staging, remove_leftovers, remove_staging, staging_place
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.errors import DamageError, MissingError
@@ -110,7 +109,7 @@ def copy_dataset(
     target.scratch.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target)
     with naming_path(target.scratch):
-        staging = make_staging(target.scratch / PARTIAL)
+        staging = make_staging(staging_place(target))
     total = sum(shard.bytes + shard.index_bytes for name in plan.left() for shard in plan.wanted[name])
     try:
         with bar(total, "copy", "B", quiet) as progress:
