@@ -6,6 +6,7 @@ shard   sa1b-<stem>-<part>.tar                      part: at least four digits, 
 """
 
 import re
+from collections.abc import Container
 from typing import NamedTuple
 
 SHARD_PREFIX = "sa1b-"
@@ -64,6 +65,17 @@ def parse_member_path(path: str) -> MemberName | None:
 def is_source_name(name: str) -> bool:
     """Whether `name` is a valid name of a source. Its stem becomes part of file names."""
     return _STEM.fullmatch(source_stem(name)) is not None
+
+
+def named_source(text: str, known: Container[str]) -> str | None:
+    """The source that a user names by its name or by that of its tar or folder; None: not a bare name.
+
+    Only the result becomes part of a path: it contains no "/" and does not begin with a dot.
+    """
+    name = text.rstrip("/")
+    if name not in known and name.removesuffix(".tar") in known:
+        name = name.removesuffix(".tar")
+    return name if is_source_name(name) else None
 
 
 def source_stem(source: str) -> str:

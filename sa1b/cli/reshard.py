@@ -224,10 +224,15 @@ def _without_ingest(
         raise UsageError(f"--out {store}: is empty; check the URL")
     with loading():
         from sa1b.ingest.admission import admitted
-        from sa1b.ingest.finish import drop_source
+        from sa1b.ingest.finish import drop_source, stored_source
         from sa1b.ingest.finish import finish as finish_dataset
+        from sa1b.shards.staging import remove_leftovers
         from sa1b.sources.remote_sources import named_links
-    for name in drop:
+    dropped = dict.fromkeys(
+        stored_source(store, name) for name in drop
+    )  # all are checked before the first goes
+    remove_leftovers(store)
+    for name in dropped:
         finished = drop_source(store, name)
     if finish:
         names = [one.name for one in admitted(source, {}).sources]

@@ -15,6 +15,7 @@ from pathlib import Path
 from sa1b.console import counted
 from sa1b.errors import LockedError, ManifestError, UsageError
 from sa1b.ingest.admission import release_options
+from sa1b.names import named_source
 from sa1b.shards.commit import (
     abort_uploads,
     clashes,
@@ -189,6 +190,24 @@ def read_failed(store: Store) -> dict[str, str]:
     return found
 
 
+def stored_source(root: Root, text: str) -> str:
+    """The name of the source of a dataset directory that `text` names, by its name, its tar or its folder.
+
+    Raises:
+        UsageError: the text is not a name, or the directory has no such source.
+    """
+    store = open_store(root)
+    tasks = read_tasks(store)
+    known = {*tasks, *read_failed(store), *_claimed(store), *_known_before(store)}
+    name = named_source(text, known)
+    listed = ", ".join([*tasks][:10]) + (" …" if len(tasks) > 10 else "")
+    if name is None:
+        raise UsageError(f"--drop {text!r}: not the name of a source; {root} has {listed or 'none'}")
+    if name not in known and not stored_shards(store, name) and not store.is_folder(f"{QUARANTINE}/{name}"):
+        raise UsageError(f"--drop {text}: {root} has no such source; it has {listed or 'none'}")
+    return name
+
+
 def drop_source(root: Root, name: str) -> Finished:
     """Remove a source from a dataset directory: write dataset.json without it, then delete its files.
 
@@ -199,11 +218,7 @@ def drop_source(root: Root, name: str) -> Finished:
         LockedError: another process is writing the source.
     """
     store = open_store(root)
-    tasks = read_tasks(store)
-    known = {*tasks, *read_failed(store), *_claimed(store), *_known_before(store)}
-    if name not in known and not stored_shards(store, name) and not store.is_folder(f"{QUARANTINE}/{name}"):
-        listed = ", ".join([*tasks][:10]) + (" …" if len(tasks) > 10 else "")
-        raise UsageError(f"--drop {name}: {root} has no such source; it has {listed or 'none'}")
+    name = stored_source(store, name)
     claim = Claim.take(store, task_name(name, "claim"))
     if claim is None:
         found, path = holder(store, task_name(name, "claim")), store.url(task_name(name, "claim"))

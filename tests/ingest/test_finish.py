@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import sa1b
+from sa1b.cli import main
 from sa1b.errors import LockedError, ManifestError, TableError, UsageError
 from sa1b.ingest import finish as finish_module
 from sa1b.ingest.finish import Finished, drop_source, finish
@@ -287,6 +288,37 @@ def test_what_cannot_be_dropped_is_said(root: Path) -> None:
     ):
         drop_source(root, "sa_000001")
     assert len(sa1b.open(root)) == 12
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/", "../", "../../src", "../tasks", "sa_..", "./sa_000001", "a\0b"]
+)
+def test_only_a_bare_name_can_be_dropped(root: Path, tmp_path: Path, name: str) -> None:
+    for path in ("root/quarantine/sa_000001/refused.jsonl", "src/mine.txt", "root/quarantine/mine.txt"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("kept")
+    before = files(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["reshard", "--out", str(root), "--drop", "sa_000000", "--drop", name])
+    assert ended.value.code == 2
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["sa_000001/", "sa_000001.tar"])
+def test_a_source_is_dropped_by_the_name_of_its_folder_or_tar(root: Path, name: str) -> None:
+    quarantined, killed = (
+        root / "quarantine" / "sa_000001",
+        root / f".dataset.json.{'0' * 12}-7-01234567.partial",
+    )
+    quarantined.mkdir(parents=True)
+    killed.touch()
+    os.utime(killed, (0, 0))
+    with pytest.raises(SystemExit) as ended:
+        main(["reshard", "--out", str(root), "--drop", name])
+    assert ended.value.code == 0
+    assert sorted(finish(root).tasks) == ["sa_000000"]
+    assert [path for path in root.rglob("*") if "000001" in path.name] == []
+    assert not killed.exists()
 
 
 def test_a_claim_that_is_released_at_this_moment_is_named_by_its_file(
