@@ -17,6 +17,7 @@ import numpy.typing as npt
 from sa1b.masks import geometry, raster
 from sa1b.masks.runs import Runs
 from sa1b.shards import jpeg
+from sa1b.shards.resampling import resample
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -37,9 +38,9 @@ def display_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
 
 
 def scaled(pixels: Pixels, longer_side: int) -> Pixels:
-    """An RGB image at its `display_size`, uint8 [h, w, 3], averaged over areas."""
+    """An RGB image at its `display_size`, uint8 [h, w, 3]."""
     height, width = pixels.shape[:2]
-    return _resized(pixels, *display_size(height, width, longer_side))
+    return resample(pixels, (0, height, 0, width), *display_size(height, width, longer_side))
 
 
 def decode_for_display(data: bytes, longer_side: int) -> Pixels:
@@ -52,9 +53,11 @@ def decode_for_display(data: bytes, longer_side: int) -> Pixels:
         BadSample: not a JPEG, an absurd size, or a decoder error.
     """
     found = jpeg.frame(data)
-    height, width = display_size(found.height, found.width, longer_side)
-    pixels = jpeg.decode(data, min_height=height, min_width=width)
-    return _resized(pixels, height, width)
+    stored = found.height, found.width
+    size = display_size(*stored, longer_side)
+    pixels, eighths = jpeg.decode_scaled(data, stored, size)
+    height, width = (side * eighths / 8 for side in stored)
+    return resample(pixels, (0, height, 0, width), *size)
 
 
 def overlay(pixels: Pixels, runs: Runs) -> Pixels:
@@ -83,13 +86,6 @@ def overlay(pixels: Pixels, runs: Runs) -> Pixels:
     share = np.where(contour, 1.0, np.where(top > 0, _OPACITY, 0.0)).astype(np.float32)[:, :, None]
     mixed = pixels * (1 - share) + colours[top] * share
     return np.rint(mixed).astype(np.uint8)
-
-
-def _resized(pixels: Pixels, height: int, width: int) -> Pixels:
-    if pixels.shape[:2] == (height, width):
-        return pixels
-    resized = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
-    return np.asarray(resized, np.uint8)
 
 
 def colour(number: int) -> tuple[float, float, float]:

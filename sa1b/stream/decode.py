@@ -8,11 +8,10 @@ nothing else, so a new back end is a class and an entry in DECODERS:
     nvimgcodec    the same, by another library
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import cv2
 import numpy as np
@@ -22,13 +21,10 @@ import torch
 from torch import Tensor
 
 from sa1b.errors import BadSample
+from sa1b.shards import jpeg
 from sa1b.shards.limits import MAX_STORED_PIXELS
+from sa1b.shards.resampling import Edges, resample, scratch
 from sa1b.stream.transform import Frame
-
-_THREAD = threading.local()
-
-Image = npt.NDArray[Any]
-AREA_FACTOR = 4 / 3  # at larger reductions, bilinear interpolation would skip pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +154,8 @@ def decoder_for(decode: str, current: Decoder, name: str) -> str:
 def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]) -> None:
     """Decode a JPEG into the top left of a square buffer; the rest of the buffer becomes 0.
 
-    The decoder's DCT scales down to the smallest n/8 that is not below the target. OpenCV then resizes into
-    the buffer, with bilinear interpolation, or with area interpolation if a reduction of more than 4/3
-    remains. Pixels at S x S are aligned with the frame of the masks to within half a pixel.
+    The decoder's DCT scales down first (`sa1b.shards.jpeg.decode_scaled`). Then the window is resampled by
+    its exact edges, so that the image is aligned with its masks.
 
     Args:
         data: the stored JPEG.
@@ -169,6 +164,7 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
 
     Raises:
         BadSample: the file is not a JPEG, or decoding it fails or causes a warning.
+        MemoryError: no memory for the pixels.
     """
     size = buffer.shape[0]
     rows, columns = frame.taken
@@ -177,25 +173,18 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
     try:
         # Check the header first: the decoder allocates memory according to it.
         stored = simplejpeg.decode_jpeg_header(data)[:2]
-        if stored[0] * stored[1] > MAX_STORED_PIXELS:
-            raise BadSample("absurd_size", f"JPEG says {stored[1]} x {stored[0]} pixels")
-        # A stored image of the right size and the buffer's full width is decoded directly into the buffer.
-        in_place = stored == (rows, size) and columns == size and frame.is_whole and not frame.flip
-        into = buffer if in_place else _scratch(3 * stored[0] * stored[1])
-        image = simplejpeg.decode_jpeg(
-            data,
-            "RGB",
-            min_height=-(-rows * frame.height // height),
-            min_width=-(-columns * frame.width // width),
-            buffer=into,
-            strict=True,
-        )
-    except BadSample:
-        raise
     except ValueError as error:
-        raise BadSample("jpeg_broken", f"JPEG does not decode: {error}") from None
+        raise jpeg.decoder_error(error) from None
+    if stored[0] * stored[1] > MAX_STORED_PIXELS:
+        raise BadSample("absurd_size", f"JPEG says {stored[1]} x {stored[0]} pixels")
+    # A stored image of the right size and the buffer's full width is decoded directly into the buffer.
+    in_place = stored == (rows, size) and columns == size and frame.is_whole and not frame.flip
+    into = buffer if in_place else scratch("decode", *stored)
+    least = -(-rows * frame.height // height), -(-columns * frame.width // width)
+    image, eighths = jpeg.decode_scaled(data, stored, least, into)
     if not in_place:
-        image = _resized(image, stored, frame, None if frame.flip else target)
+        edges = window_edges(frame, stored, eighths)
+        image = resample(image, edges, rows, columns, None if frame.flip else target)
         if frame.flip:
             cv2.flip(image, 1, dst=target)
         elif image is not target:
@@ -206,60 +195,18 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
     buffer[:rows, columns:] = 0
 
 
-def _resized(image: Image, stored: tuple[int, int], frame: Frame, target: Image | None) -> Image:
-    """The frame's window of a decoded image as [rows, columns, 3]; in `target` if it has to be resized.
-
-    The result is exact to within half a pixel of the square. Resizing whole pixels takes a third of the time
-    of an exact shift.
-
-    Args:
-        stored: height and width of the image in the file, in pixels.
-    """
-    rows, columns = frame.taken
-    edges, whole = window_edges(frame, stored, 8 * max(image.shape) // max(stored))
-    top, bottom, left, right = edges
-    if whole:
-        part = image[round(top) : round(bottom), round(left) : round(right)]
-        if part.shape[:2] == (rows, columns):
-            return part
-        small = part.shape[0] > AREA_FACTOR * rows or part.shape[1] > AREA_FACTOR * columns
-        how = cv2.INTER_AREA if small else cv2.INTER_LINEAR
-        return cv2.resize(part, (columns, rows), dst=target, interpolation=how)
-    # This maps the centre of a target pixel to the decoded image.
-    down, across = (bottom - top) / rows, (right - left) / columns  # decoded pixels per target pixel
-    matrix = np.array([[across, 0, left + across / 2 - 0.5], [0, down, top + down / 2 - 0.5]])
-    how = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
-    return cv2.warpAffine(
-        image, matrix, (columns, rows), dst=target, flags=how, borderMode=cv2.BORDER_REPLICATE
-    )
-
-
-def window_edges(frame: Frame, stored: tuple[int, int], eighths: int = 8) -> tuple[list[float], bool]:
+def window_edges(frame: Frame, stored: tuple[int, int], eighths: int = 8) -> Edges:
     """The top, bottom, left and right edge of a frame's window in a decoded image, in its pixels.
 
-    Edges may be between pixels: a stored image may be smaller than its source, and the last row and column of
-    an image decoded at n/8 may be padded.
+    Edges may lie between pixels: a stored image may be smaller than its source, and n/8 of its size need not
+    be whole.
 
     Args:
-        stored: height and width of the image in the file, in pixels.
+        stored: height and width of the image in the file.
         eighths: scale of the decoded image, in eighths of the stored one.
-
-    Returns:
-        The edges, and whether the whole pixels next to them are exact to within half a pixel of the square.
     """
-    rows, columns = frame.taken
     x, y, width, height = frame.window
-    edges = np.array([y, y + height, x, x + width]) * np.repeat(stored, 2) * eighths
-    edges = edges / np.repeat([8 * frame.height, 8 * frame.width], 2)
-    top, bottom, left, right = edges.tolist()
-    down, across = (bottom - top) / rows, (right - left) / columns  # decoded pixels per target pixel
-    shifts = np.abs(edges - edges.round()) / [down, down, across, across]
-    return [top, bottom, left, right], bool(shifts.max() <= 0.5)
-
-
-def _scratch(size: int) -> npt.NDArray[np.uint8]:
-    """A reused buffer of this thread: fresh memory from the system costs a page fault every 4 kB."""
-    buffer: npt.NDArray[np.uint8] | None = getattr(_THREAD, "buffer", None)
-    if buffer is None or len(buffer) < size:
-        buffer = _THREAD.buffer = np.empty(size, np.uint8)
-    return buffer
+    down, across = stored[0] * eighths, stored[1] * eighths
+    top, bottom = (edge * down / (8 * frame.height) for edge in (y, y + height))
+    left, right = (edge * across / (8 * frame.width) for edge in (x, x + width))
+    return top, bottom, left, right

@@ -15,7 +15,7 @@ does (CMYK, fewer than 16 pixels high or wide, without the marker of their end),
 more than 16, because the kernel for resizing lacks memory for its filter.
 
 Images are resized on the GPU with antialiasing: bilinear, with a filter as wide as the reduction. The CPU
-decoder reduces by the DCT and by areas, so the pixels differ; `benchmarks.gpu` measures by how much.
+decoder reduces by the DCT and by means, so the pixels differ; `benchmarks.gpu` measures by how much.
 """
 
 import threading
@@ -23,15 +23,17 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 
 import numpy as np
 import simplejpeg
 import torch
 from torch import Tensor
-from torch.nn.functional import grid_sample, interpolate
+from torch.nn.functional import avg_pool2d, grid_sample, interpolate
 
 from sa1b.errors import BadSample, Sa1bError
 from sa1b.shards.limits import MAX_STORED_PIXELS
+from sa1b.shards.resampling import Edges
 from sa1b.stream.decode import EncodedImage, decode, window_edges
 from sa1b.stream.decode_lane import POISON, CudaLane, Lane
 from sa1b.stream.jpeg_libraries import JpegLibrary, Size
@@ -223,8 +225,9 @@ def paint(pixels: Tensor, stored: Size, frame: Frame, target: Tensor) -> None:
         target: uint8 [S, S, 3] on the same device; pixels outside of the frame become 0.
     """
     rows, columns = frame.taken
-    edges, whole = window_edges(frame, stored)
-    top, bottom, left, right = (round(edge) for edge in edges)
+    edges = window_edges(frame, stored)
+    top, bottom, left, right = (int(edge) for edge in edges)
+    whole = (top, bottom, left, right) == edges
     if whole and (bottom - top, right - left) == (rows, columns):
         part = pixels[top:bottom, left:right]
     else:
@@ -244,19 +247,21 @@ def paint(pixels: Tensor, stored: Size, frame: Frame, target: Tensor) -> None:
     target[:rows, columns:] = 0
 
 
-def _shifted(source: Tensor, edges: list[float], rows: int, columns: int) -> Tensor:
-    """A window with edges between pixels, enlarged by bilinear interpolation, float [1, 3, rows, columns].
+def _shifted(source: Tensor, edges: Edges, rows: int, columns: int) -> Tensor:
+    """A window with edges between pixels, resized by bilinear interpolation, float [1, 3, rows, columns].
 
-    The window has fewer pixels than the result in a direction; nothing has to be averaged there.
+    Where the window is reduced, each pixel is the mean of n x m values, so that no pixel is skipped.
     """
     top, bottom, left, right = edges
     height, width = source.shape[2:]
+    n, m = ceil((bottom - top) / rows), ceil((right - left) / columns)
 
     def centres(start: float, stop: float, count: int, size: int) -> Tensor:
         """Centres of the result's pixels in the coordinates of grid_sample: -1 to 1 from edge to edge."""
         steps = torch.arange(count, dtype=torch.float32, device=source.device) + 0.5
         return (start + steps * ((stop - start) / count)) * (2 / size) - 1
 
-    y, x = centres(top, bottom, rows, height), centres(left, right, columns, width)
-    grid = torch.stack((x.expand(rows, columns), y[:, None].expand(rows, columns)), -1)
-    return grid_sample(source, grid[None], mode="bilinear", padding_mode="border", align_corners=False)
+    y, x = centres(top, bottom, n * rows, height), centres(left, right, m * columns, width)
+    grid = torch.stack((x.expand(len(y), len(x)), y[:, None].expand(len(y), len(x))), -1)
+    values = grid_sample(source, grid[None], mode="bilinear", padding_mode="border", align_corners=False)
+    return avg_pool2d(values, (n, m))

@@ -32,6 +32,7 @@ from sa1b.stream.transform import Frame, Transform, apply, apply_pixels, name_of
 
 Resize = Literal["pad", "crop", "stretch"]
 RESIZES = get_args(Resize)
+_RESAMPLING = 2  # version; 1, not recorded, displaced images by up to half a pixel against their masks
 Strategy = Literal["uniform", "area", "quality", "coverage"]
 STRATEGIES = get_args(Strategy)
 
@@ -55,7 +56,7 @@ class SampleOptions:
             and scores. `batch.masks.empty(size)` finds such masks.
         min_pixels_size: size of the square, in pixels, for `min_pixels`; None: image_size.
         decoder: name of the JPEG decoder, see sa1b.stream.decode. Decoders may differ in the last bits of a
-            pixel.
+            pixel. States record the version of the resampling too, such as "cpu-2".
     """
 
     image_size: int = 1024
@@ -104,6 +105,7 @@ class SampleOptions:
             named["min_pixels_size"] = None
         elif self.min_pixels_size is None:
             named["min_pixels_size"] = self.image_size
+        named["decoder"] = f"{self.decoder}-{_RESAMPLING}"
         return {**named, "transform": ", ".join(map(name_of, self.transforms)) or None}
 
 

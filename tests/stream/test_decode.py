@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import simplejpeg
@@ -212,3 +213,23 @@ def test_what_is_no_fault_of_a_file_ends_the_stream_and_names_the_sample(
     with pytest.raises(MemoryError) as error:
         next(iter(stream(root, decoder="failing")))
     assert "at position 0: image 1" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("where", ["decoder", "resampling"])
+def test_lack_of_memory_ends_the_stream_and_is_not_damage(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("Insufficient memory (case 4)")
+
+    def fail_opencv(*_: Any, **__: Any) -> None:
+        raise cv2.error("(-4:Insufficient memory) Failed to allocate 3072 bytes")
+
+    if where == "decoder":
+        monkeypatch.setattr(simplejpeg, "decode_jpeg", fail)
+    else:
+        monkeypatch.setattr(cv2, "resize", fail_opencv)
+    own = sa1b.Stream(root, global_batch=3, damage_log=tmp_path / "log.jsonl", **{**SMALL, "image_size": 24})
+    with pytest.raises(MemoryError, match="Insufficient memory"):
+        next(iter(own))
+    assert not list(own.damage_log.entries())

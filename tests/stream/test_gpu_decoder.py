@@ -491,9 +491,11 @@ def test_a_loader_decodes_on_the_gpu_and_the_state_says_so(root: Path, gpu: list
         assert_equal(replace(batch, images=expected.images, buffer=None), expected)
     assert made.decoder.counts["gpu"] >= 18
     state = loader.state_dict()
-    assert state["options"]["decoder"] == "torchcodec"
+    assert state["options"]["decoder"] == "torchcodec-2"
     resumed = sa1b.Loader(stream(root), quiet=True)
-    with pytest.warns(UserWarning, match="decoder torchcodec, now cpu. The sequence of images is the same"):
+    with pytest.warns(
+        UserWarning, match="decoder torchcodec-2, now cpu-2. The sequence of images is the same"
+    ):
         resumed.load_state_dict(state)
     again = sa1b.Loader(stream(root), device="cuda", decode="gpu", quiet=True)
     with warnings.catch_warnings():
@@ -506,7 +508,7 @@ def test_auto_keeps_the_decoder_of_the_stream(root: Path, gpu: list[Made]) -> No
     named = stream(root, decoder="torchcodec")
     for choice, expected in (("auto", "torchcodec"), ("gpu", "torchcodec"), ("cpu", "cpu")):
         loader = sa1b.Loader(named, device="cuda", decode=choice, quiet=True)
-        assert loader.state_dict()["options"]["decoder"] == expected
+        assert loader.state_dict()["options"]["decoder"] == f"{expected}-2"
     assert len(gpu) == 1
 
 

@@ -187,6 +187,9 @@ def test_other_options_than_those_of_a_state_are_named_in_a_warning(
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         Stream(root, global_batch=4, **SMALL).load_state_dict(state)
+    state["options"]["decoder"] = "cpu"  # before the resampling had a version
+    with pytest.warns(UserWarning, match="other options: decoder cpu, now cpu-2. The sequence"):
+        Stream(root, global_batch=4, **SMALL).load_state_dict(state)
 
 
 def test_evaluation_takes_every_sample_once_and_marks_the_filling(root: Path) -> None:
