@@ -1,5 +1,6 @@
-"""The line at the end of a run that says how to enable the tests that were skipped."""
+"""The lines at the end of a run that say how to enable the tests that were skipped."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -7,34 +8,41 @@ import pytest
 from tests.cluster import slurm_node
 from tests.storage import azurite, ceph, gcs
 
-# Part of the reason for the skip -> how to enable the test.
+# What a skipped test needs -> part of the reason for the skip -> how to enable the test.
 WAYS = {
-    "Chromium": "install chromium, chromium-browser or google-chrome",
-    "radosgw": ceph.INSTALL,
-    azurite.PROGRAM: azurite.INSTALL,
-    gcs.PROGRAM: gcs.INSTALL,
-    "'gcsfs'": "pip install -e '.[gcs]'",
-    "'adlfs'": "pip install -e '.[azure]'",
-    "SLURM": slurm_node.INSTALL + " (and run as root)",
-    "real samples": "set SA1B_REAL_SAMPLES to a folder with sa_*.jpg and sa_*.json of SA-1B",
-    "no CUDA device": "on a machine with a GPU and a CUDA build of torch, pytest -m gpu",
-    "needs root": "run as root, in a container for example",
-    "mount": "run as root where file systems can be mounted",
-    "C compiler": "install a C compiler (cc)",
-    "GNU tar": "install GNU tar",
-    "not installed": "pip install -e '.[dev]'",
+    "a package": {
+        "'gcsfs'": "pip install -e '.[gcs]'",
+        "'adlfs'": "pip install -e '.[azure]'",
+    },
+    "a program": {
+        "Chromium": "install chromium, chromium-browser or google-chrome",
+        "radosgw": ceph.INSTALL,
+        azurite.PROGRAM: azurite.INSTALL,
+        gcs.PROGRAM: gcs.INSTALL,
+        "SLURM": slurm_node.INSTALL + " (and run as root)",
+        "C compiler": "install a C compiler (cc)",
+        "GNU tar": "install GNU tar",
+        "not installed": "pip install -e '.[dev]'",
+    },
+    "another machine": {
+        "real samples": "set SA1B_REAL_SAMPLES to a folder with sa_*.jpg and sa_*.json of SA-1B",
+        "no CUDA device": "on a machine with a GPU and a CUDA build of torch, pytest -m gpu",
+        "needs root": "run as root, in a container for example",
+        "mount": "run as root where file systems can be mounted",
+    },
 }
 
 
 def lines(reasons: Iterable[str]) -> list[str]:
-    """A line for each way to enable skipped tests, with their number."""
-    counts: dict[str, tuple[int, str]] = {}
-    for reason in reasons:
-        name = next((part for part in WAYS if part.lower() in reason.lower()), None)
-        if name is not None:
-            count, kind = counts.get(WAYS[name], (0, name))
-            counts[WAYS[name]] = (count + 1, kind)
-    return [f"{count} skipped ({kind}): to run them, {way}" for way, (count, kind) in counts.items()]
+    """At most a line for each need: how many tests were skipped for it, and how to enable them."""
+    kinds = [kind for ways in WAYS.values() for kind in ways]
+    counts = Counter(next((kind for kind in kinds if kind.lower() in text.lower()), None) for text in reasons)
+    found = []
+    for need, ways in WAYS.items():
+        parts = [f"{counts[kind]} {kind}: {way}" for kind, way in ways.items() if counts[kind]]
+        if parts:
+            found.append(f"skipped, need {need}: " + "; ".join(parts))
+    return found
 
 
 def reason(report: pytest.TestReport | pytest.CollectReport) -> str:
