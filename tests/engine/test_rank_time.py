@@ -1,10 +1,13 @@
 """A rank's own work is separated from its waiting for other ranks, under DDP and FSDP."""
 
+import itertools
 import math
-import time
-from statistics import median
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.gradients import micro_batch
 from sa1b.engine.parallel import ParallelConfig
-from sa1b.engine.phase import Phases
+from sa1b.engine.phase import OTHER, Phases
 from sa1b.engine.rank_time import RankTime
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 
-SLEEP = 0.1
+WORK = 0.5  # seconds
 
 
 class Clock:
@@ -98,71 +101,120 @@ def test_waiting_in_a_warm_up_or_an_evaluation_does_not_count() -> None:
     assert times.seconds() == {"data": 0.0, "compute": 0.0, "update": 0.0, "sync": 0.75}
 
 
-class Sleeper(nn.Module):
-    """Layers; the second one sleeps in its forward or backward pass."""
+class LogicalClock(Clock):
+    """A clock that only the test's work moves; at the end of a wait it is at least that of all other ranks."""
 
-    def __init__(self, forward: float, backward: float) -> None:
+    def __init__(self, file: Path, rank: int) -> None:
+        super().__init__()
+        self.all = np.memmap(file, "float64", "r+")
+        self.rank = rank
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+        self.all[self.rank] = self.now
+
+    def meet(self) -> None:
+        """The other ranks have come to the place at which this rank waited for them."""
+        self.now = max(self.now, self.all.max())
+        self.all[self.rank] = self.now
+
+
+class LogicalTime(RankTime):
+    """The times of a rank with a logical clock."""
+
+    clock: LogicalClock
+
+    def _end_waiting(self) -> None:
+        if self._waiting is not None:
+            self.clock.meet()  # DDP waits in C++
+        super()._end_waiting()
+
+
+class Worker(nn.Module):
+    """Layers; the second one works for some seconds in its forward or backward pass."""
+
+    def __init__(self, clock: LogicalClock, forward: float, backward: float) -> None:
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
-        self.seconds = forward, backward
+        self.clock, self.seconds = clock, (forward, backward)
 
     def forward(self, rows: Tensor) -> Tensor:
         hidden = self.second(self.first(rows))
-        time.sleep(self.seconds[0])
-        hidden.register_hook(lambda _: time.sleep(self.seconds[1]))
+        self.clock.work(self.seconds[0])
+        hidden.register_hook(lambda _: self.clock.work(self.seconds[1]))
         total: Tensor = self.third(hidden).sum()
         return total
 
 
-def seconds_of(forward: float, backward: float) -> dict[str, list[dict[str, float]]]:
-    """By mode, the times of each rank in the median step. Rank 1 sleeps."""
-    with group(ParallelConfig(mode="ddp")) as rank_info:
+def met(wait: Callable[..., Any], clock: LogicalClock, phases: Phases) -> Callable[..., Any]:
+    """A wait of Python for other ranks in a part of a step, timed by RankTime or not."""
+
+    def waited(*arguments: Any) -> Any:
+        result = wait(*arguments)
+        if phases.current.name != OTHER:
+            clock.meet()
+        return result
+
+    return waited
+
+
+def update(module: Worker, *_: object) -> None:
+    module.clock.work(sum(module.seconds))
+
+
+def seconds_of(file: Path) -> dict[tuple[str, float, float], list[dict[str, float]]]:
+    """The times of each rank in the last step, by mode and by the work of rank 1 in a pass; rank 0 has none."""
+    wait = dist.Work.wait
+    with group(ParallelConfig(mode="ddp")) as rank_info, pytest.MonkeyPatch.context() as patch:
         found = {}
-        slow = rank_info.rank == 1
-        for mode in ("ddp", "fsdp", "zero1"):
+        for case in itertools.product(("ddp", "fsdp", "zero1"), ((WORK, 0.0), (0.0, WORK))):
+            mode, forward, backward = case[0], *(rank_info.rank * seconds for seconds in case[1])
+            clock = LogicalClock(file, rank_info.rank)
+            phases = Phases()
+            patch.setattr(dist.Work, "wait", met(wait, clock, phases))
+            clock.work(0.0)
+            dist.barrier()
             torch.manual_seed(0)
-            module: nn.Module = Sleeper(forward * slow, backward * slow)
+            module: nn.Module = Worker(clock, forward, backward)
             if mode != "fsdp":
                 module = DistributedDataParallel(module)
             else:
                 mesh = init_device_mesh("cpu", (rank_info.world_size,))
                 for part in (*module.children(), module):
                     fully_shard(part, mesh=mesh)
-            phases = Phases()
             optimizer: Any = torch.optim.SGD(module.parameters())
             if mode == "zero1":
                 optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD)
-                optimizer.optim.register_step_pre_hook(lambda *_: time.sleep((forward + backward) * slow))
-            times = RankTime(phases, module, optimizer, rank_info)
+                optimizer.optim.register_step_pre_hook(partial(update, module.module))
+            times = LogicalTime(phases, module, optimizer, rank_info, clock.moment)
+            times.clock = clock
             assert times.separable
-            steps = []
-            for step in range(5):
+            for step in range(3):
                 phases.begin(step)
                 for number in (1, 2):
                     with phases.part("compute"), micro_batch(module, last=number == 2):
                         times.backward(module(torch.ones(4, 8)))
                 with phases.part("sync"):
                     dist.barrier()
+                dist.barrier()  # no rank works on before all clocks have met
                 with phases.part("update"):
                     optimizer.step()
-                steps.append(times.seconds())
-            own = {name: median(one[name] for one in steps[2:]) for name in ("compute", "sync", "update")}
+                dist.barrier()
+            phases.begin(3)
             of_all: list[dict[str, float]] = [{}] * rank_info.world_size
-            dist.all_gather_object(of_all, own)
-            found[mode] = of_all
+            waited = sum(end.elapsed_time(begin) for name, end, begin in times._last[1] if name == "compute")
+            dist.all_gather_object(of_all, {**times.seconds(), "waited": waited / 1e3})
+            found[case[0], *case[1]] = of_all
         return found
 
 
-@pytest.mark.parametrize(
-    ("forward", "backward"), [(SLEEP, 0.0), pytest.param(0.0, SLEEP, marks=pytest.mark.slow)]
-)
-def test_the_others_wait_for_a_slow_rank_and_that_is_not_their_work(forward: float, backward: float) -> None:
-    found = launch(seconds_of, 2, forward, backward)[0]
-    for fast, slow in found.values():
-        assert slow["compute"] >= 2 * SLEEP  # in each of two micro-batches
-        assert fast["compute"] < slow["compute"] / 2
-        assert fast["sync"] > slow["sync"]
-        assert fast["sync"] > SLEEP
-    fast, slow = found["zero1"]
-    assert slow["update"] >= SLEEP
-    assert fast["update"] < SLEEP / 2
+def test_the_others_wait_for_a_slow_rank_and_that_is_not_their_work(tmp_path: Path) -> None:
+    np.zeros(2).tofile(tmp_path / "clocks")
+    found = launch(seconds_of, 2, tmp_path / "clocks")[0]
+    for (mode, *_), (fast, slow) in found.items():
+        assert slow["compute"] == 2 * WORK, mode  # in each of two micro-batches
+        assert fast["compute"] == fast["update"] == 0, mode
+        assert fast["sync"] >= 2 * WORK, mode
+        assert fast["waited"] >= WORK, mode  # and not only at the barrier
+        assert slow["sync"] == 0, mode
+        assert slow["update"] == (WORK if mode == "zero1" else 0), mode
