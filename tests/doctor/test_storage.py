@@ -3,9 +3,9 @@
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,13 +47,21 @@ def test_a_good_directory(root: Path) -> None:
 def test_the_first_reads_which_load_code_and_open_connections_do_not_count(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = [0.0]
+
     def reads(stream: object, pool: object, threads: int, sizes: list[int]) -> Iterator[int]:
-        time.sleep(0.2)
-        yield from (8, 1000)
+        for samples, seconds in ((8, 100.0), (1000, 0.25)):
+            now[0] += seconds
+            yield samples
+
+    def perf_counter() -> float:
+        now[0] += 0.001
+        return now[0]
 
     monkeypatch.setattr(storage, "storage_reads", reads)
+    monkeypatch.setattr(storage, "time", SimpleNamespace(perf_counter=perf_counter))
     found = only(storage.read_rate(Subject(root=str(root), seconds=0.1, rate=0.001)))
-    assert found.values["samples_per_second"] > 1000  # a thousand at once, after eight in 0.2 s
+    assert found.values["samples_per_second"] == pytest.approx(1000 / 0.251)
 
 
 def test_without_root_storage_is_skipped_with_a_hint() -> None:
