@@ -6,6 +6,7 @@ import time
 from collections import deque
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import sa1b
 from sa1b.masks import raster
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
+from sa1b.stream import stats
 from sa1b.stream.pending import PendingBatch, PickedSample
 from sa1b.stream.resume import ResumeError
 from sa1b.stream.sample import SampleMasks
@@ -127,17 +129,23 @@ def test_an_error_in_a_thread_reaches_the_caller_with_its_sample(
 def test_a_stalled_sample_is_named(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = PendingBatch.pick
+    streamed, whole, named = stream(root), PendingBatch.pick, threading.Event()
+    rows, _ = streamed.rows(next(streamed.plan.micro_batches(0)))
+    where = streamed.where
+
+    def noted(row: int) -> str:
+        if row == rows[1]:
+            named.set()
+        return where(row)
 
     def slow(self: PendingBatch, i: int) -> PickedSample:
-        time.sleep(0.5 if self.piece.start + i == 1 else 0)
+        assert self.piece.start + i != 1 or named.wait(600)
         return whole(self, i)
 
+    monkeypatch.setattr(streamed, "where", noted)
     monkeypatch.setattr(PendingBatch, "pick", slow)
-    streamed = stream(root)
     first(sa1b.Loader(streamed, stall_seconds=0.1, quiet=True), 1)
-    rows, _ = streamed.rows(next(streamed.plan.micro_batches(0)))
-    assert f"waiting for {streamed.where(rows[1])} for over 0.1 s" in capsys.readouterr().err
+    assert f"waiting for {where(rows[1])} for over 0.1 s" in capsys.readouterr().err
 
 
 def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:
@@ -173,11 +181,14 @@ def test_the_slowest_stage_is_the_limiting_one(
     module, name = slow.rsplit(".", 1)
     whole = getattr(import_module(module), name)
 
+    own = threading.local()  # a clock for each thread, which only the slow stage moves
+
     def slowly(*arguments: Any, **named: Any) -> Any:
-        time.sleep(0.1)
+        own.now = getattr(own, "now", 0.0) + 0.1
         return whole(*arguments, **named)
 
     monkeypatch.setattr(slow, slowly)
+    monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: getattr(own, "now", 0.0)))
     loader = sa1b.Loader(stream(root), threads=2, prefetch=1, dense=16, quiet=True)
     first(loader, 3)
     assert loader.stats()["limiting"] == stage
