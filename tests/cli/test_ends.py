@@ -122,7 +122,7 @@ def test_ctrl_c_while_modules_load_ends_with_130_and_without_a_traceback(
     code, output, errors = interrupted_while_loading(
         [sys.executable, *command],
         module,
-        "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    raise ImportError('half loaded') from None\n",
+        "try:\n    while True:\n        time.sleep(0.01)\nexcept KeyboardInterrupt:\n    raise ImportError('half loaded') from None\n",
         tmp_path,
     )
     assert (code, output) == (130, "")
