@@ -1,4 +1,4 @@
-"""Faults injected into calls of the operating system: see faults.c.
+"""Faults injected into calls of the operating system: see faults.c; a machine that misbehaves: see machine.c.
 
 `python -m tests.faults all SOURCE.tar` runs the full counts; the suite runs a seeded part of them.
 """
@@ -8,16 +8,15 @@ import shutil
 import subprocess
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("faults.c")
 
-
-def build(folder: Path) -> Path | None:
-    """The compiled library; None if there is no C compiler."""
+def build(folder: Path, name: str = "faults") -> Path | None:
+    """A library of this folder, compiled; None if there is no C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
-    library = folder / "faults.so"
-    command = [compiler, "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(SOURCE), "-ldl"]
+    library = folder / f"{name}.so"
+    source = Path(__file__).with_name(f"{name}.c")
+    command = [compiler, "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(source), "-ldl"]
     subprocess.run(command, check=True)
     return library
 
