@@ -98,7 +98,7 @@ def forked(
             os.fsync = lambda descriptor: None
         if log is not None:
             # After a power failure, the machine restarts before the next run.
-            processes.this_machine = lambda: "before"
+            processes.this_machine = lambda: "0123456789ab"  # another name than now
             faults.record(root, log)
         else:
             faults.arm(root, **fault)
