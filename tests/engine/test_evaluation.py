@@ -20,7 +20,7 @@ from sa1b.errors import UsageError
 from sa1b.gallery.predictions import read_predictions
 from sa1b.masks.geometry import bbox
 from sa1b.masks.raster import rasterize
-from sa1b.sam import clicks
+from sa1b.sam import clicks, prediction
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.protocol import centre
@@ -185,12 +185,24 @@ def published(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     return scored(root, out, place_of(), ParallelConfig(), protocol="sam", show=3), out
 
 
+def squares(root: Path, out: Path) -> dict[int, np.ndarray]:
+    """The pixels of each held-out image as an evaluation decodes them: uint8 [image_size, image_size, 3]."""
+    feed = feed_for(root, out, place_of())
+    found = {}
+    for batch in (batch for batches in feed.steps() for batch in batches):
+        images = np.ascontiguousarray(batch.images.permute(0, 2, 3, 1).numpy())
+        found |= dict(zip(batch.ids.tolist(), images, strict=True))
+    feed.close()
+    return found
+
+
 def test_by_the_protocol_sam_a_click_is_at_the_centre_and_iou_at_source_resolution(
-    root: Path, published: tuple[dict[str, float], Path]
+    root: Path, published: tuple[dict[str, float], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores, out = published
     dataset = sa1b.open(root)
     sam = model().model.eval()
+    pixels = squares(root, tmp_path)
     ious: dict[str, list[float]] = {"1_click": [], "box": []}
     answers: dict[str, np.ndarray] = {}
     predictions = read_predictions(out / "predictions.jsonl")
@@ -199,6 +211,8 @@ def test_by_the_protocol_sam_a_click_is_at_the_centre_and_iou_at_source_resoluti
         sample = dataset[row]
         chosen = chosen_masks(root, row)
         truth = rasterize(sample.runs, select=chosen, dtype=np.bool_)
+        own = pixels[int(dataset.table.image_id[row])]
+        monkeypatch.setattr(prediction, "framed_image", lambda *_, own=own: own)
         points = [centre(mask)[:2] for mask in truth]
         corners = bbox(sample.runs.select(chosen)).astype(float)
         corners[:, 2:] += corners[:, :2] - 1
@@ -208,11 +222,10 @@ def test_by_the_protocol_sam_a_click_is_at_the_centre_and_iou_at_source_resoluti
             ious[name] += ((masks & truth).sum((1, 2)) / (masks | truth).sum((1, 2))).tolist()
         if (shown := predictions.get(int(dataset.table.image_id[row]))) is not None:
             assert np.allclose(shown.points, np.array(points) + 0.5, atol=0.01)
-            # The stream decodes JPEGs differently, and a model with random weights has logits near 0.
-            assert np.mean(rasterize(shown.runs, dtype=np.bool_) != answers["1_click"]) < 0.05
-            assert np.allclose(shown.iou, ious["1_click"][-len(points) :], atol=2e-3)
+            assert np.array_equal(rasterize(shown.runs, dtype=np.bool_), answers["1_click"])
+            assert np.allclose(shown.iou, ious["1_click"][-len(points) :], atol=5.1e-5)  # of four digits
     for name, found in ious.items():
-        assert scores[f"miou_{name}"] == pytest.approx(np.mean(found), abs=2e-3)
+        assert scores[f"miou_{name}"] == pytest.approx(np.mean(found), abs=1e-8)
         assert scores[f"miou_{name}_oracle"] > scores[f"miou_{name}"]
     assert scores["masks"] == len(ious["box"])
     assert scores["masks"] == scores["masks_small"] + scores["masks_medium"] + scores["masks_large"]
