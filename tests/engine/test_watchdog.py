@@ -91,7 +91,8 @@ def test_each_hang_is_named_and_the_run_goes_on_if_it_ends(ranks: Callable[[int]
     os.kill(three.ranks[0].pid, signal.SIGSTOP)  # the one that would report
     stopped = r"rank 0 \(host .*\) does not answer: it is stopped or dead"
     three.wait_for(stopped, rank=1)
-    assert re.search(stopped, (three.run / "stall.txt").read_text())
+    # Printed before the disk is used, which may be hanging.
+    wait(lambda: re.search(stopped, (three.run / "stall.txt").read_text()), "the report is in no file")
     os.kill(three.ranks[0].pid, signal.SIGCONT)
     three.wait_for_step()
 
