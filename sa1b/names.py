@@ -3,6 +3,8 @@
 member  sa_<id>.jpg, sa_<id>.json, sa_<id>.masks    id: an integer below 2**63 without leading zeros
 source  sa_000020                                   its stem, 000020, is the name without "sa_"
 shard   sa1b-<stem>-<part>.tar                      part: at least four digits, more from 10,000 on
+
+A name that becomes part of a path contains no "/" and does not begin with a dot.
 """
 
 import re
@@ -14,6 +16,7 @@ _ID_END = 2**63
 _IMAGE_PREFIX = "sa_"
 _MEMBER = re.compile(r"sa_(0|[1-9][0-9]{0,18})\.(jpg|json|masks)")
 _STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_QUARANTINE = re.compile(r"[0-9]{6,}-[A-Za-z0-9._-]*|(refused|warnings|doubtful)\.jsonl")
 _SHARD = re.compile(r"sa1b-([A-Za-z0-9_.-]+)-([0-9]{4}|[1-9][0-9]{4,})\.tar")
 
 
@@ -62,6 +65,11 @@ def parse_member_path(path: str) -> MemberName | None:
     return parse_member_name(f"{stem}{dot}{ending.lower()}")
 
 
+def is_bare_name(name: str) -> bool:
+    """Whether `name` can be the name of a file: no path, no hidden file, no control character."""
+    return name.isprintable() and not name.startswith(".") and "/" not in name and name != ""
+
+
 def is_source_name(name: str) -> bool:
     """Whether `name` is a valid name of a source. Its stem becomes part of file names."""
     return _STEM.fullmatch(source_stem(name)) is not None
@@ -103,6 +111,11 @@ def is_shard_of(name: str, source: str) -> bool:
     """Whether `name` is the name of a shard of a source."""
     found = parse_shard_name(name)
     return found is not None and found.stem == source_stem(source)
+
+
+def is_quarantine_file(name: str) -> bool:
+    """Whether `name` is the name of a file that the package writes to the quarantine of a source."""
+    return _QUARANTINE.fullmatch(name) is not None
 
 
 def shard_order(name: str) -> ShardName:

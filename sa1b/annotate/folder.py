@@ -18,8 +18,8 @@ from typing import Any
 from sa1b.errors import BadSample, UsageError
 from sa1b.names import is_source_name, member_name, parse_member_name
 from sa1b.storage.atomic import append, append_line, json_bytes, write_whole
-from sa1b.storage.processes import is_of_dead_process
-from sa1b.storage.store import open_store, temporary_path
+from sa1b.storage.processes import is_of_dead_process, process_of_temporary, temporary_path
+from sa1b.storage.store import open_store
 
 SETTINGS, LINES = "annotate.json", "annotate.jsonl"
 FORMAT = "sa1b-annotate-1"
@@ -130,7 +130,7 @@ def _scan(folder: AnnotationFolder) -> None:
         named = parse_member_name(path.name)
         if named is not None and named.ending == "json":
             folder.complete.add(named.image_id)
-        elif path.name.endswith(".partial") and is_of_dead_process(path.name.split(".")[-2]):
+        elif is_of_dead_process(process_of_temporary(path) or ""):
             path.unlink(missing_ok=True)
     try:
         line = b"\n"

@@ -119,8 +119,9 @@ def _write_parquet(query: "Query", path: Path) -> int:
     import pyarrow.parquet as pq
 
     from sa1b.storage.atomic import commit, flush
+    from sa1b.storage.processes import temporary_path
 
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = temporary_path(path)
     rows = 0
     try:
         batches = query.batches()

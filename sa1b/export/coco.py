@@ -23,7 +23,7 @@ from sa1b.names import member_name
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import Sample
 from sa1b.storage.atomic import commit, flush
-from sa1b.storage.store import temporary_path
+from sa1b.storage.processes import temporary_path
 
 Segmentation = Literal["rle", "polygons"]
 JOINED = "annotations.json"

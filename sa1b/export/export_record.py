@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sa1b.errors import UsageError
+from sa1b.names import is_bare_name
 from sa1b.storage.atomic import json_bytes, write_whole
 
 RECORD = ".export.json"
@@ -112,6 +113,8 @@ def read_record(out: Path) -> ExportRecord:
             raise ValueError(f"format {document['format']!r}")
         record = ExportRecord(out, str(document.get("kind", "")))
         for name, part in document["tars"].items():
+            if not is_bare_name(name):
+                raise ValueError(f"a part named {name!r}")
             record.contents[name] = str(part["content"])
             if "bytes" in part:
                 images, masks, size = (int(part[key]) for key in ("images", "masks", "bytes"))

@@ -4,12 +4,12 @@ import filecmp
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sa1b.storage.atomic import flush, naming_path
-from sa1b.storage.store import temporary_path
+from sa1b.storage.processes import process_of_temporary, temporary_path
 
 TEMPORARY = ".export.partial"  # temporary folder in the folder of an export; it is removed at the end
 
@@ -94,5 +94,9 @@ class PartFiles:
 
 
 def remove_temporary(out: Path) -> None:
-    """Remove the temporary files of an export, also those of workers that were killed."""
-    shutil.rmtree(out / TEMPORARY, ignore_errors=True)
+    """Remove the temporary folders of the parts of an export, also those of workers that were killed."""
+    for folder in (out / TEMPORARY).glob(".*"):
+        if process_of_temporary(folder) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # there is none, or it holds files of others
+        (out / TEMPORARY).rmdir()

@@ -29,7 +29,7 @@ from sa1b.names import image_name
 from sa1b.progress import bar
 from sa1b.shards.display import size_text
 from sa1b.storage.atomic import write_whole
-from sa1b.storage.store import temporary_path
+from sa1b.storage.processes import temporary_path
 
 MAX_PAGE_BYTES = 19_990_000
 MAX_SIDE = 1000  # pixels

@@ -8,6 +8,7 @@ runs `reshard --finish`. 11 million rows take one pass over 400 MB.
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from sa1b.shards.commit import (
     dataset_claim,
     join_tables,
     remove_old_tables,
+    remove_quarantine,
     shard_files,
     stored_shards,
     tables_of,
@@ -39,6 +41,8 @@ from sa1b.shards.manifest import (
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.store import Root, Store, open_store
+
+_EXPECTED = re.compile(r"[0-9a-f]{16}\.expected")  # the names that `record_expected` gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
     with dataset_claim(store):
         tasks = {name: task for name, task in read_tasks(store).items() if name != without}
         failed = {name: why for name, why in read_failed(store).items() if name not in {*tasks, without}}
-        lists = store.names(TASKS, ".expected")
+        lists = [name for name in store.names(TASKS, ".expected") if _EXPECTED.fullmatch(name)]
         known = {*expected, *_claimed(store), *_listed(store, lists), *_known_before(store)}
         pending = sorted(known - tasks.keys() - failed.keys() - {without})
         if not is_current(store, tasks, failed, pending) and (tasks or without is not None):
@@ -232,8 +236,7 @@ def drop_source(root: Root, name: str) -> Finished:
         store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed", "searched")))
         own = sorted(stored_shards(store, name))
         store.remove(*(file for shard in own for file in shard_files(shard)))
-        if store.is_folder(f"{QUARANTINE}/{name}"):
-            store.remove_folder(f"{QUARANTINE}/{name}")
+        remove_quarantine(store, name)
     release_options(store)
     if store.is_local:  # a bucket has no empty folders
         with contextlib.suppress(OSError):

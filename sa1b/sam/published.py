@@ -21,6 +21,7 @@ from torch import Tensor
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.storage.atomic import commit, flush, naming_path
+from sa1b.storage.processes import temporary_path
 
 FORMATS = (".pth", ".safetensors")
 _SIZES = (
@@ -98,7 +99,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in weights.items()
     }
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = temporary_path(path)
     try:
         with naming_path(path):
             if path.suffix == ".pth":

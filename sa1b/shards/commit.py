@@ -18,10 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.errors import ManifestError, SourceError, TableError
-from sa1b.names import is_shard_of
+from sa1b.names import is_quarantine_file, is_shard_of
 from sa1b.shards.manifest import (
     DATASET,
-    OLD_SAMPLES,
     QUARANTINE,
     Task,
     all_shards,
@@ -31,11 +30,19 @@ from sa1b.shards.manifest import (
     task_name,
     write_task,
 )
-from sa1b.shards.sample_table import SampleTable, encode, open_table, read_facts, write_table
+from sa1b.shards.sample_table import (
+    SampleTable,
+    encode,
+    is_table_name,
+    open_table,
+    read_facts,
+    write_table,
+)
 from sa1b.shards.shard import index_path
 from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.claim import Claim, exclusive
-from sa1b.storage.store import Root, Store, each, open_store, temporary_path
+from sa1b.storage.processes import temporary_path
+from sa1b.storage.store import Root, Store, each, open_store
 
 _DATASET_CLAIM = ".dataset.claim"  # the process that writes dataset.json now
 _COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
@@ -104,9 +111,15 @@ def commit_quarantine(name: str, staged: Path, root: Root) -> None:
     if folder.exists():
         for path in [*folder.iterdir(), folder]:
             flush(path)
-        store.commit_folder(folder, f"{QUARANTINE}/{name}")
-    elif store.is_folder(f"{QUARANTINE}/{name}"):
-        store.remove_folder(f"{QUARANTINE}/{name}")
+        store.commit_folder(folder, f"{QUARANTINE}/{name}", is_quarantine_file)
+    else:
+        remove_quarantine(store, name)
+
+
+def remove_quarantine(store: Store, name: str) -> None:
+    """Remove the files that this package wrote to the quarantine of a source; other files stay."""
+    if store.is_folder(f"{QUARANTINE}/{name}"):
+        store.remove_folder(f"{QUARANTINE}/{name}", is_quarantine_file)
 
 
 def check_clash(task: Task, staged: Path, root: Root) -> None:
@@ -147,7 +160,7 @@ def dataset_claim(root: Root) -> Iterator[None]:
     """Become the only process that writes dataset.json; wait for another one to end."""
     store = open_store(root)
     with exclusive(store, _DATASET_CLAIM, store.url(DATASET)):
-        store.abort_uploads(_is_table)  # of a process that was killed
+        store.abort_uploads(is_table_name)  # of a process that was killed
         yield
 
 
@@ -315,12 +328,9 @@ def remove_old_tables(root: Root) -> None:
 
 
 def _remove_tables(store: Store, *, keep: str) -> None:
-    tables = filter(_is_table, store.names("", ".bin"))
+    # Not the samples.bin of older directories: a user may have chosen that name too.
+    tables = filter(is_table_name, store.names("", ".bin"))
     store.remove(*(name for name in tables if name != keep))
-
-
-def _is_table(name: str) -> bool:
-    return name == OLD_SAMPLES or (name.startswith("samples-") and name.endswith(".bin"))
 
 
 def rows_of_indexes(indexes: Sequence[Path]) -> bytes:

@@ -125,7 +125,7 @@ _DATASET = _object(
         ),
         "shards": _SHARDS,
     },
-    {"failed": _map(_TEXT), "pending": _list(_TEXT)},
+    {"failed": _map(_TEXT, key=_SOURCE), "pending": _list(_SOURCE)},
 )
 _TASK = _object(
     {
@@ -189,15 +189,22 @@ def check_dataset(document: Any) -> None:
         raise FieldError("shards has a name twice")
 
 
-def check_task(document: Any) -> None:
-    """Check the fields of a task file.
+def check_task(document: Any, source: str) -> None:
+    """Check the fields of the task file of a source, and that its shards belong to the source.
 
     Raises:
         FieldError: a field is missing or invalid; the message names it.
     """
     _TASK(document, "")
+    if document["source"]["name"] != source:
+        raise FieldError(
+            f"source.name is {document['source']['name']!r}; expected {source!r}, the file's name"
+        )
     if not document["shards"]:
         raise FieldError("shards is empty")
+    for number, shard in enumerate(document["shards"]):
+        if not is_shard_of(shard["name"], source):
+            raise FieldError(f"shards[{number}].name is {shard['name']!r}; expected a shard of {source!r}")
 
 
 def check_view(document: Any) -> None:

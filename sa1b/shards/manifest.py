@@ -24,7 +24,7 @@ from sa1b.console import command
 from sa1b.errors import ManifestError, TableError
 from sa1b.names import shard_order
 from sa1b.shards.document_fields import FieldError, check_dataset, check_task
-from sa1b.shards.sample_table import TableFacts, open_table
+from sa1b.shards.sample_table import TableFacts, is_table_name, open_table
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.store import Root, each, open_store
 
@@ -193,7 +193,7 @@ def parse_task(data: bytes, source_name: str, path: object) -> Task:
     """
     document = parse_document(data, path)
     try:
-        check_task(document)
+        check_task(document, source_name)
         for part, keys in _TASK_KEYS.items():
             if set(document[part]) != keys:
                 raise KeyError(f"{part} has {', '.join(document[part])}; expected {', '.join(sorted(keys))}")
@@ -264,7 +264,7 @@ def table_name(root: Root) -> str:
     store = open_store(root)
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
         return str(read_dataset(store)["samples"]["name"])
-    return next((name for name in store.names("", ".bin") if name.startswith("samples-")), OLD_SAMPLES)
+    return next((name for name in store.names("", ".bin") if is_table_name(name)), OLD_SAMPLES)
 
 
 def task_digest(task: Task) -> str:

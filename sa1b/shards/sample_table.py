@@ -16,6 +16,7 @@ content. So one read from `offset` returns a sample. A row takes 36 bytes.
 import hashlib
 import mmap
 import os
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,14 @@ _HEADER = struct.Struct("<8sIIQ32s32s")
 _MAGIC = b"SA1BTBL1"
 _VERSION = 1
 _HEADER_BYTES = 128
+
+
+_NAME = re.compile(r"samples-[0-9a-f]{16}\.bin")
+
+
+def is_table_name(name: str) -> bool:
+    """Whether `name` is a name that `TableFacts` gives to the table of a dataset."""
+    return _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

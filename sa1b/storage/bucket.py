@@ -26,12 +26,12 @@ from sa1b.storage.bucket_requests import CLOCK, BucketRequests
 from sa1b.storage.conditions import PROBE, Conditions, is_removed
 from sa1b.storage.errors import MissingError, StorageError, UnavailableError
 from sa1b.storage.objects import Stat, Upload
-from sa1b.storage.processes import process_of
+from sa1b.storage.processes import process_of, temporary_path
 from sa1b.storage.protocols import protocol_of
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from sa1b.storage.s3_objects import S3Objects
-from sa1b.storage.store import Store, temporary_path
+from sa1b.storage.store import Store
 from sa1b.storage.upload import download, upload
 
 _LOG = logging.getLogger(__name__)
@@ -153,8 +153,8 @@ class BucketStore(Store):
             upload(self._requests.reader, self._requests.objects, name, staged, progress)
         staged.unlink()
 
-    def commit_folder(self, staged: Path, name: str) -> None:
-        self.remove_folder(name)
+    def commit_folder(self, staged: Path, name: str, is_own: Callable[[str], bool]) -> None:
+        self.remove_folder(name, is_own)
         for path in sorted(path for path in staged.rglob("*") if path.is_file()):
             inner = f"{name}/{path.relative_to(staged).as_posix()}"
             with self._requests.writing(inner):
@@ -164,8 +164,8 @@ class BucketStore(Store):
     def remove(self, *names: str) -> None:
         self._requests.remove(*names)
 
-    def remove_folder(self, name: str) -> None:
-        self.remove(*(f"{name}/{inner}" for inner in self._requests.sizes(name, deep=True)))
+    def remove_folder(self, name: str, is_own: Callable[[str], bool]) -> None:
+        self.remove(*(f"{name}/{inner}" for inner in self._requests.sizes(name, deep=True) if is_own(inner)))
 
     def age(self, name: str) -> float | None:
         stat = self._requests.stat(name)

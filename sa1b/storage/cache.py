@@ -83,9 +83,8 @@ def fetch_once(reader: Reader, name: str, digest: str, cache: Path | None = None
 
 def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) -> None:
     """Download, verify and commit, under the lock of the folder."""
-    for stale in folder.iterdir():
-        stale.unlink()
     partial = folder / _PARTIAL
+    final.unlink(missing_ok=True)  # damaged
     try:
         with _naming(partial), partial.open("w+b") as file:
             fetch(reader, name, digest, file)
@@ -107,7 +106,7 @@ def _digest(path: Path) -> str | None:
 
 def _sweep(cache: Path) -> None:
     """Remove the partial files of other downloads that were killed."""
-    for partial in cache.glob(f"*/{_PARTIAL}"):
+    for partial in cache.glob(f"{'[0-9a-f]' * 64}/{_PARTIAL}"):
         with contextlib.suppress(LockedError, OSError), lock(partial.parent):
             partial.unlink()
 

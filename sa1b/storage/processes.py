@@ -29,13 +29,18 @@ def temporary_name(start: str) -> str:
     return f"{start}{this_process()}-{secrets.token_hex(8)}"
 
 
+def temporary_path(final: Path) -> Path:
+    """A hidden path in the folder of `final` that no other process uses; it contains the process's name."""
+    return final.with_name(f".{final.name}.{this_process()}-{secrets.token_hex(4)}.partial")
+
+
 def process_of(name: str) -> str:
     """The process in a name of `temporary_name`."""
     return name.partition("-")[2].rpartition("-")[0]
 
 
 def process_of_temporary(path: Path) -> str | None:
-    """The process in a path of `sa1b.storage.store.temporary_path`; None: the path has another form."""
+    """The process in a path of `temporary_path`; None: the path has another form."""
     match = _TEMPORARY.fullmatch(path.name)
     return None if match is None else match[1]
 

@@ -10,8 +10,6 @@ bucket. On a folder, no operation relies on `flock`, which is local to one machi
 
 import contextlib
 import os
-import secrets
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ from sa1b.arguments import was_url
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import commit, flush, naming_final, write_whole
 from sa1b.storage.objects import Upload
-from sa1b.storage.processes import this_process
+from sa1b.storage.processes import temporary_path
 from sa1b.storage.reader import Reader
 
 
@@ -133,16 +131,16 @@ class Store(ABC):
         """Move a complete, flushed file to a name; otherwise like `commit`."""
 
     @abstractmethod
-    def commit_folder(self, staged: Path, name: str) -> None:
-        """Move a complete, flushed folder to its name; an existing folder of this name is removed first."""
+    def commit_folder(self, staged: Path, name: str, is_own: Callable[[str], bool]) -> None:
+        """Move the files of a complete, flushed folder to a folder, after `remove_folder` of that one."""
 
     @abstractmethod
     def remove(self, *names: str) -> None:
         """Remove the objects that exist."""
 
     @abstractmethod
-    def remove_folder(self, name: str) -> None:
-        """Remove a folder, and its parent folder if it is empty then."""
+    def remove_folder(self, name: str, is_own: Callable[[str], bool]) -> None:
+        """Remove the files of a folder whose names are the package's, then it and its parents if empty."""
 
     @abstractmethod
     def age(self, name: str) -> float | None:
@@ -261,7 +259,6 @@ class FolderStore(Store):
             taken.unlink()
 
     def read(self, name: str) -> bytes:
-        """The bytes of a small object. Raises FileNotFoundError if the object does not exist."""
         return self.path(name).read_bytes()
 
     def names(self, folder: str, ending: str = "") -> list[str]:
@@ -313,9 +310,14 @@ class FolderStore(Store):
         with naming_final(final):
             commit(staged, final)
 
-    def commit_folder(self, staged: Path, name: str) -> None:
+    def commit_folder(self, staged: Path, name: str, is_own: Callable[[str], bool]) -> None:
         final = self.path(name)
-        shutil.rmtree(final, ignore_errors=True)
+        if final.is_dir():
+            self.remove_folder(name, is_own)
+        if final.exists():  # with files of others
+            self.commit(sorted(staged.iterdir()), name)
+            staged.rmdir()
+            return
         final.parent.mkdir(parents=True, exist_ok=True)
         staged.replace(final)
         flush(final.parent)
@@ -330,14 +332,14 @@ class FolderStore(Store):
         for folder in folders:
             flush(folder)
 
-    def remove_folder(self, name: str) -> None:
-        shutil.rmtree(self.path(name))
-        parent = self.path(name).parent
-        if parent != self.folder:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-                parent = parent.parent
-        flush(parent)
+    def remove_folder(self, name: str, is_own: Callable[[str], bool]) -> None:
+        folder = self.path(name)
+        self.remove(*(f"{name}/{path.name}" for path in folder.iterdir() if is_own(path.name)))
+        with contextlib.suppress(OSError):  # files of others are left
+            while folder != self.folder:
+                folder.rmdir()
+                folder = folder.parent
+        flush(folder)
 
     def now(self, folder: str = "") -> float:
         """The file system's time in seconds, for comparison with modification times."""
@@ -379,6 +381,8 @@ def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str,
             key, BucketStore(text, scratch=scratch, options=options)
         )
     text = text.removeprefix("file://")
+    if not text:
+        raise UsageError("'': names no folder; pass a path, such as . for the folder you are in, or a URL")
     if was_url(text) and not Path(text).exists():
         scheme, _, path = text.partition(":/")
         raise UsageError(f"{text}: no such folder; did you mean {scheme}://{path}?")
@@ -392,8 +396,3 @@ def each(store: Store, function: Callable[[X], Y], items: Iterable[X]) -> Iterat
         return
     with ThreadPoolExecutor(_REQUESTS) as threads:
         yield from threads.map(function, items)
-
-
-def temporary_path(final: Path) -> Path:
-    """A hidden path in the folder of `final` that no other process uses; it contains the process's name."""
-    return final.with_name(f".{final.name}.{this_process()}-{secrets.token_hex(4)}.partial")

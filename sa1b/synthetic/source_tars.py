@@ -27,7 +27,7 @@ import numpy as np
 import simplejpeg
 
 from sa1b.storage.atomic import write_whole
-from sa1b.storage.store import temporary_path
+from sa1b.storage.processes import temporary_path
 from sa1b.synthetic.annotation import AnnotationFile, annotate
 from sa1b.synthetic.phrases import Phrases
 from sa1b.synthetic.scene import Shape, draw, plan

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from sa1b.console import command
 from sa1b.errors import UsageError
-from sa1b.names import SHARD_PREFIX
+from sa1b.names import SHARD_PREFIX, is_quarantine_file
 from sa1b.progress import Bar, bar
 from sa1b.shards.commit import (
     abort_uploads,
@@ -310,7 +310,7 @@ class _Copy:
             self._check_running()
             with self.source.files(f"{folder}/{file}") as (path,):
                 self._staged(f"{staged.name}/{file}", path)
-        self.target.commit_folder(staged, folder)
+        self.target.commit_folder(staged, folder, is_quarantine_file)
 
     def _staged(self, name: str, path: Path) -> Path:
         """A flushed copy of a small local file in the staging folder."""

@@ -1,11 +1,13 @@
 """Files in a dataset directory outside the dataset: work in progress, and remains of interrupted runs."""
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from sa1b.console import command
-from sa1b.names import SHARD_PREFIX, shard_order, source_stem
+from sa1b.names import parse_shard_name, shard_order, source_stem
 from sa1b.shards.manifest import DATASET, PARTIAL, TASKS, table_name
+from sa1b.shards.sample_table import is_table_name
 from sa1b.shards.shard import index_path
 from sa1b.storage.store import Store
 from sa1b.verify.resume import INDEX_RECORD
@@ -60,7 +62,7 @@ def leftover_notes(store: Store, tasks: TaskCheck, shards: Collection[str], *, d
             "copy of these shards removes them"
         )
     table = table_name(store)
-    unfinished = [name for name in store.names("", ".bin") if name.startswith("samples") and name != table]
+    unfinished = [name for name in store.names("", ".bin") if is_table_name(name) and name != table]
     if store.is_local:
         hidden = (path.name for path in Path(store.root).glob(".*.partial"))
         unfinished = sorted([*unfinished, *(name for name in hidden if name != PARTIAL)])
@@ -72,7 +74,7 @@ def leftover_notes(store: Store, tasks: TaskCheck, shards: Collection[str], *, d
 def stored_files(store: Store) -> Iterator[str]:
     """Names of all shards and indexes in a dataset directory, whether or not anything lists them."""
     names = store.names("")
-    return (name for name in names if name.startswith(SHARD_PREFIX) and name.endswith((".tar", ".parquet")))
+    return (name for name in names if parse_shard_name(re.sub(r"\.parquet$", ".tar", name)) is not None)
 
 
 def _unlisted_shards(store: Store, tasks: TaskCheck, shards: Collection[str]) -> list[str]:

@@ -25,8 +25,9 @@ from sa1b.shards.manifest import DATASET, TASKS, ShardInfo
 from sa1b.shards.staging import clean_scratch
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import Claim, live_holders
+from sa1b.storage.processes import temporary_path
 from sa1b.storage.scratch import check_scratch
-from sa1b.storage.store import Root, Store, open_store, temporary_path
+from sa1b.storage.store import Root, Store, open_store
 from sa1b.verify import recover
 from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index

@@ -3,8 +3,8 @@
     {"format": "sa1b-resume-1", ...}                       properties common to all lines, such as options
     {"shard": "sa1b-000020-0003.tar", "key": ..., "value": ...}
 
-`key` identifies the input of the result, such as sizes and times of files. A line with another key is
-ignored. A line that was cut by a crash is dropped. Only one process uses the file at a time.
+`key` identifies the input of the result, such as sizes and times of files. A damaged line and a line with
+another key are ignored. A line that was cut by a crash is dropped. Only one process uses the file at a time.
 """
 
 import json
@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from sa1b.errors import UsageError
+from sa1b.storage.atomic import write_whole
+from sa1b.storage.processes import temporary_path
 
 FORMAT = "sa1b-resume-1"
 INDEX_RECORD = ".index-progress.jsonl"  # `sa1b index` writes it to the dataset directory
@@ -36,15 +38,19 @@ class ResumeRecord:
         self._header = (json.dumps({"format": FORMAT, **of}) + "\n").encode()
         self._known: dict[str, tuple[Any, Any]] = {}
         self._file: BinaryIO | None = None
-        found = path.read_bytes() if path.exists() else b""
+        self._exists = path.exists()
+        found = path.read_bytes() if self._exists else b""
         whole = found[: found.rfind(b"\n") + 1]
         first, *lines = whole.splitlines(keepends=True) or [b""]
-        if found and not _is_record(first) and not self._header.startswith(found):
+        if self._exists and not _is_record(first) and not (found and self._header.startswith(found)):
             raise UsageError(f"{path}: not a record of an interrupted run; name a file that does not exist")
         self._length = len(whole) if first == self._header else 0
         for line in lines if self._length else ():
-            entry = json.loads(line)
-            self._known[entry["shard"]] = (entry["key"], entry["value"])
+            try:
+                entry = json.loads(line)
+                self._known[str(entry["shard"])] = (entry["key"], entry["value"])
+            except (ValueError, KeyError, TypeError):
+                continue  # damaged: the shard is done again
 
     def __enter__(self) -> "ResumeRecord":
         return self
@@ -63,11 +69,12 @@ class ResumeRecord:
     def add(self, shard: str, key: Any, value: Any) -> None:
         """Record a result; it survives a crash of the process."""
         if self._file is None:
-            self._file = self.path.open("r+b" if self.path.exists() else "wb")
-            self._file.truncate(self._length)  # drops a line that was cut, or all lines of another run
+            if not self._length:  # there is no file, or that of another run
+                write_whole(self.path, self._header, temporary_path(self.path))
+                self._exists, self._length = True, len(self._header)
+            self._file = self.path.open("r+b")
+            self._file.truncate(self._length)  # drops a line that was cut
             self._file.seek(self._length)
-            if not self._length:
-                self._file.write(self._header)
         self._file.write((json.dumps({"shard": shard, "key": key, "value": value}) + "\n").encode())
         self._file.flush()
 
@@ -75,7 +82,8 @@ class ResumeRecord:
         """Remove the file: nothing is left to be done."""
         if self._file is not None:
             self._file.close()
-        self.path.unlink(missing_ok=True)
+        if self._exists:
+            self.path.unlink(missing_ok=True)
 
 
 def _is_record(line: bytes) -> bool:

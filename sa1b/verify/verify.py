@@ -72,14 +72,15 @@ def verify(
             f"--state {state}: is inside {store.root}, which a check does not change; name another folder"
         )
     report = Report(store.root, deep)
-    with clean_scratch(store), RootCheck(store, report) as check:
+    with contextlib.ExitStack() as files:
+        files.enter_context(clean_scratch(store))
+        check = files.enter_context(RootCheck(store, report))
         expected = check.expected()
         check_scratch(store, [one.info.bytes + one.info.index_bytes for one in expected], workers)
-        if state is None:
-            results = _check_shards(expected, check, deep, workers, None, quiet, supervise)
-        else:
-            with ResumeRecord(state, {"check": where, "deep": deep}) as record:
-                results = _check_shards(expected, check, deep, workers, record, quiet, supervise)
+        record = None
+        if state is not None:
+            record = files.enter_context(ResumeRecord(state, {"check": where, "deep": deep}))
+        results = _check_shards(expected, check, deep, workers, record, quiet, supervise)
         for result in results.values():
             if result.unchecked is not None:
                 report.unchecked[result.name] = result.unchecked
@@ -89,8 +90,8 @@ def verify(
             report.masks += result.masks
             report.bytes += result.bytes
         check.conclude(results)
-    if state is not None:
-        state.unlink(missing_ok=True)
+        if record is not None:
+            record.remove()
     report.seconds = time.monotonic() - began
     return report
 

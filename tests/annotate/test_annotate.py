@@ -162,8 +162,8 @@ def test_a_rerun_skips_complete_images_and_repeats_what_was_cut(
     lost, *_ = sorted(labels.rglob("sa_*.json"))
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    partial = lost.with_name(f".{lost.name}.{this_process(dead.pid)}-0123.partial")
-    own = lost.with_name(f".{lost.name}.{this_process()}-0123.partial")
+    partial = lost.with_name(f".{lost.name}.{this_process(dead.pid)}-01234567.partial")
+    own = lost.with_name(f".{lost.name}.{this_process()}-01234567.partial")
     for path in (partial, own):
         path.write_bytes(b"half")
     lost.unlink()

@@ -98,7 +98,7 @@ def test_every_field_that_is_written_is_documented(root: Path) -> None:
     nested = [manifest["options"], manifest["samples"], manifest["shards"][0]]
     assert {*manifest, *(name for part in nested for name in part)} <= documented
     task = json.loads((root / "tasks" / "sa_000001.json").read_text())
-    check_task(task)
+    check_task(task, "sa_000001")
     documented = {part for name in _documented("Task files") for part in name.split(".")}
     assert {*task, *task["source"], *task["counts"]} <= documented
     index = pq.read_schema(next(root.glob("*.parquet"))).names

@@ -15,6 +15,7 @@ from sa1b.export.source_tars import SourceTars
 from sa1b.shards import manifest
 from sa1b.shards.manifest import table_name
 from sa1b.sources.discovery import discover
+from sa1b.storage.processes import this_process
 from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
 
 CONTENT = {
@@ -254,7 +255,7 @@ def test_an_export_whose_process_was_killed_continues(root, tmp_path):
     out = tmp_path / "out"
     done = subprocess.run([sys.executable, program, root, out], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    (out / ".export.partial" / ".sa_000002-0000.tar.old.partial").mkdir(parents=True)
+    (out / ".export.partial" / f".sa_000002-0000.tar.{this_process()}-01234567.partial").mkdir(parents=True)
     summary = export(root, out, images_per_tar=4)
     assert len(summary.skipped) >= 2
     assert not (out / ".export.partial").exists()

@@ -130,10 +130,14 @@ def test_an_old_claim_of_another_machine_is_taken_over_and_a_live_one_is_waited_
     (root / "tasks").mkdir(parents=True)
     claims = [root / "tasks" / f"sa_00000{number}.claim" for number in range(2)]
     for claim in claims:
-        claim.write_text(json.dumps({"host": "node7", "pid": 4711, "process": "x-1", "token": claim.name}))
+        claim.write_text(
+            json.dumps({"host": "node7", "pid": 4711, "process": "0123456789ab-4711", "token": claim.name})
+        )
     os.utime(claims[0], (1, 1))
-    staged = root / ".partial" / "node7-4711" / "sa_000000"
+    folder = root / ".partial" / f"staging-0123456789ab-4711-{'0' * 16}"
+    staged = folder / "sa_000000"
     staged.mkdir(parents=True)
+    (folder / "owner").write_text(f"This folder was made by sa1b: {folder.name}\n")
     (staged / "sa1b-000000-0000.tar").write_bytes(b"half of a shard")
     line = [sys.executable, "tools/reshard.py", str(tars), "--out", str(root)]
     process = processes.Process(

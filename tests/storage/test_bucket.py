@@ -117,24 +117,43 @@ def test_an_object_is_renewed_by_its_content(bucket: BucketStore) -> None:
     assert bucket.read("a") == b"one"
 
 
+def _is_own(name: str) -> bool:
+    return name in ("x.json", "y.jpg", "old.json")
+
+
+def test_files_of_others_stay_in_a_folder_that_is_replaced_or_removed(store: Store) -> None:
+    staged = store.scratch / ".partial" / "two"
+    staged.mkdir(parents=True)
+    (staged / "x.json").write_bytes(b"{}")
+    for name in ("old.json", "notes.txt", "old/thesis.csv"):
+        store.put(f"quarantine/sa/{name}", b"mine")
+    store.commit_folder(staged, "quarantine/sa", _is_own)
+    assert not staged.exists()
+    assert [name for name in store.names("quarantine/sa") if "." in name] == ["notes.txt", "x.json"]
+    store.remove_folder("quarantine/sa", _is_own)
+    assert [name for name in store.names("quarantine/sa") if "." in name] == ["notes.txt"]
+    assert store.read("quarantine/sa/notes.txt") == store.read("quarantine/sa/old/thesis.csv") == b"mine"
+
+
 def test_files_and_folders_are_committed(store: Store) -> None:
     staged = store.scratch / ".partial" / "one"
-    (staged / "quarantine" / "deep").mkdir(parents=True)
+    (staged / "quarantine").mkdir(parents=True)
     (staged / "a.tar").write_bytes(b"shard")
     (staged / "a.parquet").write_bytes(b"")
     (staged / "quarantine" / "x.json").write_bytes(b"{}")
-    (staged / "quarantine" / "deep" / "y.jpg").write_bytes(b"jpg")
+    (staged / "quarantine" / "y.jpg").write_bytes(b"jpg")
     store.put("quarantine/sa/old.json", b"{}")
-    store.commit_folder(staged / "quarantine", "quarantine/sa")
+    store.commit_folder(staged / "quarantine", "quarantine/sa", _is_own)
     store.commit([staged / "a.tar", staged / "a.parquet"])
     assert list(staged.iterdir()) == []
     assert store.names("", ".tar") + store.names("", ".parquet") == ["a.tar", "a.parquet"]
-    assert [name for name in store.names("quarantine/sa") if "." in name] == ["x.json"]
-    with store.files("a.tar", "none.tar", "quarantine/sa/deep/y.jpg", "a.parquet") as paths:
+    assert [name for name in store.names("quarantine/sa") if "." in name] == ["x.json", "y.jpg"]
+    with store.files("a.tar", "none.tar", "quarantine/sa/y.jpg", "a.parquet") as paths:
         found = [path.read_bytes() if path.exists() else None for path in paths]
         assert found == [b"shard", None, b"jpg", b""]
-    store.remove_folder("quarantine/sa")
+    store.remove_folder("quarantine/sa", _is_own)
     assert not store.is_folder("quarantine/sa")
+    assert not store.is_folder("quarantine")
     assert store.uploads() == []
     assert store.abort_uploads(lambda name: True) == 0
 

@@ -86,6 +86,18 @@ class Machines:
                 command, stdout=log, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=environment,
                 start_new_session=True,
             )  # fmt: skip
+        if len(self.agents) == 1:
+            self.wait_for_rendezvous()
+
+    def wait_for_rendezvous(self) -> None:
+        """Wait until the first agent listens: the agent that binds the port holds the rendezvous, and must not be killed."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            assert all(agent.poll() is None for agent in self.agents.values()), self.log()
+            time.sleep(0.1)
+        raise AssertionError(f"nothing listens: {self.log()}")
 
     def ranks_of(self, name: str) -> list[int]:
         pid = self.agents[name].pid

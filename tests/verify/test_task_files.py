@@ -117,13 +117,11 @@ def test_dataset_json_is_compared_with_the_task_files_that_are_left(root):
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("../../etc/passwd", "task_unreadable"), ("sa1b-000001-0009.tar", "task_damaged")]
-)
-def test_a_name_that_is_no_shard_of_the_source_is_not_opened(root, name, kind):
+@pytest.mark.parametrize("name", ["../../etc/passwd", "sa1b-000001-0009.tar"])
+def test_a_name_that_is_no_shard_of_the_source_is_not_opened(root, name):
     (root / TASK).write_text((root / TASK).read_text().replace("sa1b-000002-0000.tar", name))
     finding = only(check(root))
-    assert (finding.kind, finding.file) == (kind, TASK)
+    assert (finding.kind, finding.file) == ("task_unreadable", TASK)
     assert name in finding.message
     (root / "dataset.json").unlink()
     assert all(one.shard != name or one.kind.endswith("_missing") for one in check(root).findings)

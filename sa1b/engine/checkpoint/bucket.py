@@ -132,7 +132,7 @@ class BucketLocation(Location):
         self.store.abort_uploads(lambda name: name.startswith(f"{CHECKPOINTS}/"))
         for folder in self.store.folders(CHECKPOINTS):
             if step_of(folder) is not None and step_of(folder) not in self._committed:
-                self.store.remove_folder(f"{CHECKPOINTS}/{folder}")
+                self.store.remove_folder(f"{CHECKPOINTS}/{folder}", _is_own)
         self._may_be_incomplete = False
 
     def _temporary(self, step: int) -> Path:
@@ -158,7 +158,12 @@ def remove(store: Store, step: int) -> None:
     """Remove a checkpoint; the manifest first."""
     name = f"{CHECKPOINTS}/{folder_name(step)}"
     store.remove(f"{name}/{MANIFEST}")
-    store.remove_folder(name)
+    store.remove_folder(name, _is_own)
+
+
+def _is_own(name: str) -> bool:
+    """Whether an object in the folder of a checkpoint belongs to it: all do, by the folder's name."""
+    return True
 
 
 def download(store: Store, step: int, folder: Path) -> Found:

@@ -26,8 +26,9 @@ from sa1b.sam.published import (
     write_weights,
 )
 from sa1b.shards.staging import clean_scratch
+from sa1b.storage.processes import temporary_path
 from sa1b.storage.protocols import protocol_of
-from sa1b.storage.store import open_store, temporary_path
+from sa1b.storage.store import open_store
 
 PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
 

@@ -1,0 +1,147 @@
+"""Every deletion in the package, with the reason why it cannot remove a file of a user.
+
+CONTRIBUTING has the rule. This test finds the calls that delete or replace files; a new one fails until its
+reason stands here.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+_DELETES = {"rmtree", "unlink", "rmdir", "removedirs", "rename", "renames", "truncate", "rm", "move"}
+_MAY_DELETE = {"remove", "replace", "remove_folder", "commit_folder", "remove_if", "delete"}
+
+TEMPORARY = "a path that this call made, with a random name or in its own temporary folder"
+PROCESS = "a name of `temporary_path` or `temporary_name` whose process has ended"
+FINAL = "renames its own temporary file to the path that the user named for it"
+OWNER = "a folder with its own name and the owner file of that name"
+CHECKPOINT = "a folder named step-N in RUN/checkpoints, which this run has locked"
+NAMED = "a name that the package gives to a file of a dataset directory, for a source whose name was checked"
+CLAIM = "a claim or a lock, by its content"
+CACHE = "a file with its own name in a folder of a cache that is named by a sha256"
+EMPTY = "an empty folder that the package made"
+STORE = "what its caller names"
+
+REASONS = {
+    "annotate/folder.py _scan": PROCESS,
+    "cli/query.py _write_parquet": TEMPORARY,
+    "engine/checkpoint/bucket.py _make_free": CHECKPOINT,
+    "engine/checkpoint/bucket.py _sweep": CHECKPOINT,
+    "engine/checkpoint/bucket.py discard": CHECKPOINT,
+    "engine/checkpoint/bucket.py download": CHECKPOINT,
+    "engine/checkpoint/bucket.py drop": CHECKPOINT,
+    "engine/checkpoint/bucket.py fetch": CHECKPOINT,
+    "engine/checkpoint/bucket.py prepare": CHECKPOINT,
+    "engine/checkpoint/bucket.py remove": CHECKPOINT,
+    "engine/checkpoint/checkpoints.py _commit": CHECKPOINT,
+    "engine/checkpoint/files.py make_empty": CHECKPOINT,
+    "engine/checkpoint/files.py remove": CHECKPOINT,
+    "engine/checkpoint/files.py sweep": CHECKPOINT,
+    "engine/checkpoint/folder.py commit": CHECKPOINT,
+    "engine/checkpoint/folder.py discard": CHECKPOINT,
+    "engine/checkpoint/folder.py remove": CHECKPOINT,
+    "engine/ranks.py check_shared_folder": TEMPORARY,
+    "engine/remote_run.py _fetch": "files of a run in the scratch folder of its URL",
+    "engine/remote_run.py close": "the scratch folder of a run's URL, whose files are in the bucket",
+    "engine/watchdog.py _close_stacks": "the empty file of stacks that this process made",
+    "export/coco.py finish": TEMPORARY,
+    "export/export.py export": "a part that the record of the export lists; only with --overwrite",
+    "export/export_record.py remove": "a part that the record of the export lists; only with --overwrite",
+    "export/part_files.py __exit__": TEMPORARY,
+    "export/part_files.py _link": TEMPORARY,
+    "export/part_files.py commit": "a file of a part; those of others were refused before",
+    "export/part_files.py remove_temporary": PROCESS,
+    "ingest/admission.py release_options": NAMED,
+    "ingest/finish.py drop_source": NAMED,
+    "ingest/finish.py finish": "lists with the names that `record_expected` gives",
+    "ingest/part.py ingest_wanted": NAMED,
+    "sam/embedding_cache.py _write": TEMPORARY,
+    "sam/published.py write_weights": TEMPORARY,
+    "shards/commit.py _remove_dataset": NAMED,
+    "shards/commit.py _remove_tables": "tables with the name that `TableFacts` gives, by a digest",
+    "shards/commit.py commit_quarantine": "files with the names that `Quarantine` gives",
+    "shards/commit.py commit_task": NAMED,
+    "shards/commit.py join_tables": TEMPORARY,
+    "shards/commit.py remove_quarantine": "files with the names that `Quarantine` gives",
+    "shards/staging.py _remove": OWNER,
+    "shards/staging.py _remove_unfinished": OWNER,
+    "shards/staging.py remove_local_leftovers": PROCESS,
+    "shards/staging.py remove_staging": EMPTY,
+    "sources/pairing.py take": "a file that `put` wrote to a staging folder",
+    "storage/atomic.py commit": FINAL,
+    "storage/atomic.py write_whole": TEMPORARY,
+    "storage/bucket.py commit_file": "a staged file of its caller, after its upload",
+    "storage/bucket.py commit_folder": "a staged folder of its caller, after its upload",
+    "storage/bucket.py files": TEMPORARY,
+    "storage/bucket.py remove": STORE,
+    "storage/bucket.py remove_folder": STORE,
+    "storage/bucket.py remove_if": STORE,
+    "storage/bucket.py remove_temporary": PROCESS,
+    "storage/bucket_requests.py age": TEMPORARY,
+    "storage/cache.py _fetch": CACHE,
+    "storage/cache.py _sweep": CACHE,
+    "storage/claim.py _remove": CLAIM,
+    "storage/conditions.py _check_conditions": TEMPORARY,
+    "storage/conditions.py _remove_stale": CLAIM,
+    "storage/conditions.py _swap_locked": CLAIM,
+    "storage/range_cache.py _remove_others": "files of its own name pattern",
+    "storage/store.py commit": "moves a staged file to the name that its caller gives",
+    "storage/store.py commit_folder": "moves a staged folder to the name that its caller gives",
+    "storage/store.py now": TEMPORARY,
+    "storage/store.py put_if_absent": TEMPORARY,
+    "storage/store.py remove": STORE,
+    "storage/store.py remove_folder": STORE,
+    "storage/store.py remove_if": STORE,
+    "storage/store.py replace_if": STORE,
+    "stream/batch.py _reduce": "files in /dev/shm with torch's name of this process",
+    "stream/columns.py _local": CACHE,
+    "stream/columns.py _open_file": CACHE,
+    "stream/columns.py _remove": TEMPORARY,
+    "synthetic/source_tars.py write_tar": FINAL,
+    "synthetic/source_tars.py write_tars": TEMPORARY,
+    "transfer/dataset_copy.py _object": TEMPORARY,
+    "transfer/dataset_copy.py _quarantine": "files with the names that `Quarantine` gives",
+    "verify/index_rebuild.py rebuild_index": TEMPORARY,
+    "verify/rebuild.py _rebuild": TEMPORARY,
+    "verify/rebuild.py rebuild_root": "the record that this run wrote",
+    "verify/resume.py add": "its own record, whose first line was checked",
+    "verify/resume.py remove": "its own record, whose first line was checked",
+    "verify/verify.py verify": "its own record, whose first line was checked",
+}
+
+
+def sites() -> Iterator[tuple[str, str]]:
+    """Module and function of each call that may delete a file, and the call as text."""
+    for path in sorted((REPOSITORY / "sa1b").rglob("*.py")):
+        module = path.relative_to(REPOSITORY / "sa1b").as_posix()
+        tree = ast.parse(path.read_text())
+        functions = {
+            child: node.name  # of nested functions the inner one, which comes later
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            for child in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _deletes(node):
+                yield f"{module} {functions.get(node, '')}", ast.unparse(node)
+
+
+def _deletes(call: ast.Call) -> bool:
+    assert isinstance(call.func, ast.Attribute)
+    name, of = call.func.attr, ast.unparse(call.func.value)
+    if name == "replace":  # not that of texts, times, dates and dataclasses
+        return of == "os" or (len(call.args) == 1 and not call.keywords)
+    return name in _DELETES or (name in _MAY_DELETE and of != "np")
+
+
+def test_every_deletion_has_a_reason() -> None:
+    found: dict[str, list[str]] = {}
+    for site, call in sites():
+        found.setdefault(site, []).append(call)
+    assert {site: calls for site, calls in found.items() if site not in REASONS} == {}
+    assert REASONS.keys() - found.keys() == set()
+
+
+def test_the_rule_is_written_down() -> None:
+    assert "**A deletion names what it deletes.**" in (REPOSITORY / "CONTRIBUTING.md").read_text()
