@@ -25,8 +25,10 @@ from sa1b.shards.commit import (
     remove_old_tables,
     remove_quarantine,
     shard_files,
+    sources_without_task,
     stored_shards,
     tables_of,
+    unproven_tables,
 )
 from sa1b.shards.manifest import (
     DATASET,
@@ -118,7 +120,10 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
         tasks = {name: task for name, task in read_tasks(store).items() if name != without}
         failed = {name: why for name, why in read_failed(store).items() if name not in {*tasks, without}}
         lists = [name for name in store.names(TASKS, ".expected") if _EXPECTED.fullmatch(name)]
-        known = {*expected, *_claimed(store), *_listed(store, lists), *_known_before(store)}
+        before = _known_before(store)
+        # Without dataset.json, shards without a task file may be all that is left of a finished source.
+        lost = sources_without_task(store, tasks.keys()) if before is None else ()
+        known = {*expected, *_claimed(store), *_listed(store, lists), *(before or ()), *lost}
         pending = sorted(known - tasks.keys() - failed.keys() - {without})
         if not is_current(store, tasks, failed, pending) and (tasks or without is not None):
             unlike = _other_options(tasks)
@@ -129,7 +134,10 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
             tables = {name: found[name][1] for name in tasks}
             failed |= left_out
             if not is_current(store, tasks, failed, pending):
-                join_tables(store, tasks, tables, failed, pending)
+                unproven = unproven_tables(store, tables.values()) if before is None else ()
+                join_tables(store, tasks, tables, failed, pending, keep=unproven)
+                if unproven:
+                    return Finished(tasks, failed, pending)
         remove_old_tables(store)
         if tasks:  # dataset.json now records the pending sources
             store.remove(*(f"{TASKS}/{name}" for name in lists))
@@ -154,12 +162,13 @@ def _claimed(store: Store) -> set[str]:
     return {name.removesuffix(ENDING) for name in store.names(TASKS, ENDING)}
 
 
-def _known_before(root: Root) -> set[str]:
-    """Sources that dataset.json lists as finished or pending, so that none of them disappears silently."""
+def _known_before(root: Root) -> set[str] | None:
+    """Sources that dataset.json lists as finished or pending, so that none of them disappears silently; None:
+    it cannot be read."""
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
         document = read_dataset(root)
         return {str(name) for name in (*document["sources"], *document.get("pending", []))}
-    return set()
+    return None
 
 
 def _other_options(tasks: Mapping[str, Task]) -> dict[str, str]:
@@ -202,7 +211,7 @@ def stored_source(root: Root, text: str) -> str:
     """
     store = open_store(root)
     tasks = read_tasks(store)
-    known = {*tasks, *read_failed(store), *_claimed(store), *_known_before(store)}
+    known = {*tasks, *read_failed(store), *_claimed(store), *(_known_before(store) or ())}
     name = named_source(text, known)
     listed = ", ".join([*tasks][:10]) + (" …" if len(tasks) > 10 else "")
     if name is None:

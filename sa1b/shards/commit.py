@@ -8,20 +8,29 @@ lists it. A process that dies at any point leaves a directory that readers can o
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.errors import ManifestError, SourceError, TableError
-from sa1b.names import is_quarantine_file, is_shard_of
+from sa1b.names import (
+    is_quarantine_file,
+    is_shard_of,
+    parse_shard_name,
+    shard_order,
+    source_name,
+    source_stem,
+)
 from sa1b.shards.manifest import (
     DATASET,
     QUARANTINE,
+    TASKS,
     Task,
     all_shards,
     dataset_document,
@@ -45,6 +54,7 @@ from sa1b.storage.processes import temporary_path
 from sa1b.storage.store import Root, Store, each, open_store
 
 _DATASET_CLAIM = ".dataset.claim"  # the process that writes dataset.json now
+Ids = npt.NDArray[np.uint64]
 _COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
 
 
@@ -81,6 +91,35 @@ def stored_shards(store: Store, source: str) -> set[str]:
     """Names of a source's shards in the dataset directory, also those with only their index left."""
     tars = {name.removesuffix(".parquet") + ".tar" for name in store.names("", ".parquet")}
     return {name for name in tars.union(store.names("", ".tar")) if is_shard_of(name, source)}
+
+
+def sources_without_task(store: Store, known: Collection[str]) -> dict[str, list[str]]:
+    """Sources that have shards and no task file, and the names of these shards in order.
+
+    The name of a source is that of its rows in tasks/, or the usual one of its shards.
+
+    Args:
+        known: names of the sources that have a task file.
+    """
+    rows = (name.removesuffix(".samples") for name in store.names(TASKS, ".samples"))
+    names = {source_stem(name): name for name in (*rows, *known)}
+    found: dict[str, list[str]] = {}
+    for shard in sorted(filter(parse_shard_name, store.names("", ".tar")), key=shard_order):
+        stem = shard_order(shard).stem
+        if (name := names.get(stem, source_name(stem))) not in known:
+            found.setdefault(name, []).append(shard)
+    return found
+
+
+def unproven_tables(store: Store, tables: Iterable[SampleTable]) -> dict[str, Ids]:
+    """Stored sample tables of the dataset with images that are in none of `tables`, and these images."""
+    ids = np.concatenate([np.empty(0, np.uint64), *(table.image_id for table in tables)])
+    found = {}
+    for name in filter(is_table_name, store.names("", ".bin")):
+        with contextlib.suppress(TableError, OSError), store.files(name) as (path,):
+            if len(left := np.setdiff1d(open_table(path, check=True).image_id, ids)):
+                found[name] = left
+    return found
 
 
 def abort_uploads(store: Store, source: str) -> None:
@@ -198,11 +237,13 @@ def join_tables(
     failed: Mapping[str, str] | None = None,
     pending: Sequence[str] = (),
     like: Task | None = None,
+    keep: Collection[str] = (),
 ) -> None:
     """`write_dataset` for callers that have the rows of every source, and no image in two of them.
 
     Args:
         tasks, tables: by source, in the same order.
+        keep: names of older tables that are not removed.
     """
     store = open_store(root)
     if not tasks and like is None:
@@ -221,7 +262,7 @@ def join_tables(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     store.put(DATASET, dataset_document(tasks, facts.name, facts, failed, pending, like))
-    _remove_tables(store, keep=facts.name)
+    _remove_tables(store, keep={facts.name, *keep})
 
 
 def tables_of(root: Root, tasks: Mapping[str, Task]) -> dict[str, tuple[Task, SampleTable]]:
@@ -317,20 +358,20 @@ def failed_and_pending(
 def _remove_dataset(store: Store) -> None:
     """Remove dataset.json after the last source is dropped."""
     store.remove(DATASET)
-    _remove_tables(store, keep="")
+    _remove_tables(store)
 
 
 def remove_old_tables(root: Root) -> None:
     """Remove sample tables that dataset.json does not name: left by processes that were killed."""
     store = open_store(root)
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
-        _remove_tables(store, keep=str(read_dataset(store)["samples"]["name"]))
+        _remove_tables(store, keep={str(read_dataset(store)["samples"]["name"])})
 
 
-def _remove_tables(store: Store, *, keep: str) -> None:
+def _remove_tables(store: Store, *, keep: Collection[str] = ()) -> None:
     # Not the samples.bin of older directories: a user may have chosen that name too.
     tables = filter(is_table_name, store.names("", ".bin"))
-    store.remove(*(name for name in tables if name != keep))
+    store.remove(*(name for name in tables if name not in keep))
 
 
 def rows_of_indexes(indexes: Sequence[Path]) -> bytes:

@@ -44,7 +44,7 @@ def leftover_notes(store: Store, tasks: TaskCheck, shards: Collection[str], *, d
     if found:
         notes.append(
             f"{len(found):,} files that no task file lists, of an interrupted run: {_some(found)}; "
-            f"finish that run with `{command('reshard')}`, or remove them"
+            f"convert their sources with `{command('reshard')}`, which replaces them"
         )
     if damaged and store.exists(INDEX_RECORD):
         notes.append(f"`{command('index')}` was not finished; `{command('index')} {store.root}` resumes it")

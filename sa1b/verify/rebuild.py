@@ -15,13 +15,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sa1b.console import command
+from sa1b.console import command, counted
 from sa1b.errors import LockedError, ManifestError, OutOfMemoryError, ShardError
 from sa1b.progress import bar
 from sa1b.shards import manifest
-from sa1b.shards.commit import dataset_claim, shard_files, write_dataset
+from sa1b.shards.commit import dataset_claim, shard_files, tables_of, unproven_tables, write_dataset
+from sa1b.shards.image_ids import listing
 from sa1b.shards.index_reader import UNREADABLE
-from sa1b.shards.manifest import DATASET, TASKS, ShardInfo
+from sa1b.shards.manifest import DATASET, TASKS, ShardInfo, Task
 from sa1b.shards.staging import clean_scratch
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import Claim, live_holders
@@ -214,7 +215,9 @@ def _write_tables(
             shards = [built[shard.name].info if shard.name in built else shard for shard in task.shards]
             tasks[name] = replace(task, shards=shards)
         if lost:
-            inferred, notes = recover.infer_tasks(lost, recorded.dataset, index_runs=recorded.index_runs)
+            inferred, notes = recover.infer_tasks(
+                lost, recorded.tasks, recorded.dataset, index_runs=recorded.index_runs
+            )
             summary.notes += notes
             tasks |= {task.name: task for task in inferred}
         if record is not None:  # the task files differ from dataset.json until it is written
@@ -227,8 +230,20 @@ def _write_tables(
         failed = {name: str(why) for name, why in dataset.get("failed", {}).items()}
         tasks = {name: task for name, task in sorted(tasks.items()) if name not in failed}
         pending = [str(name) for name in dataset.get("pending", []) if name not in tasks]
+        if recorded.dataset is None:
+            _refuse_loss(store, tasks)
         write_dataset(store, tasks, failed, pending)
     summary.complete = True
+
+
+def _refuse_loss(store: Store, tasks: Mapping[str, Task]) -> None:
+    """Without dataset.json an older sample table shows which images the directory had."""
+    for name, left in unproven_tables(store, [rows for _, rows in tables_of(store, tasks).values()]).items():
+        raise ManifestError(
+            f"{store.url(name)}: lists {counted(len(left), 'image')} that no shard of the directory contains "
+            f"({listing(left)}); restore their shards from a copy, or convert their source with "
+            f"`{command('reshard')}`. To go on without these images, move this file to another folder"
+        )
 
 
 @contextlib.contextmanager

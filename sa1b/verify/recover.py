@@ -8,16 +8,17 @@ from typing import Any
 
 from sa1b.console import command
 from sa1b.errors import ManifestError
-from sa1b.names import parse_shard_name, shard_name, shard_order, source_name, source_stem
+from sa1b.names import shard_name, shard_order, source_stem
 from sa1b.shards import manifest
+from sa1b.shards.commit import sources_without_task
 from sa1b.shards.manifest import LARGEST, Options, Task, task_name
 from sa1b.storage.store import Root, open_store
 from sa1b.verify.index_rebuild import RebuiltIndex
 
 
 def lost_sources(root: Root, tasks: dict[str, Task], dataset: dict[str, Any] | None) -> dict[str, list[str]]:
-    """Sources whose task file is lost, and the names of their shards. Without dataset.json and any task file,
-    the sources are read from the names of the shards.
+    """Sources whose task file is lost, and the names of their shards: of dataset.json or, without it, of the
+    directory.
 
     Raises:
         ManifestError: a shard that is not the last one of its source is missing.
@@ -25,17 +26,13 @@ def lost_sources(root: Root, tasks: dict[str, Task], dataset: dict[str, Any] | N
     store = open_store(root)
     if dataset is not None:
         stems = {source_stem(name): name for name in dataset["sources"]}
-        names = [shard["name"] for shard in dataset["shards"]]
-    elif not tasks:
-        names = sorted(filter(parse_shard_name, store.names("", ".tar")), key=shard_order)
-        stems = {stem: source_name(stem) for stem in (shard_order(name).stem for name in names)}
+        lost: dict[str, list[str]] = {}
+        for shard in dataset["shards"]:
+            source = stems[shard_order(shard["name"]).stem]
+            if source not in tasks:
+                lost.setdefault(source, []).append(shard["name"])
     else:
-        return {}
-    lost: dict[str, list[str]] = {}
-    for shard in names:
-        source = stems[shard_order(shard).stem]
-        if source not in tasks:
-            lost.setdefault(source, []).append(shard)
+        lost = sources_without_task(store, tasks.keys())
     for source, shards in lost.items():
         expected = [shard_name(source, part) for part in range(len(shards))]
         if shards != expected:
@@ -48,21 +45,32 @@ def lost_sources(root: Root, tasks: dict[str, Task], dataset: dict[str, Any] | N
 
 
 def infer_tasks(
-    lost: dict[str, list[RebuiltIndex]], dataset: dict[str, Any] | None, *, index_runs: bool
+    lost: dict[str, list[RebuiltIndex]],
+    tasks: dict[str, Task],
+    dataset: dict[str, Any] | None,
+    *,
+    index_runs: bool,
 ) -> tuple[list[Task], list[str]]:
-    """Task files for sources that have none, and notes on them.
+    """Task files for sources that have none, and notes on them. Options and versions are those of
+    dataset.json or of `tasks`, the task files that are left; without either, those that the shards show.
 
     Raises:
         ManifestError: the shards contradict each other.
     """
-    options = Options(**dataset["options"]) if dataset else _options(lost, index_runs)
-    tasks = []
+    known = next(iter(tasks.values()), None)
+    if dataset is not None:
+        options, versions = Options(**dataset["options"]), dict(dataset["versions"])
+    elif known is not None:
+        options, versions = known.options, known.versions
+    else:
+        options, versions = _options(lost, index_runs), manifest.versions()
+    inferred = []
     for name, shards in sorted(lost.items()):
-        tasks.append(
+        inferred.append(
             Task(
                 source=dict.fromkeys(("name", "kind", "size", "mtime_ns", "sha256", "md5")) | {"name": name},
                 options=options,
-                versions=dict(dataset["versions"]) if dataset else manifest.versions(),
+                versions=versions,
                 shards=[shard.info for shard in shards],
                 counts={
                     "members": None,
@@ -85,9 +93,10 @@ def infer_tasks(
     if dataset is None:
         notes.append(
             "no dataset.json either: missing shards at the end of a source cannot be detected, and the "
-            f"options are those that the shards show: {', '.join(options.flags().values())}"
+            f"options are those that {'the shards show' if known is None else 'the other task files have'}: "
+            f"{', '.join(options.flags().values())}"
         )
-    return tasks, notes
+    return inferred, notes
 
 
 def _options(lost: dict[str, list[RebuiltIndex]], index_runs: bool) -> Options:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sa1b.console import counted
 from sa1b.errors import ManifestError
 from sa1b.shards import manifest
+from sa1b.shards.commit import sources_without_task
 from sa1b.shards.manifest import DATASET, TASKS, Task, task_name
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.store import Store
@@ -51,6 +53,11 @@ class TaskCheck:
             remedy = f"restore {self.store.url(TASKS)} from a copy; or {self.remedy.everything()}"
             self.findings.add(Finding("tasks_missing", TASKS, message, remedy))
             return
+        # Without dataset.json a source is known by its shards; their task files are rebuilt from them.
+        lost = sources_without_task(self.store, present) if self.sources is None else {}
+        for name in sorted(lost.keys() - self.active.keys()):
+            message = f"not there, but {counted(len(lost[name]), 'shard')} of the source are"
+            self.findings.add(Finding("task_missing", task_name(name), message, self.remedy.everything()))
         names = sorted((present | sources.keys()) - self.active.keys())
         read = {name: self._read(name) for name in names if name in present}
         self.tasks = {name: found[1] for name, found in read.items() if not isinstance(found, str)}

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from sa1b.console import command
 from sa1b.errors import LockedError, ManifestError, OutOfMemoryError
+from sa1b.ingest.finish import finish
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
@@ -211,6 +213,45 @@ def test_shards_of_different_runs_are_refused(plain, tmp_path, sources):
     remove(plain, "tasks/*.json", "samples-*.bin", "dataset.json")
     with pytest.raises(ManifestError, match="differ in images in full shards"):
         rebuild_root(plain, quiet=True)
+
+
+# When dataset.json and some task files are lost
+
+
+def advised(root):
+    return {one.remedy for one in check(root).findings}
+
+
+def test_shards_of_a_source_whose_task_file_is_lost_too_are_kept(plain):
+    images = len(Dataset(plain))
+    remove(plain, "tasks/sa_000001.json", "dataset.json")
+    assert f"`{command('index')} {plain}`" in advised(plain)
+    with pytest.raises(ManifestError, match="no task file of sa_000001; omit --tables"):
+        rebuild_tables(plain)
+    assert rebuild_root(plain, quiet=True).complete
+    assert len(Dataset(plain)) == images
+    report = check(plain, deep=True)
+    assert (report.findings, report.notes) == ([], [])
+
+
+def test_finishing_says_which_source_is_missing(plain):
+    remove(plain, "tasks/sa_000001.json", "dataset.json")
+    finished = finish(plain)
+    assert (sorted(finished.tasks), finished.pending) == (["sa_000002"], ["sa_000001"])
+    assert not any(" rm " in note or "remove" in note for note in check(plain).notes)
+
+
+def test_images_that_only_the_sample_table_shows_are_not_forgotten(plain):
+    remove(plain, "tasks/sa_000001.*", "dataset.json", "sa1b-000001-*")
+    table = plain / manifest.table_name(plain)
+    for rebuild in (rebuild_tables, lambda root: rebuild_root(root, quiet=True)):
+        with pytest.raises(ManifestError, match=rf"{table.name}: lists \d+ images that no shard"):
+            rebuild(plain)
+    assert finish(plain).tasks.keys() == {"sa_000002"}
+    assert table.exists()
+    remove(plain, "dataset.json")
+    table.rename(plain.parent / table.name)  # as the message says
+    assert rebuild_tables(plain).complete
 
 
 # When it cannot
