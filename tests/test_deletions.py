@@ -60,6 +60,7 @@ REASONS = {
     "sam/published.py write_weights": TEMPORARY,
     "shards/commit.py _remove_dataset": NAMED,
     "shards/commit.py _remove_tables": "tables with the name that `TableFacts` gives, by a digest",
+    "shards/commit.py _withdraw": NAMED,
     "shards/commit.py commit_quarantine": "files with the names that `Quarantine` gives",
     "shards/commit.py commit_task": NAMED,
     "shards/commit.py join_tables": TEMPORARY,

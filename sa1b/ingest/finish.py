@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,7 +110,7 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
     Args:
         root: dataset directory.
         expected: names of the sources of this run; the missing ones are pending.
-        without: name of a source to leave out.
+        without: name of a source to leave out, whose files in tasks/ are removed.
 
     Raises:
         ManifestError: a task file is damaged.
@@ -124,6 +124,7 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
         # Without dataset.json, shards without a task file may be all that is left of a finished source.
         lost = sources_without_task(store, tasks.keys()) if before is None else ()
         known = {*expected, *_claimed(store), *_listed(store, lists), *(before or ()), *lost}
+        unproven: Collection[str] = ()
         pending = sorted(known - tasks.keys() - failed.keys() - {without})
         if not is_current(store, tasks, failed, pending) and (tasks or without is not None):
             unlike = _other_options(tasks)
@@ -136,9 +137,12 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
             if not is_current(store, tasks, failed, pending):
                 unproven = unproven_tables(store, tables.values()) if before is None else ()
                 join_tables(store, tasks, tables, failed, pending, keep=unproven)
-                if unproven:
-                    return Finished(tasks, failed, pending)
-        remove_old_tables(store)
+        if without is not None:  # within the claim, so that no other process lists the source again
+            store.remove(
+                *(task_name(without, ending) for ending in ("json", "samples", "failed", "searched"))
+            )
+        if not unproven:
+            remove_old_tables(store)
         if tasks:  # dataset.json now records the pending sources
             store.remove(*(f"{TASKS}/{name}" for name in lists))
     return Finished(tasks, failed, pending)
@@ -242,7 +246,6 @@ def drop_source(root: Root, name: str) -> Finished:
     with claim:
         abort_uploads(store, name)
         finished = finish(store, without=name)
-        store.remove(*(task_name(name, ending) for ending in ("json", "samples", "failed", "searched")))
         own = sorted(stored_shards(store, name))
         store.remove(*(file for shard in own for file in shard_files(shard)))
         remove_quarantine(store, name)

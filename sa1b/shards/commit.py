@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ from sa1b.shards.manifest import (
     dataset_document,
     read_dataset,
     read_tasks,
+    task_digest,
     task_name,
     write_task,
 )
@@ -62,7 +64,8 @@ def commit_task(task: Task, staged: Path, root: Root, progress: Callable[[int], 
     """Move a finished source from `staged` into the dataset directory; its task file is written last.
 
     An earlier task of the same source is replaced. Where its shards differ, dataset.json is first written
-    without the source: a reader never opens a dataset whose shards are not those that it names.
+    without the source: a reader never opens a dataset whose shards are not those that it names. Task files
+    change within `dataset_claim`, so that no other process lists a source whose files are being replaced.
 
     Args:
         task: without `samples`.
@@ -73,8 +76,8 @@ def commit_task(task: Task, staged: Path, root: Root, progress: Callable[[int], 
     store = open_store(root)
     rows = rows_of_indexes([index_path(staged / shard.name) for shard in task.shards])
     task = replace(task, samples={"bytes": len(rows), "sha256": _sha256(rows)})
-    _withdraw(task, store)
-    store.remove(task_name(task.name))
+    with dataset_claim(store):
+        _withdraw(task, store)
     commit_quarantine(task.name, staged, store)
     files = [staged / name for shard in task.shards for name in shard_files(shard.name)]
     store.commit(files, progress=progress)
@@ -82,8 +85,10 @@ def commit_task(task: Task, staged: Path, root: Root, progress: Callable[[int], 
     old = stored_shards(store, task.name) - names
     store.remove(*(file for name in sorted(old) for file in shard_files(name)))
     store.put(task_name(task.name, "samples"), rows)
-    write_task(store, task)
-    store.remove(task_name(task.name, "failed"))
+    with dataset_claim(store):
+        write_task(store, task)
+        store.remove(task_name(task.name, "failed"))
+        _list_again(task, store)
     return task
 
 
@@ -328,17 +333,32 @@ def _neighbour_clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
 
 
 def _withdraw(task: Task, store: Store) -> None:
-    """Write dataset.json without a source whose shards there are about to be replaced by others."""
+    """Remove the task file of a source whose shards are about to be replaced, and list it no more."""
+    document = _read_dataset(store)
+    own = {shard["name"]: shard for shard in document["shards"] if is_shard_of(shard["name"], task.name)}
+    if own and own == {shard.name: asdict(shard) for shard in task.shards}:
+        return  # the same files
+    if own:
+        left = read_tasks(store, without=[task.name])
+        failed, pending = failed_and_pending(store, left, without=task.name)
+        write_dataset(store, left, failed, sorted({*pending, task.name}), like=task)
+    store.remove(task_name(task.name))
+
+
+def _list_again(task: Task, store: Store) -> None:
+    """Write dataset.json with the new digest of a task file whose shards it lists."""
+    document = _read_dataset(store)
+    if document["sources"].get(task.name, task_digest(task)) != task_digest(task):
+        tasks = {name: one for name, one in read_tasks(store).items() if name in document["sources"]}
+        write_dataset(store, tasks, document.get("failed", {}), document.get("pending", []))
+
+
+def _read_dataset(store: Store) -> dict[str, Any]:
+    """dataset.json; without a source if it cannot be read."""
     try:
-        named = {str(shard["name"]): shard for shard in read_dataset(store)["shards"]}
-    except (ManifestError, OSError, KeyError, TypeError):
-        return
-    own = {name: shard for name, shard in named.items() if is_shard_of(name, task.name)}
-    if own and own != {shard.name: asdict(shard) for shard in task.shards}:
-        with dataset_claim(store):
-            left = read_tasks(store, without=[task.name])
-            failed, pending = failed_and_pending(store, left, without=task.name)
-            write_dataset(store, left, failed, sorted({*pending, task.name}), like=task)
+        return read_dataset(store)
+    except (ManifestError, OSError):
+        return {"sources": {}, "shards": []}
 
 
 def failed_and_pending(

@@ -1,7 +1,7 @@
 """Files in a dataset directory outside the dataset: work in progress, and remains of interrupted runs."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sa1b.console import command
@@ -16,31 +16,48 @@ from sa1b.verify.task_check import TaskCheck
 _SHOWN = 5  # names in a note
 
 
-def leftover_notes(store: Store, tasks: TaskCheck, shards: Collection[str], *, damaged: bool) -> list[str]:
+def leftover_notes(
+    store: Store,
+    names: Sequence[str],
+    tasks: TaskCheck,
+    shards: Collection[str],
+    others: Collection[str],
+    failed: Mapping[str, str],
+    *,
+    damaged: bool,
+) -> list[str]:
     """Notes on files that are not part of the dataset. They are not damage.
 
     Args:
+        names: of the files in the directory.
         tasks: the check of the task files.
-        shards: names of shards in the dataset.
+        shards: names of shards in the dataset, also in a newer version than the one that is checked.
+        others: names of sources in a newer version, and of those that a process is working on.
+        failed: source -> why it is not in the dataset.
         damaged: whether damage was found. Otherwise an interrupted `sa1b index` has nothing left to do.
     """
     notes = [
         f"source {name} is being worked on by {holder}: its task file is not checked"
         for name, holder in sorted(tasks.active.items())
     ]
-    if tasks.unlisted:
+    unlisted = set(tasks.unlisted).difference(others)
+    notes += [
+        f"source {name} is finished and not in the dataset: {failed[name]}"
+        for name in sorted(unlisted & failed.keys())
+    ]
+    if waiting := sorted(unlisted - failed.keys()):
         notes.append(
-            f"finished sources that {DATASET} does not list yet: {_some(sorted(tasks.unlisted))}; "
+            f"finished sources that {DATASET} does not list yet: {_some(waiting)}; "
             f"`{command('reshard')} --out {store.root} --finish` adds them"
         )
-    beside = _beside_tasks(store, tasks.tasks.keys() | tasks.active.keys())
-    failed = [name.removesuffix(".failed") for name in beside if name.endswith(".failed")]
-    if failed:
-        notes.append(f"sources that failed: {_some(failed)}")
+    beside = _beside_tasks(store, {*tasks.tasks, *tasks.active, *others})
+    without = [name.removesuffix(".failed") for name in beside if name.endswith(".failed")]
+    if without:
+        notes.append(f"sources that failed: {_some(without)}")
     other = [name for name in beside if not name.endswith(".failed")]
     if other:
         notes.append(f"files in {TASKS}/ without a task file, of an interrupted run: {_some(other)}")
-    found = _unlisted_shards(store, tasks, shards)
+    found = _unlisted_shards(names, tasks, shards, others)
     if found:
         notes.append(
             f"{len(found):,} files that no task file lists, of an interrupted run: {_some(found)}; "
@@ -73,16 +90,21 @@ def leftover_notes(store: Store, tasks: TaskCheck, shards: Collection[str], *, d
 
 def stored_files(store: Store) -> Iterator[str]:
     """Names of all shards and indexes in a dataset directory, whether or not anything lists them."""
-    names = store.names("")
-    return (name for name in names if parse_shard_name(re.sub(r"\.parquet$", ".tar", name)) is not None)
+    return filter(_is_stored, store.names(""))
 
 
-def _unlisted_shards(store: Store, tasks: TaskCheck, shards: Collection[str]) -> list[str]:
+def _is_stored(name: str) -> bool:
+    return parse_shard_name(re.sub(r"\.parquet$", ".tar", name)) is not None
+
+
+def _unlisted_shards(
+    names: Sequence[str], tasks: TaskCheck, shards: Collection[str], others: Collection[str]
+) -> list[str]:
     known = {shard.name for task in tasks.tasks.values() for shard in task.shards} | set(shards)
     known |= {index_path(Path(name)).name for name in known}
-    active = {source_stem(name) for name in tasks.active}
+    active = {source_stem(name) for name in (*tasks.active, *others)}
     found = []
-    for name in stored_files(store):
+    for name in filter(_is_stored, names):
         order = shard_order(f"{Path(name).stem}.tar")
         if name not in known and order.stem not in active:
             found.append((order, name))

@@ -2,8 +2,9 @@
 files, views and quarantine. They also give the expectations for every shard.
 
 No file is locked: reshard may run at the same time. The sources that it is writing are noted and not checked.
-dataset.json is replaced atomically, so the shards that it listed at the start of the check stay valid unless
-a source is replaced or dropped (`replaced`).
+The check is of one version of dataset.json: it starts again if another process writes it while the files
+beside it are read. The shards of a version stay valid until their source is replaced or dropped, which
+`conclude` notes.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from sa1b.verify.view_check import check_views
 
 _TABLE_NAME = re.compile(r"samples(-[0-9a-f]+)?\.bin")
 _TABLE_HEADER, _TABLE_HEADER_USED = 128, 88  # bytes, see sa1b.shards.sample_table
+_TRIES = 10  # attempts to read all files of one version of dataset.json
 
 
 class RootCheck:
@@ -46,9 +48,14 @@ class RootCheck:
 
     def __init__(self, root: Root, report: Report) -> None:
         self.store, self.report = open_store(root), report
+        self._files = contextlib.ExitStack()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._files.close()
+        self.report.found, self.report.notes = Findings(), []
         self.remedy = Remedy(self.store.root)
         self.table_path: Path | None = None
-        self._files = contextlib.ExitStack()
         self.raw = b""
         self.dataset: dict[str, Any] | None = None
         self.listed: dict[str, ShardInfo] = {}  # shards of dataset.json
@@ -67,6 +74,23 @@ class RootCheck:
 
     def expected(self) -> list[ExpectedShard]:
         """Read and compare the files; return what is expected of every shard, as dataset.json orders them."""
+        for _ in range(_TRIES):
+            found = self._expected()
+            if self._is_current():
+                break
+            self._reset()
+        else:
+            found = self._expected()
+        return found
+
+    def _is_current(self) -> bool:
+        """Whether dataset.json is still the version that was read."""
+        try:
+            return self.store.read(DATASET) == self.raw
+        except OSError:
+            return not self.raw
+
+    def _expected(self) -> list[ExpectedShard]:
         self._read_dataset()
         self.active = self._active()
         sources = None if self.dataset is None else self.dataset["sources"]
@@ -169,7 +193,8 @@ class RootCheck:
 
     def _check_table(self, shards: int) -> str | None:
         """The file name of the sample table if its rows can be compared with the shards."""
-        name = manifest.table_name(self.store)
+        listed = None if self.dataset is None else self.dataset["samples"].get("name")
+        name = manifest.table_name(self.store) if listed is None else str(listed)
         if not _TABLE_NAME.fullmatch(name):
             self._find("table_name", DATASET, f"{name!r} is not the name of a sample table")
             return None
@@ -222,8 +247,18 @@ class RootCheck:
 
     def conclude(self, results: dict[str, ShardResult]) -> None:
         """Run the checks that need the results of the shards, and the checks of views and quarantine."""
-        gone = self._replaced()
-        for name in gone & results.keys():
+        names = self.store.names("")
+        newest = RootCheck(self.store, Report(self.store.root, self.report.deep))
+        newest.active = newest._active()
+        newest._read_dataset()
+        changed = self._changed(newest)
+        gone = {
+            name
+            for name, result in results.items()
+            if self._source_of(name) in changed
+            or (self._source_of(name) in newest.active and (len(result.findings) or result.unchecked))
+        }
+        for name in gone:
             del results[name]
         if gone:
             self.report.notes.append(
@@ -233,28 +268,41 @@ class RootCheck:
             self.report.found.merge(result.findings)
         self.tasks.counts(results, deep=self.report.deep)
         self.report.found.merge(self.tasks.findings)
-        findings, notes = check_views(self.store, self.table)
+        findings, notes = check_views(self.store, self.table if newest.raw == self.raw else None)
         self.report.found.merge(findings)
         self.report.notes += notes
-        beside = self.active.keys() | set(self.tasks.unlisted)
+        others = (newest.sources | newest.active.keys()) - self.sources
+        beside = self.active.keys() | set(self.tasks.unlisted) | changed
         listed = {name: task for name, task in self.tasks.tasks.items() if name not in beside}
-        quarantine = QuarantineCheck(self.store, self.remedy, listed, beside, self.table)
+        quarantine = QuarantineCheck(self.store, self.remedy, listed, beside | others, self.table)
         self.report.found.merge(quarantine.findings)
         self.report.notes += quarantine.notes
         self.report.notes += leftover_notes(
-            self.store, self.tasks, self.shards.keys(), damaged=bool(len(self.report.found))
+            self.store,
+            names,
+            self.tasks,
+            {*self.shards, *newest.listed},
+            others,
+            (newest.dataset or {}).get("failed", {}),
+            damaged=bool(len(self.report.found)),
         )
 
-    def _replaced(self) -> set[str]:
-        """Shards whose entry in dataset.json was changed or removed since the start."""
-        if self.dataset is None:
+    @property
+    def sources(self) -> set[str]:
+        """Names of the sources of dataset.json."""
+        return set() if self.dataset is None else set(self.dataset["sources"])
+
+    def _source_of(self, shard: str) -> str | None:
+        stem = shard_order(shard).stem
+        names = (*self.sources, *self.tasks.tasks, *self.active)
+        return next((name for name in names if source_stem(name) == stem), None)
+
+    def _changed(self, newest: "RootCheck") -> set[str]:
+        """Sources of dataset.json that were replaced or dropped since."""
+        if self.dataset is None or newest.dataset is None:
             return set()
-        try:
-            now = manifest.read_dataset(self.store)
-            listed = {shard["name"]: ShardInfo(**shard) for shard in now["shards"]}
-        except (ManifestError, OSError, KeyError, TypeError, ValueError):
-            return set()
-        return {name for name, info in self.listed.items() if listed.get(name) != info}
+        now = newest.dataset["sources"]
+        return {name for name, digest in self.dataset["sources"].items() if now.get(name) != digest}
 
 
 def _by_name(dataset: dict[str, Any]) -> dict[str, Any]:

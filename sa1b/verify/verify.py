@@ -3,7 +3,7 @@
 import atexit
 import contextlib
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,9 @@ def _check(
     """Run check_shard; an unexpected error is also a finding."""
     try:
         if table is not None and not table.exists():  # on another machine than the caller's copy
-            table = _table_copy(store, table.name)
+            table = None if store.is_local else _table_copy(store, table.name)
+            if table is None:  # replaced meanwhile
+                expected = replace(expected, table=None)
         with store.files(*shard_files(expected.info.name)) as (tar, index):
             result = check_shard(expected, remedy, tar, index, table, deep=deep, progress=progress)
         if store.is_local or not len(result.findings):

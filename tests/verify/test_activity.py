@@ -4,7 +4,9 @@ import shutil
 
 import pytest
 
+import sa1b
 from sa1b.console import command
+from sa1b.ingest.finish import finish
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
@@ -12,6 +14,7 @@ from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.storage.claim import Claim
 from sa1b.storage.store import FolderStore
+from sa1b.verify import root_check
 from sa1b.verify import verify as verify_module
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 from tests.verify.checking import check, content, kinds
@@ -164,3 +167,42 @@ def test_shards_are_taken_by_the_number_of_their_part(root, parts):
     assert lost_sources(root, {}, None)["sa_000002"] == names
     report = check(root)
     assert "dataset_missing" in kinds(report)
+
+
+def test_a_source_replaced_while_the_files_are_read_is_no_damage(root, tmp_path, monkeypatch):
+    """All files are of one version of dataset.json."""
+    other = write_source(tmp_path / "other" / "sa_000002.tar", pairs(range(600, 609), seed=4))
+    real, done = root_check.TaskCheck, []
+
+    def replaced(*arguments):
+        if not done:
+            done.append(True)
+            run = Run(workers=1, quiet=True, replace=True)
+            reshard([other], root, ROOTS["plain"], Policy(), run)
+        return real(*arguments)
+
+    monkeypatch.setattr(root_check, "TaskCheck", replaced)
+    report = check(root)
+    assert (report.findings, report.notes) == ([], [])
+
+
+def test_shards_of_a_source_added_during_the_check_are_no_leftovers(root, sources, tmp_path, monkeypatch):
+    new = write_source(tmp_path / "sa_000003.tar", pairs(range(500, 503), seed=3))
+    grow_during(
+        monkeypatch, lambda: reshard([new], root, ROOTS["plain"], Policy(), Run(workers=1, quiet=True))
+    )
+    assert check(root).notes == []
+
+
+def test_a_source_with_images_of_another_is_not_said_to_be_added_by_finish(root, tmp_path):
+    ids = sa1b.open(root).table.image_id[:3].tolist()
+    twin = make_root(
+        tmp_path / "twin", [write_source(tmp_path / "sa_000009.tar", pairs(ids))], ROOTS["plain"]
+    )
+    for path in (*twin.glob("sa1b-*"), *twin.glob("tasks/*")):
+        shutil.copy(path, root / path.relative_to(twin))
+    assert any(f"--out {root} --finish` adds them" in note for note in check(root).notes)
+    finish(root)
+    (note,) = (note for note in check(root).notes if "sa_000009" in note)
+    assert "finished and not in the dataset: image" in note
+    assert "--finish" not in note
