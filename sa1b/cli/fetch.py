@@ -49,6 +49,7 @@ def main(
     spill: Path | None = None,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
+    redo: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = (),
     on_error: Literal["quarantine", "stop"] = "quarantine",
     accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
     ignore: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = (),
@@ -91,6 +92,8 @@ def main(
         scratch: With a URL as --out: local folder for the shards of a source until they are uploaded; by
             default sa1b-USERID in the system's folder for temporary files.
         endpoint: With s3:// URLs: URL of an object store other than Amazon's; by default $AWS_ENDPOINT_URL.
+        redo: Read the images again that OUT has of the source of this name, even if its task file is damaged.
+            SOURCE must contain it. May be repeated.
         on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
         accept: A reason that may be frequent, see `sa1b reshard`. May be repeated.
         ignore: Ignore files and folders whose name, or path below SOURCE, matches this pattern. May be
@@ -135,6 +138,7 @@ def main(
         Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
         Run(
             workers=workers,
+            redo=redo,
             ignore=ignore,
             links=linked(source, links, connections, rate, endpoint),
             space_check=not no_space_check,

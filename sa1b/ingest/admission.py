@@ -1,5 +1,6 @@
 """Checks before a run of ingest writes anything: sources, names, options and free space."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -7,10 +8,20 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sa1b.errors import UsageError
+from sa1b.errors import ManifestError, UsageError
 from sa1b.names import is_source_name, parse_shard_name, source_stem
-from sa1b.shards.manifest import FORMAT, PARTIAL, QUARANTINE, TASKS, Options, Task
+from sa1b.shards.manifest import (
+    FORMAT,
+    PARTIAL,
+    QUARANTINE,
+    READING,
+    TASKS,
+    Options,
+    Task,
+    read_dataset,
+)
 from sa1b.sources.coco_file import CocoOptions
 from sa1b.sources.discovery import Discovered, discover, is_tar_name
 from sa1b.sources.folder import is_pair_name
@@ -161,6 +172,26 @@ def release_options(root: Root) -> None:
     store = open_store(root)
     if not store.names(TASKS, ".json") and not store.names(TASKS, ENDING):
         store.remove(OPTIONS)
+
+
+def check_reading(root: Root, tasks: Mapping[str, Task], sources: list[Source]) -> None:
+    """Raise UsageError if a source of the dataset would be read in another way than before."""
+    known: dict[str, Any] = {}
+    with contextlib.suppress(ManifestError, OSError):
+        known = read_dataset(root).get(READING, {})
+    known |= {name: task.source[READING] for name, task in tasks.items() if READING in task.source}
+    for source in sources:
+        recorded, asked = known.get(source.name, {}), source.reading
+        for what, flag in (("image_ids", "--image-ids"), ("ignore", "--ignore")):
+            if what in recorded and recorded[what] != (now := asked.get(what, [])):
+                raise UsageError(
+                    f"{source.label}: {root} has {source.name} with {flag} {_typed(recorded[what])}, this "
+                    f"run has {flag} {_typed(now)}; pass it as before, or add --replace to change it"
+                )
+
+
+def _typed(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else ", ".join(value) or "not given"
 
 
 def check_names(root: Root, tasks: Mapping[str, Task], sources: list[Source]) -> None:

@@ -8,6 +8,7 @@ sa1b.sources.wanted. The next pass looks for the images that are still missing.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from sa1b.ingest.admission import (
 )
 from sa1b.ingest.finish import finish, record_failure
 from sa1b.ingest.ingest import Policy
-from sa1b.ingest.part import read_searched, stored_ids
+from sa1b.ingest.part import known_ids, read_searched, stored_ids
 from sa1b.ingest.reshard import work_through
 from sa1b.ingest.search import Ids, Search, Searched, homes_of, no_ids
 from sa1b.ingest.summary import ReshardSummary
@@ -182,28 +183,39 @@ def fetch(
             raise UsageError(f"--out {root}: is a file; pass a folder")
         store.scratch.mkdir(parents=True, exist_ok=True)
     remove_leftovers(store, policy.spill)
-    tasks = read_tasks(store)
+    if strangers := set(run.redo) - set(names):
+        raise UsageError(f"--redo {min(strangers)}: no SOURCE has this name")
+    tasks = read_tasks(store, without=run.redo)
     check_options(store, tasks, options)
     summary = FetchSummary(store.root, len(ids), len(names))
     work = summary.work = ReshardSummary(sources=[], tasks=tasks)
     search = Search(names, homes, everywhere=everywhere)
     if not everywhere:
-        search.learn(read_searched(store))
+        search.learn(read_searched(store, partial(_size_and_time, local, remote)))
+    sizes = None if store.is_local or not tasks else store.sizes().get
+    gone = {name: path for name, task in tasks.items() if (path := missing_file(task, store, sizes))}
     stored = {name: stored_ids(store, task) for name, task in tasks.items()}
     search.learn(
         {
             name: Searched(int(own_ids[0]), int(own_ids[-1]), has_all=True)
             for name, own_ids in stored.items()
-            if not is_partial(tasks[name]) and missing_file(tasks[name], store) is None
+            if not is_partial(tasks[name]) and name not in gone
         }
     )
-    missing = np.setdiff1d(ids, _joined(stored.values()), assume_unique=True)
-    summary.before = len(ids) - len(missing)
+    again = sorted({*run.redo, *gone.keys() & set(names)})
+    for name in run.redo:
+        stored[name] = known_ids(store, name)
+    for name in gone.keys() - set(names):
+        work.failed[name] = f"{gone[name]} is missing or truncated; add the tar of {name} to read it again"
+    missing = np.setdiff1d(ids, _joined(one for name, one in stored.items() if name not in again))
+    summary.before = len(np.intersect1d(ids, _joined(stored.values())))
+    missing = np.union1d(missing, _joined(stored[name] for name in again))
     if len(missing):
         fix_options(store, tasks, options)
     checked = not run.space_check
     try:
-        while names_now := search.next_sources(missing):
+        while names_now := again or search.next_sources(missing):
+            again = []
             sources = _sources(names_now, local, remote, missing, store, work, everywhere=everywhere)
             check_names(store, tasks, sources)
             if not checked and sources:
@@ -269,11 +281,19 @@ def _sources(
 def _count(summary: FetchSummary, ids: Ids, missing: Ids, store: Store) -> None:
     """The state of the dataset directory after the run."""
     stored = _joined(stored_ids(store, task) for task in read_tasks(store).values())
-    left = np.setdiff1d(ids, stored, assume_unique=True)
+    left = np.setdiff1d(ids, stored)
     summary.stored = len(ids) - len(left)
     summary.missing = np.intersect1d(left, missing, assume_unique=True)
     summary.refused = np.setdiff1d(left, missing, assume_unique=True)
 
 
+def _size_and_time(local: dict[str, Source], remote: dict[str, Link], name: str) -> tuple[int, int] | None:
+    """Size and modification time of a source now; None: it is not among the sources."""
+    found = local.get(name)
+    if found is None and name in remote:
+        found = next(iter(remote_sources({name: remote[name]})[0]), None)
+    return None if found is None else (found.size, found.mtime_ns)
+
+
 def _joined(parts: Any) -> Ids:
-    return np.concatenate([no_ids(), *parts])
+    return np.unique(np.concatenate([no_ids(), *parts]))

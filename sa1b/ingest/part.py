@@ -5,7 +5,8 @@ shards were copied. So `sa1b reshard` with this source converts it completely. T
 source was read to its end.
 
 tasks/<source>.searched records what a source that was read to its end does not contain, so that the next run
-does not read it again for the same images.
+does not read it again for the same images. It has the size and time of the source: another download of it is
+read again. There is none for a source with damage, which may contain what was not found.
 """
 
 import contextlib
@@ -14,13 +15,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 
-from sa1b.console import command
-from sa1b.errors import NoPairError, SourceError
+from sa1b.console import command, counted
+from sa1b.errors import NoPairError, SourceError, TableError
 from sa1b.ingest.ingest import Counts, Policy, ingest
-from sa1b.ingest.search import Ids, Searched
-from sa1b.shards.commit import task_rows
+from sa1b.ingest.search import Ids, Searched, no_ids
+from sa1b.shards.commit import shard_files, stored_shards, task_rows
 from sa1b.shards.manifest import TASKS, Options, Task, task_name
+from sa1b.shards.sample_table import open_table
 from sa1b.sources.source import Source
 from sa1b.sources.wanted import WantedPairs
 from sa1b.storage.atomic import json_bytes
@@ -36,13 +39,15 @@ def ingest_wanted(
     policy: Policy,
     report: Callable[[Counts], None],
     check: Callable[[Task], None],
-    previous: Task | None,
+    stored: Ids,
 ) -> tuple[Task | None, Searched]:
     """Convert the wanted pairs of a source, and those of it that the dataset directory has already.
 
+    What was found is stored also if the source is damaged and lacks others; the error comes after that.
+
     Args:
         source: with `wanted`.
-        previous: the source in the dataset directory.
+        stored: ids of the images that the dataset directory has of this source.
         root, options, policy, report, check: see `ingest`.
 
     Returns:
@@ -52,7 +57,6 @@ def ingest_wanted(
         SourceError: the source lacks an image that the dataset directory has from it, or see `ingest`.
     """
     assert source.wanted is not None
-    stored = stored_ids(root, previous)
     part = WantedPairs(np.union1d(source.wanted.ids, stored), is_block=source.wanted.is_block)
 
     def check_stored() -> None:
@@ -76,11 +80,17 @@ def ingest_wanted(
         root.remove(task_name(source.name, "failed"))
     searched = Searched(part.first, part.last, part.found(), part.absent())
     name = f"{TASKS}/{source.name}{_ENDING}"
-    if part.is_whole:
-        record = {"first": part.first, "last": part.last, "absent": searched.absent.tolist()}
-        root.put(name, json_bytes(record))
+    if part.is_whole and not part.damage:
+        record = {"size": source.size, "mtime_ns": source.mtime_ns, "first": part.first, "last": part.last}
+        root.put(name, json_bytes({**record, "absent": searched.absent.tolist()}))
     else:
         root.remove(name)
+    if part.damage and (lost := len(part.ids) - len(searched.found)):
+        first = part.damage[0]
+        raise SourceError(
+            f"{source.label}: {first.message} at byte {first.offset:,}, and {counted(lost, 'wanted image')} "
+            "not found in the rest: download it again, then run the same command"
+        )
     return task, searched
 
 
@@ -89,12 +99,28 @@ def stored_ids(root: Store, task: Task | None) -> Ids:
     return np.empty(0, np.uint64) if task is None else task_rows(root, task)[1].image_id
 
 
-def read_searched(root: Store) -> dict[str, Searched]:
-    """The sources that earlier runs have read to the end, by name."""
+def known_ids(root: Store, name: str) -> Ids:
+    """The image ids of a source whose task file is not used: from its rows or else from its indexes."""
+    with contextlib.suppress(OSError, TableError), root.files(task_name(name, "samples")) as (path,):
+        return open_table(path, check=True).image_id.copy()
+    indexes = [shard_files(shard)[1] for shard in sorted(stored_shards(root, name))]
+    with root.files(*indexes) as paths:
+        read = [pq.read_table(path.absolute(), columns=["image_id"])["image_id"] for path in paths]
+    return np.unique(np.concatenate([no_ids(), *(one.to_numpy().astype(np.uint64) for one in read)]))
+
+
+def read_searched(root: Store, current: Callable[[str], tuple[int, int] | None]) -> dict[str, Searched]:
+    """The sources that earlier runs have read to the end, by name, if they have not changed since.
+
+    Args:
+        current: name of a source -> its size in bytes and modification time in ns now; None: unknown.
+    """
     found = {}
     for name in root.names(TASKS, _ENDING):
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, FileNotFoundError):
             document = json.loads(root.read(f"{TASKS}/{name}"))
+            if current(name.removesuffix(_ENDING)) != (document["size"], document["mtime_ns"]):
+                continue
             absent = np.array(document["absent"], np.uint64)
             found[name.removesuffix(_ENDING)] = Searched(
                 document["first"], document["last"], np.empty(0, np.uint64), absent

@@ -19,6 +19,7 @@ from sa1b.ingest.admission import (
     check_names,
     check_options,
     check_out,
+    check_reading,
     check_space,
     fix_options,
     release_options,
@@ -116,6 +117,8 @@ def reshard(
                 )
         else:
             waiting.append(source)
+    if not run.replace:
+        check_reading(store, tasks, waiting if run.redo else sources)
     if run.space_check:
         check_space(waiting, store, options, policy.spill, run.workers)
     if waiting:

@@ -154,6 +154,7 @@ class SourcePass:
                 "mtime_ns": source.mtime_ns if is_all else None,
                 "sha256": sha256,
                 "md5": self.policy.md5,
+                **({"reading": source.reading} if source.reading else {}),
             },
             options=self.options,
             versions=versions(),

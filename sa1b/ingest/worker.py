@@ -11,7 +11,7 @@ from typing import Literal
 from sa1b.errors import LockedError, SourceError
 from sa1b.ingest.finish import record_failure
 from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
-from sa1b.ingest.part import ingest_wanted
+from sa1b.ingest.part import ingest_wanted, known_ids, stored_ids
 from sa1b.ingest.search import Searched
 from sa1b.shards.commit import abort_uploads, shard_files
 from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
@@ -174,7 +174,9 @@ def _claimed(
     if source.wanted is not None:
         if previous is not None and not is_partial(previous) and missing_file(previous, root) is None:
             return Outcome("skipped", Counts())  # the dataset has all images of this source
-        task, searched = ingest_wanted(source, root, options, policy, reports, check, previous)
+        redo = source.name in run.redo
+        stored = known_ids(root, source.name) if redo else stored_ids(root, previous)
+        task, searched = ingest_wanted(source, root, options, policy, reports, check, stored)
         return Outcome("done", reports.newest, "", task, searched)
     note = ""
     if previous is not None:

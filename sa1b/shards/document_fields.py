@@ -110,6 +110,15 @@ _OPTIONS = _object(
     },
 )
 _LARGEST = _object(dict.fromkeys(("masks", "runs", "rle_bytes", "jpg_bytes", "masks_bytes"), _COUNT))
+_READING = _object(
+    {"kind": _TEXT_OR_NULL},
+    {
+        "image_ids": _is(lambda value: value in ("keep", "hash"), "keep or hash"),
+        "images": _FLAG,
+        "ignore": _list(_TEXT),
+        "part": _FLAG,
+    },
+)
 _DATASET = _object(
     {
         "versions": _map(_TEXT),
@@ -125,7 +134,7 @@ _DATASET = _object(
         ),
         "shards": _SHARDS,
     },
-    {"failed": _map(_TEXT, key=_SOURCE), "pending": _list(_SOURCE)},
+    {"failed": _map(_TEXT, key=_SOURCE), "pending": _list(_SOURCE), "reading": _map(_READING, key=_SOURCE)},
 )
 _TASK = _object(
     {
@@ -137,7 +146,8 @@ _TASK = _object(
                 "mtime_ns": _is(lambda value: value is None or type(value) is int, "a time in ns or null"),
                 "sha256": _TEXT_OR_NULL,
                 "md5": _TEXT_OR_NULL,
-            }
+            },
+            {"reading": _READING},
         ),
         "options": _OPTIONS,
         "versions": _map(_TEXT),

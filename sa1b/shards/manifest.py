@@ -32,6 +32,7 @@ FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
 VIEWS = "views"
 OLD_SAMPLES = "samples.bin"  # the sample table of older directories, without a digest in its name
+READING = "reading"  # of a source: how it was read, see sa1b.sources.source.Source.reading
 _TASK_KEYS = {
     "source": {"name", "kind", "size", "mtime_ns", "sha256", "md5"},
     "counts": {"members", "images", "masks", "jpg_bytes", "refused_members", "refused", "doubtful"},
@@ -106,8 +107,8 @@ class Task:
     """A finished source.
 
     Attributes:
-        source: name, kind, size in bytes, mtime_ns and sha256 of the source, and md5 if a checklist contained
-            it.
+        source: name, kind, size in bytes, mtime_ns and sha256 of the source, md5 if a checklist contained
+            it, and perhaps READING.
         options: see Options.
         versions: of the package and of the libraries that shape the bytes.
         shards: in order.
@@ -195,7 +196,7 @@ def parse_task(data: bytes, source_name: str, path: object) -> Task:
     try:
         check_task(document, source_name)
         for part, keys in _TASK_KEYS.items():
-            if set(document[part]) != keys:
+            if set(document[part]) - {READING} != keys:
                 raise KeyError(f"{part} has {', '.join(document[part])}; expected {', '.join(sorted(keys))}")
         return Task(
             source=document["source"],
@@ -322,10 +323,16 @@ def dataset_document(
             },
             **({"failed": dict(sorted(failed.items()))} if failed else {}),
             **({"pending": sorted(pending)} if pending else {}),
+            **({READING: readings} if (readings := _readings(tasks)) else {}),
             "samples": {"name": table_name, **asdict(facts)},
             "shards": [asdict(shard) for shard in shards],
         }
     )
+
+
+def _readings(tasks: Mapping[str, Task]) -> dict[str, dict[str, Any]]:
+    """Source -> how it was read; also in dataset.json, because a repair needs it if the task file is lost."""
+    return {name: task.source[READING] for name, task in sorted(tasks.items()) if READING in task.source}
 
 
 def parse_dataset(data: bytes, path: object) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sa1b.errors import SourceError
 from sa1b.sources.coco import CocoReader
@@ -46,6 +47,21 @@ class Source:
     link: Link | None = None
     wanted: WantedPairs | None = None
     coco: CocoOptions | None = None
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """What decides, beside the path, which pairs and ids the source gives: recorded with it for a repair.
+
+        Of a COCO file image_ids and whether images has a folder of its own; of a folder the patterns of
+        ignore; part for a source of which only wanted pairs are taken. Empty for a whole tar or folder.
+        """
+        found: dict[str, Any] = {}
+        if self.kind == "coco":
+            options = self.coco or CocoOptions()
+            found = {"kind": "coco", "image_ids": options.ids, "images": options.images is not None}
+        elif self.ignore is not None and self.ignore.patterns:
+            found = {"kind": self.kind, "ignore": list(self.ignore.patterns)}
+        return found if self.wanted is None else {"kind": self.kind, **found, "part": True}
 
     @property
     def label(self) -> str:

@@ -33,6 +33,7 @@ class WantedPairs:
         ids, is_block: as above.
         first, last: smallest and largest image id read so far; None before the first member of a pair.
         is_whole: the source was read to its end.
+        damage: what could not be read of it.
     """
 
     def __init__(self, ids: npt.NDArray[np.uint64], *, is_block: bool) -> None:
@@ -40,6 +41,7 @@ class WantedPairs:
         self.first: int | None = None
         self.last: int | None = None
         self.is_whole = False
+        self.damage: list[Damage] = []
         self.is_block = is_block
         self._seen = np.zeros(len(ids), np.uint8)  # bits of _ENDINGS
         self._left = len(ids)
@@ -63,6 +65,7 @@ class WantedPairs:
         """The wanted members and all damage, until nothing wanted can follow."""
         for item in items:
             if isinstance(item, Damage):
+                self.damage.append(item)
                 yield item
                 continue
             named = parse_member_path(item.name)

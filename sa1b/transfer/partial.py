@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from sa1b.shards import record
-from sa1b.shards.manifest import LARGEST, ShardInfo, Task
+from sa1b.shards.manifest import LARGEST, READING, ShardInfo, Task
 from sa1b.storage.reader import Range, Reader
 
 _COLUMNS = ["jpg_bytes", "masks_offset", "masks_bytes", "masks_crc32c", "runs_count"]
@@ -31,6 +31,7 @@ def partial_task(task: Task, shards: Sequence[ShardInfo], indexes: Sequence[Path
         indexes: their index files.
         reader: reads the shards.
     """
+    reading = task.source.get(READING, {"kind": task.source["kind"]})
     largest = dict.fromkeys(LARGEST, 0)
     jpg_bytes = 0
     for shard, index in zip(shards, indexes, strict=True):
@@ -40,7 +41,7 @@ def partial_task(task: Task, shards: Sequence[ShardInfo], indexes: Sequence[Path
             largest[name] = max(largest[name], value)
     return replace(
         task,
-        source={**task.source, **dict.fromkeys(_UNKNOWN)},
+        source={**task.source, **dict.fromkeys(_UNKNOWN), READING: {**reading, "part": True}},
         shards=list(shards),
         counts={
             "members": None,

@@ -1,7 +1,9 @@
 """Repairs of a dataset directory: the shortest command for each kind of damage."""
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from sa1b.console import command
 from sa1b.shards.manifest import Options
@@ -14,12 +16,14 @@ class Remedy:
     Attributes:
         root: path or URL of the dataset directory.
         options: options of the dataset; None: unknown.
-        folders: names of sources that are folders of pairs; others are treated as tars.
+        kinds: source -> "folder" or "coco"; others are treated as tars.
+        readings: source -> how it was read, see sa1b.sources.source.Source.reading.
     """
 
     root: str
     options: Options | None = None
-    folders: frozenset[str] = frozenset()
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    readings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def index(self, shard: str) -> str:
         """Remedy for a damaged index of one shard."""
@@ -38,9 +42,19 @@ class Remedy:
         name = source or "SOURCE"
         # --redo replaces the files after the source has been read, so the user removes nothing first. The
         # placeholder has no meaning in a shell: the unedited command only reports a missing file.
-        path = shlex.quote(f"PATH/TO/{name}" if name in self.folders else f"PATH/TO/{name}.tar")
-        flags = "".join(f" {flag}" for flag in self.flags())
-        again = f"{command('reshard')} {path} --out {self._quoted()} --redo {shlex.quote(name)}{flags}"
+        reading = self.readings.get(name, {})
+        kind = self.kinds.get(name, reading.get("kind"))
+        path = shlex.quote(f"PATH/TO/{name}{ {'folder': '', 'coco': '.json'}.get(str(kind), '.tar') }")
+        verb, flags = "reshard", self.flags()
+        if reading.get("image_ids", "keep") != "keep":
+            flags.append(f"--image-ids {reading['image_ids']}")
+        if reading.get("images"):
+            flags.append("--images PATH/TO/IMAGES")
+        flags += [f"--ignore {shlex.quote(pattern)}" for pattern in reading.get("ignore", ())]
+        if reading.get("part"):  # the images that the directory has of it are read again
+            verb, flags = "fetch", ["--ids PATH/TO/IDS.txt", *flags]
+        more = "".join(f" {flag}" for flag in flags)
+        again = f"{command(verb)} {path} --out {self._quoted()} --redo {shlex.quote(name)}{more}"
         return f"restore it from a copy; or, with the real path of the source, `{again}`"
 
     def flags(self) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from sa1b.errors import ManifestError, TableError
 from sa1b.names import parse_shard_name, shard_order, source_stem
 from sa1b.shards import manifest
-from sa1b.shards.manifest import DATASET, TASKS, Options, ShardInfo, all_shards
+from sa1b.shards.manifest import DATASET, READING, TASKS, Options, ShardInfo, all_shards
 from sa1b.shards.sample_table import SampleTable, TableFacts, open_table
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, live_holders
@@ -148,7 +148,9 @@ class RootCheck:
             self.raw = self.store.read(DATASET)
             dataset = manifest.parse_dataset(self.raw, self.store.url(DATASET))
             self.listed = {shard["name"]: ShardInfo(**shard) for shard in dataset["shards"]}
-            self.remedy = replace(self.remedy, options=Options(**dataset["options"]))
+            self.remedy = replace(
+                self.remedy, options=Options(**dataset["options"]), readings=dataset.get(READING, {})
+            )
         except (ManifestError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             missing = isinstance(error, FileNotFoundError)
             message = "not there; reshard was interrupted, or it was removed" if missing else short(error)

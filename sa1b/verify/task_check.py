@@ -11,7 +11,7 @@ from sa1b.console import counted
 from sa1b.errors import ManifestError
 from sa1b.shards import manifest
 from sa1b.shards.commit import sources_without_task
-from sa1b.shards.manifest import DATASET, TASKS, Task, task_name
+from sa1b.shards.manifest import DATASET, READING, TASKS, Task, task_name
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.store import Store
 from sa1b.verify.member_check import ShardResult
@@ -61,8 +61,13 @@ class TaskCheck:
         names = sorted((present | sources.keys()) - self.active.keys())
         read = {name: self._read(name) for name in names if name in present}
         self.tasks = {name: found[1] for name, found in read.items() if not isinstance(found, str)}
-        folders = frozenset(name for name, task in self.tasks.items() if task.source["kind"] == "folder")
-        self.remedy = replace(self.remedy, folders=folders)
+        kinds = {name: str(task.source["kind"]) for name, task in self.tasks.items()}
+        readings = {name: task.source[READING] for name, task in self.tasks.items() if READING in task.source}
+        self.remedy = replace(
+            self.remedy,
+            kinds={name: kind for name, kind in kinds.items() if kind in ("folder", "coco")},
+            readings={**self.remedy.readings, **readings},
+        )
         for name in names:
             found = read.get(name)
             if found is None:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from sa1b.sources.coco_file import CocoFile, CocoOptions
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import SourceReader, digest_of_source
 from sa1b.sources.tar_stream import Member
+from sa1b.verify.verify import verify
 from tests.shards import tiny
 
 FOLDER = Path(os.environ.get("SA1B_REAL_SAMPLES", Path(__file__).parents[3] / "shared" / "real"))
@@ -373,3 +375,29 @@ def test_real_masks_in_results_form_come_back_exactly(tmp_path):
         for one in results
         if pycocotools.area(one["segmentation"])
     }
+
+
+@pytest.mark.parametrize("lost", ["shard", "task"])
+def test_the_advice_for_a_source_with_hashed_ids_gives_the_same_ids(tmp_path, capsys, lost):
+    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}])
+    root, folder = tmp_path / "root", tmp_path / "pictures"
+    folder.mkdir()
+    (tmp_path / "x.png").rename(folder / "x.png")
+    assert reshard((str(path),), out=str(root), images=folder, image_ids="hash", json_output=True) == 0
+    ids = sa1b.open(root).table.image_id.tolist()
+    if lost == "shard":
+        next(root.glob("sa1b-*.tar")).unlink()
+    else:
+        (root / "tasks" / "m.json").write_text("{")
+    (finding, *_) = verify(root, workers=0, quiet=True).findings
+    (advice,) = re.findall("`([^`]+)`", finding.remedy)
+    assert "PATH/TO/m.json" in advice
+    assert advice.endswith("--redo m --image-ids hash --images PATH/TO/IMAGES")
+    with pytest.raises(UsageError, match="has m with --image-ids hash, this run has --image-ids keep"):
+        reshard((str(path),), out=str(root), images=folder, redo=("m",), json_output=True)
+    done = reshard(
+        (str(path),), out=str(root), images=folder, image_ids="hash", redo=("m",), json_output=True
+    )
+    assert done == 0
+    assert sa1b.open(root).table.image_id.tolist() == ids
+    capsys.readouterr()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -259,3 +261,75 @@ def test_wrong_arguments(tmp_path: Path, downloads: Path) -> None:
         assert done.returncode == 2, (arguments, done.stdout)
         assert words in done.stderr
         assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_truncated_tar_is_damage_and_its_next_download_is_read(tmp_path: Path, downloads: Path) -> None:
+    root, tar = tmp_path / "root", downloads / "sa_000019.tar"
+    whole, last = tar.read_bytes(), FIRST["sa_000019"] + 5
+    ids = write_ids(tmp_path / "ids.txt", *range(FIRST["sa_000019"], last + 1))
+    tar.write_bytes(whole[: len(whole) // 2])
+    done = fetch(tar, "--ids", ids, "--out", root)
+    assert done.returncode == 1
+    assert "FAILED sa_000019" in done.stdout
+    assert "download it again" in done.stdout
+    before = len(stored(root))
+    assert 0 < before < 6
+    tar.write_bytes(whole)
+    done = fetch(tar, "--ids", ids, "--out", root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(stored(root)) == 6
+
+
+def test_another_download_of_a_tar_is_searched_again(tmp_path: Path, downloads: Path) -> None:
+    root, tar, first = tmp_path / "root", downloads / "sa_000019.tar", FIRST["sa_000019"]
+    ids = write_ids(tmp_path / "ids.txt", first + 2, first + 6)
+    tiny.make_tar(tar, [first, first + 1, first + 2, first + 7])
+    assert fetch(tar, "--ids", ids, "--out", root).returncode == 3
+    assert fetch(tar, "--ids", ids, "--out", root, "--json").stdout.count('bytes_read": 0') == 1
+    tiny.make_tar(tar, range(first, first + 8))
+    done = fetch(tar, "--ids", ids, "--out", root)
+    assert done.returncode == 0, done.stdout
+    assert stored(root) == [first + 2, first + 6]
+
+
+def test_a_shard_of_an_earlier_part_that_is_gone_is_read_again(tmp_path: Path, downloads: Path) -> None:
+    root = tmp_path / "root"
+    earlier = write_ids(tmp_path / "earlier.txt", FIRST["sa_000019"] + 1)
+    ids = write_ids(tmp_path / "ids.txt", FIRST["sa_000020"])
+    assert fetch(downloads, "--ids", earlier, "--out", root).returncode == 0
+    (root / "sa1b-000019-0000.tar").unlink()
+    done = fetch(downloads / "sa_000020.tar", "--ids", ids, "--out", root)
+    assert done.returncode == 1
+    assert "sa1b-000019-0000.tar is missing or truncated; add the tar of sa_000019" in done.stdout
+    assert fetch(downloads, "--ids", ids, "--out", root).returncode == 0
+    assert stored(root) == [FIRST["sa_000019"] + 1, FIRST["sa_000020"]]
+    assert verify(root, "--deep").returncode == 0
+
+
+@pytest.mark.parametrize("damage", ["shard", "task", "task and rows"])
+def test_the_advice_for_a_part_repairs_it_and_takes_no_more(
+    tmp_path: Path, downloads: Path, damage: str
+) -> None:
+    root = tmp_path / "root"
+    ids = write_ids(tmp_path / "ids.txt", FIRST["sa_000019"] + 1, FIRST["sa_000020"])
+    assert fetch(downloads, "--ids", ids, "--out", root).returncode == 0
+    before = files(root)
+    if damage == "shard":
+        data = bytearray((root / "sa1b-000019-0000.tar").read_bytes())
+        data[3000] ^= 1
+        (root / "sa1b-000019-0000.tar").write_bytes(data)
+    else:
+        (root / "tasks" / "sa_000019.json").write_text("{")
+    if damage == "task and rows":
+        (root / "tasks" / "sa_000019.samples").write_bytes(b"")
+    report = json.loads(verify(root, "--json").stdout)
+    (advice,) = {one["remedy"] for one in report["findings"] if "PATH/TO" in one["remedy"]}
+    words = shlex.split(re.findall("`([^`]+)`", advice)[0])
+    words = words[words.index("fetch") + 1 :]
+    (tmp_path / "one.txt").write_text(str(FIRST["sa_000020"]))  # the list need not have the ids of this part
+    paths = {"PATH/TO/sa_000019.tar": downloads / "sa_000019.tar", "PATH/TO/IDS.txt": tmp_path / "one.txt"}
+    done = fetch(*(paths.get(word, word) for word in words))
+    assert done.returncode == 0, done.stdout + done.stderr
+    shards = {name: data for name, data in before.items() if name.startswith("sa1b-")}
+    assert {name: data for name, data in files(root).items() if name.startswith("sa1b-")} == shards
+    assert verify(root, "--deep").returncode == 0
