@@ -184,7 +184,9 @@ def fetch(
         store.scratch.mkdir(parents=True, exist_ok=True)
     remove_leftovers(store, policy.spill)
     if strangers := set(run.redo) - set(names):
-        raise UsageError(f"--redo {min(strangers)}: no SOURCE has this name")
+        raise UsageError(
+            f"--redo {min(strangers)}: no SOURCE has this name; choose one of {', '.join(names[:10])}"
+        )
     tasks = read_tasks(store, without=run.redo)
     check_options(store, tasks, options)
     summary = FetchSummary(store.root, len(ids), len(names))

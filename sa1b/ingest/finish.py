@@ -19,7 +19,6 @@ from sa1b.ingest.admission import release_options
 from sa1b.names import named_source
 from sa1b.shards.commit import (
     abort_uploads,
-    clashes,
     dataset_claim,
     join_tables,
     remove_old_tables,
@@ -40,6 +39,7 @@ from sa1b.shards.manifest import (
     read_tasks,
     task_name,
 )
+from sa1b.shards.sample_table import clashes
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.store import Root, Store, open_store

@@ -88,8 +88,8 @@ def ingest_wanted(
     if part.damage and (lost := len(part.ids) - len(searched.found)):
         first = part.damage[0]
         raise SourceError(
-            f"{source.label}: {first.message} at byte {first.offset:,}, and {counted(lost, 'wanted image')} "
-            "not found in the rest: download it again, then run the same command"
+            f"{source.label}: damaged at byte {first.offset:,} ({first.message}), and the rest lacks "
+            f"{counted(lost, 'wanted image')}; download it again, then run the same command"
         )
     return task, searched
 

@@ -10,7 +10,6 @@ import hashlib
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,8 @@ from sa1b.shards.manifest import (
 )
 from sa1b.shards.sample_table import (
     SampleTable,
+    clash_message,
+    clashes,
     encode,
     is_table_name,
     open_table,
@@ -189,14 +190,7 @@ def check_clash(task: Task, staged: Path, root: Root) -> None:
         for row in rows[table.image_id[rows] == ids]:
             owner = owners[int(table.shard[row])]
             if not is_shard_of(owner, task.name):
-                raise SourceError(_clash_message(int(table.image_id[row]), task.name, owner))
-
-
-def _clash_message(image_id: int, source: str, owner: str) -> str:
-    return (
-        f"image {image_id} of {source} is in {owner} already: the same images under two names, or two "
-        f"sources that overlap. Leave {source} out, or drop the other one first (--drop)"
-    )
+                raise SourceError(clash_message(int(table.image_id[row]), task.name, owner))
 
 
 @contextlib.contextmanager
@@ -301,35 +295,6 @@ def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
         write_task(store, task)
     with store.files(name) as (path,):
         return task, open_table(path)
-
-
-def clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
-    """Sources that hold an image of a source before them, by name: source -> message."""
-    found = _neighbour_clashes(tables)
-    if found:  # an image in three sources: the first and the last are compared without the second
-        found |= clashes({name: table for name, table in tables.items() if name not in found})
-    return found
-
-
-def _neighbour_clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
-    """Clashes of sources with the source before them that holds the same image."""
-    names = list(tables)
-    ids = np.concatenate([tables[name].image_id for name in names]) if names else np.empty(0, np.uint64)
-    ends = list(accumulate(len(tables[name]) for name in names))
-    order = np.argsort(ids, kind="stable")
-    same = np.flatnonzero(ids[order][1:] == ids[order][:-1])
-    if not len(same):
-        return {}
-    # Of equal ids the stable order has the earlier source first.
-    owners = np.searchsorted(ends, np.stack([order[same], order[same + 1]]), side="right")
-    found: dict[str, str] = {}
-    pairs, at = np.unique(owners, axis=1, return_index=True)
-    for (first, second), position in sorted(zip(pairs.T.tolist(), at.tolist(), strict=True)):
-        if names[first] not in found and first != second:
-            image_id = int(ids[order[same[position]]])
-            message = _clash_message(image_id, names[second], names[first])
-            found.setdefault(names[second], message)
-    return found
 
 
 def _withdraw(task: Task, store: Store) -> None:

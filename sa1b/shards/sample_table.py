@@ -18,9 +18,10 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,40 @@ def digests(header: bytes) -> dict[str, str]:
         )
     _, _, _, _, ids_sha256, sha256 = _HEADER.unpack_from(header)
     return {"ids_sha256": ids_sha256.hex(), "columns_sha256": sha256.hex()}
+
+
+def clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
+    """Sources that hold an image of a source before them, by name: source -> message."""
+    found = _neighbour_clashes(tables)
+    if found:  # an image in three sources: the first and the last are compared without the second
+        found |= clashes({name: table for name, table in tables.items() if name not in found})
+    return found
+
+
+def _neighbour_clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
+    """Clashes of sources with the source before them that holds the same image."""
+    names = list(tables)
+    ids = np.concatenate([tables[name].image_id for name in names]) if names else np.empty(0, np.uint64)
+    ends = list(accumulate(len(tables[name]) for name in names))
+    order = np.argsort(ids, kind="stable")
+    same = np.flatnonzero(ids[order][1:] == ids[order][:-1])
+    if not len(same):
+        return {}
+    # Of equal ids the stable order has the earlier source first.
+    owners = np.searchsorted(ends, np.stack([order[same], order[same + 1]]), side="right")
+    found: dict[str, str] = {}
+    pairs, at = np.unique(owners, axis=1, return_index=True)
+    for (first, second), position in sorted(zip(pairs.T.tolist(), at.tolist(), strict=True)):
+        if names[first] not in found and first != second:
+            image_id = int(ids[order[same[position]]])
+            message = clash_message(image_id, names[second], names[first])
+            found.setdefault(names[second], message)
+    return found
+
+
+def clash_message(image_id: int, source: str, owner: str) -> str:
+    """The error for a source with an image that `owner`, a source or a shard, has already."""
+    return (
+        f"image {image_id} of {source} is in {owner} already: the same images under two names, or two "
+        f"sources that overlap. Leave {source} out, or drop the other one first (--drop)"
+    )

@@ -382,7 +382,7 @@ def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str,
         )
     text = text.removeprefix("file://")
     if not text:
-        raise UsageError("'': names no folder; pass a path, such as . for the folder you are in, or a URL")
+        raise UsageError(f"{text!r}: names no folder; pass its path, such as . for the current one, or a URL")
     if was_url(text) and not Path(text).exists():
         scheme, _, path = text.partition(":/")
         raise UsageError(f"{text}: no such folder; did you mean {scheme}://{path}?")
