@@ -14,8 +14,10 @@ interrupted.
 """
 
 import json
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
@@ -29,6 +31,9 @@ from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.link_list import CONNECTIONS, Link
 from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store
+
+if TYPE_CHECKING:
+    from sa1b.sources.coco_file import CocoOptions
 
 _FAILED_SHOWN = 10
 
@@ -144,7 +149,12 @@ def main(
         store = store_of(out, scratch, endpoint, source)
         with loading():
             found = linked(source, links, CONNECTIONS, None, endpoint)
-        return _without_ingest(paths_of(source), found, store, drop, finish, task, json_output)
+            from sa1b.sources.coco_file import CocoOptions
+        named = partial(
+            _names, paths_of(source), found, store, _renamed(rename), ignore, CocoOptions(images, image_ids)
+        )
+        has_sources = bool(source or found or rename)
+        return _without_ingest(has_sources, named, store, drop, finish, task, json_output)
     if not source and links is None and not rename:
         raise UsageError(f"--out {out}: no SOURCE to convert; add tars, folders or --links, see --help")
     for flag, number in (
@@ -206,9 +216,25 @@ def main(
     return summary.exit_code()
 
 
-def _without_ingest(
+def _names(
     source: tuple[Path, ...],
     links: tuple[Link, ...],
+    store: Store,
+    rename: Mapping[Path, str],
+    ignore: tuple[str, ...],
+    coco: "CocoOptions",
+) -> list[str]:
+    """Names of the sources of a run with these arguments."""
+    from sa1b.ingest.admission import admitted
+    from sa1b.sources.remote_sources import named_links
+
+    found = admitted(source, rename, [store.scratch] if store.is_local else [], ignore, coco)
+    return [*(one.name for one in found.sources), *named_links(links)]
+
+
+def _without_ingest(
+    has_sources: bool,
+    names: Callable[[], list[str]],
     store: Store,
     drop: tuple[str, ...],
     finish: bool,
@@ -216,18 +242,16 @@ def _without_ingest(
     as_json: bool,
 ) -> int:
     """The command with --drop or --finish."""
-    if drop and (source or links or finish or task is not None):
+    if drop and (has_sources or finish or task is not None):
         raise UsageError("--drop: cannot be combined with --finish, --task, SOURCE or --links; use it alone")
     if store.is_local and not store.scratch.is_dir():
         raise UsageError(f"--out {store}: no such folder; check the path")
     if not store.is_local and not store.names("tasks") and not store.names(""):
         raise UsageError(f"--out {store}: is empty; check the URL")
     with loading():
-        from sa1b.ingest.admission import admitted
         from sa1b.ingest.finish import drop_source, stored_source
         from sa1b.ingest.finish import finish as finish_dataset
         from sa1b.shards.staging import remove_leftovers
-        from sa1b.sources.remote_sources import named_links
     dropped = dict.fromkeys(
         stored_source(store, name) for name in drop
     )  # all are checked before the first goes
@@ -235,8 +259,7 @@ def _without_ingest(
     for name in dropped:
         finished = drop_source(store, name)
     if finish:
-        names = [one.name for one in admitted(source, {}).sources]
-        finished = finish_dataset(store, [*names, *named_links(links)])
+        finished = finish_dataset(store, names() if has_sources else ())
     document = {"sources": len(finished.tasks), "failed": finished.failed, "pending": finished.pending}
     code = 1 if finished.is_partial or (finish and not finished.tasks) else 0
     if as_json:

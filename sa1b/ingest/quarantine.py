@@ -102,6 +102,11 @@ class Quarantine:
                 flush(path)
             flush(self._folder)
 
+    def digests(self) -> dict[str, str] | None:
+        """sha256 of the two lists by name; None: there are none."""
+        found = {path.name: _sha256(path) for path in sorted(self._folder.glob("*.jsonl"))}
+        return found or None
+
     def exists(self) -> bool:
         """Whether there is a folder to commit."""
         return self._folder.exists()
@@ -125,6 +130,11 @@ class Quarantine:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / report).open("a", encoding="utf-8") as out:
             out.write(json.dumps({"reason": reason, "message": _printable(message), **fields}) + "\n")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _printable(message: str) -> str:

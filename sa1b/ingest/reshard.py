@@ -27,13 +27,13 @@ from sa1b.ingest.admission import (
 from sa1b.ingest.finish import finish, read_failed, record_expected, record_failure
 from sa1b.ingest.ingest import Counts, Policy
 from sa1b.ingest.summary import ReshardSummary
-from sa1b.ingest.worker import Outcome, Run, is_unchanged, work_on
+from sa1b.ingest.worker import Outcome, Run, is_unchanged, other_md5, work_on
 from sa1b.progress import bar
 from sa1b.shards.commit import abort_abandoned_uploads
 from sa1b.shards.manifest import PARTIAL, Options, Task, read_tasks, task_name
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.sources.remote_sources import remote_sources
-from sa1b.sources.source import Source, digest_of_source, read_checklist
+from sa1b.sources.source import Source, read_checklist
 from sa1b.storage.claim import observe
 from sa1b.storage.errors import StorageError
 from sa1b.storage.store import Root, Store, open_store
@@ -110,11 +110,8 @@ def reshard(
         task, expected = tasks.get(source.name), md5.get(source.name)
         if task is not None and not run.recheck and is_unchanged(task, source, store, sizes):
             summary.skipped.append(source.name)
-            if (found := _other_md5(task, source, expected, run.quiet)) is not None:
-                summary.failed[source.name] = (
-                    f"{source.label}: already finished, but its md5 is {found} and the checklist has "
-                    f"{expected}; download it again and run the same command with --replace"
-                )
+            if (found := other_md5(task, source, expected, run.quiet)) is not None:
+                summary.failed[source.name] = found
         else:
             waiting.append(source)
     if not run.replace:
@@ -276,20 +273,6 @@ def _check_accept(policy: Policy, summary: ReshardSummary, quiet: bool) -> None:
     seen = totals["refused"].keys() | totals["warnings"].keys()
     for reason in sorted(policy.accept - seen if not summary.failed else ()):
         _say(f"note: --accept {reason}: no pair has this problem; check the spelling", quiet)
-
-
-def _other_md5(task: Task, source: Source, expected: str | None, quiet: bool) -> str | None:
-    """The md5 of a finished source if it differs from the expected one; None if it is equal or not expected.
-
-    The source is read only if its task file has no md5.
-    """
-    if expected is None:
-        return None
-    found = task.source["md5"]
-    if found is None:
-        with bar(source.size, f"md5 of {source.name}", "B", quiet) as progress:
-            found = digest_of_source(source, progress.update, "md5")
-    return None if found == expected else str(found)
 
 
 def _say(message: str, quiet: bool) -> None:

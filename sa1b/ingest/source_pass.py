@@ -170,6 +170,7 @@ class SourcePass:
             },
             damage=quarantine.damages,
             largest=self.largest.values,
+            quarantine=quarantine.digests(),
         )
 
     def _read_bytes(self, count: int) -> None:

@@ -13,6 +13,7 @@ from sa1b.ingest.finish import record_failure
 from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
 from sa1b.ingest.part import ingest_wanted, known_ids, stored_ids
 from sa1b.ingest.search import Searched
+from sa1b.progress import bar
 from sa1b.shards.commit import abort_uploads, shard_files
 from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
 from sa1b.shards.staging import remove_staging_of
@@ -188,6 +189,8 @@ def _claimed(
             if previous.source["size"] != source.size and not run.replace:
                 raise _refused(source, previous, root)
             if digest_of_source(source) == previous.source["sha256"]:
+                if (found := other_md5(previous, source, policy.md5, run.quiet)) is not None:
+                    raise SourceError(found)
                 known = {**previous.source, "mtime_ns": source.mtime_ns}
                 write_task(root, replace(previous, source=known))
                 if previous.source["mtime_ns"] != source.mtime_ns:
@@ -197,6 +200,25 @@ def _claimed(
                 raise _refused(source, previous, root)
     task = ingest(source, root, options, policy, reports, check)
     return Outcome("done", reports.newest, note, task)
+
+
+def other_md5(task: Task, source: Source, expected: str | None, quiet: bool) -> str | None:
+    """The error of a finished source whose md5 is not the expected one; None: it is, or none is.
+
+    The source is read only if its task file has no md5.
+    """
+    if expected is None:
+        return None
+    found = task.source["md5"]
+    if found is None:
+        with bar(source.size, f"md5 of {source.name}", "B", quiet) as progress:
+            found = digest_of_source(source, progress.update, "md5")
+    if found == expected:
+        return None
+    return (
+        f"{source.label}: already finished, but its md5 is {found} and the checklist has {expected}; "
+        "download it again and run the same command with --replace"
+    )
 
 
 class _Reports:

@@ -166,7 +166,7 @@ _TASK = _object(
         "damage": _list(_AN_OBJECT),
         "largest": _LARGEST,
     },
-    {"samples": _object({"bytes": _COUNT, "sha256": _DIGEST})},
+    {"samples": _object({"bytes": _COUNT, "sha256": _DIGEST}), "quarantine": _map(_DIGEST)},
 )
 _VIEW = _object(
     {

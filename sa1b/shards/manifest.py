@@ -117,6 +117,7 @@ class Task:
         largest: per image: masks, runs, and bytes of jpg, masks and decoded record.
         samples: bytes and sha256 of tasks/<source>.samples; None in directories of earlier versions, which
             have no such file.
+        quarantine: sha256 of the lists in the source's quarantine, by file name; None: none, or not known.
     """
 
     source: dict[str, Any]
@@ -127,6 +128,7 @@ class Task:
     damage: list[dict[str, Any]]
     largest: dict[str, int]
     samples: dict[str, Any] | None = None
+    quarantine: dict[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -156,9 +158,7 @@ def write_task(root: Root, task: Task) -> None:
 
 def _document(task: Task) -> dict[str, Any]:
     document = asdict(task) | {"options": task.options.document()}
-    if task.samples is None:
-        del document["samples"]
-    return document
+    return {name: value for name, value in document.items() if value is not None}
 
 
 def read_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
@@ -207,6 +207,7 @@ def parse_task(data: bytes, source_name: str, path: object) -> Task:
             damage=document["damage"],
             largest=document["largest"],
             samples=document.get("samples"),
+            quarantine=document.get("quarantine"),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ManifestError(

@@ -165,14 +165,20 @@ def read_checklist(path: Path) -> dict[str, str]:
     """File name -> md5, from a file in the form of md5sum: `<32 hex digits>  <name>` on each line.
 
     Raises:
-        SourceError: a line has another form; the message names it.
+        SourceError: a line has another form, or another md5 for a name than a line before; the message names
+            it.
     """
-    found = {}
+    found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip():
             continue
         match = re.fullmatch(r"([0-9a-fA-F]{32})[ \t]+\*?(\S+)\s*", line)
         if match is None:
             raise SourceError(f"{path}, line {number}: {line[:80]!r} must be '<md5>  <file name>'")
-        found[match[2].rsplit("/", 1)[-1]] = match[1].lower()
+        name, digest = match[2].rsplit("/", 1)[-1], match[1].lower()
+        if found.setdefault(name, digest) != digest:
+            raise SourceError(
+                f"{path}, line {number}: {name} has the md5 {digest}, and {found[name]} on an earlier "
+                "line; remove the wrong one"
+            )
     return found

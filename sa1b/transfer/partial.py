@@ -55,6 +55,7 @@ def partial_task(task: Task, shards: Sequence[ShardInfo], indexes: Sequence[Path
         damage=[],
         largest=largest,
         samples=None,
+        quarantine=None,
     )
 
 

@@ -78,6 +78,8 @@ class QuarantineCheck:
             for reason in sorted({*odd, *task.warnings}):
                 recorded = task.warnings.get(reason, 0)
                 self._compare(name, file, f"images with {reason!r}", odd[reason], recorded)
+        for list_name, digest in (task.quarantine or {}).items():
+            self._list_digest(name, list_name, digest)
         other = [file for file in self.store.names(f"{QUARANTINE}/{name}") if file not in listed]
         if other:
             shown = ", ".join(other[:5]) + (" …" if len(other) > 5 else "")
@@ -89,6 +91,15 @@ class QuarantineCheck:
         if recorded is not None and found != recorded:
             message = f"{found:,} {what}, {recorded:,} in the task file"
             self._find("quarantine_counts", source, file, message)
+
+    def _list_digest(self, source: str, file: str, recorded: str) -> None:
+        name = f"{QUARANTINE}/{source}/{file}"
+        if name in self.findings.counts or file not in {REFUSED, *WARNINGS} or not self.store.exists(name):
+            return  # there is another finding
+        with self.store.files(name) as (path,), path.open("rb") as lines:
+            sha256 = hashlib.file_digest(lines, "sha256").hexdigest()
+        if sha256 != recorded:
+            self._find("quarantine_digest", source, file, f"sha256 {sha256}, {recorded} in the task file")
 
     def _kept_file(self, source: str, entry: Mapping[str, Any]) -> None:
         """The bytes that a line of refused.jsonl points to."""

@@ -1,6 +1,7 @@
 """A source with many bad pairs, or nothing else: when it is stopped, and with which message."""
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 import sa1b
 from sa1b.errors import RefusedError, SourceError, SystematicError
+from sa1b.sources.source import read_checklist
 from tests import processes
 from tests.ingest.bad_pairs import (
     BAD,
@@ -162,3 +164,29 @@ def test_the_command_goes_on_after_a_damaged_source_and_says_what_became_of_each
     dataset = sa1b.open(tmp_path / "root")
     assert sorted(dataset.manifest["sources"]) == ["sa_000020", "sa_000021"]
     assert set(dataset.failed) == {"sa_000022"}
+
+
+def test_two_md5_of_one_name_are_refused(tmp_path):
+    path = tmp_path / "md5.txt"
+    path.write_text(f"{'0' * 32}  a/sa_1.tar\n{'0' * 32}  b/sa_1.tar\n")
+    assert read_checklist(path) == {"sa_1.tar": "0" * 32}
+    path.write_text(f"{'0' * 32}  a/sa_1.tar\n{'1' * 32}  b/sa_1.tar\n")
+    with pytest.raises(
+        SourceError, match=r"line 2: sa_1\.tar has the md5 1{32}, and 0{32} on an earlier line"
+    ):
+        read_checklist(path)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("flag", ["--recheck", "--no-space-check"])
+def test_the_md5_of_a_finished_source_is_checked_when_it_is_read_again(tmp_path, flag, known):
+    tar = tmp_path / "sa_000020.tar"
+    tiny.make_tar(tar, [1, 2])
+    right, checklist = hashlib.md5(tar.read_bytes()).hexdigest(), tmp_path / "md5.txt"
+    checklist.write_text(f"{right}  sa_000020.tar\n")
+    assert reshard(tar, "--out", tmp_path / "root", *(["--md5", checklist] if known else [])).returncode == 0
+    os.utime(tar, (1, 1))
+    checklist.write_text(f"{'0' * 32}  sa_000020.tar\n")
+    done = reshard(tar, "--out", tmp_path / "root", "--md5", checklist, flag)
+    assert done.returncode == 1
+    assert f"its md5 is {right} and the checklist has {'0' * 32}" in done.stdout

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from sa1b.console import command
 from sa1b.shards import manifest
+from sa1b.shards.commit import write_dataset
 from sa1b.verify.quarantine_check import WarningList
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 from tests.verify.checking import check, flip
@@ -71,6 +73,9 @@ def test_a_changed_byte_of_what_was_refused(root):
     flip(root / FOLDER / file, 1)
     assert found(root) == {("quarantine_file_digest", file)}
     write_lines(root, [{key: entry[key] for key in entry if key != "sha256"} for entry in lines(root)])
+    task = replace(manifest.read_tasks(root)["sa_000001"], quarantine=None)
+    manifest.write_task(root, task)
+    write_dataset(root, manifest.read_tasks(root))
     assert found(root) == set()  # as earlier versions wrote it
 
 
@@ -164,3 +169,9 @@ def test_many_warnings_are_shown_in_part_and_listed_in_json(root, file):
         "message": "mask 49",
         "masks": [49],
     }
+
+
+def test_a_message_that_was_edited_is_found_by_the_digest_of_the_list(root):
+    path = root / FOLDER / "refused.jsonl"
+    path.write_text(path.read_text().replace('"message": "', '"message": "x', 1))
+    assert ("quarantine_digest", "refused.jsonl") in found(root)
