@@ -201,7 +201,7 @@ def main(
                 redo=redo,
                 rename=_renamed(rename),
                 ignore=ignore,
-                coco=CocoOptions(images, image_ids),
+                coco=CocoOptions(images, image_ids, max_pixels),
                 links=linked(source, links, connections, rate, endpoint),
                 task=_part(task),
                 finish=finish,

@@ -40,7 +40,7 @@ class Coco(Format):
     Attributes:
         images_per_file: images in a JSON file; None: one file for all of them.
         segmentation: run lengths, or polygons along the sides of pixels, which pycocotools rasterises to the
-            same masks.
+            same masks. A mask without a pixel has run lengths.
         annotations_only: write no JPEGs.
     """
 
@@ -162,6 +162,10 @@ def annotations(sample: Sample, first: int, segmentation: Segmentation) -> Itera
         masks = runs.to_coco(text=True)
     else:
         masks = [[part.reshape(-1).tolist() for part in parts] for parts in outline.polygons(runs)]
+        # pycocotools cannot read a list without a polygon.
+        empty = [index for index, mask in enumerate(masks) if not mask]
+        for index, mask in zip(empty, runs.select(empty).to_coco(text=True), strict=True):
+            masks[index] = mask
     for index, mask in enumerate(masks):
         yield {
             "id": first + index,

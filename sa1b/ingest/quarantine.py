@@ -37,6 +37,7 @@ class Quarantine:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = 0
+        self._kept: dict[str, str] = {}  # digest -> file
         self.refused: Counter[str] = Counter()
         self.warnings: Counter[str] = Counter()
         self.members = 0
@@ -117,14 +118,18 @@ class Quarantine:
             examples.append(_printable(message))
 
     def _keep(self, name: str, data: bytes) -> dict[str, str]:
-        """Write the bytes to a file and return its name and digest as fields of a line."""
+        """Write the bytes to a file, once, and return its name and digest as fields of a line."""
+        digest = hashlib.sha256(data).hexdigest()
+        if digest in self._kept:  # such as hard links to one member
+            return {"file": self._kept[digest], "sha256": digest}
         self._folder.mkdir(parents=True, exist_ok=True)
         self._files += 1
         # The name comes from the source and is not trusted: keep its last part and safe characters only.
         plain = re.sub(r"[^A-Za-z0-9._-]", "_", name.rsplit("/", 1)[-1])[-80:]
         file = f"{self._files:06d}-{plain}"
         (self._folder / file).write_bytes(data)
-        return {"file": file, "sha256": hashlib.sha256(data).hexdigest()}
+        self._kept[digest] = file
+        return {"file": file, "sha256": digest}
 
     def _line(self, report: str, *, reason: str, message: str, **fields: Any) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from sa1b.kernel import COMPILED
 from sa1b.masks import strings_numpy
 from sa1b.masks.compiled import strings
-from sa1b.masks.runs import MaskError, Runs, check_size
+from sa1b.masks.runs import MaskError, Runs, check_size, chosen_indices
 
 REASONS = (
     "valid",
@@ -122,7 +122,7 @@ def decode_joined(
 def decode_selected(
     text: Text,
     lengths: npt.NDArray[np.integer],
-    indices: npt.NDArray[np.integer],
+    indices: npt.ArrayLike,
     height: int,
     width: int,
 ) -> Runs:
@@ -131,7 +131,7 @@ def decode_selected(
     Args:
         text: uint8 [bytes], the strings of all N masks.
         lengths: integers [N], bytes of each string; together the length of the text.
-        indices: integers [K], from 0 to N - 1, repeats allowed.
+        indices: integers [K] or bool [N], as for `Runs.select`.
         height, width: pixels of the image.
 
     Raises:
@@ -141,10 +141,7 @@ def decode_selected(
         ValueError: the lengths do not add up to the text.
     """
     height, width = check_size(height, width)
-    chosen = np.asarray(indices).astype(np.int64)
-    if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(lengths):
-        found = f"{chosen.min()} to {chosen.max()}"
-        raise IndexError(f"indices must be from 0 to {len(lengths) - 1}, got {found}")
+    chosen = chosen_indices(indices, len(lengths))
     ends = np.cumsum(lengths, dtype=np.int64)
     if (total := int(ends[-1]) if len(ends) else 0) != len(text):
         raise ValueError(f"lengths must add up to the {len(text)} bytes of the text, got {total}")

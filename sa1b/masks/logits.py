@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.masks.compiled import enlarge
-from sa1b.masks.runs import Runs, check_size
+from sa1b.masks.runs import Runs, check_size, chosen_indices
 
 Logits = npt.NDArray[np.float32]
 
@@ -95,7 +95,7 @@ def runs_of_logits(
 
     Args:
         logits: float32 [M, R, R], of the padded square.
-        select: which masks, integers [K].
+        select: which masks, integers [K] or bool [M], as for `Runs.select`.
         rows, columns: see `logit_axis`.
         position: x and y of the enlarged logits in the image, if they are of a crop.
         image: height and width of the image; by default those of the axes.
@@ -105,6 +105,7 @@ def runs_of_logits(
 
     Raises:
         SizeError: `image` is not a valid image size.
+        IndexError: `select` has an index that no mask has.
         ValueError: the crop is not inside the image.
     """
     height, width = (len(rows), len(columns)) if image is None else check_size(*image)
@@ -114,7 +115,7 @@ def runs_of_logits(
             f"crop at x {x}, y {y}, {len(columns)} wide, {len(rows)} high must be inside the image of "
             f"{height} x {width} pixels (height x width)"
         )
-    chosen = np.asarray(select, np.int64).reshape(-1)
+    chosen = chosen_indices(select, len(logits))
     counted = np.empty((len(chosen), 3), np.int64)
     offsets = np.empty(len(chosen) + 1, np.int64)
     out = np.empty(0, np.uint32)

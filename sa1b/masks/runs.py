@@ -53,6 +53,31 @@ def check_size(height: object, width: object) -> tuple[int, int]:
     return height, width
 
 
+def chosen_indices(indices: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:
+    """Indices of `count` things as int64 [K], each 0 <= index < count.
+
+    Args:
+        indices: integers [K], -count <= index < count, repeats allowed; or bool [count], the ones to keep.
+
+    Raises:
+        IndexError: an index is outside, a bool array has another length, or the values are not integers.
+    """
+    chosen = np.asarray(indices).reshape(-1)
+    if chosen.dtype == np.bool_:
+        if len(chosen) != count:
+            raise IndexError(f"bool indices must be [{count}], one for each, got [{len(chosen)}]")
+        return np.flatnonzero(chosen)
+    if len(chosen) and not np.issubdtype(chosen.dtype, np.integer):
+        raise IndexError(f"indices must be integers or bool, got {chosen.dtype}")
+    if len(chosen) and not -count <= int(chosen.min()) <= int(chosen.max()) < count:
+        raise IndexError(
+            f"indices must be from {-count} to {count - 1}, got {chosen.min()} to {chosen.max()}"
+        )
+    rows = chosen.astype(np.int64)
+    rows[rows < 0] += count
+    return rows
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
     """N masks of one image as run lengths.
@@ -101,13 +126,7 @@ class Runs:
 
     def indices(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The indices for `select` as int64 [K], each 0 <= index < N."""
-        chosen = np.asarray(indices)
-        if chosen.dtype == np.bool_ and chosen.size != len(self):
-            raise IndexError(f"bool indices must be [{len(self)}], one for each mask, got [{chosen.size}]")
-        if chosen.size == 0:
-            chosen = chosen.astype(np.int64)
-        rows: npt.NDArray[np.int64] = np.arange(len(self), dtype=np.int64)[chosen.reshape(-1)]
-        return rows
+        return chosen_indices(indices, len(self))
 
     def to_coco(self, *, text: bool = False) -> list[dict[str, Any]]:
         """The masks as the dicts that pycocotools takes and returns; nothing is decoded to pixels.

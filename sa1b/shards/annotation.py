@@ -84,10 +84,14 @@ class Annotations:
     def __len__(self) -> int:
         return len(self.mask_id)
 
-    def runs(self, select: npt.NDArray[np.integer[Any]] | None = None) -> Runs:
-        """The masks as runs at source resolution; `select` picks masks by index, only these are decoded.
+    def runs(self, select: npt.ArrayLike | None = None) -> Runs:
+        """The masks as runs at source resolution; only the selected ones are decoded.
+
+        Args:
+            select: integers [K] or bool [N], as for `Runs.select`; by default all masks.
 
         Raises:
+            IndexError: an index is outside the masks, or not an integer.
             MaskError: a string is malformed (never for a record that passed the checks of ingest).
         """
         if select is None:

@@ -10,11 +10,13 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sa1b.arguments import path as check_path
 from sa1b.arguments import whole_number
 from sa1b.console import command, counted
 from sa1b.errors import ManifestError, TableError
+from sa1b.masks.runs import chosen_indices
 from sa1b.shards import manifest
 from sa1b.shards.display import SHEET_DEADLINE, SHEET_IMAGES, Displayed, contact_sheet, size_text
 from sa1b.shards.sample import Sample
@@ -167,7 +169,7 @@ class Dataset(Displayed):
             ShardError: the bytes do not match their checksum.
         """
         count = len(self)
-        if not isinstance(i, int | np.integer):
+        if not isinstance(i, int | np.integer) or isinstance(i, bool):
             raise TypeError(f"sample {i!r}: the index must be an integer; by_id() takes image ids")
         if not -count <= i < count:
             raise IndexError(f"sample {i} of {count}")
@@ -189,16 +191,14 @@ class Dataset(Displayed):
             self.check_table()
             raise
 
-    def samples(self, rows: Sequence[int]) -> Iterator[Sample]:
+    def samples(self, rows: npt.ArrayLike) -> Iterator[Sample]:
         """The samples of some rows, in their order; the next ones are read while one is used.
 
         Neighbours in a shard share a read, so rows in the order of the shards are fastest. Memory: at most 16
-        samples.
-
-        Raises:
-            As `dataset[i]`, when the sample's turn comes.
+        samples. An error of `dataset[i]` is raised when the sample's turn comes.
         """
-        blocks = (self.submit(rows[i : i + _BLOCK]) for i in range(0, len(rows), _BLOCK))
+        own = chosen_indices(rows, len(self)).tolist()
+        blocks = (self.submit(own[i : i + _BLOCK]) for i in range(0, len(own), _BLOCK))
         following = next(blocks, [])
         while following:
             current, following = following, next(blocks, [])
@@ -211,7 +211,7 @@ class Dataset(Displayed):
         Raises:
             KeyError: the dataset does not hold it.
         """
-        if not isinstance(image_id, int | np.integer):
+        if not isinstance(image_id, int | np.integer) or isinstance(image_id, bool):
             raise TypeError(f"image_id {image_id!r}: must be an integer, the number in sa_<id>.jpg")
         possible = 0 <= image_id < 2**64
         i = int(np.searchsorted(self.table.image_id, np.uint64(image_id))) if possible else len(self)
@@ -229,7 +229,7 @@ class Dataset(Displayed):
         return self[self.row(image_id)]
 
     def annotations(self, i: int) -> Any:
-        """The original annotation file of sample i, as `json.loads` gives it."""
+        """The original annotation file of sample i, parsed."""
         return self[i].annotations.to_json()
 
     def check_table(self) -> None:

@@ -87,7 +87,7 @@ class CocoReader:
         own = image_name(image.image_id)
         try:
             path, data = self._content(file, image)
-            jpeg, height, width, encoding = _jpeg(data, path, image.entry)
+            jpeg, height, width, encoding = _jpeg(data, path, image.entry, self._options.max_pixels)
         except _NoImageError as error:
             reason, message = error.args
             yield _refused(own, reason, message, {"image": image.entry, "annotations": annotations})
@@ -132,7 +132,9 @@ class CocoReader:
         return b"".join(pieces)
 
 
-def _jpeg(data: bytes, path: Path, entry: dict[str, Any]) -> tuple[bytes, int, int, dict[str, Any]]:
+def _jpeg(
+    data: bytes, path: Path, entry: dict[str, Any], max_pixels: int
+) -> tuple[bytes, int, int, dict[str, Any]]:
     """The image as a JPEG, its height and width, and how it was encoded for the provenance."""
     import simplejpeg
     from PIL import Image, ImageOps
@@ -147,6 +149,9 @@ def _jpeg(data: bytes, path: Path, entry: dict[str, Any]) -> tuple[bytes, int, i
             _check_size(annotated, size[::-1] if upright else size)
             if kept and not upright:
                 return data, *size, {}
+            if size[0] * size[1] > max_pixels:
+                why = f"{size[1]} x {size[0]} pixels; --max-pixels {size[0] * size[1]} takes it"
+                raise _NoImageError("absurd_size", f"{path}: {why}")
             if why := not_convertible(image):
                 raise _NoImageError("image_unsupported", f"{path}: {why}")
             turned = ImageOps.exif_transpose(image) if upright else image

@@ -170,17 +170,23 @@ def _rasterize(pair: CocoPair, masks: list[_Mask], height: int, width: int) -> N
         [one for one, parts in zip(left, polygons, strict=True) if parts],
         [parts for parts in polygons if parts],
     )
-    while left:
-        try:
-            runs = rasterize_polygons(polygons, height, width)
-        except MaskError as error:
-            message = str(error).partition(": ")[2]
-            pair.refuse(error.reason, left.pop(error.mask).annotation, message)
-            del polygons[error.mask]
-            continue
-        for mask, text in zip(left, coco.encode(runs), strict=True):
-            mask.text = text.decode("ascii")
-        return
+    try:
+        texts = coco.encode(rasterize_polygons(polygons, height, width))
+    except MaskError:  # of one of them; one by one, so that the time stays linear
+        texts = [
+            _rasterized(pair, mask, parts, height, width) for mask, parts in zip(left, polygons, strict=True)
+        ]
+    for mask, text in zip(left, texts, strict=True):
+        mask.text = text.decode("ascii")
+
+
+def _rasterized(pair: CocoPair, mask: _Mask, polygons: list[Any], height: int, width: int) -> bytes:
+    """The string of a mask; empty if it is refused."""
+    try:
+        return coco.encode(rasterize_polygons([polygons], height, width))[0]
+    except MaskError as error:
+        pair.refuse(error.reason, mask.annotation, str(error).partition(": ")[2])
+        return b""
 
 
 def _check_strings(pair: CocoPair, masks: list[_Mask], height: int, width: int) -> None:

@@ -96,7 +96,19 @@ def command_line(rng: random.Random, world: Path) -> list[str]:
             lambda: f"user/../{text}",
             lambda: f"file://{world / text}",
             lambda: rng.choice(
-                (".", "..", "", "/", "~", "user/*", "out/..", f"../{world.name}", "-", "a\nb", "\u2028")
+                (
+                    ".",
+                    "..",
+                    "",
+                    "/proc/self/fdinfo",
+                    "~",
+                    "user/*",
+                    "out/..",
+                    f"../{world.name}",
+                    "-",
+                    "a\nb",
+                    "\u2028",
+                )
             ),
         )
         return rng.choice(forms[:5] if rng.random() < 0.9 else forms)()
@@ -169,7 +181,7 @@ def campaign(folder: Path, commands: int | Sequence[list[str]], seed: int = 0) -
         arguments = command_line(rng, world) if given is None else given[number]
         arguments = [one for one in arguments if "\0" not in one]
         done = processes.run(
-            [sys.executable, "-m", "sa1b", *arguments], capture_output=True, text=True, check=False, cwd=world,
+            [sys.executable, "-m", "sa1b", *arguments], capture_output=True, text=True, check=False, cwd=world, timeout=300,
             env={**os.environ, "HOME": str(folder / "home"), "TMPDIR": str(folder)},
         )  # fmt: skip
         what = [f"{name}: changed or gone" for name in violations(world, before, arguments)]

@@ -17,6 +17,8 @@ from sa1b.export.coco import Coco
 from sa1b.export.export import export
 from sa1b.export.parquet import Parquet
 from sa1b.export.yolo import Yolo
+from sa1b.masks.raster import rasterize
+from tests.shards import tiny
 from tests.shards.tiny_source import ROOTS, make_root, pairs, two_sources, write_source
 
 LAYOUTS = {
@@ -174,3 +176,18 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path)
     (tmp_path / "mine" / "data.yaml").write_text("mine")
     with pytest.raises(UsageError, match=r"already has data\.yaml"):
         export(root, tmp_path / "mine", Yolo(), quiet=True)
+
+
+def test_a_mask_without_pixels_can_be_read_by_pycocotools(tmp_path):
+    document = tiny.document(7)
+    height, width = tiny.SIZE
+    document["annotations"][0]["segmentation"]["counts"] = tiny.counts_from([height * width], height, width)
+    members = [*tiny.pairs([5]), *tiny.pair_members(7, text=tiny.encode(document))]
+    tar = tiny.write_tar(tmp_path / "sa_000001.tar", members)
+    make_root(tmp_path / "root", [tar], ROOTS["plain"])
+    export(tmp_path / "root", tmp_path / "out", Coco(segmentation="polygons"), workers=1, quiet=True)
+    coco = COCO(str(tmp_path / "out" / "annotations.json"))
+    expected = rasterize(sa1b.open(tmp_path / "root").by_id(7).runs)
+    found = [coco.annToMask(one) for one in coco.imgToAnns[7]]
+    np.testing.assert_array_equal(np.stack(found), expected)
+    assert not expected[0].any()

@@ -18,6 +18,8 @@ from pycocotools.coco import COCO
 import sa1b
 from sa1b.cli.reshard import main as reshard
 from sa1b.errors import SourceError, UsageError
+from sa1b.shards.limits import MAX_IMAGE_PIXELS
+from sa1b.sources import coco_pair
 from sa1b.sources.coco_file import CocoFile, CocoOptions
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import SourceReader, digest_of_source
@@ -401,3 +403,63 @@ def test_the_advice_for_a_source_with_hashed_ids_gives_the_same_ids(tmp_path, ca
     assert done == 0
     assert sa1b.open(root).table.image_id.tolist() == ids
     capsys.readouterr()
+
+
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path, capsys):
+    assert CocoOptions().max_pixels == MAX_IMAGE_PIXELS
+    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}, {"id": 2, "file_name": "y.png"}])
+    saved(tmp_path / "y.png", Image.new("L", (9_000, 9_000)))
+    tracemalloc.start()
+    members = list(SourceReader(discover([path]).sources[0]).items())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    (refused,) = (one for one in members if one.reason == "absurd_size")
+    assert "9000 x 9000 pixels; --max-pixels 81000000 takes it" in refused.detail
+    assert peak < 50e6
+
+
+def test_the_time_of_bad_polygons_is_linear(tmp_path, monkeypatch):
+    calls = []
+    real = coco_pair.rasterize_polygons
+    monkeypatch.setattr(
+        coco_pair, "rasterize_polygons", lambda *given: calls.append(len(given[0])) or real(*given)
+    )
+    bad = [{"id": i, "segmentation": [[1, 2, 3, 4, 5, 6, 7]]} for i in range(300)]
+    good = {"id": 300, "segmentation": polygons(0)}
+    pair = coco_pair.coco_pair(1, HEIGHT, WIDTH, [*bad, good], {}, {})
+    assert [len(pair.refused["bad_polygon"]), sum(calls)] == [300, 2 * 301]
+    assert len(json.loads(pair.text)["annotations"]) == 1
+
+
+def test_a_number_beyond_float64_is_refused_or_has_a_default(tmp_path):
+    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}])
+    document = json.loads(path.read_text())
+    document["annotations"] = [
+        {"id": 1, "image_id": 1, "segmentation": rle(), "predicted_iou": "BIG"},
+        {"id": 2, "image_id": 1, "segmentation": [["BIG", 1, 2, 2, 3, 1]]},
+    ]
+    path.write_text(json.dumps(document).replace('"BIG"', "1e999"))
+    saved(tmp_path / "x.png", photo())
+    members = list(SourceReader(discover([path]).sources[0]).items())
+    (stored,) = (json.loads(one.data)["annotations"] for one in members if one.name == "sa_1.json")
+    assert [one["predicted_iou"] for one in stored] == [1.0]
+    assert any(one.reason == "bad_polygon" for one in members)
+
+
+def test_a_second_list_of_annotations_is_refused(tmp_path):
+    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png", "annotations": []}])
+    assert discover([path]).sources  # not at the top
+    path.write_text(path.read_text().rstrip()[:-1] + ', "annotations": []}')
+    with pytest.raises(SourceError, match="has the key 'annotations' more than once"):
+        discover([path])
+
+
+def test_a_file_that_is_truncated_while_it_is_read_ends_no_process(tmp_path):
+    one = {"id": 5, "image_id": 1}
+    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}])
+    path.write_text(
+        path.read_text().replace('"annotations": []', f'"annotations": [{json.dumps(one)}]') + " " * 100_000
+    )
+    file = CocoFile(path, "m", CocoOptions())
+    os.truncate(path, 10)
+    assert [file.annotation(number)["image_id"] for number in file.images[0].annotations] == [1]

@@ -213,8 +213,8 @@ def test_chosen_strings_decode_as_all_do():
         expected = every.select(chosen)
         assert found.runs.tolist() == expected.runs.tolist()
         assert found.offsets.tolist() == expected.offsets.tolist()
-    for wrong in ([0, 3], [-1, 0]):
-        with pytest.raises(IndexError, match="from 0 to 2"):
+    for wrong in ([0, 3], [-4, 0]):
+        with pytest.raises(IndexError, match="from -3 to 2"):
             coco.decode_selected(text, lengths, np.array(wrong), 4, 4)
     with pytest.raises(ValueError, match="lengths must add up to the"):
         coco.decode_selected(text, lengths[:2], np.array([0]), 4, 4)

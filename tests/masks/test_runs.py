@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
 from sa1b import masks
-from sa1b.masks import coco
+from sa1b.masks import coco, raster
 from sa1b.masks.dense import runs_of
+from sa1b.masks.logits import logit_axis, runs_of_logits
 from sa1b.masks.runs import MaskError, Runs, SizeError
 from tests.masks.samples import assert_same, examples, masks_and_runs, pixel_masks, to_pixels, to_runs
 
@@ -97,3 +98,24 @@ def test_numbers_of_masks_are_integers_or_a_choice_for_each():
     for wrong in ([0.5], [True], [3]):
         with pytest.raises(IndexError):
             runs.indices(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [[0.0], [1.5, 2], ["1"], [None], [True], [3], [-4], np.array([0, 2**63], np.uint64)]
+)
+def test_indices_are_integers_or_bool_everywhere(wrong):
+    runs = runs_of(np.repeat(np.eye(3, dtype=bool)[:, :, None], 4, axis=2))
+    strings = [one["counts"] for one in runs.to_coco()]
+    text, lengths = np.frombuffer(b"".join(strings), np.uint8), np.array([len(one) for one in strings])
+    logits = np.ones((3, 4, 4), np.float32)
+    rows, columns = logit_axis(3, 3, 4, 4), logit_axis(4, 4, 4, 4)
+    for select in (
+        runs.select,
+        lambda chosen: coco.decode_selected(text, lengths, chosen, 3, 4),
+        lambda chosen: runs_of_logits(logits, chosen, rows, columns),
+        lambda chosen: raster.rasterize(runs, select=chosen),
+    ):
+        with pytest.raises(IndexError, match="indices must be"):
+            select(wrong)
+        for chosen in ([1, 2], np.array([1, -1]), np.array([False, True, True])):
+            assert len(select(chosen)) == 2
