@@ -86,7 +86,6 @@ class Dataset(Displayed):
             self.reader.cache = open_cache(cache, cache_bytes, self.root, self._stored_shards())
 
     def _stored_shards(self) -> list[StoredObject]:
-        """The shards whose digests are known: an early version wrote none."""
         shards = self.manifest["shards"]
         return [StoredObject(one["name"], one["bytes"], one["sha256"]) for one in shards if "sha256" in one]
 
@@ -95,7 +94,8 @@ class Dataset(Displayed):
         if (PurePath(root).name == manifest.DATASET and not Path(root).is_dir()) or Path(root).is_file():
             raise manifest.no_dataset(root)
         self._arguments = root, deadline, storage_options
-        self.reader = Reader(root, deadline=deadline, options=storage_options)
+        place = root if "://" in str(root) else Path(root).absolute()  # the process may change its folder
+        self.reader = Reader(place, deadline=deadline, options=storage_options)
         self.root = self.reader.root
 
     def _map_table(self, path: Path | None = None) -> None:

@@ -8,6 +8,7 @@ process opens its own connections on its first read, with one thread and one eve
 """
 
 import contextlib
+import threading
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -270,6 +271,20 @@ class Reader:
         """The counters of the reads of this process so far."""
         return self._origin().counters.snapshot()
 
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Context of many reads; the end of the last one of this process closes files and connections."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                is_last = not self._users
+            if is_last:
+                self.close()
+
     def close(self) -> None:
         """Close files and connections, end the threads of this process and reset the counters.
 
@@ -287,7 +302,9 @@ class Reader:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            name: value for name, value in self.__dict__.items() if name not in ("_origins", "_finalizer")
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_origins", "_finalizer", "_lock", "_users")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -296,6 +313,7 @@ class Reader:
 
     def _prepare(self) -> None:
         self._origins: dict[int, LocalOrigin | RemoteOrigin] = {}
+        self._lock, self._users = threading.Lock(), 0
         self._finalizer = weakref.finalize(self, _close, self._origins)
 
     def _origin(self) -> LocalOrigin | RemoteOrigin:

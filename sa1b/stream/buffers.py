@@ -66,6 +66,9 @@ class MaskBufferPool(BufferPool):
     The boxes of the masks are stored before their pixels. In fresh memory all boxes are 0: no mask was
     rasterised there.
 
+    The buffers grow with the batches: the largest number of masks that a stream may give can be many times
+    that of its batches.
+
     Args:
         masks: largest number of masks in a buffer.
         size: height and width of a mask in pixels.
@@ -73,16 +76,21 @@ class MaskBufferPool(BufferPool):
     """
 
     def __init__(self, masks: int, size: int, keep: int) -> None:
-        self._masks, self._size = masks, size
-        super().__init__(masks * (_BOX.itemsize + size * size), keep)
+        self._most, self._masks, self._size = masks, 0, size
+        super().__init__(0, keep)
 
     def take_known(self, masks: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Pixels uint8 [masks, size, size], and int64 [masks, 4] for `sa1b.masks.raster.rasterize_frame`.
 
         The boxes are valid only if that function alone writes into the pixels, with these boxes.
         """
+        with self._lock:
+            if masks > self._masks:
+                self._masks = max(masks, min(self._most, masks * 5 // 4))
+                self.capacity = self._masks * (_BOX.itemsize + self._size**2)
+                self._buffers.clear()
         buffer = self._free()
-        head = self._masks * _BOX.itemsize
+        head = len(buffer) // (_BOX.itemsize + self._size**2) * _BOX.itemsize
         pixels = buffer[head : head + masks * self._size**2]
         boxes = buffer[:head].view(np.int64).reshape(-1, 4)[:masks]
         return torch.from_numpy(pixels).view(masks, self._size, self._size), boxes

@@ -11,6 +11,7 @@ from sa1b.console import command
 from sa1b.errors import Sa1bError
 from sa1b.storage.atomic import append_line
 
+DAMAGE_LOG = "sa1b-damaged.jsonl"  # the usual file, in the current folder
 LEAST = 10  # number of damaged samples that is always tolerated
 FRACTION = 0.001  # tolerated fraction of the samples that were read
 
@@ -22,6 +23,11 @@ class DamageLimitError(Sa1bError):
 class DamageLog:
     """Lines of JSON in `path`: rank, shard, offset, image id, reason. Shared by a rank's worker processes.
 
+    Args:
+        path: the file.
+        rank: of this process.
+        start: bytes at its beginning whose lines are not counted; None: all that it has now.
+
     Each line is one write of less than a page to a file opened for appending, so lines of several processes
     do not mix. The first line creates the file.
 
@@ -29,15 +35,16 @@ class DamageLog:
     printed to stderr. They are counted in the process that found them, and not in other worker processes.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, rank: int, start: int | None = 0) -> None:
+        self.path = path.absolute()  # the process may change its folder
         self.rank = rank
+        self._start = _size(self.path) if start is None else start  # bytes of lines that are not counted
         self._lock = threading.Lock()
         self._unwritten: list[dict[str, object]] = []
         self._said = False
 
-    def __reduce__(self) -> tuple[type["DamageLog"], tuple[Path, int]]:
-        return DamageLog, (self.path, self.rank)
+    def __reduce__(self) -> tuple[type["DamageLog"], tuple[Path, int, int]]:
+        return DamageLog, (self.path, self.rank, self._start)
 
     def damaged(
         self,
@@ -69,14 +76,14 @@ class DamageLog:
             "reason": reason[:1000],
         }
         with self._lock:
-            if once and any(entry["image_id"] == image_id for entry in self.entries()):
+            if once and any(entry.get("image_id") == image_id for entry in self.entries()):
                 return
             try:
                 self._append(line)
                 self._say(line)
             except OSError as error:
                 self._keep(line, error)
-            count = len(self.entries())
+            count = len(self.entries(self._start))
         if count > max(LEAST, FRACTION * read):
             raise DamageLimitError(
                 f"rank {self.rank}: {count} damaged samples, more than {LEAST} and 0.1 % of what was "
@@ -84,14 +91,19 @@ class DamageLog:
                 f"`{command('verify')}` checks the whole dataset directory"
             )
 
-    def entries(self) -> list[dict[str, object]]:
-        """Lines of all processes of this rank in the file, and lines that this process could not write."""
+    def entries(self, start: int = 0) -> list[dict[str, object]]:
+        """Lines of all processes of this rank in the file, and lines that this process could not write.
+
+        Args:
+            start: bytes of the file that are left out.
+        """
         try:
-            text = self.path.read_text(encoding="utf-8")
+            with self.path.open("rb") as file:
+                file.seek(start if start <= _size(self.path) else 0)  # another program may have truncated it
+                lines = [line for one in file.read().splitlines() if (line := _parsed(one)) is not None]
         except OSError:  # the file is missing or not readable
-            text = ""
-        lines = [line for text_line in text.splitlines() if (line := _parsed(text_line)) is not None]
-        return [line for line in lines if line["rank"] == self.rank] + self._unwritten
+            lines = []
+        return [line for line in lines if line.get("rank") == self.rank] + self._unwritten
 
     def _say(self, line: dict[str, object]) -> None:
         """Print the first damaged sample to stderr, above the progress bar of a run."""
@@ -110,7 +122,7 @@ class DamageLog:
     def _keep(self, line: dict[str, object], error: OSError) -> None:
         if not self._unwritten:
             print(
-                f"sa1b: the damage log cannot be written at {self.path.absolute()} ({error.strerror}); "
+                f"sa1b: the damage log cannot be written at {self.path} ({error.strerror}); "
                 "damaged samples are listed here instead. Set another path with damage_log=",
                 file=sys.stderr,
             )
@@ -118,10 +130,17 @@ class DamageLog:
         print(f"sa1b: damaged sample {json.dumps(line)}", file=sys.stderr)
 
 
-def _parsed(text: str) -> dict[str, object] | None:
-    """A line of the log; None if a full disk truncated it."""
+def _size(path: Path) -> int:
     try:
-        line: dict[str, object] = json.loads(text)
-    except ValueError:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _parsed(text: bytes) -> dict[str, object] | None:
+    """A line of the log; None if a full disk truncated it, or another program wrote it."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
         return None
-    return line
+    return line if isinstance(line, dict) else None

@@ -31,7 +31,7 @@ from sa1b.shards.dataset import Dataset, check_cache
 from sa1b.shards.without_images import check_images
 from sa1b.stream.batch import Batch
 from sa1b.stream.columns import open_columns, warn_of_missing
-from sa1b.stream.damage_log import DamageLog
+from sa1b.stream.damage_log import DAMAGE_LOG, DamageLog
 from sa1b.stream.decode import decoder
 from sa1b.stream.iterations import Iterations
 from sa1b.stream.order import Order, Sequential
@@ -66,7 +66,8 @@ class Stream(IterableDataset[Batch]):
             steps have `global_batch` samples, and a step may span the border of two epochs.
         seed: seed of the order and of every random value.
         block_size: neighbouring samples that are kept and read together, see sa1b.stream.order.Order.
-        damage_log: file for damaged samples; all ranks use the same file.
+        damage_log: file for damaged samples; all ranks use the same file. All its lines count for the limit;
+            of the usual file, which other runs may write to, those since the stream was made.
         rank: rank of this process; by default from torch.distributed, else from torchrun's variables, else 0.
         world_size: processes that share the steps; by default from the same source as `rank`, else 1.
         shares: for each rank, its share of a step, such as (2, 1, 1); `micro_batch` is that of the largest.
@@ -101,7 +102,7 @@ class Stream(IterableDataset[Batch]):
         epochs: Literal[1] | None = 1,
         seed: int = 0,
         block_size: int = 1,
-        damage_log: str | Path = "sa1b-damaged.jsonl",
+        damage_log: str | Path = DAMAGE_LOG,
         rank: int | None = None,
         world_size: int | None = None,
         shares: Sequence[int] | None = None,
@@ -204,7 +205,9 @@ class Stream(IterableDataset[Batch]):
         )
         micro_batch = micro_batch or largest_share(global_batch, self.world_size, shares)
         self.plan = Plan(formula, global_batch, micro_batch, self.rank, self.world_size, shares)
-        self.damage_log = DamageLog(Path(damage_log), self.rank)
+        # The usual file may have the lines of other runs.
+        start = None if damage_log == DAMAGE_LOG else 0
+        self.damage_log = DamageLog(Path(damage_log), self.rank, start)
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self.iterations = Iterations()
 
@@ -278,6 +281,10 @@ class Stream(IterableDataset[Batch]):
 
     def read(self, pieces: Iterable[MicroBatch]) -> Generator[Batch]:
         """Read micro-batches, the next one while one is decoded."""
+        with self.dataset.reader.used():
+            yield from self._read(pieces)
+
+    def _read(self, pieces: Iterable[MicroBatch]) -> Generator[Batch]:
         in_flight: deque[PendingBatch] = deque()
         try:
             for piece in pieces:
@@ -295,7 +302,6 @@ class Stream(IterableDataset[Batch]):
         finally:
             for one in in_flight:
                 one.cancel()
-            self.close()
 
     def rows(self, piece: MicroBatch) -> tuple[list[int], list[bool]]:
         """The rows of the sample table that a micro-batch reads, and whether each one is valid."""

@@ -26,6 +26,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ from torch.utils.data import get_worker_info
 from sa1b.errors import UsageError
 
 _MADE: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # started by this process
+_INHERITED: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # received from the main process
+_BYTES = 1 << 16  # of the state
 _REMEMBERED = 8  # largest number of iterations that worker processes may start at the same time
 _ENDLESS = (
     "an endless stream (epochs=None) cannot be iterated again after a DataLoader with workers has read it: "
@@ -56,6 +59,7 @@ class Iterations:
 
     def __init__(self, position: int = 0) -> None:
         self._file = _closed_with(self, _anonymous_file())
+        self._lock = threading.Lock()
         self._write({"position": position, "unknown": False, "joined": [], "failed": None, "closed": False})
         _MADE.add(self)
 
@@ -116,7 +120,7 @@ class Iterations:
 
         def terminate(number: int, frame: object) -> None:
             # Read without the lock: this process may already hold it.
-            state = os.pread(self._file.fileno(), 1 << 16, 0)
+            state = os.pread(self._file.fileno(), _BYTES, 0)
             if b'"closed": true' in state or b'"failed": %d,' % seed in state:
                 os._exit(0)
 
@@ -155,27 +159,29 @@ class Iterations:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # The lock belongs to the process: the kernel releases it if the process is killed.
-        fcntl.lockf(self._file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        # The lock of the file belongs to the process, and does not exclude its other threads: the kernel
+        # releases it if the process is killed.
+        with self._lock:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def _read(self) -> dict[str, Any]:
-        self._file.seek(0)
-        state: dict[str, Any] = json.loads(self._file.read())
+        state: dict[str, Any] = json.loads(os.pread(self._file.fileno(), _BYTES, 0))
         return state
 
     def _write(self, state: dict[str, Any]) -> None:
-        text = json.dumps(state).encode()
-        self._file.seek(0)
-        self._file.write(text + b" " * (os.fstat(self._file.fileno()).st_size - len(text)))
+        # At one offset and of one size: a signal handler reads without the lock.
+        os.pwrite(self._file.fileno(), json.dumps(state).encode().ljust(_BYTES), 0)
 
 
 def _inherited(descriptor: Any) -> Iterations:
     iterations = Iterations.__new__(Iterations)
     iterations._file = _closed_with(iterations, os.fdopen(descriptor.detach(), "r+b", buffering=0))
+    iterations._lock = threading.Lock()
+    _INHERITED.add(iterations)
     return iterations
 
 
@@ -195,6 +201,13 @@ def _close_all() -> None:
         iterations.close()
 
 
+def _release_locks() -> None:
+    """In a forked process: another thread of its parent may have held a lock."""
+    for iterations in (*_MADE, *_INHERITED):
+        iterations._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_release_locks)
 # atexit calls functions in reverse order: this one runs before that of multiprocessing, which terminates and
 # joins its processes.
 assert multiprocessing.util

@@ -26,6 +26,7 @@ with 32 masks at 256, and waits 1.3 ms for a batch (median). If collating and ra
 when the caller asks for the batch, it waits 16 ms.
 """
 
+import contextlib
 from collections.abc import Generator
 from typing import Any, Literal
 
@@ -135,7 +136,9 @@ class Loader:
         if self._cuda and self._side is None:
             self._side = SideStream(self.device)
         self._pipeline = pipeline = Pipeline(self._settings, self._side)
-        try:
+        with contextlib.ExitStack() as ending:
+            ending.enter_context(self.stream.dataset.reader.used())
+            ending.callback(self._end, pipeline)
             while True:
                 while len(pipeline.pending) < self.prefetch + 1 and (piece := next(pieces, None)) is not None:
                     pipeline.submit(piece)
@@ -146,10 +149,10 @@ class Loader:
                 self._state = self.stream.state_dict(batch)
                 self.stream.taken(batch)
                 yield batch
-        finally:
-            self._pipeline = None
-            pipeline.close()
-            self.stream.close()
+
+    def _end(self, pipeline: Pipeline) -> None:
+        self._pipeline = None
+        pipeline.close()
 
     def __len__(self) -> int:
         """Micro-batches of this rank in an epoch. Raises TypeError for an endless stream (epochs=None)."""

@@ -96,12 +96,19 @@ class _Work:
             return self.left == 0
 
     def unfinished(self) -> list[int]:
-        """The samples that are not decoded."""
-        return [i for i, sample in enumerate(self.samples) if sample is None]
+        """The samples that are not decoded, those that are not read first."""
+        left = [i for i, sample in enumerate(self.samples) if sample is None]
+        return sorted(left, key=lambda i: self.picked[i] is not None)
 
-    def fail(self) -> None:
-        """End the batch with its first error, once the samples before that one are done."""
+    def fail(self, *, all_ended: bool = False) -> None:
+        """End the batch with its first error, once the samples before that one are done.
+
+        Args:
+            all_ended: no job is left that can give a sample.
+        """
         with self._lock:
+            if all_ended and not self.result.done():
+                self.result.set_exception(self.errors[min(self.errors)])
             for i, sample in enumerate(self.samples):
                 if i in self.errors and not self.result.done():
                     self.result.set_exception(self.errors[i])
@@ -223,13 +230,19 @@ class Pipeline:
             else:
                 work.errors[i] = error
         if work.errors:
-            work.fail()
+            # A batched decoder waits for all samples: none is done before, and it is not called without one.
+            work.fail(all_ended=self.decoder.batched and i is not None and work.left == 0)
 
     def _pick(self, work: _Work, i: int) -> None:
-        work.picked[i] = work.pending.pick(i)
         if not self.decoder.batched:
+            work.picked[i] = work.pending.pick(i)
             self._start(work, _DECODE, partial(self._decode, work, i, i + 1), i)
-        elif work.is_last():
+            return
+        try:
+            work.picked[i] = work.pending.pick(i)
+        except BaseException as error:
+            work.errors[i] = error
+        if work.is_last() and not work.errors:
             work.left = 1
             self._start(work, _DECODE, partial(self._decode, work, 0, len(work.picked)))
 

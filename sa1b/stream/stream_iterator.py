@@ -58,7 +58,7 @@ class StreamIterator(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """End the iteration before its last batch: cancel the reads under way and close the open shards."""
+        """End the iteration before its last batch: cancel its reads."""
         self._ended = True
         if self._batches is not None:
             self._batches.close()

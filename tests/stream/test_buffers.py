@@ -40,6 +40,7 @@ def test_beyond_what_is_kept_memory_is_fresh() -> None:
 
 def test_a_buffer_of_masks_begins_empty_and_remembers_where_its_masks_are() -> None:
     pool = MaskBufferPool(masks=3, size=5, keep=2)
+    pool.take_known(3)  # the buffers grow to the largest batch
     held = []
     for number in (1, 2):
         pixels, boxes = pool.take_known(2)
@@ -55,6 +56,15 @@ def test_a_buffer_of_masks_begins_empty_and_remembers_where_its_masks_are() -> N
     assert address(again) == where[0]
     assert again[1, 2, 3] == 1
     assert boxes.tolist() == [[0] * 4, [1] * 4, [0] * 4]
+
+
+def test_buffers_of_masks_are_as_large_as_the_batches_need() -> None:
+    pool = MaskBufferPool(masks=1_600_000, size=512, keep=3)  # 390 GiB
+    assert pool.take_known(86)[0].shape == (86, 512, 512)
+    assert pool.capacity < 120 * 512 * 513
+    assert pool.take_known(100)[0].shape == (100, 512, 512)
+    few, boxes = pool.take_known(2)
+    assert (few.shape, boxes.shape) == ((2, 512, 512), (2, 4))
 
 
 def test_a_tensor_of_no_bytes_is_no_problem() -> None:

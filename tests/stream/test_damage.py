@@ -362,3 +362,17 @@ def test_a_line_that_a_full_disk_cut_off_is_kept_on_stderr_and_counted(
     assert '"image_id": 2' in capsys.readouterr().err
     assert [entry["image_id"] for entry in log.entries()] == [1, 2]
     assert [entry["image_id"] for entry in DamageLog(log.path, rank=0).entries()] == [1]
+
+
+def test_lines_of_other_runs_and_programs_are_not_counted(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the usual file in the current folder; a file that the user names belongs to one run."""
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "sa1b-damaged.jsonl"
+    log.write_text('{"rank": 0, "image_id": 1}\n' * 50 + "hello\n[]\n7\n\x00\xff\n")
+    stream = sa1b.Stream(root, global_batch=2)
+    stream.damage_log.damaged(shard="s", offset=1, image_id=2, position=3, read=4, reason="r")
+    named = sa1b.Stream(root, global_batch=2, damage_log=log)
+    with pytest.raises(DamageLimitError, match="52 damaged samples"):
+        named.damage_log.damaged(shard="s", offset=1, image_id=2, position=3, read=4, reason="r")

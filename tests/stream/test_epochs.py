@@ -1,7 +1,9 @@
 """Each iteration is the next epoch, for every way to read and interrupt a stream."""
 
 import multiprocessing
+import os
 import pickle
+import threading
 import warnings
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -359,3 +361,32 @@ def test_processes_share_the_position_and_copies_do_not(method: str) -> None:
     process.join()
     assert iterations.position == 15
     assert copy.position == 5
+
+
+def test_threads_may_ask_for_the_state_at_any_time() -> None:
+    """The lock of a file does not exclude the threads of one process."""
+    iterations = Iterations()
+    ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def ask(number: int) -> None:
+        try:
+            while not ended.is_set():
+                assert iterations.position >= 0
+                iterations.position = number * 10**9
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3000):
+        iterations.begin(lambda position: position + 1)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    pid = os.fork()
+    if not pid:  # a lock that another thread held at the fork does not block the child
+        os._exit(0 if iterations.position >= 0 else 1)
+    assert os.waitpid(pid, 0)[1] == 0

@@ -23,6 +23,7 @@ from sa1b.stream.sample import SampleMasks
 from sa1b.stream.stats import STAGES
 from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
+from tests.storage.service import Service
 from tests.stream.test_stream import SMALL, assert_equal, take
 
 
@@ -308,3 +309,53 @@ def test_an_iterator_that_is_dropped_ends_its_threads(root: Path) -> None:
 def test_a_missing_gpu_is_named(root: Path) -> None:
     with pytest.raises(ValueError, match="torch finds no GPU"):
         sa1b.Loader(stream(root), device="cuda")
+
+
+def test_two_users_of_one_dataset_at_a_url_do_not_end_each_others_reads(root: Path) -> None:
+    """The end of the validation leaves the reads of the training alone."""
+    with Service("range_server", root.parent) as server:
+        dataset = sa1b.open(f"{server.url}/root")
+        training = sa1b.Loader(stream(dataset, epochs=1), prefetch=3, quiet=True)
+        validation = sa1b.Loader(stream(dataset, epochs=1), quiet=True)
+        ids = []
+        for batch in training:
+            ids += batch.ids[batch.valid].tolist()
+            for _ in validation:
+                break
+        assert sorted(ids) == dataset.table.image_id.tolist()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("stage", ["pick", "decode"])
+@pytest.mark.parametrize("error", [ValueError, MemoryError, KeyboardInterrupt])
+def test_an_error_with_a_batched_decoder_is_delivered(
+    root: Path, monkeypatch: pytest.MonkeyPatch, stage: str, at: int, error: type[BaseException]
+) -> None:
+    """A batched decoder waits for all samples of a batch: an error of any of them ends the batch."""
+    pick = PendingBatch.pick
+
+    def failing(self: PendingBatch, i: int) -> PickedSample:
+        if i == at:
+            raise error("this one")
+        return pick(self, i)
+
+    def undecodable(self: PendingBatch, *arguments: Any) -> Any:
+        raise error("this one")
+
+    if stage == "pick":
+        monkeypatch.setattr(PendingBatch, "pick", failing)
+    else:
+        monkeypatch.setattr(PendingBatch, "decode", undecodable)
+    own = stream(root)
+    monkeypatch.setattr(type(own.decoder), "batched", True, raising=False)
+    with pytest.raises(error, match="this one"):
+        first(sa1b.Loader(own, threads=2, quiet=True), 1)
+
+
+def test_a_stream_of_a_relative_path_survives_a_change_of_the_folder(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root.parent)
+    own = stream(Path("root"), epochs=1)
+    monkeypatch.chdir(tmp_path)
+    assert len(take(own, 99)) == 6
