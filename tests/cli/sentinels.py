@@ -120,7 +120,7 @@ def command_line(rng: random.Random, world: Path) -> list[str]:
             "../../user",
             ".",
             "",
-            "/",
+            "a//b",
             "sa_000000/",
             "sa_000000.tar",
             "../tasks",

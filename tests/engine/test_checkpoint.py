@@ -6,11 +6,15 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager
 
+from sa1b.engine.checkpoint import checkpoints as module
 from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
 from sa1b.engine.checkpoint.files import read, steps
@@ -45,6 +49,40 @@ def test_what_is_saved_is_what_was_there_at_the_call(asynchronous: bool, tmp_pat
     checkpoints.close()
     state, found = resume(tmp_path)
     assert (state, found.steps()) == ({"steps": 9}, {9.0})
+
+
+def test_a_copy_to_host_memory_that_fails_is_a_failed_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = SmallRun()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(tolerate=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(DefaultStager, "stage", Mock(side_effect=RuntimeError("no pinned memory")))
+        checkpoints.save(1, small.model, small.optimizer, {})
+        checkpoints.poll()
+    checkpoints.save(2, small.model, small.optimizer, {})
+    checkpoints.close()
+    assert "the tensors cannot be copied to host memory: no pinned memory" in caplog.text
+    assert kept(tmp_path) == [2]
+
+
+def test_every_save_has_a_stager_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch 2.11 and 2.12 close themselves after one copy."""
+    real = DefaultStager.stage
+
+    def once(self: DefaultStager, state: Any) -> Any:
+        found = real(self, state)
+        self.stage = Mock(side_effect=KeyError(type))
+        return found
+
+    monkeypatch.setattr(DefaultStager, "stage", once)
+    monkeypatch.setattr(module, "_REUSES_STAGER", False)
+    small = SmallRun()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    for step in (1, 2, 3):
+        checkpoints.save(step, small.model, small.optimizer, {})
+    checkpoints.close()
+    assert kept(tmp_path) == [2, 3]
 
 
 def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:

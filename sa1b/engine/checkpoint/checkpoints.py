@@ -53,6 +53,8 @@ from sa1b.storage.atomic import write_whole
 from sa1b.storage.errors import StorageError
 
 _LOG = logging.getLogger(__name__)
+# A stager of torch 2.11 and 2.12 closes itself after its first copy.
+_REUSES_STAGER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,20 +157,7 @@ class Checkpoints:
             staged=isinstance(model, Pipeline),
         )
         if self.config.asynchronous:
-            if self._stager is None:
-                # The copy in host memory is kept and reused; it is pinned if that makes it faster.
-                cuda = any(tensor.is_cuda for tensor in own.values())
-                self._stager = DefaultStager(
-                    StagingOptions(
-                        use_pinned_memory=cuda,
-                        use_shared_memory=False,
-                        use_async_staging=False,
-                        use_non_blocking_copy=cuda,
-                    )
-                )
-            staged = self._stager.stage(own)
-            own = staged.result() if isinstance(staged, Future) else staged
-            self._writing = self._writer.submit(self._write, step, own, text)
+            self._writing = self._writer.submit(self._write, step, self._copied(own), text)
         else:
             self._writing = Future()
             try:
@@ -176,6 +165,25 @@ class Checkpoints:
             except CheckpointError as error:
                 self._writing.set_exception(error)
             self._settle()
+
+    def _copied(self, own: dict[str, Tensor]) -> dict[str, Tensor] | CheckpointError:
+        """A copy of the tensors in host memory, or why there is none: the write then fails on all ranks."""
+        cuda = any(tensor.is_cuda for tensor in own.values())
+        try:
+            if self._stager is None or not _REUSES_STAGER:
+                # The copy in host memory is kept and reused; it is pinned if that makes it faster.
+                options = StagingOptions(
+                    use_pinned_memory=cuda,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=cuda,
+                )
+                self._stager = DefaultStager(options)
+            staged = self._stager.stage(own)
+            return staged.result() if isinstance(staged, Future) else staged
+        except (RuntimeError, MemoryError, OSError) as error:
+            self._stager = None
+            return CheckpointError(f"the tensors cannot be copied to host memory: {error}")
 
     @property
     def in_flight(self) -> bool:
@@ -258,10 +266,12 @@ class Checkpoints:
             raise checkpoint_files.none_good(self._location.root, refused)
         return None
 
-    def _write(self, step: int, own: dict[str, Tensor], state: bytes) -> int:
+    def _write(self, step: int, own: dict[str, Tensor] | CheckpointError, state: bytes) -> int:
         """Write and commit a checkpoint; collective, in the writing thread. Fails on all ranks or on none."""
         location = self._location
         try:
+            self._ranks.on_all(lambda: _raise_error(own))
+            assert isinstance(own, dict)
             temporary = location.prepare(step)
             self._ranks.on_all(lambda: tensors.write(temporary, own, self._ranks))
             parts = self._ranks.on_all(lambda: self._describe(temporary, state))
@@ -317,3 +327,8 @@ class Checkpoints:
             f"{self._failures[-1]}: {len(self._failures)} failed in a row; {self._location.remedy}, then "
             "start the same command again: it resumes from the newest checkpoint"
         )
+
+
+def _raise_error(own: dict[str, Tensor] | CheckpointError) -> None:
+    if isinstance(own, CheckpointError):
+        raise own
