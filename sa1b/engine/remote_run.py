@@ -7,11 +7,14 @@
 
 Files that a run appends to cannot be in a bucket, because objects cannot be appended to. They are in a local
 folder, which the ranks of a machine share and which other machines do not see. `upload` copies the files that
-have changed. At the start, the *.jsonl files are copied from the bucket to the folder, so that they continue
-those of another machine.
+have changed. At the start, files that an earlier run could not upload are uploaded, unless the bucket has
+newer ones: then they are renamed to NAME.unsent. After that the *.jsonl files are copied from the bucket to
+the folder, so that they continue those of another machine.
 """
 
+import contextlib
 import hashlib
+import json
 import logging
 import os
 import re
@@ -19,12 +22,14 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from sa1b.engine.ranks import ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.shards.manifest import DATASET
 from sa1b.shards.staging import remove_leftovers
+from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.claim import Claim, observe
 from sa1b.storage.errors import StorageError, UnavailableError
 from sa1b.storage.store import FolderStore, Store
@@ -34,6 +39,8 @@ _CLAIM = "run.claim"
 _PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
 _POLL, _QUIET = 1.0, 5.0  # seconds between two looks at a claim, and before a wait is reported
 _CLOCKS = 1.0  # seconds by which the store's clock may be inexact
+_SENT = ".sent.json"  # name in the bucket -> size and time of the local file, and version of the object
+_UNSENT = ".unsent"
 _OF_OTHER_MACHINES = re.compile(r".*-\d+\.jsonl")
 _LOG = logging.getLogger(__name__)
 
@@ -74,7 +81,7 @@ class RemoteRun:
         self.store, self.folder = store, folder
         self.ranks = ranks()
         self._claim: Claim | None = None
-        self._sent: dict[str, tuple[int, int]] = {}  # size and time of the uploaded state of a file
+        self._sent: dict[str, tuple[int, int, str | None]] = {}  # see _SENT
         refused = self.ranks.on_first(self._begin)
         if refused is not None:
             raise UsageError(refused)
@@ -109,18 +116,24 @@ class RemoteRun:
         if not self.leads:
             return
         sending = self.folder / CHECKPOINTS / ".sending"
-        for path in sorted(self.folder.rglob("*")):
-            parts = path.relative_to(self.folder).parts
-            if parts[0] == CHECKPOINTS or any(part.startswith(".") for part in parts) or not path.is_file():
-                continue
-            name = self._object_name("/".join(parts))
-            stat = path.stat()
-            state = stat.st_size, stat.st_mtime_ns
-            if stat.st_size and self._sent.get(name) != state:  # the watchdog opens its file in advance
+        for path, name in self._files():
+            state = _state(path)
+            if (
+                state[0] and self._sent.get(name, (0, 0, None))[:2] != state
+            ):  # the watchdog opens its file early
                 sending.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, sending)  # other threads may append to the file during the upload
                 self.store.commit_file(sending, name)
-                self._sent[name] = state
+                self._sent[name] = (*state, self.store.version(name))
+                write_whole(self.folder / _SENT, json_bytes(self._sent))
+
+    def _files(self) -> Iterator[tuple[Path, str]]:
+        """The files of the local folder that belong into the bucket, and their names there."""
+        for path in sorted(self.folder.rglob("*")):
+            parts = path.relative_to(self.folder).parts
+            hidden = parts[0] == CHECKPOINTS or any(part.startswith(".") for part in parts)
+            if not hidden and path.suffix != _UNSENT and path.is_file():
+                yield path, self._object_name("/".join(parts))
 
     def close(self) -> None:
         """Upload the last files, remove the local folder and release the claim; collective.
@@ -200,7 +213,8 @@ class RemoteRun:
         if not self.leads:
             return
         shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)  # of a killed run
-        for path in self.folder.glob("*.jsonl"):
+        self._send_left()
+        for path in self.folder.glob("*.jsonl"):  # the bucket has what they have
             path.unlink()
         there = self.store.names("", ".jsonl")
         if self._leader == 0:
@@ -212,8 +226,33 @@ class RemoteRun:
             for local, copy in zip(names.values(), copies, strict=True):
                 if copy.exists():
                     shutil.copyfile(copy, self.folder / local)
+                    name = self._object_name(local)
+                    self._sent[name] = (*_state(self.folder / local), self.store.version(name))
+        write_whole(self.folder / _SENT, json_bytes(self._sent))
+
+    def _send_left(self) -> None:
+        """Upload what an earlier run on this machine wrote and could not upload."""
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            record = json.loads((self.folder / _SENT).read_bytes())
+            self._sent = {str(name): (int(one[0]), int(one[1]), one[2]) for name, one in record.items()}
+        for path, name in self._files():
+            *sent, version = self._sent.get(name, (0, 0, None))
+            state = _state(path)
+            if state[0] and list(state) != sent:
+                if self.store.version(name) == version:
+                    _LOG.warning("uploading %s, which an earlier run could not upload", path)
+                    continue
+                kept = path.with_name(f"{path.name}{_UNSENT}")
+                path.replace(kept)
+                _LOG.warning("%s was not uploaded: the bucket has a newer one; it is now %s", path, kept)
+        self.upload()
 
     def _object_name(self, name: str) -> str:
         if self._leader == 0 or not name.endswith(".jsonl"):
             return name
         return f"{name.removesuffix('.jsonl')}-{self._leader}.jsonl"
+
+
+def _state(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

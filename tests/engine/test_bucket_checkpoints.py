@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -313,7 +314,8 @@ def test_the_files_of_the_run_continue_on_another_machine(tmp_path: Path) -> Non
     (tmp_path / "b" / "stacks-0.txt").write_text("of a run that was killed\n")
     run = open_run(tmp_path, "b")
     assert (run.folder / "metrics.jsonl").read_text() == "1\n2\n"
-    assert not (run.folder / "damaged.jsonl").exists()
+    assert (run.folder / "damaged.jsonl").read_text() == "of an earlier run\n"  # which could not upload it
+    assert (bucket / "damaged.jsonl").read_text() == "of an earlier run\n"
     run.close()
     assert (bucket / "stacks-0.txt").read_text() == "of a run that was killed\n"
 
@@ -401,3 +403,50 @@ def _one_thread() -> Iterator[None]:
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("uploads", [0, 1])
+def test_what_the_last_upload_lost_is_uploaded_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uploads: int
+) -> None:
+    """As the message says: the files are in the folder, and the same command uploads them."""
+    bucket = tmp_path / "bucket" / "run"
+    run = open_run(tmp_path, policy=ONE_ATTEMPT)
+    for number in range(uploads):
+        (run.folder / "metrics.jsonl").write_text(f"{number}\n")
+        run.upload()
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write("last\n")
+    (run.folder / "predictions.jsonl").write_text("seen\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketStore, "commit_file", Mock(side_effect=OSError(5, "no upload")))
+        with pytest.raises(
+            CheckpointError, match=f"they are in {run.folder}: start the same command again here"
+        ):
+            run.close()
+    run.release()
+    again = open_run(tmp_path)
+    expected = "".join(f"{number}\n" for number in range(uploads)) + "last\n"
+    for folder in (bucket, again.folder):
+        assert (folder / "metrics.jsonl").read_text() == expected
+        assert (folder / "predictions.jsonl").read_text() == "seen\n"
+    again.close()
+    assert (bucket / "metrics.jsonl").read_text() == expected
+
+
+def test_lines_of_a_machine_are_kept_aside_if_another_one_has_continued(tmp_path: Path) -> None:
+    one = open_run(tmp_path, "a")
+    (one.folder / "metrics.jsonl").write_text("1\n")
+    one.upload()
+    (one.folder / "metrics.jsonl").write_text("1\nnever sent\n")
+    one.release()  # killed
+    other = open_run(tmp_path, "b")
+    with (other.folder / "metrics.jsonl").open("a") as file:
+        file.write("2\n")
+    other.close()
+    one = open_run(tmp_path, "a")
+    assert (one.folder / "metrics.jsonl").read_text() == "1\n2\n"
+    assert (one.folder / "metrics.jsonl.unsent").read_text() == "1\nnever sent\n"
+    one.upload()
+    assert not (tmp_path / "bucket" / "run" / "metrics.jsonl.unsent").exists()
+    one.release()
