@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
 
-from sa1b.errors import Sa1bError, UsageError
+from sa1b.errors import Sa1bError, UsageError, printable
 
 INTERRUPTED = 128 + signal.SIGINT
 BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE; Windows has no such signal
@@ -58,6 +58,11 @@ def run(
         return call(arguments=unknown) if forwards else call()
 
     run_directly(parse_and_call)
+
+
+def show(text: str) -> None:
+    """Print a text of the program on stdout; see `sa1b.errors.printable`. Data of the user is not changed."""
+    print(printable(text), flush=True)
 
 
 def parse(
@@ -124,7 +129,7 @@ def _code(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED, "interrupted")
     except (Sa1bError, OSError) as error:
-        text = _of_system(error) if isinstance(error, OSError) else str(error)
+        text = printable(_of_system(error) if isinstance(error, OSError) else str(error))
         return _failed(text, 2, f"error: {text}")
     except SystemExit as ended:  # tyro exits after --help
         return int(ended.code or 0)

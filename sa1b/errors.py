@@ -1,4 +1,28 @@
-"""Expected errors: one family, with a class for each action that the user must take."""
+"""Expected errors, with a class for each action that the user must take, and which text may be printed."""
+
+import re
+
+# Of a URL: up to the last "@" before the path. A password may contain any character but "/".
+_USER = re.compile(r"(?<=://)[^\s/]*@")
+# From the first sign of a query to the last character before the punctuation of a sentence.
+_END = r"(?=['\"<>)\]},;:.]*(?:\s|$))"
+_QUERY = re.compile(r"((?:https?|s3|gs|az|abfs)://[^\s?]*?)(?:\?|%3[fF])(?=[^\s])\S*?" + _END)
+_PART = re.compile(r"(https?://[^\s#;]*)[#;](?=[^\s'\"<>)\]},;:.])\S*?" + _END)
+_SIGNATURE = re.compile(r"\b(X-(?:Amz|Goog)-[A-Za-z-]+=)[^\s&'\"]+", re.IGNORECASE)
+# Characters that control a terminal or change the order of the others; not line breaks and tabs.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """A text for terminals, logs and documents: URLs without user, password, query and fragment, which are
+    secrets, and control characters escaped."""
+    if "://" in text:
+        text = _PART.sub(r"\1", _QUERY.sub(r"\1", _USER.sub("", text)))
+    return _CONTROL.sub(_escaped, _SIGNATURE.sub(r"\1...", text))
+
+
+def _escaped(found: "re.Match[str]") -> str:
+    return ascii(found[0])[1:-1]
 
 
 class Sa1bError(Exception):
@@ -6,8 +30,11 @@ class Sa1bError(Exception):
 
     The message has the form "what failed: why; what to do" and names the file, shard, image or flag. A
     command prints it on one line and exits with code 2. Any other exception is a bug and is shown with its
-    traceback.
+    traceback. `printable` has been applied to it.
     """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(printable(one) if isinstance(one, str) else one for one in arguments))
 
 
 class UsageError(Sa1bError):

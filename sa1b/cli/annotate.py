@@ -20,7 +20,7 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_here
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 
@@ -140,7 +140,7 @@ def main(
         weights=weights,
         quiet=json_output or own.index > 0,
     )
-    print(json.dumps(summary.document(), indent=1) if json_output else summary.table(), flush=True)
+    show(json.dumps(summary.document(), indent=1) if json_output else summary.table())
     if part is None:
         _wait_for_ranks(own.count)
     return summary.exit_code()

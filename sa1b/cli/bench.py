@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 
 
@@ -110,5 +110,5 @@ def main(
     except ValueError as error:  # no library for the GPU
         message = str(error).replace("decode=", "--decode ")
         raise UsageError(message) from None
-    print(json.dumps(found.document(), indent=1) if json_output else found.table())
+    show(json.dumps(found.document(), indent=1) if json_output else found.table())
     return 0

@@ -17,7 +17,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.cli.paths import check_scratch_flag
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 
 
@@ -66,5 +66,5 @@ def main(
         raise
     if view is not None and not summary.failed:
         summary.views.append(copy_view(root, dest, view))
-    print(json.dumps(summary.document(), indent=1) if json_output else summary.table())
+    show(json.dumps(summary.document(), indent=1) if json_output else summary.table())
     return summary.exit_code()

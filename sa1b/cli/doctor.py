@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 
 
@@ -88,7 +88,7 @@ def main(
             print(interrupted.report.table(), flush=True)
         raise
     if report is not None:  # otherwise rank 0 prints the findings of this rank
-        print(json.dumps(report.document(), indent=1) if json_output else report.table())
+        show(json.dumps(report.document(), indent=1) if json_output else report.table())
     sys.stdout.flush()
     # Threads of torch that outlive the interpreter may abort it, and a check that hangs has threads too.
     os._exit(0 if report is None else report.exit_code())

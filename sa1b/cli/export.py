@@ -25,7 +25,7 @@ from sa1b.cli.paths import check_here
 from sa1b.cli.source_flags import checked_quality
 from sa1b.cluster import engine as engines
 from sa1b.cluster.engine import Address, Engine
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def main(
             quiet=json_output,
             supervise=supervise,
         )
-    print(json.dumps(summary.document(), indent=1) if json_output else summary.table())
+    show(json.dumps(summary.document(), indent=1) if json_output else summary.table())
     return summary.exit_code()
 
 

@@ -15,7 +15,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.cli.paths import check_here
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 
 
@@ -97,5 +97,5 @@ def main(
         facts=facts,
         quiet=json_output,
     )
-    print(json.dumps(summary.document(), indent=1) if json_output else summary.text())
+    show(json.dumps(summary.document(), indent=1) if json_output else summary.text())
     return 0

@@ -18,7 +18,7 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_scratch_flag, check_writable
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.sources.link_list import is_url
 
@@ -74,5 +74,5 @@ def main(
         summary = rebuild_tables(root, scratch=scratch)
     else:
         summary = rebuild_root(root, workers=workers, scratch=scratch, quiet=json_output)
-    print(json.dumps(summary.document(), indent=1) if json_output else summary.table(root))
+    show(json.dumps(summary.document(), indent=1) if json_output else summary.table(root))
     return summary.exit_code()

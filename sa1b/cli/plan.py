@@ -19,7 +19,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.cli.source_flags import check_rate, checked_quality, linked, paths_of, store_of
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.sources.link_list import CONNECTIONS
 
@@ -85,5 +85,5 @@ def main(
         ignore=ignore,
         quiet=json_output,
     )
-    print(json.dumps(found.document(), indent=1) if json_output else found.table())
+    show(json.dumps(found.document(), indent=1) if json_output else found.table())
     return found.exit_code()

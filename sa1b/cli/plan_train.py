@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from sa1b.console import command, counted, loading, rounded
+from sa1b.console import command, counted, loading, rounded, show
 from sa1b.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def main(
     if not json_output:
         sys.stderr.write("measuring the memory of a step without computing it: 10 to 40 s\n")
     found = plan(config, cluster)
-    print(json.dumps(found.document(), indent=1) if json_output else table(found))
+    show(json.dumps(found.document(), indent=1) if json_output else table(found))
     return found.exit_code()
 
 

@@ -20,7 +20,7 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_here, check_writable
-from sa1b.console import counted, loading
+from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def main(
             found = write_query_view(
                 query, name=as_view, out=out, masks_where=masks_where, overwrite=overwrite
             )
-            print(json.dumps(found.document(), indent=1) if json_output else found.table())
+            show(json.dumps(found.document(), indent=1) if json_output else found.table())
         elif parquet is not None:
             print(f"{counted(_write_parquet(query, parquet), 'row')}\nWritten: {parquet}")
         elif csv_output:
@@ -111,7 +111,7 @@ def main(
         elif json_output:
             _print_json(query)
         else:
-            print(_table(query, limit))
+            show(_table(query, limit))
     return 0
 
 

@@ -25,7 +25,7 @@ from tyro.conf import Positional, UseAppendAction
 from sa1b.cli.source_flags import check_rate, checked_quality, linked, paths_of, store_of
 from sa1b.cluster import engine as engines
 from sa1b.cluster.engine import Address, Engine
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.link_list import CONNECTIONS, Link
@@ -212,7 +212,7 @@ def main(
             ),
             supervise,
         )
-    print(json.dumps(summary.document(), indent=1) if json_output else summary.table(store))
+    show(json.dumps(summary.document(), indent=1) if json_output else summary.table(store))
     return summary.exit_code()
 
 
@@ -263,11 +263,11 @@ def _without_ingest(
     document = {"sources": len(finished.tasks), "failed": finished.failed, "pending": finished.pending}
     code = 1 if finished.is_partial or (finish and not finished.tasks) else 0
     if as_json:
-        print(json.dumps({"exit_code": code, "complete": code == 0, **document}, indent=1))
+        show(json.dumps({"exit_code": code, "complete": code == 0, **document}, indent=1))
     else:
         for name, why in sorted(finished.failed.items())[:_FAILED_SHOWN]:
-            print(f"FAILED {name}: {why}")
-        print(finished.line(store))
+            show(f"FAILED {name}: {why}")
+        show(finished.line(store))
     return code
 
 

@@ -13,7 +13,7 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_here
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 
 
@@ -85,5 +85,5 @@ def main(
             phrases=phrases,
             progress=shown.update,
         )
-    print(json.dumps(summary.as_dict()) if json_output else summary.table())
+    show(json.dumps(summary.as_dict()) if json_output else summary.table())
     return 0

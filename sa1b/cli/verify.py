@@ -18,7 +18,7 @@ from tyro.conf import Positional
 from sa1b.cli.paths import check_scratch_flag
 from sa1b.cluster import engine as engines
 from sa1b.cluster.engine import Address, Engine
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 
 
@@ -61,7 +61,7 @@ def main(
     if warnings:
         check_is_dataset(root)
         found = WarningList.read(root, limit=None if json_output else SHOWN)
-        print(json.dumps(found.document(), indent=1) if json_output else found.table())
+        show(json.dumps(found.document(), indent=1) if json_output else found.table())
         return 0
     with engines.engine(engine, address, workers) as (count, supervise):
         report = verify(
@@ -73,5 +73,5 @@ def main(
             quiet=json_output,
             supervise=supervise,
         )
-    print(json.dumps(report.document(), indent=1) if json_output else report.table())
+    show(json.dumps(report.document(), indent=1) if json_output else report.table())
     return report.exit_code()

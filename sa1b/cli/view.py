@@ -15,7 +15,7 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_here, check_writable
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 
 
@@ -83,5 +83,5 @@ def main(
     found = select(
         root, selection, name=name, out=out, overwrite=overwrite, workers=workers, quiet=json_output
     )
-    print(json.dumps(found.document(), indent=1) if json_output else found.table())
+    show(json.dumps(found.document(), indent=1) if json_output else found.table())
     return 3 if len(found.missing) else 0

@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from sa1b.errors import printable
 from sa1b.names import image_name
 from sa1b.shards.image_warnings import ImageWarning
 from sa1b.sources.tar_stream import Damage, Member
@@ -144,5 +145,5 @@ def _sha256(path: Path) -> str:
 
 def _printable(message: str) -> str:
     """The message on one line, shortened, with unprintable characters escaped."""
-    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message[:_MESSAGE])
+    shown = printable(message[:_MESSAGE].replace("\n", "\\n").replace("\t", "\\t"))
     return shown if len(message) <= _MESSAGE else f"{shown} …"

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sa1b.errors import SourceError
+from sa1b.errors import SourceError, printable
 from sa1b.storage.errors import StorageError
 
 CONNECTIONS = 4  # requests of one source at the same time
 _TAR = re.compile(r"sa_[0-9]+\.tar")
-_QUERY = re.compile(r"\?[^\s'\"<>]*?(?=[),;:.]*(?:[\s'\"<>]|$))")  # up to the end of the URL
-_USER = re.compile(r"(?<=://)[^\s/?'\"<>]*@")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
@@ -57,7 +55,9 @@ class Link:
 
     def without_query(self, message: str) -> str:
         """A message of the reader with the label instead of the URL, without queries, users and passwords."""
-        return public(message.replace(self.url, self.label)).removeprefix(f"{self.label}: ")
+        for url in (self.url, printable(self.url)):  # an error of the package has the second one
+            message = message.replace(url, self.label)
+        return printable(message).removeprefix(f"{self.label}: ")
 
     def problem(self, error: StorageError) -> str:
         """The second and third part of a message about a link that the server refuses."""
@@ -69,11 +69,6 @@ class Link:
             )
         # Servers without an object store have none of the credentials that the message lists.
         return f"{why.partition(';')[0]}; check the URL" if self.url.startswith("http") else why
-
-
-def public(text: str) -> str:
-    """A text without the queries, users and passwords of its URLs, which are secrets."""
-    return _USER.sub("", _QUERY.sub("", text))
 
 
 def is_url(text: str) -> bool:
@@ -89,7 +84,7 @@ def link_of(url: str) -> Link:
     """
     parts = urlsplit(url)
     name = parts.path.rpartition("/")[2]
-    label = public(url.partition("?")[0])
+    label = printable(url)
     if not parts.netloc or not name:
         raise SourceError(f"{label}: names no file; pass the URL of a tar")
     return Link(url, name, label)
@@ -112,7 +107,7 @@ def read_links(path: Path) -> tuple[list[Link], list[str]]:
         name, url = name.strip(), url.strip()
         if not tab or not name or not is_url(url) or len(url.split()) != 1:
             raise SourceError(
-                f"{path}, line {number}: {public(line)[:60]!r} must be a file name, a tab and a URL; "
+                f"{path}, line {number}: {printable(line)[:60]!r} must be a file name, a tab and a URL; "
                 "download the list of links again"
             )
         if not _TAR.fullmatch(name):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.errors import Sa1bError, SourceError
-from sa1b.sources.link_list import Link, link_of, public, read_links
+from sa1b.errors import Sa1bError, SourceError, printable
+from sa1b.sources.link_list import Link, link_of, read_links
 from sa1b.sources.remote_sources import named_links, remote_sources
 from sa1b.sources.source import SourceReader, digest_of_source
 from sa1b.sources.stored_file import RemoteFile
@@ -125,7 +125,7 @@ def test_a_url_without_a_list_says_to_check_the_url(tmp_path: Path, folder: Path
     ],
 )
 def test_secrets_of_urls_are_removed(text: str, shown: str) -> None:
-    assert public(text) == shown
+    assert printable(text) == shown
 
 
 def test_links_do_not_show_their_secrets(tmp_path: Path) -> None:
