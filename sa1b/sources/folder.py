@@ -157,6 +157,8 @@ class FolderReader:
         if isinstance(found, OSError):
             kind = "link to nothing" if file.is_symlink() else UNREADABLE
             return Member(file.name, kind, 0, b"", f"cannot be read: {found.strerror}")
+        if self._leaves(file):
+            return Member(file.name, "link out of the folder", 0, b"")
         if stat.S_ISDIR(found.st_mode):
             return Member(file.name, UNREADABLE, 0, b"", "a folder that cannot be listed")
         if not stat.S_ISREG(found.st_mode):
@@ -173,6 +175,13 @@ class FolderReader:
             why = f"cannot be read: {len(data):,} of {found.st_size:,} bytes received"
             return Member(file.name, UNREADABLE, 0, b"", why)
         return Member(file.name, "file", 0, data)
+
+    def _leaves(self, file: Path) -> bool:
+        """Whether a file is a link out of the source: it may name any file of the machine."""
+        if not file.is_symlink():
+            return False
+        target = file.resolve()
+        return not any(target.is_relative_to(folder.resolve()) for folder in (self.path, file.parent))
 
 
 def inode_of(path: Path) -> tuple[int, int]:

@@ -145,3 +145,25 @@ def test_what_waits_takes_bounded_memory_and_its_spill_folder_is_empty_afterward
     assert max(memory for memory, _ in seen) <= 10_000
     assert max(files for _, files in seen) >= len(GOOD) - 5
     assert list(spill.rglob("*")) == []
+
+
+def test_a_link_out_of_a_folder_is_refused_and_its_target_is_not_copied(tmp_path):
+    folder, secret = tmp_path / "photos", tmp_path / "id_rsa"
+    secret.write_bytes(b"a private key")
+    folder.mkdir()
+    for name, data in tiny.pairs([5, 6, 7]):
+        (folder / name.removeprefix("./")).write_bytes(data)
+    (folder / "kept").mkdir()
+    (folder / "sa_6.jpg").rename(folder / "kept" / "x")
+    (folder / "sa_6.jpg").symlink_to("kept/x")  # inside
+    (folder / "sa_7.jpg").unlink()
+    (folder / "sa_7.jpg").symlink_to(secret)
+    task = tiny.ingest_tar(folder, tmp_path / "root")
+    assert task.counts["images"] == 2
+    lines = [
+        json.loads(line) for line in (tmp_path / "root" / "quarantine" / "photos" / "refused.jsonl").open()
+    ]
+    assert any(line["name"] == "sa_7.jpg" and "link out of the folder" in line["message"] for line in lines)
+    assert not [
+        path for path in (tmp_path / "root").rglob("*") if path.is_file() and b"private" in path.read_bytes()
+    ]

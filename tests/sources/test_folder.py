@@ -59,14 +59,16 @@ def test_what_is_no_file_in_a_folder_is_not_read_and_costs_no_other(tmp_path, ki
     assert task.counts["refused"]["json_unpaired"] == 1
 
 
-def test_links_to_files_are_read(tmp_path):
-    extract(pairs(IDS), images=tmp_path / "real")
+def test_links_to_files_of_the_folder_are_read_and_others_refused(tmp_path):
+    """A link may name any file of the machine; a folder that is a link is the user's choice."""
     linked = tmp_path / "sa_000020"
-    linked.mkdir()
-    for path in (tmp_path / "real").iterdir():
+    extract(pairs(IDS), images=linked / ".real")
+    extract(pairs([999]), images=tmp_path / "elsewhere")
+    for path in [*(linked / ".real").iterdir(), *(tmp_path / "elsewhere").iterdir()]:
         (linked / path.name).symlink_to(path)
-    tiny.ingest_tar(linked, tmp_path / "root")
+    task = tiny.ingest_tar(linked, tmp_path / "root")
     check_exact(tmp_path / "root", IDS)
+    assert list(task.counts["refused"]) == ["not_a_file"]
 
 
 def test_the_digest_of_a_folder_depends_on_names_and_contents_only(tmp_path):
