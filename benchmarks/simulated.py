@@ -170,7 +170,8 @@ def _write_source(
         largest=dict.fromkeys(LARGEST, 1_700_000),
         samples={"bytes": len(table), "sha256": hashlib.sha256(table).hexdigest()},
     )
-    document = json_bytes({"format": FORMAT, **asdict(task)})
+    fields = {name: value for name, value in asdict(task).items() if value is not None}
+    document = json_bytes({"format": FORMAT, **fields})
     (root / "tasks" / f"sa_{stem}.json").write_bytes(document)
 
 

@@ -93,9 +93,9 @@ class Dataset(Displayed):
         check_path("root", root, "the folder that `sa1b reshard` made, or its URL")
         if (PurePath(root).name == manifest.DATASET and not Path(root).is_dir()) or Path(root).is_file():
             raise manifest.no_dataset(root)
-        self._arguments = root, deadline, storage_options
         place = root if "://" in str(root) else Path(root).absolute()  # the process may change its folder
-        self.reader = Reader(place, deadline=deadline, options=storage_options)
+        self._arguments = place, deadline, storage_options
+        self.reader = Reader(root, deadline=deadline, options=storage_options)
         self.root = self.reader.root
 
     def _map_table(self, path: Path | None = None) -> None:
@@ -257,7 +257,7 @@ class Dataset(Displayed):
         """
         try:
             if self.reader.is_local:
-                now = manifest.read_dataset(Path(self.root))
+                now = manifest.read_dataset(Path(self._arguments[0]))
             else:
                 now = self._fetch_manifest()
         except (ManifestError, MissingError):

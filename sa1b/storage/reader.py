@@ -94,6 +94,7 @@ class Reader:
             text = text.removeprefix("file://")
         self.is_local = "://" not in text
         self.root = text.rstrip("/") if not self.is_local else (text.rstrip("/") or "/")
+        self._folder = Path(self.root).absolute()  # of a local root: the process may change its folder
         self.retry_policy = retry_policy or RetryPolicy(deadline=deadline, attempt_timeout=attempt_timeout)
         self.attempts_in_flight = attempts_in_flight
         self.cache: RangeCache | None = None
@@ -326,7 +327,7 @@ class Reader:
     def _make(self) -> LocalOrigin | RemoteOrigin:
         counters = CounterSet()
         if self.is_local:
-            return LocalOrigin(Path(self.root), self.retry_policy, counters)
+            return LocalOrigin(self._folder, self.retry_policy, counters)
         return RemoteOrigin(self.root, self._options, self.retry_policy, counters, self.attempts_in_flight)
 
 

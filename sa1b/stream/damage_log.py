@@ -36,15 +36,16 @@ class DamageLog:
     """
 
     def __init__(self, path: Path, rank: int, start: int | None = 0) -> None:
-        self.path = path.absolute()  # the process may change its folder
+        self.path = path
         self.rank = rank
-        self._start = _size(self.path) if start is None else start  # bytes of lines that are not counted
+        self._file = path.absolute()  # the process may change its folder
+        self._start = _size(self._file) if start is None else start  # bytes of lines that are not counted
         self._lock = threading.Lock()
         self._unwritten: list[dict[str, object]] = []
         self._said = False
 
     def __reduce__(self) -> tuple[type["DamageLog"], tuple[Path, int, int]]:
-        return DamageLog, (self.path, self.rank, self._start)
+        return DamageLog, (self._file, self.rank, self._start)
 
     def damaged(
         self,
@@ -98,8 +99,8 @@ class DamageLog:
             start: bytes of the file that are left out.
         """
         try:
-            with self.path.open("rb") as file:
-                file.seek(start if start <= _size(self.path) else 0)  # another program may have truncated it
+            with self._file.open("rb") as file:
+                file.seek(start if start <= _size(self._file) else 0)  # another program may have truncated it
                 lines = [line for one in file.read().splitlines() if (line := _parsed(one)) is not None]
         except OSError:  # the file is missing or not readable
             lines = []
@@ -116,13 +117,13 @@ class DamageLog:
             )
 
     def _append(self, line: dict[str, object]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        append_line(self.path, json.dumps(line))
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        append_line(self._file, json.dumps(line))
 
     def _keep(self, line: dict[str, object], error: OSError) -> None:
         if not self._unwritten:
             print(
-                f"sa1b: the damage log cannot be written at {self.path} ({error.strerror}); "
+                f"sa1b: the damage log cannot be written at {self._file} ({error.strerror}); "
                 "damaged samples are listed here instead. Set another path with damage_log=",
                 file=sys.stderr,
             )
