@@ -107,7 +107,6 @@ def test_one_message_for_a_path_without_a_dataset(verb: tuple[str, ...], tmp_pat
     ("command", "module"),
     [
         (["-m", "sa1b", "verify", "root"], "pyarrow"),
-        (["tools/verify.py", "root"], "pyarrow"),
         (["-m", "sa1b", "convert", "run", "--out", "x.pth"], "torch"),
         (["-m", "sa1b", "train"], "torch"),
         (["-m", "sa1b.train"], "torch"),

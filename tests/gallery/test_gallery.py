@@ -479,7 +479,15 @@ def test_only_a_page_of_the_same_input_is_replaced(inputs, tmp_path: Path) -> No
 
 
 def test_command_line(inputs, tmp_path: Path) -> None:
-    command = [sys.executable, "tools/gallery.py", str(inputs["root"]), "--out", str(tmp_path / "page.html")]
+    command = [
+        sys.executable,
+        "-m",
+        "sa1b",
+        "gallery",
+        str(inputs["root"]),
+        "--out",
+        str(tmp_path / "page.html"),
+    ]
     here = Path(__file__).parents[2]
     done = processes.run(
         [*command, "--id", "103", "104", "--id", "101", "--json"], capture_output=True, cwd=here, check=True

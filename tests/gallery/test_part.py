@@ -38,7 +38,7 @@ def page(tmp_path: Path) -> Callable[[], Page]:
 
 
 def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/gallery.py", *map(str, arguments)]
+    command = [sys.executable, "-m", "sa1b", "gallery", *map(str, arguments)]
     return processes.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
 
 

@@ -30,7 +30,7 @@ def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with the views "train" and "held-out", which share no image."""
     root = make_root(tmp_path_factory.mktemp("parted"))
     for split in ("train", "held-out"):
-        tool = [sys.executable, "tools/view.py", str(root), "--held-out", "40%", "--split", split]
+        tool = [sys.executable, "-m", "sa1b", "view", str(root), "--held-out", "40%", "--split", split]
         processes.run([*tool, "--name", split], cwd=REPOSITORY, check=True, capture_output=True)
     return root
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
 # Masks of a few pixels have none at the size of the decoder's masks.
 LARGE = "area_fraction >= 0.005 and area_fraction <= 0.5"
 
 
-def command(script: str, *arguments: object) -> str:
+def command(*arguments: object) -> str:
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / script), *map(str, arguments)],
+        [sys.executable, "-m", "sa1b", *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -26,15 +25,13 @@ def command(script: str, *arguments: object) -> str:
 @pytest.mark.slow
 def test_eight_images_are_overfitted_to_an_iou_above_0_9_at_five_clicks(tmp_path: Path) -> None:
     source, shards, run = tmp_path / "source", tmp_path / "shards", tmp_path / "run"
-    command(
-        "tools/synthesize.py", source, "--tars", 1, "--images-per-tar", 8, "--long-side", 640, "--workers", 1
-    )
-    command("tools/reshard.py", source, "--out", shards, "--workers", 1)
-    command("tools/view.py", shards, "--masks-where", LARGE, "--name", "eight")
+    command("synthesize", source, "--tars", 1, "--images-per-tar", 8, "--long-side", 640, "--workers", 1)
+    command("reshard", source, "--out", shards, "--workers", 1)
+    command("view", shards, "--masks-where", LARGE, "--name", "eight")
     trained = ("--preset", "tiny", "--data.root", shards, "--out", run, "--data.view", "eight")
     schedule = ("--optim.steps", 300, "--optim.weight-decay", 0, "--data.flip", 0, "--recipe.clicks", 2)
-    command("sa1b/train.py", *trained, *schedule, "--checkpoint.every", 300)
+    command("train", *trained, *schedule, "--checkpoint.every", 300)
     evaluated = ("--preset", "tiny", "--data.root", shards, "--out", run, "--evaluation.view", "eight")
-    scores = json.loads(command("sa1b/train.py", *evaluated, "--evaluate-only", "--json"))
+    scores = json.loads(command("train", *evaluated, "--evaluate-only", "--json"))
     assert scores["masks"] > 50
     assert scores["miou_5_clicks"] > 0.9
