@@ -19,7 +19,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.kernel import COMPILED, kernel
+from sa1b.kernel import kernel
 
 Words = npt.NDArray[np.uint64]
 
@@ -57,7 +57,7 @@ class Purpose(IntEnum):
 
 
 @kernel
-def _mix_loop(states: Words, numbers: Words, out: Words) -> None:
+def _mix(states: Words, numbers: Words, out: Words) -> None:
     for index in range(len(out)):
         word = states[index] + _GAMMA * (numbers[index] + _1)
         word = (word ^ (word >> _30)) * _FIRST
@@ -65,24 +65,14 @@ def _mix_loop(states: Words, numbers: Words, out: Words) -> None:
         out[index] = word ^ (word >> _31)
 
 
-def _mix_arrays(states: Words, numbers: Words, out: Words) -> None:
-    word = states + _GAMMA * (numbers + _1)
-    word = (word ^ (word >> _30)) * _FIRST
-    word = (word ^ (word >> _27)) * _SECOND
-    out[:] = word ^ (word >> _31)
-
-
 @kernel
-def _mix_one_loop(state: Words, numbers: Words, out: Words) -> None:
+def _mix_one(state: Words, numbers: Words, out: Words) -> None:
+    # A single state for all numbers.
     for index in range(len(out)):
         word = state[()] + _GAMMA * (numbers[index] + _1)
         word = (word ^ (word >> _30)) * _FIRST
         word = (word ^ (word >> _27)) * _SECOND
         out[index] = word ^ (word >> _31)
-
-
-_mix = _mix_loop if COMPILED else _mix_arrays
-_mix_one = _mix_one_loop if COMPILED else _mix_arrays  # with a single state
 
 
 def random_word(seed: int, *key: int) -> int:

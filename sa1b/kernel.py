@@ -1,8 +1,6 @@
-"""Loops over runs, compiled with numba if it is installed.
+"""Loops over runs, compiled with numba.
 
-Each kernel is plain Python over numpy arrays. Without numba, or with SA1B_NO_NUMBA=1 set before the import,
-the kernels run uncompiled, with the same results but one to two orders of magnitude slower. Compiled kernels
-release the GIL.
+Each kernel is plain Python over numpy arrays. Compiled kernels release the GIL.
 
 Machine code is cached in $XDG_CACHE_HOME/sa1b/kernels (by default ~/.cache/sa1b/kernels), or in
 $NUMBA_CACHE_DIR/sa1b if this variable is set. It is never stored next to the source, because uninstalling
@@ -21,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import numba
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -28,20 +28,9 @@ T = TypeVar("T")
 # values of that module into the kernels.
 SOURCES = ("hashing.py", "kernel.py", "masks/compiled/*.py", "stream/order_kernels.py")
 
-numba: Any = None
-if os.environ.get("SA1B_NO_NUMBA", "") in ("", "0"):
-    try:
-        numba = importlib.import_module("numba")
-    except ImportError:
-        numba = None
-
-COMPILED: bool = numba is not None
-
 
 def kernel(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator that compiles a loop on its first call; without numba it returns the function unchanged."""
-    if numba is None:
-        return function
+    """Decorator that compiles a loop on its first call."""
     compiled: Any = numba.njit(nogil=True)(function)
     found: Callable[P, T] = compiled
     ours = function.__module__.startswith("sa1b.") and hasattr(compiled, "py_func")  # NUMBA_DISABLE_JIT=1

@@ -63,7 +63,7 @@ PRELOADED = (
 # Variables that Python or a library reads when it starts.
 AT_START = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OMP_", "GOMP_", "KMP_", "OPENBLAS_", "MKL_", "NUMBA_"),
-    *("TORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "COVERAGE_", "HF_", "SA1B_NO_NUMBA"),
+    *("TORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "COVERAGE_", "HF_", "NUMBA_DISABLE_JIT"),
 )
 NUMBER = struct.Struct("<q")
 

@@ -1,11 +1,9 @@
 """Counter-based random values: known results, equal results of both forms, uniformity."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sa1b import hashing
 from sa1b.hashing import Purpose, below, permutation, random_word, random_words, uniforms
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)
@@ -71,17 +69,6 @@ def test_negative_and_narrow_arrays_count_like_numbers():
     for dtype in (np.int64, np.int32, np.int8):
         assert random_words(3, np.array([-1, 5], dtype)).tolist() == [random_word(3, -1), random_word(3, 5)]
     assert int(random_words(3, 4)) == random_word(3, 4)
-
-
-@pytest.mark.skipif(not hashing.COMPILED, reason="nothing is compiled")
-@examples
-@given(st.lists(st.tuples(words, words), max_size=8))
-def test_the_compiled_loop_and_the_arrays_agree(pairs):
-    states, numbers = np.array(pairs, np.uint64).reshape(-1, 2).T.copy()
-    loop, arrays = np.empty(len(pairs), np.uint64), np.empty(len(pairs), np.uint64)
-    hashing._mix_loop(states, numbers, loop)
-    hashing._mix_arrays(states, numbers, arrays)
-    np.testing.assert_array_equal(loop, arrays)
 
 
 @examples

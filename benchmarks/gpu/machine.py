@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
-from sa1b import kernel
 from sa1b.engine.hardware import peak_flops
 from sa1b.workers import available_cpus
 
@@ -26,11 +25,7 @@ def work(setting: Setting, record: Record) -> None:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()}",
         cpus=available_cpus(),
-        compiled_kernels=kernel.COMPILED,
         **{name: _version(name) for name in PACKAGES},
-    )
-    record.check(
-        "numba compiles the kernels of masks", kernel.COMPILED, "without it they take 10 to 100 times as long"
     )
     if setting.on_gpu:
         properties = torch.cuda.get_device_properties(0)

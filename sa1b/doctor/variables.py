@@ -122,7 +122,7 @@ RULES: dict[str, Rule] = {
     "CUDA_LAUNCH_BLOCKING": Rule("slow", f"the processor waits for every kernel, {_DEBUGGING}", _ON),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": Rule("slow", f"allocates memory at every use, {_DEBUGGING}"),
     "NVIDIA_TF32_OVERRIDE": Rule("slow", "no TF32: matrix products take several times as long", _OFF),
-    "SA1B_NO_NUMBA": Rule("slow", "masks are 10 to 100 times slower without compiled kernels", _ON),
+    "NUMBA_DISABLE_JIT": Rule("slow", "masks are 10 to 100 times slower without compiled kernels", _ON),
 }
 
 # Further variables of NCCL, so that a misspelled one is recognised. After NCCL_.

@@ -30,8 +30,6 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.kernel import COMPILED
-from sa1b.masks import strings_numpy
 from sa1b.masks.compiled import strings
 from sa1b.masks.runs import MaskError, Runs, check_size, chosen_indices
 
@@ -147,9 +145,6 @@ def decode_selected(
         raise ValueError(f"lengths must add up to the {len(text)} bytes of the text, got {total}")
     taken = lengths[chosen].astype(np.int64)
     starts = ends[chosen] - taken
-    if not COMPILED:
-        places = np.arange(int(taken.sum())) + np.repeat(starts - np.cumsum(taken) + taken, taken)
-        return decode_joined(text[places], taken, height, width)
     # The characters are an upper bound for the runs; counting the runs would take longer.
     runs, verdicts = _parse(text, starts, taken, height, width, int(taken.sum()))
     raise_first(verdicts, height, width)
@@ -184,8 +179,6 @@ def encode_joined(runs: Runs) -> tuple[Text, npt.NDArray[np.int64]]:
     Returns:
         uint8 [bytes], and int64 [N], the bytes of each mask's string, as `decode_joined` takes them.
     """
-    if not COMPILED:
-        return strings_numpy.write(runs.runs, runs.offsets)
     lengths = np.empty(len(runs), np.int64)
     strings.count_characters(runs.runs, runs.offsets, lengths)
     text = np.empty(int(lengths.sum()), np.uint8)
@@ -221,10 +214,6 @@ def parse(
     text: Text, lengths: npt.NDArray[np.int64], height: int, width: int
 ) -> tuple[Runs, npt.NDArray[np.uint8]]:
     """Runs of all masks, and the verdict on each; a mask that does not decode has no runs."""
-    if not COMPILED:
-        parsed = strings_numpy.parse(text, lengths, height * width)
-        if parsed is not None:
-            return Runs(*parsed, height, width), np.full(len(lengths), strings.VALID, np.uint8)
     return _parse(text, np.cumsum(lengths) - lengths, lengths, height, width, strings.count_numbers(text))
 
 

@@ -67,7 +67,7 @@ def judged(machine: Path, *, several: bool = False, **variables: str) -> list[Fi
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warning", "slow: compares the ranks", "set INFO"),
         ("TORCH_FR_BUFFER_SIZE", "2000", "ok", "harmless", ""),
         ("CUDA_LAUNCH_BLOCKING", "1", "warning", "slow: the processor waits for every kernel", "Unset"),
-        ("SA1B_NO_NUMBA", "1", "warning", "slow: masks are 10 to 100 times slower", "Unset"),
+        ("NUMBA_DISABLE_JIT", "1", "warning", "slow: masks are 10 to 100 times slower", "Unset"),
         ("NCCL_TOPO_FILE", "/nowhere.xml", "failed", "no such file", "Unset NCCL_TOPO_FILE"),
     ],
 )  # fmt: skip

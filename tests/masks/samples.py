@@ -1,15 +1,12 @@
 """Masks for tests: pixels from hypothesis, their runs, and other runs of the same pixels."""
 
-import os
-
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from sa1b.masks.runs import Runs
 
-PLAIN = os.environ.get("SA1B_NO_NUMBA", "") not in ("", "0")
-examples = settings(max_examples=20 if PLAIN else 120, deadline=None, derandomize=True)
+examples = settings(max_examples=120, deadline=None, derandomize=True)
 
 counts = st.integers(0, 5)
 sides = st.one_of(st.just(1), st.integers(1, 5), st.integers(1, 40))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from pycocotools import mask as pycocotools
 
-from sa1b.masks import coco, strings_numpy
+from sa1b.masks import coco
 from sa1b.masks.runs import MAX_PIXELS, MaskError, Runs, SizeError
 from tests.masks import oracle
 from tests.masks.samples import assert_same, examples, masks_and_runs, pixel_masks, to_runs
@@ -50,19 +50,6 @@ def test_joined_strings_decode_alike(drawn):
     for buffer in (text, text.tobytes(), memoryview(text.tobytes()), bytearray(text)):
         for kind in (np.int64, np.uint16, np.int32):
             assert_same(coco.decode_joined(buffer, lengths.astype(kind), runs.height, runs.width), runs)
-
-
-@examples
-@given(masks_and_runs)
-def test_the_numpy_parser_and_writer_do_the_same(drawn):
-    _, runs = drawn
-    text, lengths = coco.encode_joined(runs)
-    parsed = strings_numpy.parse(text, lengths, runs.height * runs.width)
-    assert_same(Runs(*parsed, runs.height, runs.width), runs)
-    again, again_lengths = strings_numpy.write(runs.runs, runs.offsets)
-    assert again.dtype == np.uint8
-    np.testing.assert_array_equal(again, text)
-    np.testing.assert_array_equal(again_lengths, lengths)
 
 
 @pytest.mark.parametrize(
@@ -182,17 +169,11 @@ def runs_of(*values):
 def test_numbers_at_the_limits_of_a_character_are_written_and_parsed(runs):
     expected = oracle.encode(runs.runs.tolist())
     assert coco.encode(runs) == [expected]
-    text, lengths = strings_numpy.write(runs.runs, runs.offsets)
-    assert text.tobytes() == expected
-    parsed = strings_numpy.parse(text, lengths, runs.height)
-    assert parsed is not None
-    assert parsed[0].tolist() == runs.runs.tolist()
+    assert coco.decode([expected], runs.height, runs.width).runs.tolist() == runs.runs.tolist()
 
 
 def test_arrays_refuse_characters_that_are_none():
     """`p` would be a character with the bits 0 and the continuation bit."""
-    text = np.frombuffer(b"p09", np.uint8)
-    assert strings_numpy.parse(text, np.array([3]), 9) is None
     with pytest.raises(MaskError):
         coco.decode([b"p09"], 9, 1)
 

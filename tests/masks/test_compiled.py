@@ -7,14 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sa1b.kernel import COMPILED, plain
+from sa1b.kernel import plain
 from sa1b.masks import coco, grid, overlap, raster
 from sa1b.masks.compiled import fill, measures, pairs, places, strings, transforms
-from tests.masks.samples import PLAIN, examples, masks_and_runs, to_runs
+from tests.masks.samples import examples, masks_and_runs, to_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +27,6 @@ def both(kernel, make_arguments):
     return compiled
 
 
-@pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
 @examples
 @given(masks_and_runs, st.integers(1, 30), st.integers(0, 2**16))
 def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
@@ -134,25 +132,6 @@ def test_masks_import_neither_torch_nor_pycocotools():
 
 def test_the_package_itself_imports_no_numba_until_a_function_is_asked_for():
     python("import sys, sa1b.masks; assert 'numba' not in sys.modules")
-
-
-def test_without_numba_the_plain_form_is_taken():
-    code = "from sa1b import kernel; from sa1b.masks import coco; assert not kernel.COMPILED; coco.decode([b'9'], 3, 3)"
-    python(code, SA1B_NO_NUMBA="1")
-    python("import sys; sys.modules['numba'] = None\n" + code)
-
-
-@pytest.mark.skipif(PLAIN, reason="is what runs this")
-def test_all_behaviour_without_numba():
-    files = ["coco", "runs", "geometry", "points", "overlap", "raster", "fuzz"]
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        + [f"tests/masks/test_{name}.py" for name in files],
-        env={**os.environ, "SA1B_NO_NUMBA": "1"},
-        cwd=ROOT,
-        timeout=300,
-        check=True,
-    )
 
 
 def test_threads_get_the_same():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from sa1b.kernel import COMPILED, plain
+from sa1b.kernel import plain
 from sa1b.masks import SizeError, overlap, raster
 from sa1b.masks.compiled import enlarge, pairs
 from sa1b.masks.grid import framed_size
@@ -80,7 +80,6 @@ def test_no_masks_and_positions_outside_of_the_image():
         runs_of_logits(one, [0], axis, axis, image=(0, 20))
 
 
-@pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
 def test_kernels_do_the_same_compiled_and_plain():
     logits, rows, columns = logits_of(1, 3, 8), logit_axis(21, 25, 32, 8), logit_axis(27, 32, 32, 8)
     axes = [(axis.reads, axis.weights, axis.starts, axis.stops) for axis in (rows, columns)]
