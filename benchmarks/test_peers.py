@@ -16,7 +16,6 @@ The other loaders: `pip install --no-deps -r benchmarks/peers/requirements.txt`.
 import json
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -253,10 +252,6 @@ def test_growth(images: material.Material, document: dict[str, Any], options: An
 
 
 def test_object_store(images: material.Material, document: dict[str, Any], options: Any) -> None:
-    if find_spec("s3fs") is None:
-        why = "s3fs is not installed: pip install 'sa1b[s3]'"
-        document["not_run"] = [f"From an S3 server: {why}"]
-        pytest.skip(why)
     latencies = object_store.LATENCIES
     some = {"original": latencies if options.full else latencies[1:2], "1024": latencies}
     document["object_store"] = object_store.measure(images.folder / "store", images, some, 2)

@@ -7,11 +7,8 @@ minutes. Ratios are medians of rounds in which both sides run in turns.
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks import material, object_store, range_reads
 
-pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'sa1b[s3]'")
 IMAGES, ROUNDS, LATENCY = 24, 5, 0.02
 
 

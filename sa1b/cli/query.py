@@ -4,7 +4,7 @@ Example: sa1b query shards "SELECT count(*) FROM masks WHERE area_fraction < 0.0
          sa1b query shards "SELECT image_id, avg(stability_score) FROM masks GROUP BY image_id" --csv
          sa1b query shards "SELECT image_id FROM images WHERE masks >= 100" --as-view crowded
 
-Needs DuckDB: pip install 'sa1b[interop]'. Exit code 0: answered; 2: not answered; 130: interrupted.
+Exit code 0: answered; 2: not answered; 130: interrupted.
 """
 
 import csv

@@ -15,7 +15,7 @@ from sa1b.doctor.check import Subject
 from sa1b.doctor.report import Finding
 from sa1b.storage.protocols import EXTRAS, protocol_of
 
-OPTIONAL = ("s3", "gcs", "azure", "interop", "text", "ray", "tensorboard", "kernels")  # extras for users
+OPTIONAL = ("gcs", "azure", "text", "ray", "tensorboard", "kernels")  # extras for users
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]+\])?(?:>=([\d.]+))?.*?(?:extra == ['\"]([\w-]+)['\"])?$")
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,8 +78,8 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     """The images of an annotation file, by id.
 
     Raises:
-        UsageError: a file has another format, images are missing, or pycocotools is required and missing; the
-            message names the flag and the file.
+        UsageError: a file has another format, or images are missing; the message
+            names the flag and the file.
     """
     document = _json("--evaluation.coco", annotations)
     if not isinstance(document, dict) or not all(
@@ -92,16 +91,6 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
         raise UsageError(f"--evaluation.coco {annotations}: has no list of categories; {_COCO}")
     if not isinstance(boxes, list):
         raise UsageError(f"--evaluation.detections {detections}: not a list; pass results in COCO's format")
-    polygons = any(
-        isinstance(one, dict) and isinstance(one.get("segmentation"), list) for one in document["annotations"]
-    )
-    if (polygons or detections is not None) and find_spec("pycocotools") is None:
-        reason = (
-            "--evaluation.detections"
-            if detections is not None
-            else f"--evaluation.coco {annotations} with polygons"
-        )
-        raise UsageError(f"{reason}: pycocotools is missing; pip install 'sa1b[interop]'")
     images: dict[int, CocoImage] = {}
 
     def take_image(one: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from sa1b.masks import coco, geometry
 from sa1b.masks.points import nth_foreground
-from sa1b.masks.polygons import rasterize_polygons
+from sa1b.masks.polygons import encode_polygons
 from sa1b.masks.runs import MaskError, Runs
 from sa1b.names import member_name
 
@@ -157,36 +157,19 @@ def _mask(pair: CocoPair, annotation: Any, height: int, width: int) -> _Mask | N
 
 def _rasterize(pair: CocoPair, masks: list[_Mask], height: int, width: int) -> None:
     """Set the strings of the masks of polygons; a refused one keeps an empty string."""
-    left = [mask for mask in masks if mask.form == "polygons"]
-    polygons = []
-    for mask in left:
+    for mask in masks:
+        if mask.form != "polygons":
+            continue
         parts = mask.annotation["segmentation"]
-        short = [part for part in parts if isinstance(part, list) and len(part) < 6]
-        polygons.append([part for part in parts if not (isinstance(part, list) and len(part) < 6)])
-        if short:
-            what = f"{len(short):,} of {len(parts):,} polygons" if polygons[-1] else "every polygon"
+        polygons = [part for part in parts if not (isinstance(part, list) and len(part) < 6)]
+        if short := len(parts) - len(polygons):
+            what = f"{short:,} of {len(parts):,} polygons" if polygons else "every polygon"
             pair.refuse("short_polygon", mask.annotation, f"{what} with fewer than three vertices left out")
-    left, polygons = (
-        [one for one, parts in zip(left, polygons, strict=True) if parts],
-        [parts for parts in polygons if parts],
-    )
-    try:
-        texts = coco.encode(rasterize_polygons(polygons, height, width))
-    except MaskError:  # of one of them; one by one, so that the time stays linear
-        texts = [
-            _rasterized(pair, mask, parts, height, width) for mask, parts in zip(left, polygons, strict=True)
-        ]
-    for mask, text in zip(left, texts, strict=True):
-        mask.text = text.decode("ascii")
-
-
-def _rasterized(pair: CocoPair, mask: _Mask, polygons: list[Any], height: int, width: int) -> bytes:
-    """The string of a mask; empty if it is refused."""
-    try:
-        return coco.encode(rasterize_polygons([polygons], height, width))[0]
-    except MaskError as error:
-        pair.refuse(error.reason, mask.annotation, str(error).partition(": ")[2])
-        return b""
+        if polygons:
+            try:
+                mask.text = encode_polygons(polygons, height, width).decode("ascii")
+            except MaskError as error:
+                pair.refuse(error.reason, mask.annotation, str(error).partition(": ")[2])
 
 
 def _check_strings(pair: CocoPair, masks: list[_Mask], height: int, width: int) -> None:

@@ -10,7 +10,7 @@ AZURE = ("az", "abfs", "abfss", "adl")
 HUB = ("hf",)
 HTTP = ("http", "https")
 READ_ONLY = (*HTTP, *HUB)  # writes to the Hugging Face Hub are commits, and have no conditions
-EXTRAS = {S3: "s3", GCS: "gcs", AZURE: "azure"}  # extras of this package with the file systems
+EXTRAS = {GCS: "gcs", AZURE: "azure"}  # extras of this package with the file systems
 
 
 def protocol_of(root: str) -> str:

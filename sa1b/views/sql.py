@@ -219,14 +219,12 @@ def open_query(
         quiet: no progress bar.
 
     Raises:
-        UsageError: DuckDB is missing, the text is not one SELECT statement, or names what does not exist.
+        UsageError: the text is not one SELECT statement, or names what does not exist.
         ManifestError: `root` contains no dataset.
         ShardError, sa1b.storage.errors.StorageError: see `Query.rows`.
     """
-    try:
-        import duckdb
-    except ImportError:
-        raise UsageError("SQL (sa1b query): DuckDB is missing; pip install 'sa1b[interop]'") from None
+    import duckdb
+
     _check_select(text)
     if "://" not in str(root) and not Path(root).is_dir():
         raise no_dataset(root)

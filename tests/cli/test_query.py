@@ -185,12 +185,6 @@ def test_a_url_is_read_by_ranges_and_damage_names_the_index(root: Path, query: Q
             (root / name).write_bytes(data)
 
 
-def test_duckdb_is_an_extra(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(UsageError, match=r"pip install 'sa1b\[interop\]'"):
-        query("SELECT 1")
-
-
 def test_ctrl_c_before_the_query_ends_the_command(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
     def views(_: object) -> Iterator[str]:
         yield "CREATE VIEW images AS SELECT 1 AS image_id"

@@ -14,10 +14,10 @@ from sa1b.doctor.report import Finding
 REQUIREMENTS = (
     "torch>=2.11",
     "numpy>=2.0",
-    's3fs>=2025.3; extra == "s3"',
+    'gcsfs>=2025.3; extra == "gcs"',
     'ray>=2.40; extra == "ray"',
     'triton>=3.6; platform_system == "Linux" and extra == "dev"',
-    'sa1b[s3,ray]; extra == "dev"',
+    'sa1b[gcs,ray]; extra == "dev"',
 )
 
 
@@ -32,9 +32,9 @@ def checked(root: str | None = None, **installed: str) -> list[Finding]:
 
 def test_all_required_packages_are_there() -> None:
     (found,) = checked(torch="2.13.0+cpu", numpy="2.10.1")
-    optional = "not installed, and optional: ray (ray), s3fs (s3)"
+    optional = "not installed, and optional: gcsfs (gcs), ray (ray)"
     assert (found.state, found.figure) == ("ok", f"2 required packages are installed; {optional}")
-    assert found.values["not_installed"] == ["ray", "s3fs", "triton"]
+    assert found.values["not_installed"] == ["gcsfs", "ray", "triton"]
 
 
 def test_a_package_that_is_missing_or_too_old() -> None:
@@ -45,11 +45,11 @@ def test_a_package_that_is_missing_or_too_old() -> None:
 
 
 def test_what_the_url_needs() -> None:
-    (found,) = checked("s3://bucket/shards", torch="2.13.0", numpy="2.0")
-    assert (found.state, found.figure) == ("failed", "s3fs is missing (s3://bucket/shards needs it)")
-    assert found.remedy == "pip install --upgrade 'sa1b[s3]'"
-    (found,) = checked("s3://bucket/shards", torch="2.13.0", numpy="2.0", s3fs="2024.1")
-    assert found.figure == "s3fs 2024.1 is older than 2025.3"
+    (found,) = checked("gs://bucket/shards", torch="2.13.0", numpy="2.0")
+    assert (found.state, found.figure) == ("failed", "gcsfs is missing (gs://bucket/shards needs it)")
+    assert found.remedy == "pip install --upgrade 'sa1b[gcs]'"
+    (found,) = checked("gs://bucket/shards", torch="2.13.0", numpy="2.0", gcsfs="2024.1")
+    assert found.figure == "gcsfs 2024.1 is older than 2025.3"
 
 
 def test_the_requirements_of_this_package_are_met() -> None:

@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from pycocotools import mask as coco_mask
 
 import sa1b
 from sa1b.engine.coco_evaluation import CocoError, load_image, read_coco
@@ -20,8 +21,6 @@ from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import write_weights
 from tests import processes
 from tests.train.command import FLAGS, REPOSITORY, start
-
-coco_mask = pytest.importorskip("pycocotools.mask")
 
 MODEL = ModelConfig(
     image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32, pixel_features=8

@@ -5,8 +5,7 @@ import pytest
 from pycocotools import mask as pycocotools
 
 from sa1b import masks
-from sa1b.masks import polygons
-from sa1b.masks.polygons import rasterize_polygons
+from sa1b.masks.polygons import encode_polygons
 
 
 def polygon(rng: np.random.Generator, height: int, width: int) -> list[float]:
@@ -32,23 +31,16 @@ def expected(parts: list[list[float]], height: int, width: int) -> bytes:
     return counts
 
 
-def test_every_mask_of_polygons_has_the_runs_of_pycocotools(monkeypatch):
+def test_the_string_of_polygons_is_that_of_pycocotools_and_decodes():
     rng = np.random.default_rng(5)
-    monkeypatch.setattr(polygons, "_TOGETHER", 1000)  # several groups in one image
     for _ in range(300):
         height, width = map(int, rng.integers(1, 90, 2))
-        image = [
-            [polygon(rng, height, width) for _ in range(rng.integers(1, 4))]
-            for _ in range(rng.integers(1, 6))
-        ]
-        runs = rasterize_polygons(image, height, width).check()
-        assert masks.encode(runs) == [expected(parts, height, width) for parts in image]
-
-
-def test_no_mask_and_a_mask_of_the_whole_image():
-    assert len(rasterize_polygons([], 3, 4)) == 0
-    (counts,) = masks.encode(rasterize_polygons([[[-5, -5, 90, -5, 90, 90, -5, 90]]], 30, 40))
-    assert counts == expected([[-5, -5, 90, -5, 90, 90, -5, 90]], 30, 40)
+        parts = [polygon(rng, height, width) for _ in range(rng.integers(1, 4))]
+        string = encode_polygons(parts, height, width)
+        assert string == expected(parts, height, width)
+        assert masks.encode(masks.decode([string], height, width).check()) == [string]
+    around = [[-5, -5, 90, -5, 90, 90, -5, 90]]
+    assert masks.area(masks.decode([encode_polygons(around, 30, 40)], 30, 40)).tolist() == [1200]
 
 
 SQUARE = [1, 1, 5, 1, 5, 5]
@@ -68,7 +60,7 @@ SQUARE = [1, 1, 5, 1, 5, 5]
         ([[-9e5, 0, 9e5, 0, -9e5, 3] * 3], "polygon_too_long", "longer than 838,861 pixels"),
     ],
 )
-def test_what_is_no_polygon_is_refused_with_its_number(parts, reason, message):
+def test_what_is_no_polygon_is_refused(parts, reason, message):
     with pytest.raises(masks.MaskError, match=message) as caught:
-        rasterize_polygons([[SQUARE], parts], 10, 10)
-    assert (caught.value.mask, caught.value.reason) == (1, reason)
+        encode_polygons(parts, 10, 10)
+    assert caught.value.reason == reason
