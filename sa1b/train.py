@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from sa1b.console import before_training, broken_pipe
@@ -174,7 +175,10 @@ def train_and_close(run: Run) -> int:
         raise
     run.close()
     control.check()
-    if control.stopping and rank_info.rank == 0:
+    if rank_info.rank == 0 and run.finished:
+        if marker := os.environ.get("SA1B_FINISHED"):  # a job script does not queue this run again
+            write_whole(Path(marker), b"")
+    elif control.stopping and rank_info.rank == 0:
         print(_how_it_stopped(run), flush=True)
     if control.restarts:
         control.wait_for_agent()

@@ -19,6 +19,7 @@ WAYS = {
         "radosgw": ceph.INSTALL,
         azurite.PROGRAM: azurite.INSTALL,
         gcs.PROGRAM: gcs.INSTALL,
+        "shellcheck": "apt-get install shellcheck",
         "SLURM": slurm_node.INSTALL + " (and run as root)",
         "C compiler": "install a C compiler (cc)",
         "GNU tar": "install GNU tar",

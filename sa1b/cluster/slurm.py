@@ -13,21 +13,23 @@ from sa1b.console import command, counted
 # The exit code of the last background process. A signal interrupts `wait`, which is then called again.
 _WAIT = (
     "while true; do",
-    "    signalled= code=0",
+    "    signalled='' code=0",
     "    wait $! || code=$?",
     '    [ -n "$signalled" ] || break',
     "done",
 )
 _MEET = (
     "# The ranks meet on the first node. The port depends on the job, so that two jobs can share a node.",
-    'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-    "port=$((20000 + SLURM_JOB_ID % 20000))",
+    # Not with `head`: pipefail would end the script if scontrol cannot write all names of many nodes.
+    'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+    r"head=${hosts%%$'\n'*}",
+    "port=$((20000 + SLURM_JOB_ID % 12000))  # below the ports that Linux gives to connections",
 )
 _RECORD = (
     "# The environment, once, for the record.",
     'echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, nodes: $SLURM_JOB_NODELIST"',
     "env | grep -E '^(SLURM_|NCCL_|TORCH_|CUDA_|OMP_|AWS_ENDPOINT|SA1B_)' \\",
-    "    | grep -v -i -E 'JWT|TOKEN|SECRET' | sort",
+    "    | grep -v -i -E 'JWT|TOKEN|SECRET' | sort || true",
 )
 MAX_ARRAY = 1000  # tasks of an array that most sites allow: MaxArraySize is 1001 by default
 
@@ -45,6 +47,8 @@ class Site:
         logs: folder of the log files; it must exist when the job starts.
         setup: shell commands that come first, such as the activation of an environment.
         options: further options of sbatch, such as "--qos=high".
+        grace: seconds before the time limit at which SLURM signals the script.
+        requeue: how often the script queues a failed job again.
     """
 
     partition: str | None = None
@@ -56,9 +60,13 @@ class Site:
     logs: str = "."
     setup: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    grace: int = 120
+    requeue: int = 0
 
 
-def reshard_script(arguments: Sequence[str], site: Site, *, tasks: int, workers: int) -> str:
+def reshard_script(
+    arguments: Sequence[str], site: Site, *, tasks: int, workers: int, accepted: Sequence[int] = ()
+) -> str:
     """The script of an array job that converts sources.
 
     Task I of N has the sources I, I + N, I + 2 N, ..., so that the array is much smaller than the number of
@@ -69,6 +77,7 @@ def reshard_script(arguments: Sequence[str], site: Site, *, tasks: int, workers:
         site: settings of the site.
         tasks: N.
         workers: worker processes of a task, from `arguments`.
+        accepted: exit codes of a task that SLURM shall count as success.
     """
     lines = _head(
         site,
@@ -85,6 +94,7 @@ def reshard_script(arguments: Sequence[str], site: Site, *, tasks: int, workers:
                 f"{counted(workers, 'worker process', 'es')} with two cores each",
             ),
             ("mem", site.memory or f"{workers + 1}G", "a worker process uses up to 600 MB"),
+            *([_before_the_limit(site)] if site.requeue else []),
             ("requeue", None, "a task that is preempted, or whose node fails, starts again"),
             ("open-mode", "append", "keeps the log of the first start"),
         ],
@@ -95,28 +105,50 @@ def reshard_script(arguments: Sequence[str], site: Site, *, tasks: int, workers:
         "",
         "# Finished sources are skipped, so a task that starts again continues its work. The task that ends",
         "# last writes dataset.json. To try failed sources again, submit this script again.",
-        f'exec {command(words)} --task "$SLURM_ARRAY_TASK_ID/{tasks}" --finish',
     ]
-    return "\n".join(lines) + "\n"
+    call = f'{command(words)} --task "$SLURM_ARRAY_TASK_ID/{tasks}" --finish'
+    if not (accepted or site.requeue):
+        return "\n".join([*lines, *_literal(arguments, f"exec {call}")]) + "\n"
+    lines += [
+        "signalled=''",
+        *(["trap 'signalled=yes; kill $! || true' USR1"] if site.requeue else []),
+        *_literal(arguments, f"{call} &"),
+        *_WAIT,
+    ]
+    if accepted:
+        lines += [
+            f"case $code in {'|'.join(map(str, accepted))})",
+            '    echo "exit code $code counts as success"',
+            "    code=0 ;;",
+            "esac",
+        ]
+    if site.requeue:
+        lines += [
+            "# A task that failed, was killed or reached its time limit is queued again.",
+            f'if [ "$code" -ne 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {site.requeue} ]; then',
+            '    scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
+            "fi",
+        ]
+    return "\n".join([*lines, 'exit "$code"']) + "\n"
 
 
-def train_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int, grace: int) -> str:
+def train_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int) -> str:
     """The script of a training job on one or many nodes.
 
     Before the time limit, and on preemption, SLURM signals the script. The script passes the signal to the
-    ranks. They save a checkpoint after the current step and end, and the job is queued again.
+    ranks. They save a checkpoint after the current step and end, and the job is queued again, unless the run
+    has finished: rank 0 then creates the file in SA1B_FINISHED.
 
     Args:
         arguments: of `sa1b train`.
         site: settings of the site.
         nodes: number of nodes.
         gpus: GPUs of a node, and ranks on it; 0: one rank on a node, without a GPU.
-        grace: seconds before the time limit at which the ranks are asked to stop.
     """
     ranks = max(gpus, 1)
     settings = [
         *_of_nodes(site, nodes, gpus, "one torchrun on each node; it starts the ranks"),
-        ("signal", f"B:USR1@{grace}", f"signal this script {grace} s before the time limit"),
+        _before_the_limit(site),
         ("requeue", None, "a job that is preempted, or whose node fails, starts again"),
         ("open-mode", "append", "keeps the log of the first start"),
     ]
@@ -143,41 +175,47 @@ def train_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int,
         "",
         *_MEET,
         f'ranks={shlex.quote(site.logs)}/ranks-"$SLURM_JOB_ID"  # a log of each rank',
-        "export head port ranks",
+        'export head port ranks SA1B_FINISHED="$ranks/finished"  # rank 0 creates it after the last step',
         "export OMP_NUM_THREADS=1  # the decoding threads use the cores",
         "",
         *_RECORD,
         "",
-        f"set -- {shlex.join(arguments)}",
+        *_literal(arguments, f"set -- {shlex.join(arguments)}"),
         "",
         "# On each node: torchrun, which ignores USR1 and USR2, and a shell that passes them to the ranks.",
         "# After USR1 they save a checkpoint after the current step and end with exit code 0. After USR2",
         "# they print a table of their times.",
-        "node='",
-        '    (trap "" USR1 USR2; exec ' + " \\\n        ".join(torchrun) + ") &",
-        "    signalled=",
-        '    trap "signalled=yes; pkill -USR1 -P $!" USR1',
-        '    trap "signalled=yes; pkill -USR2 -P $!" USR2',
-        *(f"    {line}" for line in _WAIT),
-        "    exit $code",
-        "'",
+        *_on_each_node(
+            "signalled=''",
+            "trap 'signalled=yes; pkill -USR1 -P $!' USR1",
+            "trap 'signalled=yes; pkill -USR2 -P $!' USR2",
+            '(trap "" USR1 USR2; exec ' + " \\\n    ".join(torchrun) + ") &",
+            *_WAIT,
+            'exit "$code"',
+        ),
         "",
-        "# Then this job is queued again, and its next start resumes.",
-        "stopping= signalled=",
-        "stop() {",
-        "    stopping=yes signalled=yes",
+        "# Before the time limit, the nodes get the signal, but not this script.",
+        "stopping='' signalled=''",
+        "trap 'stopping=yes signalled=yes",
         '    echo "stop requested: asking the ranks for a checkpoint"',
-        '    scancel --signal=USR1 "$SLURM_JOB_ID"  # the nodes, not this script',
-        "}",
-        "trap stop USR1",
+        """    scancel --signal=USR1 "$SLURM_JOB_ID" || true' USR1""",
         'srun --kill-on-bad-exit=1 bash -c "$node" sa1b "$@" &',
         *_WAIT,
-        'if [ -n "$stopping" ] && [ "$code" -eq 0 ]; then',
+        "# A run that stopped before its last step is queued again, and its next start resumes.",
+        'if [ -n "$stopping" ] && [ "$code" -eq 0 ] && [ ! -e "$SA1B_FINISHED" ]; then',
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",
-        'exit "$code"',
     ]
-    return "\n".join(lines) + "\n"
+    if site.requeue:
+        lines += [
+            "# A run that failed resumes from its newest checkpoint.",
+            'if [ "$code" -ne 0 ]; then',
+            '    mkdir -p "$ranks"',
+            '    echo "$code" >> "$ranks/failures"',
+            f'    [ "$(wc -l < "$ranks/failures")" -gt {site.requeue} ] || scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+        ]
+    return "\n".join([*lines, 'exit "$code"']) + "\n"
 
 
 def doctor_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int) -> str:
@@ -207,24 +245,39 @@ def doctor_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int
         "",
         *_RECORD,
         "",
-        f"set -- {shlex.join(arguments)}",
+        *_literal(arguments, f"set -- {shlex.join(arguments)}"),
         "",
         "# On each node: the ranks. They are started without torchrun, so that each one reports even if the",
         "# nodes cannot reach each other. Rank 0 prints the table of all.",
-        f"export LOCAL_WORLD_SIZE={ranks} WORLD_SIZE=$(({ranks} * SLURM_NNODES))",
-        "node='",
-        "    code=0 started=",
-        f"    for number in $(seq 0 {ranks - 1}); do",
-        f"        LOCAL_RANK=$number RANK=$((SLURM_NODEID * {ranks} + number)) \\",
-        f'            {command("doctor")} "$@" &',
-        '        started="$started $!"',
-        "    done",
-        "    for process in $started; do wait $process || code=$?; done",
-        "    exit $code",
-        "'",
+        f'export LOCAL_WORLD_SIZE={ranks} WORLD_SIZE="$(({ranks} * SLURM_NNODES))"',
+        *_on_each_node(
+            "code=0 started=()",
+            f"for number in $(seq 0 {ranks - 1}); do",
+            f"    LOCAL_RANK=$number RANK=$((SLURM_NODEID * {ranks} + number)) \\",
+            f'        {command("doctor")} "$@" &',
+            "    started+=($!)",
+            "done",
+            'for process in "${started[@]}"; do wait "$process" || code=$?; done',
+            'exit "$code"',
+        ),
         'exec srun --kill-on-bad-exit=0 bash -c "$node" sa1b "$@"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _before_the_limit(site: Site) -> tuple[str, object, str | None]:
+    return "signal", f"B:USR1@{site.grace}", f"signal this script {site.grace} s before the time limit"
+
+
+def _on_each_node(*lines: str) -> list[str]:
+    """The text of a script for the shell that srun starts on each node, as the variable `node`."""
+    return ["node=$(cat <<'NODE'", *lines, "NODE", ")"]
+
+
+def _literal(arguments: Sequence[str], line: str) -> list[str]:
+    """A line with quoted arguments; shellcheck takes a dollar sign in them for a mistake."""
+    marked = any(sign in argument for argument in arguments for sign in "$`")
+    return [*(["# shellcheck disable=SC2016"] if marked else []), line]
 
 
 def _of_nodes(site: Site, nodes: int, gpus: int, why: str) -> list[tuple[str, object, str | None]]:

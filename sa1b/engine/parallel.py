@@ -48,7 +48,7 @@ from sa1b.engine.network import Network
 from sa1b.engine.pipeline import Pipeline, Schedule, divide
 from sa1b.engine.rank_store import fresh_store
 from sa1b.engine.ranks import RankInfo, agree
-from sa1b.engine.sharding import least_size, mesh_of, replicas_on, shard_module
+from sa1b.engine.sharding import least_size, mesh_of, replicas_note, replicas_on, shard_module
 from sa1b.errors import UsageError
 from sa1b.stream.plan import process_rank
 
@@ -167,13 +167,8 @@ def start(config: ParallelConfig) -> RankInfo:
     replicas = replicas_on(world_size, config.replicas)
     mesh = mesh_of(device, world_size, replicas) if config.mode == "fsdp" else None
     rank_info = RankInfo(rank, world_size, local_rank, device, mesh)
-    if rank == 0 and replicas != config.replicas:
-        # Not to stdout, where --json prints the scores.
-        sys.stderr.write(
-            f"--parallel.replicas {config.replicas}: does not fit {counted(world_size, 'rank')}, so it is "
-            f"{replicas}, with {counted(world_size // replicas, 'rank')} for each copy of the model, until a "
-            f"restart with a multiple of {config.replicas} ranks, at least {2 * config.replicas}\n"
-        )
+    if rank == 0:  # not to stdout, where --json prints the scores
+        sys.stderr.write(replicas_note(world_size, config.replicas))
     set_timeout(rank_info, config.timeout_first)
     return rank_info
 

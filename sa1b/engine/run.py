@@ -202,6 +202,12 @@ class Run:
         """Whether the run ends after this step; the same on all ranks."""
         return self.control.stopping or self.step >= self.config.optim.steps
 
+    @property
+    def finished(self) -> bool:
+        """Whether another start would do nothing: all steps are done, and the evaluation after them."""
+        due = bool(self.config.evaluation.every) and self.metrics.lacks_evaluation(self.step)
+        return self.step >= self.config.optim.steps and not due
+
     def forward_backward(self, batch: Batch) -> dict[str, Tensor]:
         """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from sa1b.console import counted
 from sa1b.engine.model import declared
 from sa1b.errors import UsageError
 
@@ -75,6 +76,18 @@ def replicas_on(world_size: int, demanded: int) -> int:
     """
     fitting = range(1, min(demanded, max(world_size - 1, 1)) + 1)
     return max(replicas for replicas in fitting if world_size % replicas == 0)
+
+
+def replicas_note(world_size: int, demanded: int) -> str:
+    """A line that --parallel.replicas does not fit the ranks; empty if it fits."""
+    replicas = replicas_on(world_size, demanded)
+    if replicas == demanded:
+        return ""
+    return (
+        f"--parallel.replicas {demanded}: does not fit {counted(world_size, 'rank')}, so it is "
+        f"{replicas}, with {counted(world_size // replicas, 'rank')} for each copy of the model, until a "
+        f"restart with a multiple of {demanded} ranks, at least {2 * demanded}\n"
+    )
 
 
 def mesh_of(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:

@@ -114,3 +114,17 @@ def test_a_single_process_that_is_interrupted_exits_with_0_and_goes_on(
     assert ended.codes == [0]
     assert len(losses(out)) < STEPS
     assert losses(train_to_end(root, out)) == losses(whole("none", 1))
+
+
+@pytest.mark.parametrize("steps", [3, 100000])
+def test_only_a_run_that_has_finished_creates_the_file_for_job_scripts(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    marker = tmp_path / "logs" / "finished"
+    monkeypatch.setenv("SA1B_FINISHED", str(marker))
+    mishap = {"what": "stop", "step": 2, "moment": "begun"}  # its last step, or not
+    ended = start(root, tmp_path / "run", "--optim.steps", str(steps), mishap=mishap)
+    assert ended.codes == [0], ended.outputs
+    assert len(losses(tmp_path / "run")) == 3
+    assert marker.exists() == (steps == 3)
+    assert ("run the same command to resume" in ended.outputs[0]) == (steps > 3)
