@@ -2,7 +2,8 @@
 
 The file systems wrap errors: s3fs turns most error responses into an OSError whose `__cause__` is the
 client's error, and aiohttp and botocore have their own exception classes. None of these libraries is imported
-here. An exception is recognised by its attributes and by the module of its class. gcsfs raises two kinds of
+here. An exception is recognised by its attributes, by its base classes, whose names are the same in all
+versions of a client, and by the errors of the standard library that caused it. gcsfs raises two kinds of
 error responses without their status, so these are recognised by their message.
 """
 
@@ -65,15 +66,20 @@ _EXPIRED = {
 _THROTTLED = {"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests"}
 _TIMEOUTS = {"RequestTimeout", "RequestTimeoutException"}
 _DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}  # a write, in transit
-_REFUSED = {"ParamValidationError", "InvalidURL", "InvalidUrlClientError", "SSLCertVerificationError"}
-_LOOKUPS = {"CredentialRetrievalError", "MetadataRetrievalError"}  # the metadata service is not available
-_CLIENTS = {
-    *("botocore", "aiobotocore"),
-    *("gcsfs", "google"),
-    *("adlfs", "azure", "msal"),
-    *("huggingface_hub", "httpx", "httpcore"),
-    *("aiohttp", "urllib3", "requests", "http", "ssl"),
+_REFUSED = {
+    *("ParamValidationError", "InvalidURL", "InvalidUrlClientError", "SSLCertVerificationError"),
+    *("UnsupportedProtocol", "LocalProtocolError", "TooManyRedirects"),
 }
+_LOOKUPS = {"CredentialRetrievalError", "MetadataRetrievalError"}  # the metadata service is not available
+_CLIENTS = {  # base classes
+    *("BotoCoreError", "HTTPClientError"),  # botocore
+    *("GoogleAuthError", "HttpError", "ChecksumError"),  # google-auth, gcsfs
+    "AzureError",
+    *("HTTPError", "RequestError", "TransportError"),  # httpx and its successors, urllib3, huggingface_hub
+    *("ClientError", "RequestException", "HTTPException"),  # aiohttp, requests, http.client
+    "OSError",
+}
+_GARBLED = "aiohttp.http_exceptions"  # a response that is no HTTP; its status of 400 was not sent
 _GCSFS = (("Forbidden: ", 403), ("Bad Request: ", 400))  # first words of the message -> status
 _DEVICE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO}
 
@@ -101,18 +107,20 @@ def classify_error(error: BaseException) -> Fault | None:
     for kinds, error_class in _FAMILIES:
         if any(isinstance(link, kinds) for link in chain):
             return Fault(error_class, message)
-    if any("Timeout" in name for name in map(_name, chain)):
+    bases = {base.__name__ for link in chain for base in type(link).__mro__}
+    if any("Timeout" in name for name in bases):
         return Fault(ErrorClass.TIMEOUTS, message)
-    if any(_name(link) in _REFUSED or str(link).startswith("Invalid endpoint") for link in chain):
+    if bases & _REFUSED or any(str(link).startswith("Invalid endpoint") for link in chain):
         return Fault(ErrorClass.REFUSED, message)
-    if isinstance(error, OSError) or any(_origin(link) in _CLIENTS for link in chain):
-        return Fault(ErrorClass.RESETS, message)
-    return None
+    return Fault(ErrorClass.RESETS, message) if bases & _CLIENTS else None
 
 
 def response_of(error: BaseException) -> tuple[int, str]:
     """HTTP status and error code of the response that caused an exception; 0 and "" without a response."""
-    found = (_response(link) for link in _chain(error))
+    chain = list(_chain(error))
+    if any(type(link).__module__ == _GARBLED for link in chain):
+        return 0, ""
+    found = map(_response, chain)
     return next((one for one in found if any(one)), (0, ""))
 
 
@@ -196,10 +204,6 @@ def class_of_response(status: int, code: str) -> ErrorClass:
 
 def _name(error: BaseException) -> str:
     return type(error).__name__
-
-
-def _origin(error: BaseException) -> str:
-    return type(error).__module__.partition(".")[0]
 
 
 def _message(chain: list[BaseException]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from sa1b.storage import file_system
-from sa1b.storage.classify import FaultError
+from sa1b.storage.classify import ErrorClass, FaultError
 from sa1b.storage.http_range import HttpRanges, PlainUrls
 from sa1b.storage.protocols import HTTP, S3, protocol_of
 from sa1b.storage.retry import RetryPolicy
@@ -54,16 +54,22 @@ class Connection:
             self._http = HttpRanges(PlainUrls(self.system), etags)
         self._uses_http = True
 
-    async def read_range(self, url: str, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end` of an object, or what there is of them."""
+    async def read_range(self, url: str, start: int, end: int, *, uncached: bool = False) -> bytes:
+        """The bytes from `start` to `end` of an object, or what there is of them.
+
+        Args:
+            uncached: proxies of plain HTTP are to request them from the store.
+        """
         return await self._either(
-            lambda http: http.read_range(url, start, end),
+            lambda http: http.read_range(url, start, end, uncached=uncached),
             lambda: file_system.read_range(self.system, url, start, end),
         )
 
-    async def size(self, url: str) -> int:
-        """Size of an object in bytes."""
-        return await self._either(lambda http: http.size(url), lambda: file_system.size(self.system, url))
+    async def size(self, url: str, *, uncached: bool = False) -> int:
+        """Size of an object in bytes; `uncached` as in `read_range`."""
+        return await self._either(
+            lambda http: http.size(url, uncached=uncached), lambda: file_system.size(self.system, url)
+        )
 
     async def names(self, url: str) -> list[str]:
         """Names of the objects and folders directly below a folder, sorted."""
@@ -83,7 +89,8 @@ class Connection:
         try:
             response = await by_http(self._http)
         except FaultError as error:
-            if not self._is_presigned or self.is_proven or error.status not in _REFUSALS:
+            has_expired = error.fault.error_class is ErrorClass.EXPIRED
+            if not self._is_presigned or self.is_proven or has_expired or error.status not in _REFUSALS:
                 raise
         else:
             self.is_proven = self._is_presigned

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from sa1b.storage.classify import classify_error
+from sa1b.storage.classify import FaultError, classify_error
 from sa1b.storage.credentials import advice
 from sa1b.storage.errors import DeniedError, StorageError
 from sa1b.storage.protocols import AZURE, EXTRAS, GCS, HTTP, HUB, S3, protocol_of
@@ -50,6 +50,7 @@ def connect(root: str, options: Mapping[str, Any], policy: RetryPolicy, in_fligh
 
     Raises:
         StorageError: no such scheme, its package is not installed, or there are no credentials.
+        FaultError: a service that it asks for credentials cannot be reached.
     """
     protocol = protocol_of(root)
     kind = _kind(root)
@@ -78,6 +79,8 @@ def connect(root: str, options: Mapping[str, Any], policy: RetryPolicy, in_fligh
         fault = classify_error(error)
         if protocol not in (*GCS, *AZURE, *HUB) or (fault is None and not isinstance(error, ValueError)):
             raise
+        if fault is not None and fault.error_class.transient:
+            raise FaultError(fault) from error
         message = f"{root}: no access ({fault.message if fault else error}); {advice(root)}"
         raise DeniedError(message, url=root) from error
     if hasattr(system, "retries"):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import aiohttp
     import yarl
 
+_UNCACHED = {"Cache-Control": "no-cache", "Pragma": "no-cache"}
 _PLAIN = {"Accept-Encoding": "identity"}  # a range of a compressed response is another range
 # A tar that is stored as gzip may be sent with Content-Encoding: gzip. Its stored bytes are wanted.
 _STORED: Mapping[str, Any] = {"auto_decompress": False}
@@ -87,13 +88,14 @@ class HttpRanges:
         self._targets, self._etags = targets, etags
         self._conditional = True
 
-    async def read_range(self, url: str, start: int, end: int) -> bytes:
+    async def read_range(self, url: str, start: int, end: int, *, uncached: bool = False) -> bytes:
         """The bytes from `start` to `end` of an object, or fewer if the object ends before.
 
         Args:
             url: of the object, without a signature.
             start: first byte.
             end: byte after the last one.
+            uncached: proxies are to request it from the store.
 
         Raises:
             FaultError: the response is an error or another range.
@@ -101,7 +103,7 @@ class HttpRanges:
             StorageError: the server ignores byte ranges.
         """
         target = await self._targets.target(url)
-        headers = {**target.headers, "Range": f"bytes={start}-{end - 1}"}
+        headers = {**target.headers, "Range": f"bytes={start}-{end - 1}", **(_UNCACHED if uncached else {})}
         etag = self._etags.get(url)
         if etag is not None and self._conditional and not etag.startswith("W/"):  # weak ones never match
             headers["If-Match"] = etag
@@ -126,17 +128,17 @@ class HttpRanges:
                 return response.content.read_nowait()
         await self.size(url)  # raises an error if the object was replaced or removed
         self._conditional = False  # the store does not accept the ETag that it sends
-        return await self.read_range(url, start, end)
+        return await self.read_range(url, start, end, uncached=uncached)
 
-    async def size(self, url: str) -> int:
-        """Size of an object in bytes.
+    async def size(self, url: str, *, uncached: bool = False) -> int:
+        """Size of an object in bytes; `uncached` as in `read_range`.
 
         Raises:
             FaultError, ReplacedError: as read_range.
             StorageError: the server does not return the size.
         """
         target = await self._targets.target(url)
-        headers = {**target.headers, "Range": "bytes=0-0"}
+        headers = {**target.headers, "Range": "bytes=0-0", **(_UNCACHED if uncached else {})}
         async with target.session.get(target.url, headers=headers, **target.options, **_STORED) as response:
             if response.status == 416:  # an empty object has no first byte
                 return 0

@@ -121,11 +121,10 @@ class LocalOrigin:
         self._policy = policy
         self._files = OpenFiles()
 
-    def read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
-        """See Reader.read_range."""
+    def read(self, name: str, start: int, length: int, crc: Crc, *, fresh: bool = False) -> bytes:
+        """See Reader.read_range; `fresh`: not from the cache of the operating system."""
         path = f"{self._root}/{name}"
         state = RetryState(path, start, length, crc, self._policy, self.counters)
-        fresh = False
         while True:
             state.start_attempt()
             try:

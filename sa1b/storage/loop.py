@@ -75,6 +75,7 @@ class Loop:
         for last in (self._last, self._loop.shutdown_default_executor()):
             if last is not None:
                 await asyncio.wait({asyncio.ensure_future(last)}, timeout=_CLOSING)
+        self._loop.set_exception_handler(_silence)  # no warning about a thread whose request is stalled
 
 
 def result_of(future: "Future[T]") -> T:

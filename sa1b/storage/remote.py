@@ -8,10 +8,11 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from sa1b.storage.checksum import Crc
-from sa1b.storage.classify import ErrorClass, Fault, classify_error
+from sa1b.storage.classify import ErrorClass, Fault, FaultError, classify_error
 from sa1b.storage.connection import Connection
 from sa1b.storage.counters import CounterSet
 from sa1b.storage.errors import MissingError, StorageError
@@ -47,9 +48,9 @@ class RemoteOrigin:
         self._connections: list[Connection] = []
         self._etags: dict[str, str] = {}
 
-    def read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
-        """See Reader.read_range."""
-        return result_of(self.submit(name, start, length, crc))
+    def read(self, name: str, start: int, length: int, crc: Crc, *, fresh: bool = False) -> bytes:
+        """See Reader.read_range; `fresh`: not from the cache of a proxy."""
+        return result_of(self._start(self._read(name, start, length, crc, fresh=fresh)))
 
     def submit(self, name: str, start: int, length: int, crc: Crc) -> "Future[bytes]":
         """Start a read on the origin's loop."""
@@ -94,7 +95,7 @@ class RemoteOrigin:
                 self._loop = Loop()
             return self._loop.submit(work)
 
-    async def _read(self, name: str, start: int, length: int, crc: Crc) -> bytes:
+    async def _read(self, name: str, start: int, length: int, crc: Crc, *, fresh: bool = False) -> bytes:
         url = f"{self._root}/{name}"
         state: RetryState | None = None
         while True:
@@ -102,7 +103,8 @@ class RemoteOrigin:
                 if state is None:  # time in the queue does not count towards the deadline
                     state = RetryState(url, start, length, crc, self._policy, self.counters)
                 data = await self._attempt(
-                    state, lambda connection: connection.read_range(url, start, start + length)
+                    state,
+                    partial(Connection.read_range, url=url, start=start, end=start + length, uncached=fresh),
                 )
                 if data is not None:
                     if len(data) > length:
@@ -115,12 +117,10 @@ class RemoteOrigin:
                         )
                     if state.accept(data):
                         return data
-                if (
-                    state.short_reads > 1
-                    and state.last_fault
-                    and state.last_fault.error_class is ErrorClass.SHORT
-                ):
-                    size = await self._attempt(state, lambda connection: connection.size(url))
+                error_class = state.last_fault.error_class if state.last_fault else None
+                fresh |= error_class in (ErrorClass.SHORT, ErrorClass.CRC)  # perhaps of a proxy's cache
+                if state.short_reads > 1 and error_class is ErrorClass.SHORT:
+                    size = await self._attempt(state, partial(Connection.size, url=url, uncached=True))
                     if size is not None:
                         state.check_end(size)
             await self._policy.async_sleep(state.backoff())
@@ -156,8 +156,12 @@ class RemoteOrigin:
 
     async def _attempt(self, state: RetryState, request: Callable[[Connection], Awaitable[T]]) -> T | None:
         """Make one attempt; None if it failed and may be retried."""
-        connection = self._connection = self._connection or self._connect()
         timeout = state.start_attempt()
+        try:
+            connection = self._connection = self._connection or self._connect()
+        except FaultError as refusal:
+            state.fail(refusal.fault)
+            return None
         task = asyncio.ensure_future(request(connection))
         try:
             # Unlike asyncio.wait_for, this does not wait for a task that ignores its cancellation.

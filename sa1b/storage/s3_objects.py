@@ -27,7 +27,15 @@ class S3Objects(Objects):
         self.quoted = quoted
 
     async def stat(self, system: Any, url: str) -> Stat:
-        return _stat(await system._call_s3("head_object", **_key(url)))
+        try:
+            return _stat(await system._call_s3("head_object", **_key(url)))
+        except OSError as error:
+            if response_of(error)[0] != 400:
+                raise
+        # The response to HEAD has no document with the reason, such as an expired token.
+        response = await system._call_s3("get_object", **_key(url))
+        async with response["Body"]:
+            return _stat(response)
 
     async def get(self, system: Any, url: str) -> tuple[bytes, Stat]:
         response = await system._call_s3("get_object", **_key(url))

@@ -1,6 +1,12 @@
 """Error classes of the exceptions that s3fs, aiohttp and the operating system raise."""
 
+import contextlib
 import errno
+import http.client
+import socket
+import ssl
+import threading
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -9,6 +15,9 @@ import pytest
 from s3fs.errors import translate_boto_error
 
 from sa1b.storage.classify import ErrorClass, classify_error, classify_local_error
+from sa1b.storage.errors import UnavailableError
+from sa1b.storage.reader import Reader
+from tests.storage.conftest import WaitedTime
 
 
 def response(status: int, code: str) -> BaseException:
@@ -140,6 +149,105 @@ def test_errors_of_clients(error: BaseException, error_class: ErrorClass) -> Non
     fault = classify_error(error)
     assert fault is not None
     assert fault.error_class is error_class
+
+
+class TransportError(Exception):
+    """As all versions of httpx and of google-auth name the base class of their connection errors."""
+
+
+class ConnectError(TransportError):
+    pass
+
+
+class AzureError(Exception):
+    pass
+
+
+class ServiceRequestError(AzureError):
+    pass
+
+
+class ReadTimeout(TransportError):
+    pass
+
+
+class Unknown(Exception):
+    """An exception of a client that nobody knows."""
+
+
+@pytest.mark.parametrize(
+    ("error", "error_class"),
+    [
+        (ConnectError("Server disconnected without sending a response."), ErrorClass.RESETS),
+        (ReadTimeout("no words"), ErrorClass.TIMEOUTS),
+        (ServiceRequestError("Cannot connect to host"), ErrorClass.RESETS),
+        (caused(Unknown(), socket.gaierror(-2, "Name or service not known")), ErrorClass.RESETS),
+        (caused(Unknown(), http.client.RemoteDisconnected("closed")), ErrorClass.RESETS),
+        (caused(Unknown(), http.client.BadStatusLine("x")), ErrorClass.RESETS),
+        (caused(Unknown(), ssl.SSLEOFError(8, "EOF occurred")), ErrorClass.RESETS),
+        (caused(Unknown(), ssl.SSLCertVerificationError(1, "CERTIFICATE_VERIFY_FAILED")), ErrorClass.REFUSED),
+        (caused(Unknown(), caused(Unknown(), TimeoutError())), ErrorClass.TIMEOUTS),
+    ],
+)
+def test_errors_of_clients_are_known_by_base_classes_and_causes(
+    error: Exception, error_class: ErrorClass
+) -> None:
+    fault = classify_error(error)
+    assert fault is not None
+    assert fault.error_class is error_class
+
+
+URLS = {  # protocol -> package, URL, options; the endpoint is added
+    "s3": ("s3fs", "s3://data", {"key": "KEY", "secret": "secret"}, "endpoint_url"),
+    "http": ("aiohttp", "http://127.0.0.1:{port}/data", {}, None),
+    "gs": ("gcsfs", "gs://data", {"token": "anon"}, "endpoint_url"),
+    "az": ("adlfs", "az://data", {}, "connection_string"),
+    "hf": ("huggingface_hub", "hf://datasets/org/name", {"token": False}, "endpoint"),
+}
+AZURE = "DefaultEndpointsProtocol=http;AccountName=a;AccountKey=a2V5;BlobEndpoint=http://127.0.0.1:{port}/a;"
+
+
+@pytest.mark.parametrize(
+    "answer", [None, b"", b"\x16\x03 no HTTP\r\n\r\n"], ids=["closed", "reset", "garbled"]
+)
+@pytest.mark.parametrize("protocol", URLS)
+def test_a_server_that_is_none_is_retried_and_named_by_every_file_system(
+    protocol: str, answer: bytes | None, waited: WaitedTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = waited.policy(5)
+    if protocol == "gs":  # gcsfs retries for longer than an attempt may take
+        monkeypatch.setattr("sa1b.storage.retry._MIN_TIMEOUT", 0.5)
+        policy = replace(policy, attempt_timeout=0.5)
+    package, url, options, name = URLS[protocol]
+    pytest.importorskip(package)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        if name is not None:
+            endpoint = AZURE if name == "connection_string" else "http://127.0.0.1:{port}"
+            options = {**options, name: endpoint.format(port=port)}
+        if answer is None:
+            listening.close()
+        else:
+            threading.Thread(target=answering, args=(listening, answer), daemon=True).start()
+        with Reader(url.format(port=port), options=options, retry_policy=policy) as reader:
+            calls = [
+                lambda: reader.read_range("a.bin", 0, 10),
+                lambda: reader.size("a.bin"),
+                lambda: reader.names("deep"),
+            ]
+            for call in calls:
+                with pytest.raises(UnavailableError, match="unavailable: [3-9][0-9]* attempts"):
+                    call()
+
+
+def answering(listening: socket.socket, answer: bytes) -> None:
+    """Send the same bytes on every connection, and close it, until the socket is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(answer)
 
 
 def test_what_no_store_can_cause_is_left_to_be_raised() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import google_crc32c
 import pytest
 
 from sa1b.storage.errors import DamageError, MissingError, ReplacedError, StorageError, UnavailableError
@@ -17,7 +18,8 @@ BODY = bytes(range(100))
 class Scripted(BaseHTTPRequestHandler):
     """Answers every request with the server's `status`, `fields` and `body`; notes the requests' headers.
 
-    If the server `is_sized`, the first byte is served correctly.
+    If the server `is_sized`, the first byte is served correctly. The bytes in `raw` are sent as responses
+    first, and `cached` is the body of requests that do not bypass caches.
     """
 
     protocol_version = "HTTP/1.1"
@@ -25,6 +27,10 @@ class Scripted(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server: Any = self.server
         server.requests.append(dict(self.headers))
+        server.ports.append(self.client_address[1])
+        if server.raw:
+            self.wfile.write(server.raw.pop(0))
+            return
         if server.is_sized and self.headers["Range"] == "bytes=0-0":
             self.send_response(206)
             self.send_header("Content-Range", "bytes 0-0/100")
@@ -38,7 +44,8 @@ class Scripted(BaseHTTPRequestHandler):
         if "Transfer-Encoding" not in server.fields:
             self.send_header("Content-Length", str(len(server.body)))
         self.end_headers()
-        self.wfile.write(server.body)
+        is_cached = server.cached and self.headers["Cache-Control"] != "no-cache"
+        self.wfile.write(server.cached if is_cached else server.body)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -48,7 +55,8 @@ class Scripted(BaseHTTPRequestHandler):
 def server() -> Iterator[Any]:
     served: Any = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
     served.daemon_threads = True
-    served.requests, served.is_sized = [], False
+    served.requests, served.ports, served.raw = [], [], []
+    served.is_sized, served.cached = False, b""
     thread = threading.Thread(target=served.serve_forever, args=(0.01,))
     thread.start()
     yield served
@@ -169,3 +177,47 @@ def test_the_size_of_an_empty_object_and_of_none(server: Any, reader: Reader) ->
     answers(server, 206, b"a", Content_Range="bytes 0-0/*")
     with pytest.raises(StorageError, match="does not return its size"):
         reader.size("x")
+
+
+_SENT = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 10-29/100\r\n"
+
+
+@pytest.mark.parametrize(
+    "garbled",
+    [
+        b"\x16\x03\x01 no HTTP\r\n\r\n",
+        b"HTTP/1.1 206 OK\r\nContent Range\x00 x\r\n\r\n",
+        _SENT + b"Content-Length: abc\r\n\r\n" + BODY[10:30],
+        _SENT + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + BODY[10:30],
+        _SENT + b"Content-Length: 20\r\n\r\n" + BODY[:20] + b"surplus",
+    ],
+)
+def test_a_garbled_response_is_requested_again_on_a_new_connection(
+    server: Any, reader: Reader, garbled: bytes
+) -> None:
+    server.raw = [garbled, garbled]
+    answers(server, 206, BODY[10:30], Content_Range="bytes 10-29/100")
+    crc = int(google_crc32c.value(BODY[10:30]))
+    assert reader.read_range("x", 10, 20, crc) == BODY[10:30]
+    assert len(server.ports) == len(set(server.ports)) == 3
+
+
+def test_a_wrong_body_of_a_proxys_cache_is_not_taken_for_stored_damage(server: Any, reader: Reader) -> None:
+    server.cached = BODY[11:31]
+    answers(server, 206, BODY[10:30], Content_Range="bytes 10-29/100")
+    assert reader.read_range("x", 10, 20, int(google_crc32c.value(BODY[10:30]))) == BODY[10:30]
+    assert [one.get("Cache-Control") for one in server.requests] == [None, "no-cache"]
+
+
+def test_two_reads_that_agree_are_not_both_of_a_proxys_cache(server: Any, reader: Reader) -> None:
+    server.cached = BODY[11:31]
+    answers(server, 206, BODY[10:30], Content_Range="bytes 10-29/100")
+    first = reader.read_range("x", 10, 20)
+    assert reader.read_agreed("x", 10, 20, first) == BODY[10:30]
+
+
+def test_stored_damage_is_found_past_the_caches(server: Any, reader: Reader) -> None:
+    answers(server, 206, BODY[11:31], Content_Range="bytes 10-29/100")
+    with pytest.raises(DamageError, match="in two separate reads"):
+        reader.read_range("x", 10, 20, int(google_crc32c.value(BODY[10:30])))
+    assert server.requests[-1]["Cache-Control"] == "no-cache"

@@ -15,6 +15,7 @@ import fsspec
 import google_crc32c
 import pytest
 
+from sa1b.storage.bucket import BucketStore
 from sa1b.storage.errors import (
     DamageError,
     DeniedError,
@@ -255,6 +256,18 @@ def test_expired_keys_are_looked_up_again_and_fresh_ones_are_used(
         keys.write_text(text.format("FRESH"))
         assert reader.read_range("a.bin", 0, 10) == store.bytes()[:10]
         assert reader.counters().expired == 2
+
+
+def test_expired_keys_are_named_whatever_is_requested_first(store: Store, tmp_path: Path) -> None:
+    """The response to HEAD has the status 400 and no document."""
+    options = {**store.options(), "key": "EXPIRED", "secret": "secret", "anon": False}
+    with Reader("s3://data", options=options) as reader:
+        with pytest.raises(ExpiredError, match="expired.*ExpiredToken"):
+            reader.size("a.bin")
+        with pytest.raises(ExpiredError, match="expired.*ExpiredToken"):
+            reader.names("deep")
+    with pytest.raises(ExpiredError, match="expired.*ExpiredToken"):
+        BucketStore("s3://data", scratch=tmp_path, options=options).size("a.bin")
 
 
 def test_a_server_that_ignores_ranges_is_refused_not_cut(store: Store) -> None:
