@@ -1,4 +1,4 @@
-"""Compressed reduction of gradients: torch's communication hooks of DDP, with a state that can be undone.
+"""Compressed reduction of gradients: communication hooks of DDP, with a state that can be undone.
 
 | --parallel.compress | sent for a gradient of n x m numbers       | error                               |
 |---------------------|--------------------------------------------|-------------------------------------|
@@ -8,9 +8,15 @@
 PowerSGD (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization") keeps these errors of the last two steps, because the last one may be skipped: twice the memory
 of the gradient.
+
+Torch's hook starts collectives from callbacks, which gloo runs in threads of its own. With several buckets,
+the order of these collectives then differs between ranks, and gloo aborts. The hook here runs the collectives
+of a bucket one after the other, and DDP calls it in the order of buckets, which is the same on all ranks. On
+GPUs the hook only enqueues them, on a stream of its own, beside the rest of the backward pass.
 """
 
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,14 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from sa1b.engine.model import stored
 from sa1b.errors import UsageError
 
 _POWERSGD = re.compile(r"powersgd:([1-9]\d*)")
-_KINDS = ("error", "p", "q")
 
 
 def compression_rank(compress: str) -> int | None:
@@ -45,20 +51,19 @@ def compression_rank(compress: str) -> int | None:
     return int(low_rank[1]) if low_rank else None
 
 
-def compress_reduction(module: DistributedDataParallel, compress: str, after: int, bucket: int) -> None:
+def compress_reduction(module: DistributedDataParallel, compress: str, after: int) -> None:
     """Let DDP compress the gradients that it sends.
 
     Args:
         compress: --parallel.compress.
         after: for PowerSGD, number of first steps whose gradient is sent without compression.
-        bucket: MiB of gradients that are sent together; errors are stored by bucket.
 
     Raises:
         UsageError: see `compression_rank`.
     """
     rank = compression_rank(compress)
     if rank is not None:
-        powersgd = PowerSGD(rank, after, bucket)
+        powersgd = PowerSGD(module, rank, after)
         module.register_comm_hook(powersgd, _reduce)
         object.__setattr__(module, "powersgd", powersgd)  # a module takes only tensors and modules
     elif compress == "fp16":
@@ -67,80 +72,122 @@ def compress_reduction(module: DistributedDataParallel, compress: str, after: in
         module.register_comm_hook(None, _reduce_bf16)
 
 
-@dataclass(slots=True)
-class _Before:
-    """The state of a bucket before its last reduction; None: it had no state."""
+def kept_numbers(module: nn.Module, compress: str) -> tuple[int, int]:
+    """Numbers that PowerSGD keeps of a step on each rank: errors and factors; 0 for the other values."""
+    rank = compression_rank(compress) or 0
+    trained = [one for one in stored(module).parameters() if one.requires_grad]
+    sizes = [_sizes(parameter, rank) for parameter in trained]
+    return sum(n * m for n, m, r in sizes if r), sum(m * r for _, m, r in sizes)
 
-    error: Tensor | None
-    q: Tensor | None
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The state of a gradient of n x m numbers after a step: its error [n, m], and the factor q [m, r]."""
+
+    error: Tensor
+    q: Tensor
 
 
 class PowerSGD:
     """PowerSGD of one DDP module, which has it as its attribute `powersgd`.
 
-    Each rank has its own error feedback. The factors p and q are equal on all ranks.
+    Each rank has its own error feedback. The factors are equal on all ranks. The state belongs to parameters,
+    so that buckets of another size can continue from it.
 
     Attributes:
         paused: gradients are sent without compression, and the state does not change.
     """
 
-    def __init__(self, rank: int, after: int, bucket: int) -> None:
+    def __init__(self, module: nn.Module, rank: int, after: int) -> None:
         self.paused = False
-        self._rank, self._bucket = rank, bucket
-        # The epsilon avoids a division by zero for weights without a gradient.
-        # Torch refuses a smaller number, because DDP forms its final buckets after its first reduction. Here
-        # the first reduction is that of `sa1b.engine.gradients.warm_up`.
-        self._state = powerSGD_hook.PowerSGDState(
-            None, rank, start_powerSGD_iter=max(after, 2), orthogonalization_epsilon=1e-8
-        )
-        self._before: dict[int, _Before] = {}
-        self._steps_before = 0
+        self._rank, self._after = rank, after
+        self._names: dict[Tensor, str] = {
+            parameter: name for name, parameter in stored(module).named_parameters()
+        }
+        self._kept: dict[str, _Kept] = {}
+        self._before: dict[str, _Kept] = {}
+        self._initial: dict[str, Tensor] = {}
+        self._steps = self._steps_before = 0
+        self._stream: torch.Stream | None = None
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Reduce a bucket, and keep the state that `undo` restores."""
         if self.paused:
             return default_hooks.allreduce_hook(_world(), bucket)
-        state, index = self._state, bucket.index()
-        if index == 0:
-            self._steps_before = state.iter
-        # Torch's hook replaces the error by another tensor, and changes q in place.
-        q = state.q_memory_dict.get(index)
-        self._before[index] = _Before(state.error_dict.get(index), None if q is None else q.clone())
-        if q is not None:
-            # After a step without a gradient, q is zero, and so would be all later approximations.
-            q.copy_(torch.where(q == 0, torch.arange(len(q), device=q.device, dtype=q.dtype).cos(), q))
-        return powerSGD_hook.powerSGD_hook(state, bucket)
+        if bucket.index() == 0:
+            self._steps_before, self._before = self._steps, dict(self._kept)
+        compressed = self._steps >= self._after
+        self._steps += bucket.is_last()
+        if not compressed:
+            return default_hooks.allreduce_hook(_world(), bucket)
+        buffer = bucket.buffer()
+        if not buffer.is_cuda:
+            done: Future[Tensor] = Future()
+            self._reduce(bucket)
+            done.set_result(buffer)
+            return done
+        if self._stream is None:
+            self._stream = torch.Stream(buffer.device)
+        self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        done = Future(devices=[buffer.device])
+        with self._stream:
+            self._reduce(bucket)
+            done.set_result(buffer)  # DDP makes the stream of the backward pass wait for this one
+        return done
+
+    @torch.no_grad()
+    def _reduce(self, bucket: GradBucket) -> None:
+        """Replace the gradients of a bucket by the approximation of their mean over the ranks."""
+        matrices: list[tuple[str, Tensor, Tensor]] = []  # name, gradient with the last error, q
+        others: list[Tensor] = []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            n, m, rank = _sizes(gradient, self._rank)
+            if not rank:
+                others.append(gradient)
+                continue
+            name, matrix = self._names[parameter], gradient.view(n, m)
+            kept, initial = self._kept.get(name), self._start(name, m, rank, gradient.device)
+            q = initial
+            if kept is not None:
+                matrix += kept.error
+                # After a step without a gradient, q is zero, and so would be all later approximations.
+                q = torch.where(kept.q == 0, initial, kept.q)
+            matrices.append((name, matrix, torch.linalg.qr(q).Q))
+        _average(others)
+        ps = [matrix @ q for _, matrix, q in matrices]
+        _average(ps)
+        ps = [torch.linalg.qr(p).Q for p in ps]
+        qs = [matrix.T @ p for (_, matrix, _), p in zip(matrices, ps, strict=True)]
+        _average(qs)
+        for (name, matrix, _), p, q in zip(matrices, ps, qs, strict=True):
+            approximation = p @ q.T
+            self._kept[name] = _Kept(matrix - approximation, q)
+            matrix.copy_(approximation)
+
+    def _start(self, name: str, m: int, rank: int, device: torch.device) -> Tensor:
+        """The first factor q of a parameter, a function of its name."""
+        if name not in self._initial:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            self._initial[name] = torch.randn(m, rank, generator=generator).to(device)
+        return self._initial[name]
 
     def undo(self) -> None:
         """Restore the state before the last step, which is skipped."""
-        state = self._state
-        for index, before in self._before.items():
-            _restore(state.error_dict, index, before.error)
-            _restore(state.q_memory_dict, index, before.q)
-            if before.q is None:
-                state.p_memory_dict.pop(index, None)
-        state.iter = self._steps_before
+        self._kept, self._steps = dict(self._before), self._steps_before
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state of this rank, not copied: "error.0", "p.0" and "q.0" for bucket 0."""
-        state = self._state
-        found = zip(_KINDS, (state.error_dict, state.p_memory_dict, state.q_memory_dict), strict=True)
-        return {f"{kind}.{index}": tensor for kind, held in found for index, tensor in sorted(held.items())}
+        """The state of this rank, not copied: "error.NAME" and "q.NAME" of a parameter."""
+        kept = sorted(self._kept.items())
+        return {f"error.{name}": one.error for name, one in kept} | {f"q.{name}": one.q for name, one in kept}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the state by the result of `tensors` of an earlier run."""
-        state = self._state
-        for kind, held in zip(
-            _KINDS, (state.error_dict, state.p_memory_dict, state.q_memory_dict), strict=True
-        ):
-            held.clear()
-            held.update(
-                {int(name.split(".")[1]): one for name, one in tensors.items() if name.startswith(kind)}
-            )
+        names = [full.removeprefix("error.") for full in tensors if full.startswith("error.")]
+        self._kept = {name: _Kept(tensors[f"error.{name}"], tensors[f"q.{name}"]) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """The part of the state that is not tensors, as JSON values."""
-        return {"rank": self._rank, "bucket": self._bucket, "steps": self._state.iter}
+        return {"rank": self._rank, "steps": self._steps}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> str:
         """Continue from the `state_dict` of an earlier run, after `load_tensors`.
@@ -148,16 +195,16 @@ class PowerSGD:
         Returns:
             Why the error feedback is dropped; empty: it is used, or there was none.
         """
-        state = self._state
-        state.iter = int(saved["steps"])
-        if (saved["rank"], saved["bucket"]) != (self._rank, self._bucket):
-            self.load_tensors({})
-            return (
-                f"it was saved with --parallel.compress powersgd:{saved['rank']} --parallel.bucket "
-                f"{saved['bucket']}"
-            )
-        compressed = state.iter > state.start_powerSGD_iter
-        return "it was saved by another number of ranks" if compressed and not state.error_dict else ""
+        self._steps = int(saved["steps"])
+        if saved["rank"] != self._rank:
+            self._kept = {}
+            return f"it was saved with --parallel.compress powersgd:{saved['rank']}"
+        if not self._kept.keys() <= set(self._names.values()):
+            self._kept = {}
+            return "an earlier version of this program has saved it by bucket"
+        expected = any(_sizes(parameter, self._rank)[2] for parameter in self._names)
+        lost = expected and not self._kept and self._steps > self._after
+        return "it was saved by another number of ranks" if lost else ""
 
 
 def powersgd_of(module: nn.Module) -> PowerSGD | None:
@@ -197,8 +244,20 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _restore(held: dict[int, Tensor], index: int, tensor: Tensor | None) -> None:
-    if tensor is None:
-        held.pop(index, None)
-    else:
-        held[index] = tensor
+def _sizes(tensor: Tensor, rank: int) -> tuple[int, int, int]:
+    """Rows and columns of a gradient, and the rank of its approximation; 0: it is sent as it is."""
+    n = len(tensor) if tensor.ndim else 1
+    m = tensor.numel() // max(n, 1)
+    rank = min(n, m, rank)
+    fits = 2 * (n + m) * rank < n * m and tensor.is_contiguous()
+    return n, m, rank if fits else 0
+
+
+def _average(tensors: list[Tensor]) -> None:
+    """Replace tensors by their means over the ranks, with one collective."""
+    if tensors:
+        flat = torch.cat([one.reshape(-1) for one in tensors])
+        dist.all_reduce(flat, group=_world())
+        flat /= dist.get_world_size()
+        for one, mean in zip(tensors, torch.split(flat, [one.numel() for one in tensors]), strict=True):
+            one.copy_(mean.view_as(one))

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from sa1b.engine.compression import compression_rank
+from sa1b.engine.compression import kept_numbers
 from sa1b.engine.config import Config, build
 from sa1b.engine.feed import DataConfig
 from sa1b.engine.gradients import autocast, clear, finish, micro_batch
@@ -101,9 +101,9 @@ def measure(config: Config, world_size: int) -> StepMemory:
         stack.enter_context(FakeTensorMode())
         memory = stack.enter_context(LiveMemory())
         found = _step(config, parallel, module, rank_info, memory)
-    if compression_rank(config.parallel.compress) is not None:  # PowerSGD keeps the errors of the gradients
-        errors = sum(one.numel() * 4 for one in declared(module).weights().parameters() if one.requires_grad)
-        found = replace(found, gradients=found.gradients + errors)
+    # PowerSGD keeps the errors of the last two steps, because the last one may be skipped.
+    errors, factors = kept_numbers(module, config.parallel.compress)
+    found = replace(found, gradients=found.gradients + 4 * (2 * errors + 3 * factors))
     offloaded = found.parameters + found.gradients + found.optimizer
     return replace(found, offloaded=offloaded if config.parallel.offload != "none" else 0)
 

@@ -253,7 +253,7 @@ def distribute(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -
     )
     # The constructor argument of this name is deprecated, but its successor is missing before torch 2.13.
     wrapped.broadcast_buffers = False
-    compress_reduction(wrapped, config.compress, config.compress_after, config.bucket)
+    compress_reduction(wrapped, config.compress, config.compress_after)
     return wrapped
 
 

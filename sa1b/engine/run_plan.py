@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from sa1b.console import command
+from sa1b.engine.compression import kept_numbers
 from sa1b.engine.config import Config, build, with_steps
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.fake_step import StepMemory, measure
@@ -284,13 +285,14 @@ def plan(config: Config, cluster: Cluster) -> RunPlan:
     batch = config.data.global_batch
     trained = _numbers(module, trained=True)
     moments = 4 * trained * (3 if config.optim.ema else 2)
+    compression = 4 * ranks * sum(kept_numbers(module, config.parallel.compress))  # each rank has its own
     found = RunPlan(
         config,
         cluster,
         data,
         parameters=_numbers(module),
         trained=trained,
-        saved=sum(one.nbytes for one in stored(module).state_dict().values()) + moments,
+        saved=sum(one.nbytes for one in stored(module).state_dict().values()) + moments + compression,
         step_flops=declared(module).flops(batch, batch * config.data.masks),
         memory=memory,
     )

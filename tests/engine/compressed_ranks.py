@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.compression import PowerSGD, powersgd_of, undo_reduction
 from sa1b.engine.model import unwrap
@@ -65,6 +66,26 @@ def interrupted() -> dict[str, Any]:
     return {
         "fresh": fresh, "before": before, "spoiled": spoiled, "after": after, "end": end, "straight": straight
     }  # fmt: skip
+
+
+def buckets() -> dict[tuple[str, float], dict[str, Any]]:
+    """Steps with buckets of several sizes, in MiB: their number, losses of this rank, weights and state."""
+    found = {}
+    for mode, size in (("ddp", 1), ("ddp", 0.2), ("ddp", 0.03), ("zero1", 0.03)):
+        config = replace(POWER, mode=mode)
+        with group(config) as rank_info:
+            run = begin(rank_info, replace(config, bucket=size))
+            for number in range(4):
+                run.step(number)
+            assert isinstance(run.module, DistributedDataParallel)
+            sizes = run.module._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+            found[mode, size] = {
+                "buckets": len(sizes.split(",")),
+                "losses": run.losses,
+                "weights": run.weights(),
+                "state": state(run)[1],
+            }
+    return found
 
 
 def without_gradient_for_a_step() -> dict[str, float]:
