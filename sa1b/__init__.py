@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sa1b.engine.grounding_run import load_grounding
     from sa1b.grounding.find import ground
     from sa1b.sam.mask_generator import generate_masks
-    from sa1b.sam.prediction import predict
+    from sa1b.sam.prediction import embed_image, predict
     from sa1b.shards.dataset import Dataset
     from sa1b.shards.dataset import open_dataset as open
     from sa1b.shards.record import webdataset_decoder
@@ -35,6 +35,7 @@ _PUBLIC = {
     "generate_masks": ("sa1b.sam.mask_generator", "generate_masks"),
     "load_grounding": ("sa1b.engine.grounding_run", "load_grounding"),
     "ground": ("sa1b.grounding.find", "ground"),
+    "embed_image": ("sa1b.sam.prediction", "embed_image"),
     "predict": ("sa1b.sam.prediction", "predict"),
     "webdataset_decoder": ("sa1b.shards.record", "webdataset_decoder"),
 }
@@ -47,6 +48,7 @@ __all__ = [
     "Stream",
     "Text",
     "__version__",
+    "embed_image",
     "generate_masks",
     "ground",
     "load_grounding",

@@ -1,8 +1,11 @@
 """`sa1b.predict`: masks of one image for points and boxes, at the resolution of the image.
 
     model = sa1b.load_model("run")                                  # or a .pth or .safetensors of a SAM
-    found = sa1b.predict(model, image, points=[[120, 80], [500, 310]])
+    found = sa1b.predict(model, image, points=[[[120, 80]], [[500, 310]]])
     found.masks[0]                                                  # bool [height, width]
+
+    embedded = sa1b.embed_image(model, image)                       # the image encoder runs once
+    found = sa1b.predict(model, embedded, points=[[120, 80], [90, 60]], labels=[1, 0])    # one object
 
 Coordinates are in pixels of the passed image, x right and y down. The centre of a pixel has integer
 coordinates, so points and boxes are pixel indices. The image is resized so that its longer side is the
@@ -22,7 +25,7 @@ from torch.nn import functional
 
 from sa1b.masks.grid import framed_size
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
-from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
+from sa1b.sam.mask_decoder import AMBIGUOUS, MASKS, SINGLE
 from sa1b.sam.model import Sam
 
 _AREA_FACTOR = 4 / 3  # at larger reductions, bilinear interpolation would skip pixels
@@ -32,7 +35,7 @@ _PIXELS = 1 << 25  # largest number of pixels that are enlarged together: 128 Mi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """The masks that a model predicts for N prompts.
+    """The masks that a model predicts for N prompts; with all candidates, a second axis has the three.
 
     Attributes:
         masks: bool [N, height, width], at the resolution of the image that was passed.
@@ -49,6 +52,35 @@ class Prediction:
         return len(self.masks)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageEmbedding:
+    """What the image encoder of a model returns for an image, for several calls of `predict`.
+
+    Attributes:
+        features: what `Sam.embed` returns, on the model's device.
+        height, width: pixels of the image that was passed.
+    """
+
+    features: Tensor
+    height: int
+    width: int
+
+
+@torch.no_grad()
+def embed_image(model: Sam, image: Any) -> ImageEmbedding:
+    """Run the image encoder; arguments and errors as for `predict`."""
+    check_model(model)
+    pixels = rgb_pixels(image)
+    height, width = pixels.shape[:2]
+    size = model.config.image_size
+    rows, columns = framed_size(height, width, size)
+    square = torch.from_numpy(framed_image(pixels, rows, columns, size))
+    features = model.embed(
+        square.to(model.pixel_mean.device)[None].permute(0, 3, 1, 2), sizes=torch.tensor([[rows, columns]])
+    )
+    return ImageEmbedding(features, height, width)
+
+
 @torch.no_grad()
 def predict(
     model: Sam,
@@ -58,6 +90,7 @@ def predict(
     labels: npt.ArrayLike | None = None,
     boxes: npt.ArrayLike | None = None,
     multimask: bool | None = None,
+    all_candidates: bool = False,
 ) -> Prediction:
     """Predict the masks of an image for one or several prompts.
 
@@ -67,22 +100,26 @@ def predict(
 
     Args:
         model: the result of `sa1b.load_model`, on any device.
-        image: uint8 RGB [height, width, 3], or a PIL image of any mode; any size.
-        points: [N, 2], one point (x, y) for each prompt, or [N, P, 2], P points for each prompt; pixels of
-            the image, within it.
-        labels: [N] or [N, P], 1 for foreground, 0 for background, -1 for a placeholder, which pads prompts
+        image: uint8 RGB [height, width, 3], or a PIL image of any mode; any size. Or the result of
+            `embed_image`.
+        points: [P, 2], the points (x, y) of one prompt, as in SAM's own predictor, or [N, P, 2], P points for
+            each of N prompts; pixels of the image, within it.
+        labels: [P] or [N, P], 1 for foreground, 0 for background, -1 for a placeholder, which pads prompts
             with fewer points and has no effect. By default all are 1.
-        boxes: [N, 4], x0, y0, x1, y1, the first and the last pixel of the object; pixels of the image,
-            within it: x1 and y1 may be its width and height.
+        boxes: [4], the box of one prompt, or [N, 4]: x0, y0, x1, y1, the first and the last pixel of the
+            object; pixels of the image, within it: x1 and y1 may be its width and height.
         multimask: True: the best of three candidates for every prompt; False: the single mask; None: as
             described above.
+        all_candidates: return the three candidates of every prompt instead: masks [N, 3, height, width],
+            predicted_iou [N, 3].
 
     Raises:
         ValueError: an argument has a wrong shape, dtype or range; the message names it.
     """
     check_model(model)
-    pixels = rgb_pixels(image)
-    height, width = pixels.shape[:2]
+    if all_candidates and multimask is False:
+        raise ValueError("multimask=False: has a single mask; drop it, or all_candidates")
+    height, width = _size(image)
     prompts, tags = _prompts(points, labels, boxes, height, width)
     kinds = (tags != NOTHING).sum(axis=1)  # prompts with equally many points and corners are decoded together
     if boxes is None and not kinds.all():
@@ -93,39 +130,50 @@ def predict(
     size = model.config.image_size
     rows, columns = framed_size(height, width, size)
     device = model.pixel_mean.device
-    embedding = model.embed(
-        torch.from_numpy(framed_image(pixels, rows, columns, size)).to(device)[None].permute(0, 3, 1, 2),
-        sizes=torch.tensor([[rows, columns]]),
-    )
+    embedded = image if isinstance(image, ImageEmbedding) else embed_image(model, image)
     prompts = (prompts + 0.5) * (columns / width, rows / height) - 0.5
     side = 4 * model.config.side
+    shape = (len(tags), MASKS - 1) if all_candidates else (len(tags),)
     found = Prediction(
-        np.empty((len(tags), height, width), np.bool_),
-        np.empty(len(tags), np.float32),
-        np.empty((len(tags), side, side), np.float32),
+        np.empty((*shape, height, width), np.bool_),
+        np.empty(shape, np.float32),
+        np.empty((*shape, side, side), np.float32),
     )
     for count in np.unique(kinds).tolist():
         alike = np.flatnonzero(kinds == count)
         ambiguous = count == (1 if boxes is None else 2) if multimask is None else multimask
+        ambiguous = ambiguous or all_candidates
         for start in range(0, len(alike), _AT_ONCE):
             own = alike[start : start + _AT_ONCE]
             # Prompts without a box get one more point of label -1, as in the published code.
             given = slice(count + 1 if boxes is None else count)
             logits, predicted = model.decode(
-                embedding,
+                embedded.features,
                 torch.zeros(len(own), dtype=torch.int64, device=device),
                 torch.from_numpy(prompts[own, given].astype(np.float32)).to(device),
                 torch.from_numpy(tags[own, given]).to(device),
                 counts=[len(own)],
                 candidates=AMBIGUOUS if ambiguous else SINGLE,
             )
-            best = predicted.argmax(dim=1)
-            each = torch.arange(len(own), device=device)
-            chosen = logits[each, best].float()
-            found.masks[own] = at_source(chosen, (height, width), (rows, columns), size).cpu().numpy()
-            found.logits[own] = chosen.cpu().numpy()
-            found.predicted_iou[own] = predicted[each, best].float().cpu().numpy()
+            if not all_candidates:
+                best = predicted.argmax(dim=1)
+                each = torch.arange(len(own), device=device)
+                logits, predicted = logits[each, best], predicted[each, best]
+            logits = logits.float()
+            masks = at_source(logits.flatten(0, -3), (height, width), (rows, columns), size)
+            found.masks[own] = masks.reshape(*logits.shape[:-2], height, width).cpu().numpy()
+            found.logits[own] = logits.cpu().numpy()
+            found.predicted_iou[own] = predicted.float().cpu().numpy()
     return found
+
+
+def _size(image: Any) -> tuple[int, int]:
+    if isinstance(image, ImageEmbedding):
+        return image.height, image.width
+    if hasattr(image, "convert"):
+        return int(image.height), int(image.width)
+    height, width, _ = rgb_pixels(image).shape
+    return height, width
 
 
 def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], image_size: int) -> Tensor:
@@ -210,7 +258,10 @@ def _prompts(
     if points is not None:
         at = _numbers("points", points)
         if at.ndim not in (2, 3) or at.shape[-1] != 2 or 0 in at.shape[:-1]:
-            raise ValueError(f"points: must be [N, 2] or [N, P, 2], (x, y) in pixels, got {list(at.shape)}")
+            raise ValueError(
+                "points: must be [P, 2], the points (x, y) of one prompt, or [N, P, 2], those of N prompts, "
+                f"in pixels; got {list(at.shape)}"
+            )
         of_points = np.full(at.shape[:-1], FOREGROUND) if labels is None else _numbers("labels", labels)
         if of_points.shape != at.shape[:-1]:
             wanted = f"{list(at.shape[:-1])} for points {list(at.shape)}"
@@ -219,13 +270,22 @@ def _prompts(
             raise ValueError(
                 "labels: must be 1 (foreground), 0 (background) or -1 (a point that does not count)"
             )
+        at, of_points = at.reshape(-1, *at.shape[-2:]), of_points.reshape(-1, at.shape[-2])
         _check_inside("point", at, (width - 0.5, height - 0.5), of_points != NOTHING, width, height)
-        where.append(at.reshape(len(at), -1, 2))
-        tags.append(of_points.reshape(len(at), -1).astype(np.int64))
+        where.append(at)
+        tags.append(of_points.astype(np.int64))
     if boxes is not None:
         corners = _numbers("boxes", boxes)
-        if corners.ndim != 2 or corners.shape[1] != 4 or not len(corners):
-            raise ValueError(f"boxes: must be [N, 4], x0, y0, x1, y1 in pixels, got {list(corners.shape)}")
+        if corners.ndim not in (1, 2) or corners.shape[-1] != 4 or not len(corners):
+            raise ValueError(
+                f"boxes: must be [4] or [N, 4], x0, y0, x1, y1 in pixels, got {list(corners.shape)}"
+            )
+        corners = corners.reshape(-1, 4)
+        if (corners <= 1).all() and (corners % 1).any():
+            raise ValueError(
+                f"boxes: are in pixels of the image, which has {width} x {height} (width x height); these "
+                "are not above 1; multiply x by the width and y by the height"
+            )
         ends_before = (corners[:, :2] > corners[:, 2:]).any(axis=1)
         if ends_before.any():
             first = int(ends_before.argmax())
@@ -237,7 +297,7 @@ def _prompts(
         if where and len(where[0]) != len(corners):
             raise ValueError(
                 f"boxes: {len(corners)} boxes for the {len(where[0])} prompts of points; "
-                "pass a box for each prompt"
+                "pass a box for each prompt, and points as [N, P, 2]"
             )
         where.append(corners.reshape(-1, 2, 2))
         tags.append(np.tile([TOP_LEFT, BOTTOM_RIGHT], (len(corners), 1)))

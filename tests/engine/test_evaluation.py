@@ -216,7 +216,10 @@ def test_by_the_protocol_sam_a_click_is_at_the_centre_and_iou_at_source_resoluti
         points = [centre(mask)[:2] for mask in truth]
         corners = bbox(sample.runs.select(chosen)).astype(float)
         corners[:, 2:] += corners[:, :2] - 1
-        for name, prompts in (("1_click", {"points": points}), ("box", {"boxes": corners})):
+        for name, prompts in (
+            ("1_click", {"points": np.array(points)[:, None]}),
+            ("box", {"boxes": corners}),
+        ):
             masks = sa1b.predict(sam, sample.image, **prompts).masks
             answers[name] = masks
             ious[name] += ((masks & truth).sum((1, 2)) / (masks | truth).sum((1, 2))).tolist()

@@ -254,7 +254,7 @@ def test_scores_are_those_of_dense_masks_of_the_real_model() -> None:
     at = framed_size(90, 131, 64)[1] / 131
     prompts = (found.points * at + 0.5) / at - 0.5  # the pixels that predict scales to the same input
     inside = (prompts < (130.4, 89.4)).all(axis=1)
-    best = sa1b.predict(model, image, points=prompts[inside])
+    best = sa1b.predict(model, image, points=prompts[inside][:, None])
     dense = raster.rasterize(found.runs, dtype=np.bool_)
     for mask, quality in zip(best.masks, best.predicted_iou, strict=True):
         same = np.isclose(found.predicted_iou, quality, atol=1e-5)

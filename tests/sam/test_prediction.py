@@ -19,7 +19,7 @@ from tests.sam import published
 
 SMALL = ModelConfig(image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32)
 HEIGHT, WIDTH = 90, 123
-POINTS = np.array([[3.0, 5.0], [100.0, 80.5], [60.0, 44.0]])
+POINTS = np.array([[[3.0, 5.0]], [[100.0, 80.5]], [[60.0, 44.0]]])
 BOXES = np.array([[10.0, 20.0, 60.0, 70.0], [0.0, 0.0, 122.0, 89.0], [50.0, 40.0, 55.0, 41.0]])
 
 
@@ -85,8 +85,8 @@ def by_theirs(
     [
         (POINTS, None, None, True),
         (None, None, BOXES, True),
-        (POINTS, np.array([1, 0, 1]), BOXES, False),
-        (np.stack([POINTS, POINTS[::-1]], axis=1), np.array([[1, 0], [1, 1], [0, 1]]), None, False),
+        (POINTS, np.array([[1], [0], [1]]), BOXES, False),
+        (np.concatenate([POINTS, POINTS[::-1]], axis=1), np.array([[1, 0], [1, 1], [0, 1]]), None, False),
     ],
 )
 def test_masks_are_those_of_the_published_model(
@@ -105,7 +105,7 @@ def test_masks_are_those_of_the_published_model(
 
 
 def test_prompts_do_not_change_each_other_whatever_their_number(model: Sam, image: np.ndarray) -> None:
-    many = np.random.default_rng(1).uniform(0, 80, (70, 2))
+    many = np.random.default_rng(1).uniform(0, 80, (70, 1, 2))
     together = sa1b.predict(model, image, points=many)
     assert len(together) == 70
     for i in (0, 33, 69):
@@ -114,7 +114,7 @@ def test_prompts_do_not_change_each_other_whatever_their_number(model: Sam, imag
     filled = sa1b.predict(
         model, image, points=[[[3, 5], [0, 0]], [[60, 44], [9, 9]]], labels=[[1, -1], [1, -1]]
     )
-    single = sa1b.predict(model, image, points=[[3, 5], [60, 44]])
+    single = sa1b.predict(model, image, points=[[[3, 5]], [[60, 44]]])
     assert np.allclose(filled.logits, single.logits, atol=1e-4)
     mixed = sa1b.predict(
         model, image, points=[[[0, 0], [3, 5]], [[60, 44], [9, 9]]], labels=[[-1, 1], [1, 0]], boxes=BOXES[:2]
@@ -122,6 +122,39 @@ def test_prompts_do_not_change_each_other_whatever_their_number(model: Sam, imag
     for i, (at, kinds) in enumerate([([[3, 5]], [1]), ([[60, 44], [9, 9]], [1, 0])]):
         alone = sa1b.predict(model, image, points=[at], labels=[kinds], boxes=BOXES[i : i + 1])
         assert np.allclose(mixed.logits[i], alone.logits[0], atol=1e-4)
+
+
+def test_a_flat_list_is_one_prompt_as_in_the_published_predictor(model: Sam, image: np.ndarray) -> None:
+    flat = sa1b.predict(model, image, points=[[60, 44], [9, 9]], labels=[1, 0], boxes=[10, 20, 70, 80])
+    nested = sa1b.predict(
+        model, image, points=[[[60, 44], [9, 9]]], labels=[[1, 0]], boxes=[[10, 20, 70, 80]]
+    )
+    assert len(flat) == 1
+    assert np.array_equal(flat.logits, nested.logits)
+
+
+def test_an_embedding_serves_several_calls(
+    model: Sam, image: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [sa1b.predict(model, image, points=POINTS), sa1b.predict(model, image, boxes=BOXES)]
+    embedded = sa1b.embed_image(model, image)
+    monkeypatch.setattr(model, "embed", None)
+    found = [sa1b.predict(model, embedded, points=POINTS), sa1b.predict(model, embedded, boxes=BOXES)]
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one.masks, other.masks)
+        assert np.array_equal(one.logits, other.logits)
+
+
+def test_all_candidates_contain_the_best(model: Sam, image: np.ndarray) -> None:
+    best = sa1b.predict(model, image, points=POINTS)
+    every = sa1b.predict(model, image, points=POINTS, all_candidates=True)
+    assert every.masks.shape == (3, 3, HEIGHT, WIDTH)
+    chosen = every.predicted_iou.argmax(axis=1)
+    assert np.array_equal(every.masks[np.arange(3), chosen], best.masks)
+    assert np.array_equal(every.logits[np.arange(3), chosen], best.logits)
+    assert np.array_equal(every.predicted_iou.max(axis=1), best.predicted_iou)
+    with pytest.raises(ValueError, match="multimask=False: has a single mask"):
+        sa1b.predict(model, image, points=POINTS, multimask=False, all_candidates=True)
 
 
 def test_candidates_can_be_asked_for_and_left(model: Sam, image: np.ndarray) -> None:
@@ -151,13 +184,13 @@ def test_images_of_any_size_are_taken(model: Sam, shape: tuple[int, int]) -> Non
     [
         ({}, "has no prompts; pass points or boxes"),
         ({"labels": [1]}, "has no prompts, only labels; pass points"),
-        ({"points": [[1, 2, 3]]}, r"points: must be \[N, 2\] .* got \[1, 3\]"),
+        ({"points": [[1, 2, 3]]}, r"points: must be \[P, 2\].* got \[1, 3\]"),
         ({"points": []}, "points: must be .* got \\[0\\]"),
         ({"points": [["a", 2]]}, "points: must be an array of numbers"),
         ({"points": [[1, 2], [3]]}, "points: must be an array of numbers"),
         ({"points": [[1, float("nan")]]}, "points: must contain finite numbers"),
         (
-            {"points": [[1, 2], [1, 100]]},
+            {"points": [[[1, 2]], [[1, 100]]]},
             r"point \(1, 100\) of prompt 1: outside of the image of 123 x 90 pixels",
         ),
         ({"points": [[[1, 2], [-1, 2]]]}, r"point \(-1, 2\) of prompt 0: outside of the image"),
@@ -165,10 +198,10 @@ def test_images_of_any_size_are_taken(model: Sam, shape: tuple[int, int]) -> Non
         ({"points": [[1, 2]], "labels": [2]}, "labels: must be 1"),
         ({"points": [[1, 2]], "labels": [[1], [1, 0]]}, "labels: must be an array of numbers"),
         (
-            {"points": [[1, 2], [3, 4]], "labels": [1, -1]},
+            {"points": [[[1, 2]], [[3, 4]]], "labels": [[1], [-1]]},
             "prompt 1: has no box, and all of its points are place",
         ),
-        ({"boxes": [[1, 2, 3]]}, r"boxes: must be \[N, 4\], .* got \[1, 3\]"),
+        ({"boxes": [[1, 2, 3]]}, r"boxes: must be \[4\] or .* got \[1, 3\]"),
         ({"boxes": [[5, 2, 3, 4]]}, r"box \(5, 2, 3, 4\) of prompt 0: ends before it begins"),
         (
             {"boxes": [[1, 2, 3, 4], [0, 0, 123, 91]]},
@@ -177,7 +210,7 @@ def test_images_of_any_size_are_taken(model: Sam, shape: tuple[int, int]) -> Non
         ({"boxes": [[-1, 2, 3, 4]]}, r"box \(-1, 2, 3, 4\) of prompt 0: outside of the image"),
         ({"boxes": [[1, 2, 3, 4]], "labels": [1]}, "labels: belong to points, but"),
         (
-            {"boxes": [[1, 2, 3, 4]], "points": [[1, 2], [3, 4]]},
+            {"boxes": [[1, 2, 3, 4]], "points": [[[1, 2]], [[3, 4]]]},
             "boxes: 1 boxes for the 2 prompts of points; pass a box for each prompt",
         ),
     ],
@@ -228,6 +261,9 @@ def test_what_is_no_model_is_refused_with_the_way_to_one(wrong: Any, message: st
 def test_load_model_takes_a_path_only(wrong: Any) -> None:
     with pytest.raises(UsageError, match=r"source .*: not a path; pass the folder of"):
         sa1b.load_model(wrong)
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match=r"device 'cuda': torch finds no GPU; pass device='cpu'"):
+            sa1b.load_model("run", device="cuda")
 
 
 def test_a_file_of_weights_gives_the_same_masks(model: Sam, image: np.ndarray, tmp_path: Path) -> None:

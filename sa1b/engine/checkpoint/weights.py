@@ -195,13 +195,15 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
             checkpoint in it, or a .pth or .safetensors with the published names; or the URL of one of these.
 
     Raises:
-        UsageError: the source is not a path.
+        UsageError: the source is not a path, or the device is a GPU and torch finds none.
         CheckpointError: the file or folder does not exist, or the checkpoint is damaged.
         WeightsError: the file is damaged, or does not contain a SAM.
         OSError: the source cannot be read.
     """
     if not isinstance(source, str | PathLike):
         raise UsageError(f"source {source!r}: not a path; pass {_KINDS}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {str(device)!r}: torch finds no GPU; pass device='cpu'")
     where, found = find_weights(source)
     if is_grounding(found):
         raise WeightsError(f"{where}: a grounding model; load its run with sa1b.load_grounding")
