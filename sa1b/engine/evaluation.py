@@ -47,6 +47,8 @@ from sa1b.stream.dataset import Stream
 if TYPE_CHECKING:
     from sa1b.engine.config import Config
 
+_PREFETCHED = 8  # images that each rank prepares in advance
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
@@ -114,11 +116,16 @@ def held_out_feed(
     """
     if config.view is None:
         return None
-    batch = max(
-        rank_info.world_size,
-        min(data.global_batch, rank_info.world_size * (data.micro_batch or data.global_batch)),
+    # One image at a time: larger batches round differently in matrix products, and the number of ranks and
+    # --data.micro-batch would change the scores.
+    settings = replace(
+        data,
+        masks=config.masks,
+        strategy="uniform",
+        global_batch=rank_info.world_size,
+        micro_batch=1,
+        prefetch=max(data.prefetch, _PREFETCHED),
     )
-    settings = replace(data, masks=config.masks, strategy="uniform", global_batch=batch)
     # The seed is constant: another seed would choose other masks, and runs could not be compared.
     feed = Feed(settings, image_size, rank_info, run, seed=0, view=config.view, order="sequential")
     if training is None:

@@ -241,6 +241,15 @@ def chosen_masks(root: Path, row: int) -> np.ndarray:
     return choose(annotations, annotations.runs_count > 1, 3, "uniform", 0, 0)
 
 
+@pytest.mark.parametrize("data", [{}, {"micro_batch": 2}])
+def test_images_are_computed_alone_because_larger_batches_round_differently(
+    root: Path, tmp_path: Path, data: dict[str, int]
+) -> None:
+    feed = feed_for(root, tmp_path, place_of(), **data)
+    assert [len(batch.ids) for batches in feed.steps() for batch in batches] == [1] * HELD_OUT
+    feed.close()
+
+
 @pytest.mark.parametrize(
     "mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"]
 )  # one of four positions in a step is padding

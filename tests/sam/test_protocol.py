@@ -17,13 +17,31 @@ SMALL = ModelConfig(image_size=64, width=32, depth=2, heads=2, global_blocks=(1,
 
 
 def distances(region: np.ndarray) -> np.ndarray:
-    """Distance of each pixel of the region from the nearest pixel outside, including the ring around the array."""
+    """Squared distance of each pixel of the region from the nearest pixel outside, int64.
+
+    The ring around the array is outside.
+    """
     padded = np.pad(region, 1)
     outside = np.argwhere(~padded)
-    found = np.zeros(region.shape)
+    found = np.zeros(region.shape, np.int64)
     for y, x in np.argwhere(region):
-        found[y, x] = np.sqrt(((outside - (y + 1, x + 1)) ** 2).sum(axis=1).min())
+        found[y, x] = ((outside - (y + 1, x + 1)) ** 2).sum(axis=1).min()
     return found
+
+
+def cited(predicted: np.ndarray, truth: np.ndarray, clicked: np.ndarray) -> tuple[int, int, int] | None:
+    """The next click by the rules of the code that the paper cites; None if it has nothing left to click.
+
+    Args:
+        clicked: bool [height, width].
+    """
+    missing, surplus = (distances(region) * ~clicked for region in (truth & ~predicted, predicted & ~truth))
+    positive = missing.max() > surplus.max()
+    error = missing if positive else surplus
+    if not error.max():
+        return None
+    y, x = np.argwhere(error == error.max())[0]
+    return int(x), int(y), int(positive)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -33,11 +51,31 @@ def test_the_centre_is_farthest_from_what_is_outside(seed: int) -> None:
     region = random.random((height, width)) < random.choice([0.1, 0.7, 0.97, 1.0])
     x, y, distance = centre(region)
     by_force = distances(region)
-    assert distance == pytest.approx(by_force.max(), abs=1e-5)
-    if region.any():
-        assert by_force[y, x] == pytest.approx(by_force.max(), abs=1e-5)
-    else:
-        assert (x, y, distance) == (0, 0, 0.0)
+    at_y, at_x = np.unravel_index(by_force.argmax(), by_force.shape)
+    assert (x, y, distance) == (at_x, at_y, by_force.max())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_next_click_is_that_of_the_cited_code(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    height, width = random.integers(1, 24, 2)
+    truth, predicted = random.random((2, height, width)) < random.choice([0.5, 0.9, 1.0], (2, 1, 1))
+    clicked = np.zeros_like(truth)
+    for _ in range(12):
+        expected = cited(predicted, truth, clicked)
+        click = next_click(predicted, truth, [(x, y) for y, x in np.argwhere(clicked).tolist()])
+        assert click == ((0, 0, NOTHING) if expected is None else expected)
+        if expected is not None:
+            clicked[expected[1], expected[0]] = True
+
+
+def test_squared_distances_are_exact_at_the_size_of_source_images() -> None:
+    square = np.ones((2999, 2999), bool)
+    assert centre(square) == (1499, 1499, 1500**2)
+    square[1000, 1300] = False  # of the rest, the largest disc touches this pixel and two sides
+    x, y, distance = centre(square)
+    reach = min(x + 1, y + 1, 2999 - x, 2999 - y)
+    assert distance == min(reach**2, (x - 1300) ** 2 + (y - 1000) ** 2)
 
 
 def test_the_next_click_is_in_the_middle_of_the_largest_error() -> None:
@@ -49,6 +87,11 @@ def test_the_next_click_is_in_the_middle_of_the_largest_error() -> None:
     assert next_click(predicted, truth) == (5, 34, BACKGROUND)
     predicted[:] = truth
     assert next_click(predicted, truth).label == NOTHING
+    predicted[12, 12], predicted[30, 30] = False, True  # equally far from the border: the surplus is clicked
+    assert next_click(predicted, truth) == (30, 30, BACKGROUND)
+    assert next_click(predicted, truth, [(30, 30)]) == (12, 12, FOREGROUND)
+    assert next_click(predicted, truth, [(30, 30), (12, 12)]).label == NOTHING
+    predicted[:] = truth
     predicted[0, 0:40] = True  # long, but thin
     predicted[13:18, 13:18] = False
     assert next_click(predicted, truth) == (15, 15, FOREGROUND)
@@ -86,10 +129,14 @@ def by_published(theirs: Any, image: torch.Tensor, truth: np.ndarray, box: np.nd
         None, torch.from_numpy((box.reshape(2, 2) + 0.5) * scale - 0.5).float().reshape(1, 4), None, best=True
     )
     found["box"], found["box_oracle"] = iou_of(masks[chosen]), max(map(iou_of, masks))
-    reach = distances(truth)
-    y, x = np.unravel_index(reach.argmax(), reach.shape)
-    at, labels, low = [(x, y)], [1], None
+    clicked = np.zeros_like(truth)
+    at, labels, low = [], [], None
+    click = cited(clicked, truth, clicked)
     for number in range(1, 6):
+        x, y, label = click or (0, 0, -1)
+        clicked[y, x] |= label >= 0
+        at.append((x, y))
+        labels.append(label)
         points = (
             torch.from_numpy((np.array(at) + 0.5) * scale - 0.5).float()[None],
             torch.tensor(labels)[None],
@@ -99,11 +146,7 @@ def by_published(theirs: Any, image: torch.Tensor, truth: np.ndarray, box: np.nd
             found["1_click_oracle"] = max(map(iou_of, masks))
         found[f"{number}_click{'s' if number > 1 else ''}"] = iou_of(masks[chosen])
         low = logits[:, chosen : chosen + 1]
-        missing, surplus = distances(truth & ~masks[chosen]), distances(masks[chosen] & ~truth)
-        error = missing if missing.max() >= surplus.max() else surplus
-        y, x = np.unravel_index(error.astype(np.float32).argmax(), error.shape)
-        at.append((x, y))
-        labels.append(int(truth[y, x]))
+        click = cited(masks[chosen], truth, clicked)
     return found
 
 
