@@ -106,6 +106,7 @@ REASONS = {
     "transfer/dataset_copy.py _quarantine": "files with the names that `Quarantine` gives",
     "verify/index_rebuild.py rebuild_index": TEMPORARY,
     "verify/rebuild.py _rebuild": TEMPORARY,
+    "verify/recover.py restore_names": TEMPORARY,
     "verify/rebuild.py rebuild_root": "the record that this run wrote",
     "verify/resume.py add": "its own record, whose first line was checked",
     "verify/resume.py remove": "its own record, whose first line was checked",

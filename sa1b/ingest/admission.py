@@ -21,6 +21,7 @@ from sa1b.shards.manifest import (
     Options,
     Task,
     read_dataset,
+    read_task,
 )
 from sa1b.sources.coco_file import CocoOptions
 from sa1b.sources.discovery import Discovered, discover, is_tar_name
@@ -137,6 +138,18 @@ def check_options(root: Root, tasks: Mapping[str, Task], options: Options) -> No
                 f"{root}: was made with {differs[0]}, this run has {differs[1]}; all shards of a dataset "
                 "need the same options: use the same flags or another --out"
             )
+
+
+def check_listed(root: Root, tasks: dict[str, Task], names: Iterable[str]) -> None:
+    """Of the sources of a run, leave out those whose task file is lost: they are converted again.
+
+    Raises:
+        ManifestError: a task file of the run is damaged, which needs --redo.
+    """
+    for name in [name for name in names if name in tasks and tasks[name].listed is not None]:
+        with contextlib.suppress(FileNotFoundError):
+            read_task(root, name)
+        del tasks[name]
 
 
 def fix_options(root: Root, tasks: Mapping[str, Task], options: Options) -> None:

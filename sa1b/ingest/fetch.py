@@ -19,6 +19,7 @@ from sa1b.errors import UsageError
 from sa1b.ingest.admission import (
     admitted,
     by_name,
+    check_listed,
     check_names,
     check_options,
     check_out,
@@ -35,7 +36,8 @@ from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Run, is_partial, missing_file
 from sa1b.shards.image_ids import listing
 from sa1b.shards.locate import read_rows
-from sa1b.shards.manifest import DATASET, PARTIAL, Options, read_tasks
+from sa1b.shards.lost_task import known_tasks
+from sa1b.shards.manifest import DATASET, PARTIAL, Options
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.sources.id_blocks import IDS_PER_TAR, tar_number
 from sa1b.sources.link_list import Link
@@ -187,8 +189,9 @@ def fetch(
         raise UsageError(
             f"--redo {min(strangers)}: no SOURCE has this name; choose one of {', '.join(names[:10])}"
         )
-    tasks = read_tasks(store, without=run.redo)
+    tasks = known_tasks(store, without=run.redo)
     check_options(store, tasks, options)
+    check_listed(store, tasks, names)
     summary = FetchSummary(store.root, len(ids), len(names))
     work = summary.work = ReshardSummary(sources=[], tasks=tasks)
     search = Search(names, homes, everywhere=everywhere)
@@ -282,7 +285,7 @@ def _sources(
 
 def _count(summary: FetchSummary, ids: Ids, missing: Ids, store: Store) -> None:
     """The state of the dataset directory after the run."""
-    stored = _joined(stored_ids(store, task) for task in read_tasks(store).values())
+    stored = _joined(stored_ids(store, task) for task in known_tasks(store).values())
     left = np.setdiff1d(ids, stored)
     summary.stored = len(ids) - len(left)
     summary.missing = np.intersect1d(left, missing, assume_unique=True)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sa1b.console import counted
+from sa1b.console import command, counted
 from sa1b.errors import LockedError, ManifestError, UsageError
 from sa1b.ingest.admission import release_options
 from sa1b.names import named_source
@@ -29,6 +29,7 @@ from sa1b.shards.commit import (
     tables_of,
     unproven_tables,
 )
+from sa1b.shards.lost_task import known_tasks
 from sa1b.shards.manifest import (
     DATASET,
     QUARANTINE,
@@ -36,7 +37,6 @@ from sa1b.shards.manifest import (
     Task,
     is_current,
     read_dataset,
-    read_tasks,
     task_name,
 )
 from sa1b.shards.sample_table import clashes
@@ -64,7 +64,12 @@ class Finished:
     @property
     def is_partial(self) -> bool:
         """Whether a known source is missing."""
-        return bool(self.failed or self.pending)
+        return bool(self.failed or self.pending or self.lost)
+
+    @property
+    def lost(self) -> list[str]:
+        """Sources of the dataset whose task files are lost or damaged."""
+        return [name for name, task in self.tasks.items() if task.listed is not None]
 
     def line(self, root: Root) -> str:
         """The state of the dataset and the next command, as one line of text."""
@@ -84,9 +89,13 @@ class Finished:
             for what, names in (("failed", sorted(self.failed)), ("pending", self.pending))
             if names
         ]
+        advice = "To try again, run the same command; to remove a source, use --drop NAME." if parts else ""
+        if self.lost:
+            parts.append(f"{len(self.lost):,} with a lost or damaged task file ({_shown(self.lost)})")
+            advice = f"{advice} `{command('verify')} {root}` names the repair.".lstrip()
         return (
             f"Partial: {dataset} holds {counted(len(self.tasks), 'source')} and can be read; "
-            f"{', '.join(parts)}. To try again, run the same command; to remove a source, use --drop NAME."
+            f"{', '.join(parts)}. {advice}"
         )
 
 
@@ -117,7 +126,7 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
     """
     store = open_store(root)
     with dataset_claim(store):
-        tasks = {name: task for name, task in read_tasks(store).items() if name != without}
+        tasks = known_tasks(store, [] if without is None else [without])
         failed = {name: why for name, why in read_failed(store).items() if name not in {*tasks, without}}
         lists = [name for name in store.names(TASKS, ".expected") if _EXPECTED.fullmatch(name)]
         before = _known_before(store)
@@ -214,7 +223,7 @@ def stored_source(root: Root, text: str) -> str:
         UsageError: the text is not a name, or the directory has no such source.
     """
     store = open_store(root)
-    tasks = read_tasks(store)
+    tasks = known_tasks(store)
     known = {*tasks, *read_failed(store), *_claimed(store), *(_known_before(store) or ())}
     name = named_source(text, known)
     listed = ", ".join([*tasks][:10]) + (" …" if len(tasks) > 10 else "")

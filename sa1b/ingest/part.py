@@ -22,6 +22,7 @@ from sa1b.errors import NoPairError, SourceError, TableError
 from sa1b.ingest.ingest import Counts, Policy, ingest
 from sa1b.ingest.search import Ids, Searched, no_ids
 from sa1b.shards.commit import shard_files, stored_shards, task_rows
+from sa1b.shards.index_reader import UNREADABLE
 from sa1b.shards.manifest import TASKS, Options, Task, task_name
 from sa1b.shards.sample_table import open_table
 from sa1b.sources.source import Source
@@ -103,10 +104,12 @@ def known_ids(root: Store, name: str) -> Ids:
     """The image ids of a source whose task file is not used: from its rows or else from its indexes."""
     with contextlib.suppress(OSError, TableError), root.files(task_name(name, "samples")) as (path,):
         return open_table(path, check=True).image_id.copy()
-    indexes = [shard_files(shard)[1] for shard in sorted(stored_shards(root, name))]
-    with root.files(*indexes) as paths:
-        read = [pq.read_table(path.absolute(), columns=["image_id"])["image_id"] for path in paths]
-    return np.unique(np.concatenate([no_ids(), *(one.to_numpy().astype(np.uint64) for one in read)]))
+    read = [no_ids()]
+    for shard in sorted(stored_shards(root, name)):
+        with contextlib.suppress(*UNREADABLE), root.files(shard_files(shard)[1]) as (path,):
+            ids = pq.read_table(path.absolute(), columns=["image_id"])["image_id"]
+            read.append(ids.to_numpy().astype(np.uint64))
+    return np.unique(np.concatenate(read))
 
 
 def read_searched(root: Store, current: Callable[[str], tuple[int, int] | None]) -> dict[str, Searched]:

@@ -10,7 +10,8 @@ from sa1b.console import counted
 from sa1b.ingest.admission import Space, admitted, by_name, check_options, needed_space
 from sa1b.ingest.worker import is_partial, is_unchanged
 from sa1b.progress import bar
-from sa1b.shards.manifest import Options, read_tasks
+from sa1b.shards.lost_task import known_tasks
+from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import Discovered
 from sa1b.sources.link_list import Link
 from sa1b.sources.remote_sources import remote_sources
@@ -188,7 +189,7 @@ def plan(
     own = [store.scratch] if store is not None and store.is_local else []
     discovered = admitted(paths, {}, own, ignore) if paths else Discovered()
     local, remote = by_name(discovered, links)
-    tasks = {} if store is None else read_tasks(store)
+    tasks = {} if store is None else known_tasks(store)
     options = Options(
         image_size=image_size,
         quality=None if image_size is None else 95,

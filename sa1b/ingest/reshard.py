@@ -16,6 +16,7 @@ from sa1b.errors import UsageError
 from sa1b.ingest.admission import (
     admitted,
     by_name,
+    check_listed,
     check_names,
     check_options,
     check_out,
@@ -30,7 +31,8 @@ from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Outcome, Run, is_unchanged, other_md5, work_on
 from sa1b.progress import bar
 from sa1b.shards.commit import abort_abandoned_uploads
-from sa1b.shards.manifest import PARTIAL, Options, Task, read_tasks, task_name
+from sa1b.shards.lost_task import known_tasks
+from sa1b.shards.manifest import PARTIAL, Options, Task, task_name
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.sources.remote_sources import remote_sources
 from sa1b.sources.source import Source, read_checklist
@@ -87,8 +89,9 @@ def reshard(
             raise UsageError(f"--out {root}: is a file; pass a folder")
         store.scratch.mkdir(parents=True, exist_ok=True)
     remove_leftovers(store, policy.spill)
-    tasks = read_tasks(store, without=run.redo)
+    tasks = known_tasks(store, without=run.redo)
     check_options(store, tasks, options)
+    check_listed(store, tasks, own_names)
     # A task file that `sa1b index` rebuilt from the shards has no size.
     known = {name: task for name, task in tasks.items() if task.source["size"] is not None}
     finished = {} if run.recheck else {name: _size_and_time(task) for name, task in known.items()}
@@ -137,7 +140,7 @@ def reshard(
                 abort_abandoned_uploads(store, [source.name for source in waiting])
             release_options(store)
     if not summary.store_error:
-        summary.tasks = read_tasks(store)
+        summary.tasks = known_tasks(store)
     _check_accept(policy, summary, run.quiet)
     summary.seconds = time.monotonic() - began
     return summary
@@ -222,7 +225,7 @@ def _finishes(run: Run, store: Store, named: Sequence[str]) -> bool:
     """Whether this run finishes the dataset: the only run does, and of several the one that ends last."""
     if run.task is None:
         return True
-    return run.finish and not set(named) - read_tasks(store).keys() - read_failed(store).keys()
+    return run.finish and not set(named) - known_tasks(store).keys() - read_failed(store).keys()
 
 
 def _changed(total: int, now: int, before: int) -> int:

@@ -175,8 +175,8 @@ def _claimed(
     if source.wanted is not None:
         if previous is not None and not is_partial(previous) and missing_file(previous, root) is None:
             return Outcome("skipped", Counts())  # the dataset has all images of this source
-        redo = source.name in run.redo
-        stored = known_ids(root, source.name) if redo else stored_ids(root, previous)
+        # Without a task file, what is left of an earlier run is read again too.
+        stored = known_ids(root, source.name) if previous is None else stored_ids(root, previous)
         task, searched = ingest_wanted(source, root, options, policy, reports, check, stored)
         return Outcome("done", reports.newest, "", task, searched)
     note = ""

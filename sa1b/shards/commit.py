@@ -27,6 +27,7 @@ from sa1b.names import (
     source_name,
     source_stem,
 )
+from sa1b.shards.lost_task import known_tasks
 from sa1b.shards.manifest import (
     DATASET,
     QUARANTINE,
@@ -35,15 +36,16 @@ from sa1b.shards.manifest import (
     all_shards,
     dataset_document,
     read_dataset,
-    read_tasks,
     task_digest,
     task_name,
     write_task,
 )
 from sa1b.shards.sample_table import (
+    COLUMNS,
     SampleTable,
     clash_message,
     clashes,
+    decode,
     encode,
     is_table_name,
     open_table,
@@ -280,6 +282,8 @@ def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
     """
     store = open_store(root)
     name = task_name(task.name, "samples")
+    if task.listed is not None:
+        return task, _listed_rows(store, task)
     if task.samples is not None:
         with contextlib.suppress(OSError, TableError), store.files(name) as (path,):
             with path.open("rb") as file:
@@ -297,6 +301,20 @@ def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
         return task, open_table(path)
 
 
+def _listed_rows(store: Store, task: Task) -> SampleTable:
+    """The rows of a source whose task file is lost: from the table of dataset.json, or from its indexes."""
+    document = read_dataset(store)
+    with contextlib.suppress(OSError, TableError), store.files(str(document["samples"]["name"])) as (path,):
+        table = open_table(path, check=True)
+        if table.digest == document["samples"]["columns_sha256"]:
+            own = [is_shard_of(shard["name"], task.name) for shard in document["shards"]]
+            numbers, rows = np.cumsum(own) - 1, np.array(own, bool)[table.shard]
+            columns = {column: getattr(table, column)[rows] for column in COLUMNS}
+            return decode(encode(columns | {"shard": numbers[columns["shard"]]}))
+    with store.files(*(shard_files(shard.name)[1] for shard in task.shards)) as indexes:
+        return decode(rows_of_indexes(indexes))
+
+
 def _withdraw(task: Task, store: Store) -> None:
     """Remove the task file of a source whose shards are about to be replaced, and list it no more."""
     document = _read_dataset(store)
@@ -304,7 +322,7 @@ def _withdraw(task: Task, store: Store) -> None:
     if own and own == {shard.name: asdict(shard) for shard in task.shards}:
         return  # the same files
     if own:
-        left = read_tasks(store, without=[task.name])
+        left = known_tasks(store, without=[task.name])
         failed, pending = failed_and_pending(store, left, without=task.name)
         write_dataset(store, left, failed, sorted({*pending, task.name}), like=task)
     store.remove(task_name(task.name))
@@ -314,7 +332,8 @@ def _list_again(task: Task, store: Store) -> None:
     """Write dataset.json with the new digest of a task file whose shards it lists."""
     document = _read_dataset(store)
     if document["sources"].get(task.name, task_digest(task)) != task_digest(task):
-        tasks = {name: one for name, one in read_tasks(store).items() if name in document["sources"]}
+        known = known_tasks(store)
+        tasks = {name: one for name, one in known.items() if name in document["sources"]}
         write_dataset(store, tasks, document.get("failed", {}), document.get("pending", []))
 
 

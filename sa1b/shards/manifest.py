@@ -26,7 +26,7 @@ from sa1b.names import shard_order
 from sa1b.shards.document_fields import FieldError, check_dataset, check_task
 from sa1b.shards.sample_table import TableFacts, is_table_name, open_table
 from sa1b.storage.atomic import json_bytes
-from sa1b.storage.store import Root, each, open_store
+from sa1b.storage.store import Root, Store, each, open_store
 
 FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
@@ -118,6 +118,8 @@ class Task:
         samples: bytes and sha256 of tasks/<source>.samples; None in directories of earlier versions, which
             have no such file.
         quarantine: sha256 of the lists in the source's quarantine, by file name; None: none, or not known.
+        listed: of a source whose task file is lost or damaged: the file's digest by dataset.json, which has
+            the other values too, see sa1b.shards.lost_task. Never written.
     """
 
     source: dict[str, Any]
@@ -129,6 +131,7 @@ class Task:
     largest: dict[str, int]
     samples: dict[str, Any] | None = None
     quarantine: dict[str, str] | None = None
+    listed: str | None = None
 
     @property
     def name(self) -> str:
@@ -168,10 +171,31 @@ def read_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
     Raises:
         ManifestError: a task file of another format, or damaged.
     """
+    found, damaged = readable_tasks(root, without)
+    for error in damaged.values():
+        raise error
+    return found
+
+
+def readable_tasks(
+    root: Root, without: Collection[str] = ()
+) -> tuple[dict[str, Task], dict[str, ManifestError]]:
+    """The intact task files, and the errors of the others, by source."""
     store = open_store(root)
     names = [name.removesuffix(".json") for name in store.names(TASKS, ".json")]
     names = [name for name in names if name not in without]
-    return dict(zip(names, each(store, partial(read_task, store), names), strict=True))
+    found = dict(zip(names, each(store, partial(_read_task, store), names), strict=True))
+    damaged = {name: one for name, one in found.items() if isinstance(one, ManifestError)}
+    return {name: one for name, one in found.items() if isinstance(one, Task)}, damaged
+
+
+def _read_task(store: Store, name: str) -> Task | ManifestError | None:
+    try:
+        return read_task(store, name)
+    except ManifestError as error:
+        return error
+    except FileNotFoundError:  # removed meanwhile by another process
+        return None
 
 
 def read_task(root: Root, source_name: str) -> Task:
@@ -271,6 +295,8 @@ def table_name(root: Root) -> str:
 
 def task_digest(task: Task) -> str:
     """sha256 of a task file without the source's time and md5, which differ between copies of a source."""
+    if task.listed is not None:
+        return task.listed
     document = _document(task)
     document["source"] = {
         name: value for name, value in task.source.items() if name not in ("mtime_ns", "md5")

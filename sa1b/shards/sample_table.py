@@ -197,6 +197,20 @@ def open_table(path: Path, *, check: bool = False) -> SampleTable:
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:
         raise TableError(f"{path}: empty file; run `{command('index')}` to rebuild it") from None
+    table = decode(view, path)
+    if check and not is_intact(table):
+        raise TableError(
+            f"{path}: the columns do not match their digest; run `{command('index')}` to rebuild it"
+        )
+    return table
+
+
+def decode(view: bytes | mmap.mmap, path: object = "sample table") -> SampleTable:
+    """A table from the bytes of its file; `path` is where they are from, for messages.
+
+    Raises:
+        TableError: not a sample table, another version or a wrong size.
+    """
     if len(view) < _HEADER_BYTES or view[:8] != _MAGIC:
         raise TableError(f"{path}: not a sample table; run `{command('index')}` to rebuild it from the tars")
     _, version, header_bytes, count, ids_sha256, sha256 = _HEADER.unpack_from(view)
@@ -209,12 +223,7 @@ def open_table(path: Path, *, check: bool = False) -> SampleTable:
             f"run `{command('index')}` to rebuild it"
         )
     arrays = {name: np.frombuffer(view, dtype, count, starts[name]) for name, dtype in COLUMNS.items()}
-    table = SampleTable(**arrays, ids_digest=ids_sha256.hex(), digest=sha256.hex())
-    if check and not is_intact(table):
-        raise TableError(
-            f"{path}: the columns do not match their digest; run `{command('index')}` to rebuild it"
-        )
-    return table
+    return SampleTable(**arrays, ids_digest=ids_sha256.hex(), digest=sha256.hex())
 
 
 def is_intact(table: SampleTable) -> bool:

@@ -11,6 +11,7 @@ import simplejpeg
 
 from sa1b.console import command
 from sa1b.errors import ShardError
+from sa1b.shards.annotation import PROVENANCE, Annotations
 from sa1b.shards.index import IndexWriter
 from sa1b.shards.largest import Largest
 from sa1b.shards.manifest import ShardInfo
@@ -30,6 +31,8 @@ class RebuiltIndex:
         scaled: longer sides, in pixels, of images stored smaller than their annotations say.
         quality: JPEG quality of the first of those images; None if there are none or it is unknown.
         annotations_only: whether the shard has no images: [True], [False], or both.
+        reading: how the source was read, as far as its first image shows, see
+            sa1b.sources.source.Source.reading.
         resumed: an interrupted rebuild built the index.
     """
 
@@ -40,6 +43,7 @@ class RebuiltIndex:
     scaled: list[int]
     quality: int | None
     annotations_only: list[bool] = field(default_factory=lambda: [False])
+    reading: dict[str, Any] = field(default_factory=dict)
     resumed: bool = False
 
     def document(self) -> dict[str, Any]:
@@ -77,9 +81,12 @@ def rebuild_index(
     annotations_only: set[bool] = set()
     scaled: set[int] = set()
     quality = None
+    reading: dict[str, Any] = {}
     try:
         for image in walk_shard(shard, digest, progress):
             row = index_row(shard, image)
+            if not images:
+                reading = _reading(row.annotations)
             writer.add(row)
             images += 1
             masks += len(row.annotations)
@@ -116,8 +123,19 @@ def rebuild_index(
             ) from None
         raise
     return RebuiltIndex(
-        info, jpg_bytes, largest.values, sorted(keep_json), sorted(scaled), quality, sorted(annotations_only)
-    )
+        info, jpg_bytes, largest.values, sorted(keep_json), sorted(scaled), quality, sorted(annotations_only),
+        reading,
+    )  # fmt: skip
+
+
+def _reading(annotations: Annotations) -> dict[str, Any]:
+    """How a source in COCO's format was read, by the provenance of an image; empty for other sources."""
+    origin = annotations.to_json().get(PROVENANCE)
+    if not isinstance(origin, dict) or origin.get("format") != "coco":
+        return {}
+    listed = origin.get("image", {}).get("id")
+    kept = str(listed) == str(annotations.image_id)
+    return {"kind": "coco", "image_ids": "keep" if kept else "hash", "images": True}
 
 
 def jpeg_quality(data: bytes) -> int | None:

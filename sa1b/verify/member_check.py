@@ -61,6 +61,7 @@ class ShardResult:
             `deep`. This is not damage: ingest keeps such images and counts them as warnings.
         odd_images: reason -> offset and id of the first such images.
         unchecked: why the shard could not be checked, which is not damage; None if it was checked.
+        sha256: of the tar; "" if it was not read to its end.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ShardResult:
     odd: dict[str, int] = field(default_factory=dict)
     odd_images: dict[str, list[list[int]]] = field(default_factory=dict)
     unchecked: str | None = None
+    sha256: str = ""
 
     def count_odd(self, reason: str, offset: int, image_id: int) -> None:
         """Count an image whose numbers differ from its masks."""

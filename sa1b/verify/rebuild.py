@@ -131,7 +131,7 @@ def rebuild_root(
     """Rebuild every index, the sample table and dataset.json of a dataset directory.
 
     Raises:
-        ManifestError: no shards in `root`, or a damaged task file.
+        ManifestError: no shards in `root`, or the shards of a lost task file are incomplete.
         sa1b.errors.SourceError: an image is in two sources.
         LockedError: reshard or another rebuild is running there.
     """
@@ -181,8 +181,8 @@ def rebuild_tables(root: Root, *, scratch: Path | None = None) -> RebuildSummary
             raise manifest.no_dataset(store.root)
         if lost:
             raise ManifestError(
-                f"{store.url(TASKS)}: no task file of {', '.join(lost)}; omit --tables to rebuild from the "
-                "shards"
+                f"{store.url(TASKS)}: no intact task file of {', '.join(lost)}; omit --tables to "
+                "rebuild from the shards"
             )
         try:
             _write_tables(store, recorded, {}, {}, None, summary)
@@ -206,7 +206,7 @@ def _write_tables(
     """Update the task files, rebuild the lost ones, and write the sample table and dataset.json."""
     with dataset_claim(store):
         _refuse_activity(store)
-        if manifest.read_tasks(store) != recorded.tasks:
+        if manifest.readable_tasks(store)[0] != recorded.tasks:
             raise LockedError(
                 f"{store.url(TASKS)}: changed meanwhile by another process; run the same command again"
             )
@@ -288,7 +288,14 @@ def _rebuild_all(
         advance(count)
 
     built: dict[str, RebuiltIndex] = {}
+    misplaced: dict[str, str] = {}
+    by_digest = {info.sha256: name for name, info in recorded.infos.items()}
     for name, value in in_batches(_rebuild, tasks, workers=workers, advance=read):
+        if isinstance(value, recover.Changed):
+            summary.failed[name] = value.why
+            if value.sha256 in by_digest:
+                misplaced[name] = by_digest[value.sha256]
+            continue
         if not isinstance(value, RebuiltIndex):
             summary.failed[name] = f"{name}: {value.why}" if isinstance(value, Died) else str(value)
             continue
@@ -301,6 +308,11 @@ def _rebuild_all(
             record.add(name, keys[name], value.document())
         if differs(value, recorded):
             summary.notes.append(why_differs(name, recorded))
+    if misplaced and (restored := recover.restore_names(store, misplaced, recorded)):
+        for name in restored:
+            summary.notes.append(f"{name} is restored from a file that had the name of another shard")
+            summary.failed.pop(name, None)
+        built |= _rebuild_all(store, restored, recorded, record, workers, summary, advance)
     return built
 
 
@@ -311,7 +323,7 @@ def _rebuild(
     with_runs: bool,
     done: dict[str, Any] | None,
     progress: Callable[[int], object],
-) -> RebuiltIndex | str:
+) -> RebuiltIndex | recover.Changed | str:
     """Build and commit the index of one shard, or return why not; runs in a worker process.
 
     `done`: result of an interrupted rebuild, used if the index still has the recorded digest.
@@ -319,9 +331,8 @@ def _rebuild(
     shard, index = store.url(name), shard_files(name)[1]
     if done is not None:
         built = replace(RebuiltIndex.from_document(done), resumed=True)
-        with contextlib.suppress(FileNotFoundError), store.files(index) as (path,), path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() == built.info.index_sha256:
-                return built
+        if recover.sha256_of(store, index) == built.info.index_sha256:
+            return built
     temporary = temporary_path(store.scratch / index)
     try:
         with store.files(name) as (tar,), naming_path(temporary):
@@ -339,10 +350,11 @@ def _rebuild(
         )
     if info is not None and built.info.sha256 != info.sha256:
         temporary.unlink()
-        return (
+        return recover.Changed(
+            built.info.sha256,
             f"{shard}: sha256 is {built.info.sha256}, {info.sha256} recorded: the shard has changed since it "
             f"was written; `{command('verify')}` reports the damage. Restore the shard from a copy, or run "
-            f"`{command('reshard')}` again with its source and --redo and the source's name"
+            f"`{command('reshard')}` again with its source and --redo and the source's name",
         )
     store.commit_file(temporary, index)
     return built

@@ -34,9 +34,9 @@ class Recorded:
 
     @classmethod
     def read(cls, root: Root) -> "Recorded":
-        """Read the records; raises ManifestError for a damaged task file."""
+        """Read the records. A damaged task file counts as lost."""
         store = open_store(root)
-        tasks = manifest.read_tasks(store)
+        tasks = manifest.readable_tasks(store)[0]  # the others are rebuilt from the shards
         try:
             dataset = manifest.read_dataset(store)
             infos = {shard["name"]: ShardInfo(**shard) for shard in dataset["shards"]}

@@ -1,9 +1,14 @@
-"""Rebuild of lost task files from the shards and, if it exists, dataset.json.
+"""Rebuild of lost task files from the shards and, if it exists, dataset.json; shards with wrong names.
 
 Some values cannot be recovered: size, time and digest of the source, refused members and warnings. So reshard
 treats such a source as changed and converts it again.
 """
 
+import contextlib
+import hashlib
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sa1b.console import command
@@ -11,9 +16,13 @@ from sa1b.errors import ManifestError
 from sa1b.names import shard_name, shard_order, source_stem
 from sa1b.shards import manifest
 from sa1b.shards.commit import sources_without_task
-from sa1b.shards.manifest import LARGEST, Options, Task, task_name
-from sa1b.storage.store import Root, open_store
+from sa1b.shards.lost_task import rebuilt_task
+from sa1b.shards.manifest import LARGEST, READING, Options, Task, task_name
+from sa1b.storage.atomic import flush, naming_path
+from sa1b.storage.processes import temporary_path
+from sa1b.storage.store import Root, Store, open_store
 from sa1b.verify.index_rebuild import RebuiltIndex
+from sa1b.verify.recorded import Recorded
 
 
 def lost_sources(root: Root, tasks: dict[str, Task], dataset: dict[str, Any] | None) -> dict[str, list[str]]:
@@ -66,25 +75,10 @@ def infer_tasks(
         options, versions = _options(lost, index_runs), manifest.versions()
     inferred = []
     for name, shards in sorted(lost.items()):
-        inferred.append(
-            Task(
-                source=dict.fromkeys(("name", "kind", "size", "mtime_ns", "sha256", "md5")) | {"name": name},
-                options=options,
-                versions=versions,
-                shards=[shard.info for shard in shards],
-                counts={
-                    "members": None,
-                    "images": sum(shard.info.images for shard in shards),
-                    "masks": sum(shard.info.masks for shard in shards),
-                    "jpg_bytes": sum(shard.jpg_bytes for shard in shards),
-                    "refused_members": None,
-                    "refused": {},
-                    "doubtful": {},
-                },
-                damage=[],
-                largest={what: max(shard.largest[what] for shard in shards) for what in LARGEST},
-            )
-        )
+        reading = (dataset or {}).get(READING, {}).get(name) or shards[0].reading
+        largest = {what: max(shard.largest[what] for shard in shards) for what in LARGEST}
+        infos, jpg_bytes = [shard.info for shard in shards], sum(shard.jpg_bytes for shard in shards)
+        inferred.append(rebuilt_task(name, options, versions, infos, largest, reading, jpg_bytes=jpg_bytes))
     names = ", ".join(sorted(lost))
     notes = [
         f"no task file of {names}: rebuilt from the shards. Size, time and digest of the source and the "
@@ -127,3 +121,42 @@ def _options(lost: dict[str, list[RebuiltIndex]], index_runs: bool) -> Options:
         index_runs=index_runs,
         annotations_only=only == {True},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A readable shard with another digest than recorded, and the message that says so."""
+
+    sha256: str
+    why: str
+
+
+def restore_names(store: Store, misplaced: Mapping[str, str], recorded: Recorded) -> list[str]:
+    """Copy shards that have the content of other shards to the names of those, unless these are intact.
+
+    Args:
+        misplaced: shard -> the shard whose content it has.
+
+    Returns:
+        the restored shards.
+    """
+    folder = temporary_path(store.scratch / "shards")
+    try:
+        folder.mkdir(parents=True)
+        for found, name in misplaced.items():
+            if not (folder / name).exists() and sha256_of(store, name) != recorded.infos[name].sha256:
+                with naming_path(folder), store.files(found) as (path,):
+                    shutil.copyfile(path, folder / name)
+                    flush(folder / name)
+        restored = sorted(path.name for path in folder.iterdir())
+        store.commit([folder / name for name in restored])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return restored
+
+
+def sha256_of(store: Store, name: str) -> str | None:
+    """The digest of a file; None: it is not there."""
+    with contextlib.suppress(FileNotFoundError), store.files(name) as (path,), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    return None

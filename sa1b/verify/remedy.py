@@ -1,7 +1,7 @@
 """Repairs of a dataset directory: the shortest command for each kind of damage."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,13 @@ class Remedy:
         """Remedy for a damaged index of one shard."""
         return f"`{command('index')} {self._quoted(shard)}` (first restore the shard if it is damaged too)"
 
+    def names(self, shards: Sequence[str]) -> str:
+        """Remedy for shards that have the content of others: before any other, which may overwrite them."""
+        listed = " ".join(map(self._quoted, shards))
+        return (
+            f"first `{command('index')} {listed}`, which restores the shards that these are; then check again"
+        )
+
     def tables(self) -> str:
         """Remedy if only the sample table, rows of a source or dataset.json are damaged."""
         return f"`{command('index')} {self._quoted()} --tables`"
@@ -37,8 +44,16 @@ class Remedy:
         """Remedy if only the shards are intact."""
         return f"`{command('index')} {self._quoted()}`"
 
-    def source(self, source: str | None) -> str:
-        """Remedy for damage that needs the source again: of a shard, a task file or refused members."""
+    def source(self, source: str | None, *, has_shards: bool = False) -> str:
+        """Remedy for damage that needs the source again: of a shard, a task file or refused members.
+
+        Args:
+            has_shards: the shards are there, so that a task file can be rebuilt from them. This is the only
+                advice if dataset.json is lost too: how the source was read is unknown then.
+        """
+        rebuild = f"{self.everything()}, which rebuilds it from the shards"
+        if has_shards and self.options is None:
+            return f"restore it from a copy; or run {rebuild}"
         name = source or "SOURCE"
         # --redo replaces the files after the source has been read, so the user removes nothing first. The
         # placeholder has no meaning in a shell: the unedited command only reports a missing file.
@@ -55,7 +70,8 @@ class Remedy:
             verb, flags = "fetch", ["--ids PATH/TO/IDS.txt", *flags]
         more = "".join(f" {flag}" for flag in flags)
         again = f"{command(verb)} {path} --out {self._quoted()} --redo {shlex.quote(name)}{more}"
-        return f"restore it from a copy; or, with the real path of the source, `{again}`"
+        without = f"; or, without the source, {rebuild}" if has_shards else ""
+        return f"restore it from a copy; or, with the real path of the source, `{again}`{without}"
 
     def flags(self) -> list[str]:
         """The flags of `sa1b reshard` that differ from its defaults."""

@@ -230,6 +230,7 @@ class RootCheck:
             found["sha256"] = sha256
         if listed and any(listed.get(what) != value for what, value in found.items()):
             self._find("table_of_another", name, f"not the one {DATASET} was written with")
+            self.table = None
         if self.dataset is None and not self.tasks.whole:
             return None
         self.table_path = path
@@ -288,6 +289,22 @@ class RootCheck:
             (newest.dataset or {}).get("failed", {}),
             damaged=bool(len(self.report.found)),
         )
+        self._misplaced(results)
+
+    def _misplaced(self, results: dict[str, ShardResult]) -> None:
+        """Replace all advice if shards have the content of others, which `sa1b index` restores from them."""
+        by_digest = {info.sha256: name for name, info in self.shards.items()}
+        found = {}
+        for name, result in results.items():
+            other = by_digest.get(result.sha256, name)
+            if other != name and other in results and len(results[other].findings):
+                found[name] = other
+        for name, other in found.items():
+            message = f"has the content of {other}"
+            self.report.found.add(Finding("tar_of_another", name, message, "", name))
+        if found:
+            remedy = self.remedy.names(sorted(found))
+            self.report.found.kept = [replace(one, remedy=remedy) for one in self.report.found.kept]
 
     @property
     def sources(self) -> set[str]:

@@ -135,7 +135,7 @@ class _ShardCheck:
                         raw.fileno(), -len(item.data) % BLOCK, item.offset + BLOCK + len(item.data)
                     )
                     self._member(item, header, padding)
-            sha256 = stream.digests()["sha256"]
+            sha256 = self.result.sha256 = stream.digests()["sha256"]
         finally:
             stream.close()
         self.result.bytes += size

@@ -9,6 +9,7 @@ from typing import Any
 
 from sa1b.console import counted
 from sa1b.errors import ManifestError
+from sa1b.names import parse_shard_name, shard_order, source_stem
 from sa1b.shards import manifest
 from sa1b.shards.commit import sources_without_task
 from sa1b.shards.manifest import DATASET, READING, TASKS, Task, task_name
@@ -18,6 +19,7 @@ from sa1b.verify.member_check import ShardResult
 from sa1b.verify.remedy import Remedy
 from sa1b.verify.report import Finding, Findings
 
+_LOST = ("task_missing", "task_unreadable")  # `sa1b index` rebuilds these from the shards
 _ODD = ("area", "bbox", "empty_mask")
 
 
@@ -34,6 +36,7 @@ class TaskCheck:
         intact: names of task files without a finding.
         unlisted: names of finished sources that dataset.json does not list yet.
         findings: what was found.
+        stems: those of the shards in the directory; None: not listed yet.
     """
 
     store: Store
@@ -44,6 +47,7 @@ class TaskCheck:
     intact: set[str] = field(default_factory=set)
     unlisted: list[str] = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
+    stems: set[str] | None = None
 
     def __post_init__(self) -> None:
         present = {name.removesuffix(".json") for name in self.store.names(TASKS, ".json")}
@@ -132,7 +136,11 @@ class TaskCheck:
 
     def _find(self, kind: str, name: str, message: str) -> None:
         file = task_name(name)
-        remedy = f"{self.store.url(file)}: {self.remedy.source(name)}"
+        if self.stems is None:
+            shards = filter(parse_shard_name, self.store.names("", ".tar"))
+            self.stems = {shard_order(shard).stem for shard in shards}
+        has_shards = kind in _LOST and source_stem(name) in self.stems
+        remedy = f"{self.store.url(file)}: {self.remedy.source(name, has_shards=has_shards)}"
         self.findings.add(Finding(kind, file, message, remedy))
 
     def _counts(self, name: str, task: Task, parts: list[ShardResult], deep: bool) -> None:

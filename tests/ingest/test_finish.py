@@ -406,15 +406,22 @@ def test_a_joined_table_is_the_one_that_all_rows_give_at_once(root: Path) -> Non
 
 
 @pytest.mark.parametrize("added", [True, False])
-def test_a_source_whose_task_file_is_gone_is_pending_and_not_forgotten(
-    root: Path, tars: Path, added: bool
+@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_text("{")])
+def test_a_source_whose_task_file_is_lost_stays_in_the_dataset(
+    root: Path, tars: Path, added: bool, change: Callable[[Path], object]
 ) -> None:
-    (root / "tasks" / "sa_000001.json").unlink()
+    before = sa1b.open(root).table.image_id.tolist()
+    change(root / "tasks" / "sa_000001.json")
     if added:
-        reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
-    else:
-        assert finish(root).is_partial
-    assert sa1b.open(root).pending == ["sa_000001"]
+        summary = reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+        assert (summary.failed, summary.complete) == ({}, False)
+    finished = finish(root)
+    assert (finished.lost, finished.is_partial) == (["sa_000001"], True)
+    assert "1 with a lost or damaged task file (sa_000001)" in finished.line(root)
+    dataset = sa1b.open(root)
+    assert set(before) <= set(dataset.table.image_id.tolist())
+    assert [dataset.by_id(one).jpeg for one in before] == [tiny.pair(one)[0] for one in before]
+    (root / "tasks" / "sa_000001.json").unlink(missing_ok=True)
     reshard([tars / "sa_000001.tar"], root, OPTIONS, Policy(), Run(quiet=True))
     assert sa1b.open(root).lacks() == ""
 
@@ -532,7 +539,7 @@ def test_ten_sources_are_listed_where_none_of_a_name_can_be_dropped(
 ) -> None:
     names = [f"sa_{number:06d}" for number in range(11)]
     for count, end in ((10, names[9]), (11, f"{names[9]} …")):
-        monkeypatch.setattr(finish_module, "read_tasks", lambda _, count=count: dict.fromkeys(names[:count]))
+        monkeypatch.setattr(finish_module, "known_tasks", lambda _, count=count: dict.fromkeys(names[:count]))
         with pytest.raises(UsageError, match=f"it has {names[0]}, .*{end}$"):
             drop_source(tmp_path, "sa_000099")
 

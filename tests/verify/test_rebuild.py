@@ -226,7 +226,7 @@ def test_shards_of_a_source_whose_task_file_is_lost_too_are_kept(plain):
     images = len(Dataset(plain))
     remove(plain, "tasks/sa_000001.json", "dataset.json")
     assert f"`{command('index')} {plain}`" in advised(plain)
-    with pytest.raises(ManifestError, match="no task file of sa_000001; omit --tables"):
+    with pytest.raises(ManifestError, match="no intact task file of sa_000001; omit --tables"):
         rebuild_tables(plain)
     assert rebuild_root(plain, quiet=True).complete
     assert len(Dataset(plain)) == images
@@ -480,7 +480,7 @@ def test_tables_of_a_damaged_samples_file(plain):
 
 def test_tables_need_task_files_and_indexes(plain):
     (plain / "tasks" / "sa_000002.json").unlink()
-    with pytest.raises(ManifestError, match="no task file of sa_000002"):
+    with pytest.raises(ManifestError, match="no intact task file of sa_000002"):
         rebuild_tables(plain)
 
 

@@ -86,10 +86,12 @@ def test_the_advice_repairs(roots, sources, tmp_path, name, damage):
     report = check(root)
     assert report.findings
     for remedy in report.found.remedies():
-        (advised,) = re.findall("`([^`]+)`", remedy)
-        assert not re.search(r"[<>|&;]|\brm\b", advised)  # safe to paste as it is
-        advised = advised.replace("PATH/TO/sa_000002.tar", str(sources[1]))
-        typed(advised, in_a_shell=damage in ("rows", "shard") and name == "keep_json")
+        commands = re.findall("`([^`]+)`", remedy)
+        assert len(commands) == (2 if damage == "task_missing" else 1)  # with the source or without it
+        for advised in commands:
+            assert not re.search(r"[<>|&;]|\brm\b", advised)  # safe to paste as it is
+            real = advised.replace("PATH/TO/sa_000002.tar", str(sources[1]))
+            typed(real, in_a_shell=damage in ("rows", "shard") and name == "keep_json")
     after = check(root, deep=True)
     assert (after.findings, after.notes) == ([], [])
     assert content(root) == written

@@ -1,0 +1,73 @@
+"""Sources whose task file is lost or damaged: what dataset.json or the shards show of them.
+
+The images of such a source stay in the dataset. `sa1b verify` reports the task file, and `sa1b index`
+rebuilds it from the shards.
+"""
+
+import contextlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sa1b.errors import ManifestError
+from sa1b.names import is_shard_of
+from sa1b.shards.manifest import READING, Options, ShardInfo, Task, read_dataset, readable_tasks
+from sa1b.storage.store import Root, open_store
+
+
+def known_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
+    """`read_tasks`, and the sources that dataset.json lists and whose task files are lost or damaged, with
+    the values of dataset.json. So a writer of dataset.json does not lose them.
+
+    Raises:
+        ManifestError: a damaged task file of a source that dataset.json does not list.
+    """
+    store = open_store(root)
+    found, damaged = readable_tasks(store, without)
+    with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
+        document = read_dataset(store)
+        lost = document["sources"].keys() - found.keys() - set(without)
+        found |= {name: _listed_task(document, name) for name in lost}
+    for name, error in damaged.items():
+        if name not in found:
+            raise error
+    return dict(sorted(found.items()))
+
+
+def _listed_task(document: Mapping[str, Any], name: str) -> Task:
+    shards = [ShardInfo(**one) for one in document["shards"] if is_shard_of(one["name"], name)]
+    return rebuilt_task(
+        name,
+        Options(**document["options"]),
+        document["versions"],
+        shards,
+        document["largest"],
+        document.get(READING, {}).get(name),
+        listed=document["sources"][name],
+    )
+
+
+def rebuilt_task(
+    name: str,
+    options: Options,
+    versions: dict[str, str],
+    shards: list[ShardInfo],
+    largest: dict[str, int],
+    reading: Mapping[str, Any] | None,
+    *,
+    jpg_bytes: int | None = None,
+    listed: str | None = None,
+) -> Task:
+    """A task without the values that only its lost task file had: size, time and digest of the source,
+    refused members and warnings."""
+    source = dict.fromkeys(("name", "kind", "size", "mtime_ns", "sha256", "md5")) | {"name": name}
+    counts: dict[str, Any] = {
+        "members": None,
+        "images": sum(shard.images for shard in shards),
+        "masks": sum(shard.masks for shard in shards),
+        "jpg_bytes": jpg_bytes,
+        "refused_members": None,
+        "refused": {},
+        "doubtful": {},
+    }
+    source |= {READING: reading} if reading else {}
+    return Task(source, options, versions, shards, counts, [], largest, listed=listed)
