@@ -84,3 +84,19 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     site = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
     listed = [path for entry in site["nav"] for path in entry.values()]
     assert sorted(listed) == sorted(page.name for page in PAGES if page.parent.name == "docs")
+
+
+def test_every_guarantee_names_a_command_that_tests_it() -> None:
+    text = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
+    tables = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = [line for line in tables if not line.startswith("| guarantee |")]
+    assert len(rows) > 50
+    for row in rows:
+        command = re.search(r" \| (`[^|]+`) \|$", row)
+        assert command is not None, row
+        paths = re.findall(r"tests/[\w/.]+", command[1])
+        programs = re.findall(r"python -m ([\w.]+)", command[1])
+        paths += [f"{one.replace('.', '/')}.py" for one in programs]
+        assert paths
+        for path in paths:
+            assert (REPOSITORY / path).exists(), f"{path}: in {row}"
