@@ -7,6 +7,7 @@ of the files.
 
 import gc
 import os
+import signal
 
 # Set before torch is imported. Two processes run the tests; more threads than cores would slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,6 +38,10 @@ def _workers_of_tests() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Only `-m gpu` uses a GPU: other tests start several ranks, for which one GPU is not enough."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        # A shell without job control ignores both in what it starts in the background, and so would commands.
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing has asked for the number of GPUs yet
 
