@@ -15,6 +15,7 @@ the part of each step that this process reads. The number of workers only select
 batch i of a rank comes from worker i mod n, the order in which a DataLoader collects batches.
 """
 
+import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -33,10 +34,10 @@ from sa1b.stream.batch import Batch
 from sa1b.stream.columns import open_columns, warn_of_missing
 from sa1b.stream.damage_log import DAMAGE_LOG, DamageLog
 from sa1b.stream.decode import decoder
-from sa1b.stream.iterations import Iterations
+from sa1b.stream.iterations import Iterations, closed_at_exit
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.pending import PendingBatch
-from sa1b.stream.plan import MicroBatch, Plan, largest_share, process_rank
+from sa1b.stream.plan import MAX_POSITION, MicroBatch, Plan, checked_position, largest_share, process_rank
 from sa1b.stream.resume import ResumeError, check_state
 from sa1b.stream.sample import SampleOptions, check_names
 from sa1b.stream.stats import PipelineStats
@@ -244,15 +245,18 @@ class Stream(IterableDataset[Batch]):
 
     @position.setter
     def position(self, position: int) -> None:
-        self.iterations.position = whole_number("position", position)
+        self.iterations.position = checked_position(position)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of an epoch. The first epoch is 0.
 
         Raises:
-            ValueError: the epoch is not a whole number, or negative.
+            ValueError: the epoch is not a whole number, negative, or beyond the last position.
         """
-        self.position = whole_number("epoch", epoch) * self.plan.order.count
+        count = self.plan.order.count
+        self.position = (
+            whole_number("epoch", whole_number("epoch", epoch), most=MAX_POSITION // count) * count
+        )
 
     def use_decoder(self, name: str) -> None:
         """Decode with another decoder of sa1b.stream.decode, which options and state then name."""
@@ -281,11 +285,12 @@ class Stream(IterableDataset[Batch]):
 
     def read(self, pieces: Iterable[MicroBatch]) -> Generator[Batch]:
         """Read micro-batches, the next one while one is decoded."""
-        with self.dataset.reader.used():
-            yield from self._read(pieces)
+        return closed_at_exit(self._read(pieces))
 
     def _read(self, pieces: Iterable[MicroBatch]) -> Generator[Batch]:
         in_flight: deque[PendingBatch] = deque()
+        ending = contextlib.ExitStack()
+        ending.enter_context(self.dataset.reader.used())
         try:
             for piece in pieces:
                 in_flight.append(self.submit(piece))
@@ -302,6 +307,7 @@ class Stream(IterableDataset[Batch]):
         finally:
             for one in in_flight:
                 one.cancel()
+            ending.close()
 
     def rows(self, piece: MicroBatch) -> tuple[list[int], list[bool]]:
         """The rows of the sample table that a micro-batch reads, and whether each one is valid."""
@@ -380,7 +386,7 @@ class Stream(IterableDataset[Batch]):
         name = "all images of the directory" if view is None else f"the view {str(view)!r}"
         check_state(own, state, name, self.root, grown=grown)
         try:
-            position = whole_number("position", state["position"])
+            position = checked_position(state["position"])
             if isinstance(self.plan.order, Order):
                 self.plan.order.check_step(position)
         except ValueError as error:

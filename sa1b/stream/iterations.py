@@ -28,11 +28,11 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from torch.utils.data import get_worker_info
 
@@ -40,6 +40,8 @@ from sa1b.errors import UsageError
 
 _MADE: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # started by this process
 _INHERITED: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # received from the main process
+_RUNNING: "weakref.WeakSet[Generator[Any]]" = weakref.WeakSet()  # iterations of this process
+T = TypeVar("T")
 _BYTES = 1 << 16  # of the state
 _REMEMBERED = 8  # largest number of iterations that worker processes may start at the same time
 _ENDLESS = (
@@ -196,7 +198,16 @@ def _anonymous_file() -> BinaryIO:
     return tempfile.TemporaryFile(buffering=0)
 
 
+def closed_at_exit(batches: Generator[T]) -> Generator[T]:
+    """The generator, which is closed when the process exits, while the modules that it needs exist."""
+    _RUNNING.add(batches)
+    return batches
+
+
 def _close_all() -> None:
+    for batches in list(_RUNNING):
+        with suppress(ValueError):  # another thread is inside of it
+            batches.close()
     for iterations in list(_MADE):
         iterations.close()
 

@@ -37,6 +37,7 @@ from sa1b.stream.batch import Batch
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, SideStream
 from sa1b.stream.dataset import Stream
 from sa1b.stream.decode import decoder_for
+from sa1b.stream.iterations import closed_at_exit
 from sa1b.stream.pipeline import Pipeline, PipelineSettings
 from sa1b.stream.stats import Snapshot
 from sa1b.workers import available_cpus
@@ -130,6 +131,9 @@ class Loader:
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Iterate over one epoch, the next one in each iteration; see `Stream` for epochs=None."""
+        return closed_at_exit(self._batches())
+
+    def _batches(self) -> Generator[Batch, None, None]:
         begun = self.stream.begin()
         self._state = {**self.stream.state_dict(), "position": begun}
         pieces = self.stream.plan.micro_batches(begun)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from sa1b.arguments import whole_number
 from sa1b.stream.order import (
     Order,
     Sequential,
@@ -14,6 +15,8 @@ from sa1b.stream.order import (
     micro_batches,
     rank_slice,
 )
+
+MAX_POSITION = 1 << 62  # samples over all epochs
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,15 @@ class Plan:
         return rank_slice(
             position, samples, self.rank, self.world_size, block_size=self.block_size, shares=self.shares
         )
+
+
+def checked_position(position: object, name: str = "position") -> int:
+    """A position, which leaves room for an epoch in the 63 bits of a position.
+
+    Raises:
+        ValueError: not a whole number from 0 to MAX_POSITION.
+    """
+    return whole_number(name, position, most=MAX_POSITION)
 
 
 def largest_share(samples: int, world_size: int, shares: Sequence[int] | None) -> int:

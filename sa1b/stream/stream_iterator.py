@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch, send_errors
-from sa1b.stream.plan import MicroBatch
+from sa1b.stream.plan import MicroBatch, checked_position
 from sa1b.stream.resume import ResumeError
 
 if TYPE_CHECKING:
@@ -95,8 +95,15 @@ class StreamIterator(Iterator[Batch]):
                 f"load_state_dict(): {changes}; resume with the same ranks, workers and batch sizes, or save "
                 "stream.state_dict(batch) or the state of a sa1b.Loader, which fit others"
             )
-        self._begun, self._used = int(state["begun"]), int(state["used"])
-        self._stream.position = int(state["following"])
+        try:
+            begun, used, following = (
+                checked_position(state[name], name) for name in ("begun", "used", "following")
+            )
+        except ValueError as error:
+            raise ResumeError(
+                f"load_state_dict(): {error}; the state is damaged, use an earlier one"
+            ) from None
+        self._begun, self._used, self._stream.position = begun, used, following
         if self._stream.epochs is None and get_worker_info() is not None:
             self._stream.iterations.lose_position()
 

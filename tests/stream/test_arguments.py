@@ -155,7 +155,13 @@ def test_transforms_refuse_ranges_that_are_none(make: Any) -> None:
         make()
 
 
-@pytest.mark.parametrize("change", [None, "x", [1], {"position": -5}, {"position": "x"}, {"options": None}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(None, "x", [1], {"options": None}),
+        *({"position": position} for position in (-5, "x", 2**62 + 1, 2**63, 2**70)),
+    ],
+)
 def test_what_is_no_state_is_refused_when_it_is_loaded(root: Path, change: Any) -> None:
     stream = stream_of(root)
     state = {**stream.state_dict(), **change} if isinstance(change, dict) else change
@@ -165,6 +171,12 @@ def test_what_is_no_state_is_refused_when_it_is_loaded(root: Path, change: Any) 
         stream.load_state_dict(state)
     assert caught.value.argument is None
     assert stream.position == 0
+
+
+@pytest.mark.parametrize("epoch", [2**62, 2**70])
+def test_an_epoch_beyond_all_positions_is_refused(root: Path, epoch: int) -> None:
+    with pytest.raises(ValueError, match="epoch=.* must be a whole number from 0 to [0-9]+$"):
+        stream_of(root).set_epoch(epoch)
 
 
 def test_a_position_that_cuts_a_block_is_refused_when_it_is_loaded(root: Path) -> None:

@@ -1,6 +1,8 @@
 """`sa1b.Loader`: the sequence of the stream, read by threads, without losses or leftovers."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -359,3 +361,47 @@ def test_a_stream_of_a_relative_path_survives_a_change_of_the_folder(
     own = stream(Path("root"), epochs=1)
     monkeypatch.chdir(tmp_path)
     assert len(take(own, 99)) == 6
+
+
+@pytest.mark.parametrize("iterator", ["sa1b.Loader(stream, threads=2, quiet=True)", "stream"])
+def test_an_iterator_that_is_a_global_of_a_script_ends_silently(root: Path, iterator: str) -> None:
+    with Service("range_server", root.parent) as server:
+        program = (
+            f"import sa1b; stream = sa1b.Stream({server.url + '/root'!r}, global_batch=2, image_size=32, "
+            f"masks=1, epochs=None); batches = iter({iterator}); print(next(batches).positions.tolist())"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[0, 1]\n", "")
+
+
+def test_threads_may_ask_for_state_and_text_while_others_iterate(root: Path) -> None:
+    """A monitor of the user asks at any time, also while worker processes begin iterations."""
+    own = stream(root, epochs=1)
+    loader = sa1b.Loader(own, threads=2, quiet=True)
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        try:
+            while not ended.is_set():
+                assert own.state_dict()["position"] % 17 == 0
+                assert own.state_dict().keys() == loader.state_dict().keys()
+                assert "position" in repr(own) + repr(loader)
+                loader.stats(), loader.reading()
+        except BaseException as error:
+            errors.append(error)
+
+    monitors = [threading.Thread(target=ask) for _ in range(3)]
+    for monitor in monitors:
+        monitor.start()
+    try:
+        for _ in range(4):
+            assert sum(len(batch) for batch in loader) == 17
+        workers = torch.utils.data.DataLoader(own, batch_size=None, num_workers=2)
+        assert sum(len(batch) for batch in workers) == 17
+    finally:
+        ended.set()
+        for monitor in monitors:
+            monitor.join()
+    assert errors == []
+    assert own.position == 5 * 17
