@@ -58,7 +58,6 @@ def train(run: Run) -> None:
     config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
     optimizer, scaler, control, phases = run.optimizer, run.scaler, run.control, run.phases
     profiler = StepProfiler(config.logging.profile, config.folder, rank_info, control, run.metrics.say)
-    module.train()
     phases.enter(OTHER, step=run.step)
     run.evaluate_if_missing()
     if not run.ended:
@@ -221,7 +220,10 @@ def main(
         return 2
     config: Config | None = None
     try:
-        config = settings.parse(sys.argv[1:] if arguments is None else arguments, __doc__, presets, prog)
+        words = sys.argv[1:] if arguments is None else arguments
+        # The other presets do not fit a CPU: hours for a step, a terabyte of activations.
+        on_cpu = "tiny" if presets is PRESETS and not torch.cuda.is_available() else None
+        config = settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu)
         return run(config)
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)

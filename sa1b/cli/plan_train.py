@@ -90,7 +90,7 @@ def main(
         from sa1b.engine.presets import PRESETS
         from sa1b.engine.run_plan import NO_ROOT, plan
     known = Gpu("other", 0, 0, 0, 0, PCIE * 1e9) if gpu is None else gpu_named(gpu)
-    config = settings.parse(arguments, None, PRESETS, command("train"), root=NO_ROOT)
+    config = settings.parse(arguments, None, PRESETS, command("train"), root=NO_ROOT, world_size=nodes * gpus)
     if config.data.root == NO_ROOT and (config.data.view or config.evaluation.view):
         flag = "--data.view" if config.data.view else "--evaluation.view"
         raise UsageError(f"{flag}: needs the dataset directory of the view; also pass --data.root")

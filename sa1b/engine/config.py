@@ -12,8 +12,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,7 +23,7 @@ from torch import nn
 
 from sa1b.arguments import was_url
 from sa1b.console import command, usage_errors
-from sa1b.engine import deadline, step_division
+from sa1b.engine import deadline, step_division, vocabulary
 from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.bucket import committed
 from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
@@ -38,7 +37,6 @@ from sa1b.engine.optim import OptimConfig
 from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.ranks import DisagreementError, RankInfo
 from sa1b.engine.remote_run import local_folder
-from sa1b.engine.vocabulary import refuse_other_names
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.shards.manifest import DATASET
 from sa1b.storage.protocols import READ_ONLY, protocol_of
@@ -193,6 +191,8 @@ def parse(
     prog: str | None = None,
     *,
     root: str = "",
+    world_size: int | None = None,
+    on_cpu: str | None = None,
 ) -> Config:
     """The settings of a command line. `--preset` decides the defaults of all other flags.
 
@@ -200,26 +200,33 @@ def parse(
         presets: name -> settings; the first is the default.
         prog: name of the command in the help; by default the command that started this process.
         root: --data.root if the flag is missing; if empty, the flag is required.
+        world_size: number of ranks of the run; by default of this process group.
+        on_cpu: the default preset of a run that starts from random weights; None: the first one.
 
     Raises:
         UsageError: a flag cannot be read, or flags do not fit together; the message names them.
         SystemExit: --help was passed; only rank 0 prints it.
     """
-    first = preset = next(iter(presets))
-    for word, following in pairwise([*arguments, ""]):
-        name, _, value = word.partition("=")
-        if name == "--preset":
-            preset = value or following
-    refuse_other_names(arguments)
+    passed, notes = vocabulary.passed(arguments), list[str]()
+    preset = passed.get("preset") or next(iter(presets))
+    if on_cpu and "preset" not in passed and not passed.keys() & {"help", "init", "evaluate-only"}:
+        preset = on_cpu
+        notes.append(f"--preset {preset}: the default without a GPU; pass --preset to train another model")
+    default = presets.get(preset, next(iter(presets.values())))
+    vocabulary.refuse_other_names(arguments, [one.name for one in fields(default)])
+    optim, shortened = vocabulary.fitted(default.optim, passed)
+    default, notes = replace(default, optim=optim), notes + shortened
+    if "parallel.mode" not in passed and (world_size or int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        default = replace(default, parallel=replace(default.parallel, mode="ddp"))
+        notes.append("--parallel.mode ddp: the default with several ranks")
     silent = int(os.environ.get("RANK", "0")) > 0
     with contextlib.ExitStack() as stack:
         if silent:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        default = presets.get(preset, presets[first])
         if root:
             default = replace(default, data=replace(default.data, root=root))
-        prog = prog or _program()
+        prog = prog or vocabulary.program()
         stack.enter_context(usage_errors(prog))
         config: Config = tyro.cli(
             type(default),
@@ -230,19 +237,14 @@ def parse(
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     config.check()
+    if not silent:
+        sys.stderr.writelines(f"{note}\n" for note in notes)
     return config
 
 
 def with_steps(config: Config, images: int) -> Config:
     """The settings with --optim.steps from --optim.epochs, if that is set; `images`: of an epoch."""
     return replace(config, optim=config.optim.with_steps(images, config.data.global_batch))
-
-
-def _program() -> str:
-    """The command that started this process: "torchrun -m sa1b.train", "python sa1b/train.py"."""
-    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
-    spec = sys.modules["__main__"].__spec__  # set by -m; then argv has the path of the module
-    return f"{launcher} {sys.argv[0] if spec is None else f'-m {spec.name}'}"
 
 
 def _check(config: Config) -> None:

@@ -16,7 +16,6 @@ from sa1b.engine.model import Model, declared
 from sa1b.engine.network import Connection
 from sa1b.engine.optim import freeze, lr_line
 from sa1b.engine.parallel import rank_shares
-from sa1b.engine.pipeline import divide, owners_of
 from sa1b.engine.ranks import RankInfo
 
 
@@ -103,21 +102,11 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
     if staged:
         stages = counted(rank_info.world_size, "stage")
         of_rank = f"{counted(micro_batches, 'micro-batch', 'es')} through {stages}, each of"
-    shards = rank_info.shards if config.parallel.shard == "full" else 1
-    held = 4 * parameters
-    state = held / shards + 3 * held / rank_info.shards  # weights; gradients and two moments
-    if staged:
-        state = 4 * _largest_stage(module, rank_info.world_size)
     flops = model.flops(batch, batch * data.masks)
     ideal = peak_seconds(model, batch, batch * data.masks, rank_info)
     seconds = "no estimate of the time: the peak of this device is not known"
     if ideal is not None:
         seconds = f"{ideal:.2f} s at the GPUs' peak, of which 40 % is good"
-    kept = data.prefetch * micro + (batch if staged else 0)  # a pipeline collects the images of a step
-    image_bytes = kept * 3 * config.image_size**2
-    target = data.target_size or config.image_size // 4
-    mask_bytes = kept * data.masks * target**2
-    batches = "the batches of a step" if staged else "prefetched batches"
     return "\n".join(
         [
             f"ranks         {rank_info.world_size} x {rank_info.device.type}, mode {config.parallel.mode}, "
@@ -126,17 +115,6 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
             f"run           {counted(config.optim.steps, 'step')} = "
             f"{rounded(config.optim.steps * batch / images)} epochs of {counted(images, 'image')}",
             f"model         {parameters / 1e6:.1f} M parameters at {config.image_size} x {config.image_size}",
-            f"memory        {rounded(state / 1e9)} GB a rank for weights, gradients and optimizer; "
-            f"{rounded((image_bytes + mask_bytes) / 1e9)} GB for {batches}",
             f"step          {rounded(flops / 1e12)} TFLOP for up to {data.masks} masks an image; {seconds}",
         ]
     )
-
-
-def _largest_stage(module: nn.Module, world_size: int) -> int:
-    """Bytes of the weights of the largest stage of a pipeline."""
-    owners = owners_of(module, divide(module, world_size))
-    sizes = [0] * world_size
-    for name, parameter in declared(module).weights().named_parameters():
-        sizes[owners[name]] += parameter.numel()
-    return 4 * max(sizes)

@@ -238,7 +238,7 @@ def evaluate(
         which are left out too; it is 0 with the protocol sam, because every mask has a pixel at source
         resolution. None if a stop was requested meanwhile.
     """
-    training = module.training
+    training = [part for part in module.modules() if part.training]  # frozen parts are not
     module.eval()
     model = declared(module)
     scorer: Scorer
@@ -264,7 +264,8 @@ def evaluate(
                 shown += [line for line in scorer.predictions(batch) if line[0] < config.show]
     finally:
         feed.close()
-        module.train(training)
+        for part in training:
+            part.training = True
     if rank_info.world_size > 1:
         scorer.all_reduce()
         dist.all_reduce(damaged)

@@ -121,7 +121,6 @@ def _step(
     module = distribute(module, parallel, rank_info)
     if isinstance(module, DistributedDataParallel):
         _send_nothing(module)
-    module.train()
     data = config.data
     micro, count = config.micro_batches(rank_info.world_size)
     target = data.target_size or config.image_size // 4

@@ -131,6 +131,20 @@ class Model(Protocol):
 
 
 @runtime_checkable
+class Limited(Protocol):
+    """A model with limits of parameters, which are applied after each step of the optimizer.
+
+    A limit in `forward` alone would not do: the gradient is 0 beyond it, and the parameter would stay there.
+
+    Attributes:
+        largest: Name of a parameter of `weights()` -> its largest value.
+    """
+
+    @property
+    def largest(self) -> Mapping[str, float]: ...
+
+
+@runtime_checkable
 class Divisible(Model, Protocol):
     """A model that can be divided into the stages of a pipeline: a beginning, equal blocks, and an end.
 

@@ -8,9 +8,10 @@ specifies no limit of the gradient norm; the default here is 1, and SAM 2 has 0.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Literal, cast
 
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from sa1b.console import counted
-from sa1b.engine.model import declared
+from sa1b.engine.model import Limited, declared
 from sa1b.errors import UsageError
 
 
@@ -58,6 +59,7 @@ class OptimConfig:
             is (1 + step) / (10 + step). A run with a running mean cannot resume without it. A run without a
             running mean can resume with it; the mean then starts from the weights of the checkpoint.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
+            They run as in evaluation, without drop path or dropout.
     """
 
     lr: float = 8e-4
@@ -147,7 +149,8 @@ class OptimConfig:
 def freeze(module: nn.Module, config: OptimConfig) -> None:
     """Set requires_grad to False for frozen parts, so that autograd records no backward pass through them.
 
-    Call it before `wrap` and `make_optimizer`, on all ranks.
+    They are in evaluation mode from now on, which `module.train()` would end. Call it before `wrap` and
+    `make_optimizer`, on all ranks.
 
     Raises:
         UsageError: the model has no such part, and the message lists its parts; or no parameter is left.
@@ -155,7 +158,7 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
     weights = declared(module).weights()
     for part in config.freeze:
         try:
-            weights.get_submodule(part).requires_grad_(False)
+            weights.get_submodule(part).requires_grad_(False).eval()
         except AttributeError:
             parts = ", ".join(name for name, _ in weights.named_children())
             raise UsageError(f"--optim.freeze {part}: no such part; choose from {parts}") from None
@@ -209,10 +212,21 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int, *, sharde
         "eps": config.epsilon,
         "fused": True,  # one kernel for all weights, on GPUs and CPUs; leaves fp16's overflow on the device
     }
+    optimizer: Optimizer
     if sharded:
         # The weights become views of one tensor for each rank, so that each rank sends its share at once.
-        return ZeroRedundancyOptimizer(described, AdamW, parameters_as_bucket_view=True, **settings)
-    return AdamW(described, **settings)
+        optimizer = ZeroRedundancyOptimizer(described, AdamW, parameters_as_bucket_view=True, **settings)
+    else:
+        optimizer = AdamW(described, **settings)
+    if isinstance(model, Limited):
+        optimizer.register_step_post_hook(partial(_limit, dict(weights.named_parameters()), model.largest))
+    return optimizer
+
+
+@torch.no_grad()
+def _limit(parameters: Mapping[str, nn.Parameter], largest: Mapping[str, float], *_: Any) -> None:
+    for name, value in largest.items():
+        _local(parameters[name].detach()).clamp_(max=value)
 
 
 def of_rank(optimizer: Optimizer) -> Optimizer:

@@ -35,12 +35,14 @@ def check_model(saved: Settings, own: Settings, out: str) -> None:
     _refuse([one for one in _differences(saved, own) if one[0].startswith(parts)], out)
 
 
-def check_mean(saved: Settings, own: Settings, out: str) -> None:
-    """Refuse to resume without a running mean if the checkpoint has one.
+def check_trained(saved: Settings, own: Settings, out: str) -> None:
+    """Refuse other frozen parts, and to resume without a running mean if the checkpoint has one.
 
     Raises:
         UsageError: as for `check_sequence`.
     """
+    frozen = [one for one in _differences(saved, own) if one[0] == "optim.freeze"]
+    _refuse([one for one in frozen if sorted(one[1]) != sorted(one[2])], out)
     decays = [settings.get("optim", {}).get("ema", 0.0) for settings in (saved, own)]
     if decays[0] and not decays[1]:
         raise UsageError(

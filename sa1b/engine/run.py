@@ -120,7 +120,7 @@ class Run:
             raise
         if state is not None:
             saved = state.get("config", {})
-            resume.check_mean(saved, own, out)
+            resume.check_trained(saved, own, out)
             self.step = int(state["step"])
             try:
                 with catch_warnings(record=True) as noted:

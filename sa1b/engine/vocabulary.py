@@ -1,8 +1,15 @@
-"""Flags of other training programs, and the flag of this one that has the same effect."""
+"""Flags as users pass them: names of other training programs, and defaults that depend on other flags."""
 
+import contextlib
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
+from sa1b.engine.optim import OptimConfig
 from sa1b.errors import UsageError
 
 _BATCH = (
@@ -61,8 +68,11 @@ _ANSWERS = {
 }
 
 
-def refuse_other_names(arguments: Sequence[str]) -> None:
+def refuse_other_names(arguments: Sequence[str], own: Collection[str] = ()) -> None:
     """Refuse flags of other programs with the flag that has their effect here.
+
+    Args:
+        own: names of the settings, with underscores, which may be the same.
 
     Raises:
         UsageError: the message names the flag and its counterpart.
@@ -72,6 +82,50 @@ def refuse_other_names(arguments: Sequence[str]) -> None:
         if found is None:
             continue
         name = found[1].replace("_", "-").lower()
+        if name.replace("-", "_") in own:
+            continue
         for names, answer in _ANSWERS.items():
             if name in names.split("|"):
                 raise UsageError(f"{word.partition('=')[0]}: no such flag; {answer}")
+
+
+def passed(arguments: Sequence[str]) -> dict[str, str]:
+    """The flags of a command line, without the dashes before them, and the value or next word of each."""
+    found = {}
+    for word, following in pairwise([*arguments, ""]):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            found[name[2:].replace("_", "-")] = value if equals else following
+    return found
+
+
+def fitted(optim: OptimConfig, flags: Mapping[str, str]) -> tuple[OptimConfig, list[str]]:
+    """The preset's schedule for the passed number of steps, and lines that describe what changed.
+
+    Warm-up and cooldown that are not passed and do not fit are shortened in proportion to the steps.
+
+    Args:
+        flags: see `passed`.
+    """
+    steps, notes = flags.get("optim.steps", ""), list[str]()
+    if not steps.isdecimal() or int(steps) > optim.warmup + optim.cooldown:
+        return optim, notes
+    changed: dict[str, Any] = {"steps": int(steps)}
+    for name in ("warmup", "cooldown"):
+        before = getattr(optim, name)
+        if before and f"optim.{name}" not in flags:
+            changed[name] = before * int(steps) // optim.steps
+            notes.append(
+                f"--optim.{name} {changed[name]}: the preset's {before} of {optim.steps:,} steps, in "
+                f"proportion to --optim.steps {steps}"
+            )
+    with contextlib.suppress(UsageError):  # a passed flag does not fit, and its own message follows
+        return replace(optim, **changed), notes
+    return optim, []
+
+
+def program() -> str:
+    """The command that started this process: "torchrun -m sa1b.train", "python sa1b/train.py"."""
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
+    spec = sys.modules["__main__"].__spec__  # set by -m; then argv has the path of the module
+    return f"{launcher} {sys.argv[0] if spec is None else f'-m {spec.name}'}"

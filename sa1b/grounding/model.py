@@ -104,6 +104,11 @@ class Grounding(nn.Module):
         if config.compile_blocks:
             self.image_encoder.compile_blocks()
 
+    @property
+    def largest(self) -> dict[str, float]:
+        """The limit of the inverse temperature; see `sa1b.engine.model.Limited`."""
+        return {_SCALE: -math.log(self.recipe.least_temperature)}
+
     def inputs(self, batch: Batch, seed: int) -> tuple[Tensor, Phrased, Tensor]:
         """Images, masks with phrases, and image keys; see `phrased`."""
         return phrased(batch, seed, self.config.side, self.vectors)
@@ -226,7 +231,7 @@ class Grounding(nn.Module):
         texts = functional.normalize(self.text_head(phrases).float(), dim=-1)
         logits = self.mask_logits(embeddings, phrases, texts, masks.counts)[kept]
         texts = texts[kept]
-        scale = self.log_scale.clamp(max=-math.log(self.recipe.least_temperature)).exp()
+        scale = self.log_scale.clamp(max=self.largest[_SCALE]).exp()
         if evaluate:
             return {"regions": regions, "texts": texts, "scale": scale, "logits": logits}
         return self._losses(masks, regions, texts, logits, scale, kept)

@@ -82,7 +82,7 @@ class ImageEncoder(nn.Module):
         Args:
             keep: bool [B, depth, 2], whether an image passes through the attention (0) and the MLP (1) of
                 each block. Outputs are scaled by 1 / (1 - rate), which keeps the expected value. None: all
-                images pass through all blocks, unscaled.
+                images pass through all blocks, unscaled, as they do through blocks in evaluation mode.
         """
         return self.embedding(self.through(self.tokens(pixels), range(len(self.blocks)), keep))
 
@@ -94,8 +94,10 @@ class ImageEncoder(nn.Module):
     def through(self, x: Tensor, blocks: range, keep: Tensor | None) -> Tensor:
         """Tokens before these blocks -> tokens after them; keep: see `forward`."""
         for index in blocks:
-            gain = None if keep is None else keep[:, index].to(x.dtype) / (1 - self.drop_rates[index])
-            x = self.blocks[index](x, gain)
+            block, gain = self.blocks[index], None
+            if keep is not None and block.training:
+                gain = keep[:, index].to(x.dtype) / (1 - self.drop_rates[index])
+            x = block(x, gain)
         return x
 
     def embedding(self, x: Tensor) -> Tensor:

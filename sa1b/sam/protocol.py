@@ -3,9 +3,9 @@
 The first click is the pixel of the mask that is farthest from the mask's border. Each further click is the
 wrong pixel that is farthest from the border of its region, where missing and surplus pixels are separate
 regions. Clicks are those of the code of Sofiiuk et al., "Reviving Iterative Training with Mask Guidance for
-Interactive Segmentation" (2021), which the paper cites: the border of the image counts as a border of regions,
-a clicked pixel is not clicked again, and of equally large errors the surplus is clicked. For a single click
-or a box the model predicts three candidates, for later clicks the single mask.
+Interactive Segmentation" (2021), which the paper cites: the border of the image counts as a border of
+regions, a clicked pixel is not clicked again, and of equally large errors the surplus is clicked. For a
+single click or a box the model predicts three candidates, for later clicks the single mask.
 Two candidates are scored: the one with the highest predicted IoU, the model's choice, and the one with the
 highest IoU, the oracle's choice.
 

@@ -209,7 +209,6 @@ class TrainingStep:
         module = build(config, None)
         freeze(module, config.optim)
         self.module: nn.Module = wrap(module, config.parallel, rank_info)
-        self.module.train()
         self.model = declared(self.module)
         self.optimizer = make_optimizer(
             self.module, config.optim, config.data.global_batch, sharded=config.parallel.mode == "zero1"

@@ -96,7 +96,11 @@ def test_other_gpus_are_described_by_figures(capsys: pytest.CaptureFixture[str])
         ((), {"tflops": 100.0}, "--gpu: missing"),
         ((), {"gpu": "H10"}, "--gpu H10: unknown; did you mean 'H100'"),
         ((), {"gpu": "H100", "nodes": 0}, "--nodes 0: must be at least 1"),
-        ((), {"gpu": "H100"}, "--parallel.mode none: is for one process, this run has 8"),
+        (
+            ("--parallel.mode", "none"),
+            {"gpu": "H100"},
+            "--parallel.mode none: is for one process, this run has 8",
+        ),
         (
             ("--parallel.mode", "ddp"),
             {"gpu": "H100", "nodes": 100},

@@ -348,7 +348,10 @@ def test_flags_are_checked_when_the_script_is_printed() -> None:
         (["train", "--grace", "70000", *DDP], "--grace 70000: must be at most 65535"),
         (["doctor", "--requeue", "2", "d"], "--requeue: is for reshard and train, not doctor"),
         (["train", "--data.rot", "x"], "--data.rot"),
-        (["train", *TRAIN], "--parallel.mode none: is for one process, this run has 8; pass"),
+        (
+            ["train", *TRAIN, "--parallel.mode", "none"],
+            "--parallel.mode none: is for one process, this run has 8; pass",
+        ),
         (["train", "--accept", "3", *TRAIN], "--accept: is for reshard, not train; omit it"),
         (["train", "--time", "2", *DDP], "--grace 120: is not shorter than --time 2; lower it"),
         (

@@ -112,7 +112,5 @@ def test_the_plan_says_ranks_batch_run_memory_and_step(tmp_path: Path) -> None:
         dataclasses.replace(config, parallel=parallel), place_of(0, 1), config.build(), 4, 8
     )
     assert "8 images = 4 micro-batches through 1 stage, each of 2\n" in staged
-    assert "4.0 GB a rank for weights, gradients and optimizer" in shown  # 16 bytes per parameter
-    assert "memory        0.0" in staged  # a small model, whose memory is not rounded to 0.00
-    assert "0.00 GB" not in staged
+    assert "memory" not in shown  # it is measured, see `print_memory`
     assert "the peak of this device is not known" in shown

@@ -13,6 +13,7 @@ import sa1b
 from sa1b.engine.control import Control
 from sa1b.engine.evaluation import EvaluationConfig, evaluate, held_out_feed
 from sa1b.engine.feed import DataConfig, Feed
+from sa1b.engine.optim import OptimConfig, freeze
 from sa1b.engine.parallel import ParallelConfig, wrap
 from sa1b.engine.phase import Phases
 from sa1b.engine.ranks import RankInfo
@@ -239,6 +240,16 @@ def chosen_masks(root: Path, row: int) -> np.ndarray:
     """The masks of an image that an evaluation of three masks per image uses."""
     annotations = sa1b.open(root)[row].annotations
     return choose(annotations, annotations.runs_count > 1, 3, "uniform", 0, 0)
+
+
+def test_an_evaluation_leaves_frozen_parts_in_evaluation_mode(root: Path, tmp_path: Path) -> None:
+    module = model()
+    freeze(module, OptimConfig(freeze=("image_encoder",)))
+    modes = [part.training for part in module.modules()]
+    scores_of(module, feed_for(root, tmp_path, place_of()), ParallelConfig(), place_of(), tmp_path)
+    assert [part.training for part in module.modules()] == modes
+    assert module.training
+    assert not module.model.image_encoder.training
 
 
 @pytest.mark.parametrize("data", [{}, {"micro_batch": 2}])

@@ -1,6 +1,7 @@
 """Parameter groups, learning rates and schedules."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,6 +22,9 @@ from sa1b.engine.optim import (
 )
 from sa1b.engine.presets import PRESETS
 from sa1b.errors import UsageError
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.model import Sam
+from sa1b.sam.recipe import Recipe
 from tests.engine.training import MODEL, build
 
 PUBLISHED = OptimConfig()
@@ -91,6 +95,22 @@ def test_a_frozen_encoder_is_in_no_group_and_its_forward_leaves_no_gradient() ->
     assert not any(parameter.requires_grad for parameter in interactive.model.image_encoder.parameters())
     images = torch.zeros(1, 3, MODEL.image_size, MODEL.image_size, dtype=torch.uint8)
     assert not interactive.model.embed(images).requires_grad
+
+
+@pytest.mark.parametrize("part", ["image_encoder", "image_encoder.blocks.1"])
+def test_a_frozen_part_has_no_drop_path(part: str) -> None:
+    interactive = Interactive(Sam(replace(MODEL, drop_path=0.9)), Recipe())
+    freeze(interactive, OptimConfig(freeze=(part,)))
+    encoder = interactive.model.image_encoder
+    images = torch.randint(0, 256, (4, 3, MODEL.image_size, MODEL.image_size), dtype=torch.uint8)
+    pixels, dropped = images.float() / 255, torch.zeros(4, MODEL.depth, 2, dtype=torch.bool)
+    frozen = range(MODEL.depth) if part == "image_encoder" else range(1, 2)
+    tokens = encoder.tokens(pixels)
+    assert torch.equal(encoder.through(tokens, frozen, dropped), encoder.through(tokens, frozen, None))
+    if len(frozen) < MODEL.depth:
+        assert torch.equal(encoder.through(tokens, range(1), dropped), tokens)
+    assert interactive.training
+    assert not encoder.blocks[1].training
 
 
 def test_a_part_that_the_model_does_not_have_cannot_be_frozen() -> None:

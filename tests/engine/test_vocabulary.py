@@ -10,6 +10,7 @@ from sa1b.engine import config as settings
 from sa1b.engine import vocabulary
 from sa1b.engine.presets import PRESETS, SamConfig
 from sa1b.errors import UsageError
+from tests.engine.reconstruction import ReconstructionConfig
 
 NAMES = [name for names in vocabulary._ANSWERS for name in names.split("|")]
 
@@ -35,6 +36,94 @@ def test_every_answer_names_flags_that_exist_and_no_flag_is_refused() -> None:
         assert named or answer.startswith("drop it"), answer
     assert not own & {f"--{name}" for name in NAMES}
     assert len(NAMES) == len(set(NAMES))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnConfig(ReconstructionConfig):
+    """A model whose settings have names of other programs' flags.
+
+    Attributes:
+        arch: Name.
+        lr: Number.
+        weights: File.
+    """
+
+    arch: str = "plain"
+    lr: float = 0.1
+    weights: str = ""
+
+
+def test_settings_of_a_model_may_have_names_of_other_programs_flags() -> None:
+    words = ["--data.root", "shards", "--lr", "0.5", "--arch=wide", "--weights", "file"]
+    found = settings.parse(words, None, {"small": OwnConfig()})
+    assert isinstance(found, OwnConfig)
+    assert (found.lr, found.arch, found.weights) == (0.5, "wide", "file")
+    with pytest.raises(UsageError, match="--epochs: no such flag"):
+        settings.parse([*words, "--epochs", "3"], None, {"small": OwnConfig()})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "note"),
+    [
+        ("--preset tiny --optim.steps 3", (3, 0, 0), "--optim.warmup 0: the preset's 20 of 200 steps"),
+        ("--preset tiny --optim.steps=20", (20, 2, 0), "--optim.warmup 2: the preset's 20 of 200 steps"),
+        ("--preset tiny --optim.steps 21", (21, 20, 0), ""),
+        ("--preset tiny --optim.steps 3 --optim.warmup 1", (3, 1, 0), ""),
+        (
+            "--preset sam2 --optim.steps 900",
+            (900, 10, 50),
+            "--optim.cooldown 50: the preset's 5000 of 90,000",
+        ),
+    ],
+)
+def test_a_warm_up_that_is_not_passed_is_shortened_with_the_steps(
+    words: str, expected: tuple[int, int, int], note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optim = settings.parse(["--data.root", "shards", *words.split()], None, PRESETS).optim
+    assert (optim.steps, optim.warmup, optim.cooldown) == expected
+    printed = capsys.readouterr().err
+    assert note in printed
+    assert bool(note) == bool(printed)
+
+
+def test_a_warm_up_that_is_passed_and_does_not_fit_is_refused() -> None:
+    words = ["--data.root", "shards", "--preset", "tiny", "--optim.steps", "3", "--optim.warmup", "9"]
+    with pytest.raises(UsageError, match=r"--optim.warmup 9: must be less than --optim.steps 3"):
+        settings.parse(words, None, PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "mode"),
+    [
+        ("", 2, "ddp"),
+        ("", 1, "none"),
+        ("--parallel.mode none", 2, "none"),
+        ("--parallel.mode=fsdp", 2, "fsdp"),
+    ],
+)
+def test_several_ranks_have_the_mode_ddp_if_none_is_passed(
+    words: str, world_size: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    assert settings.parse(["--data.root", "x", *words.split()], None, PRESETS).parallel.mode == mode
+    monkeypatch.delenv("WORLD_SIZE")
+    found = settings.parse(["--data.root", "x", *words.split()], None, PRESETS, world_size=world_size)
+    assert found.parallel.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("words", "preset"),
+    [
+        ("", "tiny"),
+        ("--preset vit_b", "vit_b"),
+        ("--init sam_vit_b.pth", "vit_b"),
+        ("--evaluate-only", "vit_b"),
+    ],
+)
+def test_without_a_gpu_a_new_run_has_the_preset_tiny(words: str, preset: str) -> None:
+    images = ("--evaluation.view", "some") if "--evaluate-only" in words else ()
+    arguments = ["--data.root", "shards", *words.split(), *images]
+    assert settings.parse(arguments, None, PRESETS, on_cpu="tiny").preset == preset
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,22 @@ def test_a_checkpoint_of_another_model_or_order_is_refused_by_the_flag_and_its_v
     )
 
 
+def test_a_resume_that_trains_frozen_parts_is_refused(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    frozen = ("--optim.freeze", "image_encoder", "prompt_encoder")
+    flags = ("--optim.steps", "2", "--optim.warmup", "1")
+    assert start(root, out, *flags, *frozen).codes == [0]
+    ended = start(root, out, "--optim.freeze", "prompt_encoder")
+    assert ended.codes == [2]
+    assert ended.outputs[0].strip().splitlines()[-1] == (
+        f"error: --out {out}: was trained with {' '.join(frozen)}, this run has --optim.freeze prompt_encoder; pass "
+        f"{' '.join(frozen)}, or pass another --out with --init {out}"
+    )
+    assert start(root, out, *flags, *frozen[:1], *frozen[:0:-1]).codes == [
+        0
+    ]  # another order is no difference
+
+
 @pytest.mark.parametrize(("steps", "more"), [(STEPS, ""), (STEPS - 1, f" and is at step {STEPS}")])
 def test_a_run_that_has_all_its_steps_says_so_and_shows_no_progress(
     root: Path, whole: Whole, tmp_path: Path, steps: int, more: str

@@ -53,4 +53,4 @@ def farthest(region: npt.NDArray[np.bool_], clicked: npt.NDArray[np.int64]) -> t
                     left_out |= clicked[i, 0] == x and clicked[i, 1] == y
                 if not left_out:
                     best_x, best_y, best = x, y, near
-    return best_x, best_y, best
+    return best_x, best_y, int(best)
