@@ -82,7 +82,8 @@ def test_headings_are_anchors_code_blocks_and_other_hosts_are_not_looked_at() ->
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     site = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
-    listed = [path for entry in site["nav"] for path in entry.values()]
+    groups = [pages for group in site["nav"] for pages in group.values()]
+    listed = [path for pages in groups for page in pages for path in page.values()]
     assert sorted(listed) == sorted(page.name for page in PAGES if page.parent.name == "docs")
 
 
