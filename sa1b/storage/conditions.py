@@ -150,6 +150,7 @@ class Conditions:
 
         Raises:
             StorageError: it ignores them.
+            DeniedError: objects cannot be read, written or removed.
         """
         if self._has_if_match is not None:
             return
@@ -164,10 +165,14 @@ class Conditions:
                 obeyed = False
             if not obeyed:
                 raise StorageError(_no_conditions(self._bucket.root), url=self._bucket.root)
-            self._bucket.objects, self._has_if_match = self._kind(name)
-        finally:
+            objects, has_if_match = self._kind(name)
+        except BaseException:
             with contextlib.suppress(StorageError):
                 self._bucket.remove(name)
+            raise
+        with contextlib.suppress(UnavailableError):
+            self._bucket.remove(name)  # without the permission, all that a run replaces would stay
+        self._bucket.objects, self._has_if_match = objects, has_if_match
 
     def _kind(self, name: str) -> tuple[Objects, bool]:
         """The requests with the form of `If-Match` that the store obeys, and whether it obeys one.

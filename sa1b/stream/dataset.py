@@ -254,9 +254,8 @@ class Stream(IterableDataset[Batch]):
             ValueError: the epoch is not a whole number, negative, or beyond the last position.
         """
         count = self.plan.order.count
-        self.position = (
-            whole_number("epoch", whole_number("epoch", epoch), most=MAX_POSITION // count) * count
-        )
+        epoch = whole_number("epoch", epoch)
+        self.position = whole_number("epoch", epoch, most=MAX_POSITION // count) * count
 
     def use_decoder(self, name: str) -> None:
         """Decode with another decoder of sa1b.stream.decode, which options and state then name."""

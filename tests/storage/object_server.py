@@ -2,7 +2,7 @@
 
 `python -m tests.storage.object_server FOLDER` serves FOLDER/<bucket>/<key> as /<bucket>/<key> on a free port of
 127.0.0.1 and writes the port. An entity tag is the md5 of the object. There are no uploads in parts, so an object
-has at most 16 MiB. The bucket `denied` answers 403 AccessDenied. A line on standard input answers the number of
+has at most 16 MiB. The bucket `denied` answers 403 AccessDenied, and `kept` does for DELETE. A line on standard input answers the number of
 requests.
 """
 
@@ -50,9 +50,11 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(200, b"", ETag=f'"{_etag(data)}"')
 
     def do_DELETE(self) -> None:
-        _, path, _ = self._asked()
+        bucket, path, _ = self._asked()
         with _LOCK:
-            if self._holds(path):
+            if bucket == "kept":
+                self._fail(403, "AccessDenied")
+            elif self._holds(path):
                 path.unlink(missing_ok=True)
                 self._remove_empty(path.parent)
                 self._send(204, b"")

@@ -326,6 +326,19 @@ def test_a_file_system_without_conditions_or_writes_is_refused(
         bucket.put("read_only", b"one")
 
 
+def test_a_missing_permission_to_remove_objects_is_found_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    with Service("object_server", tmp_path) as service:
+        options = {"key": "KEY", "secret": "secret", "endpoint_url": service.url}
+        with contextlib.closing(BucketStore("s3://kept/run", scratch=tmp_path, options=options)) as store:
+            for _ in range(2):
+                with pytest.raises(
+                    DeniedError, match="needs permission to get, put, list and delete objects"
+                ):
+                    store.put_if_absent("run.claim", b"one")
+            assert not store.exists("run.claim")
+
+
 def test_uploads_that_may_not_be_listed_are_left_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
