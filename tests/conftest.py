@@ -21,8 +21,8 @@ from hypothesis import settings
 
 from sa1b import workers
 from tests import forked_workers, skipped
-from tests.divided_run import pytest_addoption, pytest_runtestloop  # noqa: F401
 
+pytest_plugins = ["tests.divided_run"]
 settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
     settings.load_profile("ci")

@@ -17,7 +17,7 @@ from sa1b import workers
 def use_server() -> None:
     """From now on, workers of this process are children of a server, which starts with the first worker."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.warm_up"])
+    context.set_forkserver_preload(["pytest", "tests.warm_up"])
     workers._CONTEXT = context  # type: ignore[assignment]
 
 

@@ -1,5 +1,6 @@
 """Importing this module loads what a worker of ingest or verify needs, compiled kernels included."""
 
+import gc
 import tempfile
 from pathlib import Path
 
@@ -14,3 +15,5 @@ def _ingest() -> None:
 
 
 _ingest()
+gc.collect()
+gc.freeze()  # a fork's collections do not copy the memory of these modules
