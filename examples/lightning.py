@@ -32,11 +32,13 @@ with reported("examples"):
     import lightning
     from lightning.pytorch.strategies import ModelParallelStrategy
 
+    from sa1b.stream.lightning import TrainingData
+
 
 class Training(lightning.LightningModule):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.root, self.size, self.state = args.root, args.image_size, None
+        self.root, self.size = args.root, args.image_size
         torch.manual_seed(0)  # the same weights on all ranks
         tiny = PRESETS["tiny"]
         self.sam = Interactive(Sam(replace(tiny.model, image_size=args.image_size)), tiny.recipe)
@@ -45,24 +47,12 @@ class Training(lightning.LightningModule):
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             fully_shard(self.sam, mesh=self.device_mesh["data_parallel"])
 
-    def _loader(self, view: str, **options: object) -> sa1b.Loader:
+    def loader(self, view: str, **options: object) -> sa1b.Loader:
         stream = sa1b.Stream(self.root, view=view, global_batch=4, image_size=self.size, masks=8, **options)
         return sa1b.Loader(stream, device=self.device, dense=self.size // 4, quiet=True)
 
-    def train_dataloader(self) -> sa1b.Loader:
-        loader = self._loader("train", flip=0.5)
-        if self.state is not None:
-            loader.load_state_dict(self.state)
-        return loader
-
-    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
-        checkpoint["stream"] = self.trainer.train_dataloader.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
-        self.state = checkpoint["stream"]
-
     def val_dataloader(self) -> sa1b.Loader:
-        return self._loader("held-out", order="sequential")  # each iteration is every image once
+        return self.loader("held-out", order="sequential")  # each iteration is every image once
 
     def training_step(self, batch: sa1b.Batch, index: int) -> Tensor:
         sums = self.sam(*self.sam.inputs(batch, seed=0))
@@ -100,12 +90,14 @@ if __name__ == "__main__":
     keep = lightning.pytorch.callbacks.ModelCheckpoint(
         "runs/lightning", every_n_train_steps=1, save_last=True
     )
+    model = Training(args)
+    data = TrainingData(lambda: model.loader("train", flip=0.5))  # its position is part of each checkpoint
     options = {"use_distributed_sampler": False, "logger": False}  # the stream divides the data over ranks
     trainer = lightning.Trainer(
         max_epochs=args.epochs, max_steps=args.steps, devices=args.devices, strategy=strategy,
-        callbacks=[keep], **options,
+        callbacks=[data, keep], **options,
     )  # fmt: skip
     with reported():
-        trainer.fit(Training(args), ckpt_path=args.resume)
+        trainer.fit(model, data, ckpt_path=args.resume)
     if trainer.is_global_zero:
         print({name: round(float(value), 4) for name, value in trainer.callback_metrics.items()})

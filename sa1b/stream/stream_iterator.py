@@ -23,8 +23,9 @@ from sa1b.stream.resume import ResumeError
 if TYPE_CHECKING:
     from sa1b.stream.dataset import Stream
 
-# Batch i of a rank comes from worker i mod `workers`, and `count` batches are a step of the rank.
-_SAME = ("rank", "world_size", "global_batch", "count", "worker", "workers")
+# Batch i of a rank comes from worker i mod `workers`, and `count` batches are a step of the rank. Where each
+# of them begins depends on `micro_batch` and `shares`.
+_SAME = ("rank", "world_size", "global_batch", "micro_batch", "shares", "count", "worker", "workers")
 
 
 class StreamIterator(Iterator[Batch]):
@@ -112,7 +113,11 @@ class StreamIterator(Iterator[Batch]):
             self._begun = self._stream.begin()
         return self._begun
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         plan = self._stream.plan
-        values = (plan.rank, plan.world_size, plan.global_batch, plan.count, self._worker, self._workers)
+        shares = None if plan.shares is None else list(plan.shares)
+        values = (
+            *(plan.rank, plan.world_size, plan.global_batch, plan.micro_batch, shares, plan.count),
+            *(self._worker, self._workers),
+        )
         return dict(zip(_SAME, values, strict=True))

@@ -1,5 +1,6 @@
 """torchdata's StatefulDataLoader over a stream: its state resumes exactly, within epochs and between them."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_root(tmp_path_factory.mktemp("stateful"), 23)
 
 
-def make(root: Path, workers: int, *, batch: int = 4) -> Any:
-    stream = sa1b.Stream(
-        root, global_batch=batch, micro_batch=2, damage_log=root.parent / "damage_log", **RECIPE
-    )
+def make(root: Path, workers: int, *, batch: int = 4, micro: int = 2, **options: Any) -> Any:
+    log = root.parent / "damage_log"
+    stream = sa1b.Stream(root, global_batch=batch, micro_batch=micro, damage_log=log, **RECIPE, **options)
     keep = {"persistent_workers": True} if workers else {}
     return stateful.StatefulDataLoader(stream, batch_size=None, num_workers=workers, **keep)
 
@@ -68,4 +68,29 @@ def test_a_state_of_other_workers_or_batches_is_refused(root: Path) -> None:
     again = make(root, 0, batch=2)
     again.load_state_dict(loader.state_dict())
     with pytest.raises(ResumeError, match="global_batch 4, now 2"):
+        next(iter(again))
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "differs"),
+    [
+        # Each has as many micro-batches as the other.
+        ({"batch": 7, "micro": 4}, {"batch": 7, "micro": 5}, "micro_batch 4, now 5"),
+        (
+            {"micro": 4, "rank": 0, "world_size": 2, "shares": (3, 1)},
+            {"micro": 4, "rank": 0, "world_size": 2, "shares": (1, 3)},
+            r"shares \[3, 1\], now \[1, 3\]",
+        ),
+    ],
+)
+def test_a_state_of_other_micro_batches_is_refused(root: Path, saved: Any, now: Any, differs: str) -> None:
+    loader = make(root, 0, **saved)
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))  # shares survive it
+    again = make(root, 0, **saved)
+    again.load_state_dict(state)
+    next(iter(again))
+    again = make(root, 0, **now)
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(ResumeError, match=differs):
         next(iter(again))
