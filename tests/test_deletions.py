@@ -9,7 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-_DELETES = {"rmtree", "unlink", "rmdir", "removedirs", "rename", "renames", "truncate", "rm", "move"}
+_DELETES = {
+    "rmtree",
+    "unlink",
+    "rmdir",
+    "removedirs",
+    "rename",
+    "renames",
+    "truncate",
+    "ftruncate",
+    "rm",
+    "move",
+}
+_REQUESTS = {"rm_file", "delete_object"}  # names of methods, which are called by name
 _MAY_DELETE = {"remove", "replace", "remove_folder", "commit_folder", "remove_if", "delete"}
 
 TEMPORARY = "a path that this call made, with a random name or in its own temporary folder"
@@ -41,6 +53,7 @@ REASONS = {
     "engine/checkpoint/folder.py commit": CHECKPOINT,
     "engine/checkpoint/folder.py discard": CHECKPOINT,
     "engine/checkpoint/folder.py remove": CHECKPOINT,
+    "engine/checkpoint/weights.py _fetched_weights": TEMPORARY,
     "engine/ranks.py check_shared_folder": TEMPORARY,
     "engine/remote_run.py _fetch": "files of a run in the scratch folder of its URL, which the bucket has too",
     "engine/remote_run.py _send_left": "renames a file of the run to NAME.unsent",
@@ -87,7 +100,11 @@ REASONS = {
     "storage/conditions.py _check_conditions": TEMPORARY,
     "storage/conditions.py _remove_stale": CLAIM,
     "storage/conditions.py _swap_locked": CLAIM,
+    "storage/objects.py delete": STORE,
+    "storage/range_cache.py _file": CACHE,
+    "storage/range_cache.py _is_sparse": TEMPORARY,
     "storage/range_cache.py _remove_others": "files of its own name pattern",
+    "storage/s3_objects.py delete": STORE,
     "storage/store.py commit": "moves a staged file to the name that its caller gives",
     "storage/store.py commit_folder": "moves a staged folder to the name that its caller gives",
     "storage/store.py now": TEMPORARY,
@@ -126,16 +143,30 @@ def sites() -> Iterator[tuple[str, str]]:
             for child in ast.walk(node)
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _deletes(node):
+            if _deletes(node):
                 yield f"{module} {functions.get(node, '')}", ast.unparse(node)
 
 
-def _deletes(call: ast.Call) -> bool:
-    assert isinstance(call.func, ast.Attribute)
-    name, of = call.func.attr, ast.unparse(call.func.value)
-    if name == "replace":  # not that of texts, times, dates and dataclasses
-        return of == "os" or (len(call.args) == 1 and not call.keywords)
-    return name in _DELETES or (name in _MAY_DELETE and of != "np")
+def _deletes(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Attribute(value=of, attr="replace"), args=args, keywords=keywords):
+            # Not that of texts, times, dates and dataclasses.
+            return ast.unparse(of) == "os" or (len(args) == 1 and not keywords)
+        case ast.Call(func=ast.Attribute(value=of, attr=name), args=args):
+            is_named = name in _DELETES or (name in _MAY_DELETE and ast.unparse(of) != "np")
+            return is_named or any(map(_names_deletion, args))  # passed on, or called by its name
+        case ast.Call(args=args):
+            return any(map(_names_deletion, args))
+    return False
+
+
+def _names_deletion(argument: ast.expr) -> bool:
+    match argument:
+        case ast.Attribute(value=ast.Name("os" | "shutil"), attr=name):
+            return name in _DELETES or name in _MAY_DELETE
+        case ast.Constant(value=str(name)):
+            return name in _REQUESTS
+    return False
 
 
 def test_every_deletion_has_a_reason() -> None:
