@@ -54,6 +54,14 @@ def verdict(ranks: Sequence[Observed]) -> str:
     """Sentences that name the ranks that the others wait for, and their states; one line for each."""
     found = culprits(ranks)
     if len(found) == len(ranks) > 1 and not any(one.silent or one.state.ended for one in found):
+        if all(_waits_for_data(one.state) for one in found):
+            return "\n".join(
+                [
+                    f"all {len(ranks)} ranks wait for data, and none for another rank: the storage that they "
+                    "share does not answer, or their decoders hang",
+                    *(_sentence(one, alone=True) for one in found[:_SHOWN]),
+                ]
+            )
         return (
             f"all {len(ranks)} ranks are in the same collective operation ({found[0].where()}), so "
             "the network between their hosts is interrupted, or one rank is stuck inside the operation"
@@ -62,6 +70,12 @@ def verdict(ranks: Sequence[Observed]) -> str:
     if len(found) > _SHOWN:
         lines.append(f"{len(found) - _SHOWN} more ranks are in the same state")
     return "\n".join(lines)
+
+
+def _waits_for_data(state: RankState) -> bool:
+    """Whether a rank reads or waits for its loader, by its phase and its stack."""
+    reads = state.code.startswith(("storage/", "shards/", "stream/", "sa1b/limit.py"))
+    return state.phase == "data" or reads or (bool(state.reading) and "/threading.py:" in state.code)
 
 
 def _sentence(one: Observed, *, alone: bool) -> str:

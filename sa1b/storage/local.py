@@ -3,21 +3,32 @@
 A disk error is retried like a network error, see `classify_local_error`. A file that ends too early counts as
 damaged at once. After a wrong crc32c the file is opened again and its cached pages are dropped, so that the
 second read comes from the disk.
+
+A mount whose server is lost blocks system calls without limit. Files are therefore opened, and single ranges
+read, within the deadline of the policy. `LocalRead.result` reads in the calling thread, which costs less: its
+caller, the loader, has a limit of its own.
 """
 
 import contextlib
 import errno
 import os
+import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+from sa1b.limit import Limited, OverdueError
 from sa1b.storage.checksum import Crc
-from sa1b.storage.classify import classify_local_error
+from sa1b.storage.classify import ErrorClass, Fault, FaultError, classify_local_error
 from sa1b.storage.counters import CounterSet
+from sa1b.storage.errors import StorageError
 from sa1b.storage.retry import RetryPolicy, RetryState
 
+T = TypeVar("T")
 _LONGEST = 2**63 - 1  # bytes of a file; a damaged table may point beyond
 OPEN_FILES = 256  # a quarter of the usual limit of a process
 
@@ -28,7 +39,10 @@ class OpenFile:
     __slots__ = ("descriptor",)
 
     def __init__(self, path: str, flags: int) -> None:
-        self.descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        # Without O_NONBLOCK, opening a named pipe waits for a writer.
+        self.descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        if stat.S_ISFIFO(os.fstat(self.descriptor).st_mode):
+            raise StorageError(f"{path}: is a named pipe, not a file; restore it from a copy", url=path)
 
     def __del__(self) -> None:
         descriptor = getattr(self, "descriptor", None)  # None if opening failed
@@ -100,7 +114,7 @@ class LocalRead:
     crc: Crc
 
     def result(self) -> bytes:
-        return self.origin.read(self.name, self.start, self.length, self.crc)
+        return self.origin.read(self.name, self.start, self.length, self.crc, limited=False)
 
     def cancel(self) -> bool:
         return True
@@ -120,15 +134,27 @@ class LocalOrigin:
         self._root = os.fspath(root)
         self._policy = policy
         self._files = OpenFiles()
+        self._limited = Limited()
 
-    def read(self, name: str, start: int, length: int, crc: Crc, *, fresh: bool = False) -> bytes:
-        """See Reader.read_range; `fresh`: not from the cache of the operating system."""
+    def read(
+        self, name: str, start: int, length: int, crc: Crc, *, fresh: bool = False, limited: bool = True
+    ) -> bytes:
+        """See Reader.read_range.
+
+        Args:
+            fresh: not from the cache of the operating system.
+            limited: a read that blocks ends at the deadline too.
+        """
         path = f"{self._root}/{name}"
         state = RetryState(path, start, length, crc, self._policy, self.counters)
         while True:
             state.start_attempt()
             try:
-                data = self._pread(path, start, length, fresh=fresh)
+                file = self._open(state, path, fresh=fresh)
+                work = partial(_pread, file, start, length, fresh=fresh)
+                data = self._in_time(state, work) if limited else work()
+            except FaultError as error:
+                state.fail(error.fault)
             except OSError as error:
                 fault = classify_local_error(error)
                 if fault is None:
@@ -152,9 +178,11 @@ class LocalOrigin:
         while True:
             state.start_attempt()
             try:
-                size = Path(path).stat().st_size
+                size = self._in_time(state, lambda: Path(path).stat().st_size)
                 state.succeed()
                 return size
+            except FaultError as error:
+                state.fail(error.fault)
             except OSError as error:
                 fault = classify_local_error(error)
                 if fault is None:
@@ -165,28 +193,61 @@ class LocalOrigin:
     def names(self, folder: str) -> list[str]:
         """See Reader.names."""
         path = Path(f"{self._root}/{folder}")
-        return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+        state = RetryState(str(path), 0, None, None, self._policy, self.counters)
+        while True:
+            state.start_attempt()
+            try:
+                return self._in_time(state, lambda: _names(path))
+            except FaultError as error:
+                state.fail(error.fault)
+            self._policy.sleep(state.backoff())
 
     def submit(self, name: str, start: int, length: int, crc: Crc) -> "LocalRead":
-        """Request the prefetch of a range from the operating system; `result()` reads the range."""
+        """Request the prefetch of a range from the operating system; `result()` reads the range.
+
+        Raises:
+            UnavailableError: the file cannot be opened within the deadline.
+        """
+        path = f"{self._root}/{name}"
         with contextlib.suppress(OSError, OverflowError):  # the read raises the error
-            file = self._open(f"{self._root}/{name}")
+            file = self._files.find(path)
+            if file is None:
+                state = RetryState(path, start, length, None, self._policy, self.counters)
+                try:
+                    file = self._open(state, path)
+                except FaultError as error:
+                    state.start_attempt()
+                    state.fail(error.fault)
+                    state.backoff()  # raises the error, because the deadline has passed
+                    return LocalRead(self, name, start, length, crc)
             os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_WILLNEED)
         return LocalRead(self, name, start, length, crc)
 
     def close(self) -> None:
         """Close the files."""
         self._files.clear()
+        self._limited.close()
 
-    def _pread(self, path: str, start: int, length: int, *, fresh: bool) -> bytes:
+    def _open(self, state: RetryState, path: str, *, fresh: bool = False) -> OpenFile:
         if fresh:
             self._files.forget(path)
-        file = self._open(path)
-        if start + length > _LONGEST:
-            return b""
-        if fresh:
-            os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_DONTNEED)
-        return file.read(start, length)
+        return self._files.find(path) or self._in_time(state, partial(self._files.open, path))
 
-    def _open(self, path: str) -> OpenFile:
-        return self._files.find(path) or self._files.open(path)
+    def _in_time(self, state: RetryState, work: Callable[[], T]) -> T:
+        try:
+            return self._limited.call(work, state.time_left)
+        except OverdueError as error:
+            reason = f"{error} from the disk or the server of its mount"
+            raise FaultError(Fault(ErrorClass.TIMEOUTS, reason)) from None
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def _pread(file: OpenFile, start: int, length: int, *, fresh: bool) -> bytes:
+    if start + length > _LONGEST:
+        return b""
+    if fresh:
+        os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_DONTNEED)
+    return file.read(start, length)

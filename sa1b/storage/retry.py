@@ -246,6 +246,11 @@ class RetryState:
     def _range(self) -> _Range:
         return {"url": self.url, "start": self.start, "length": self.length}
 
+    @property
+    def time_left(self) -> float:
+        """Seconds until the deadline, for an attempt that starts now."""
+        return max(self._remaining(), _MIN_TIMEOUT)
+
     def _remaining(self) -> float:
         return self._read_start + self._policy.deadline - self._policy.clock()
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from queue import PriorityQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sa1b.errors import Sa1bError
+from sa1b.storage.errors import UnavailableError
 from sa1b.stream.batch import Batch, RaggedMasks
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, PinnedBuffer, SideStream
 from sa1b.stream.dataset import Stream
@@ -25,6 +27,13 @@ from sa1b.stream.sample import SampleMasks
 
 _PICK, _DECODE, _DEVICE, _RASTER = range(4)  # the kinds of jobs
 _STAGES = ("read", "decode", "collate", "device")  # kind -> stage that counts it, see sa1b.stream.stats
+_DONE = ("read", "decoded", "collated and copied", "rasterised")  # kind -> what has happened after it
+_LATE = 5.0  # seconds after the deadline in which a read ends by itself with its own error
+_CLOSING = 5.0  # seconds that the end of an iteration waits for threads
+
+
+class StalledError(Sa1bError):
+    """A thread of a loader hangs; the message names the sample and the stage."""
 
 
 class Pool:
@@ -54,8 +63,12 @@ class Pool:
             return [priority for priority, _, _ in self._jobs.queue]
 
     def shutdown(self) -> None:
-        """Wait for the jobs that threads have started and drop the others."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Drop the jobs that no thread has started, and wait some seconds for the others: one may hang."""
+        ending = threading.Thread(
+            target=partial(self._threads.shutdown, wait=True, cancel_futures=True), daemon=True
+        )
+        ending.start()
+        ending.join(_CLOSING)
         self._jobs = PriorityQueue()  # the jobs refer to their owner, which refers to the pool
 
     def _work(self) -> None:
@@ -116,6 +129,15 @@ class _Work:
                     return
 
 
+class _Job(NamedTuple):
+    """A job in a thread: when it began (time.monotonic), its kind, its batch and sample."""
+
+    began: float
+    stage: int
+    work: _Work
+    i: int | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineSettings:
     """Settings and memory that the iterations of one loader share.
@@ -155,6 +177,8 @@ class Pipeline:
         self.pending: deque[_Work] = deque()
         self.free: deque[PinnedBuffer] = deque()
         self.numbers = count()
+        self._running: dict[int, _Job] = {}  # thread -> its job
+        self._limit = self.stream.dataset.reader.retry_policy.deadline + _LATE
 
     def submit(self, piece: MicroBatch) -> None:
         """Start reading and decoding a micro-batch."""
@@ -205,8 +229,8 @@ class Pipeline:
     def reading(self) -> str | None:
         """The sample that the oldest incomplete batch waits for, with its shard; None if there is none."""
         for work in tuple(self.pending):
-            if not work.result.done() and (unfinished := work.unfinished()):
-                return self.stream.where(work.pending.rows[unfinished[0]])
+            if not work.result.done() and len(work.pending):
+                return self._what(work)
         return None
 
     def close(self) -> None:
@@ -217,11 +241,12 @@ class Pipeline:
 
     def _start(self, work: _Work, stage: int, job: Callable[[], object], i: int | None = None) -> None:
         # The oldest batch has priority; within a batch, the latest stage.
-        self.pool.submit(partial(self._run, work, i, job), (work.number, -stage))
+        self.pool.submit(partial(self._run, work, stage, i, job), (work.number, -stage))
 
-    def _run(self, work: _Work, i: int | None, job: Callable[[], object]) -> None:
+    def _run(self, work: _Work, stage: int, i: int | None, job: Callable[[], object]) -> None:
         if work.result.done():  # the batch has ended with an error
             return
+        self._running[threading.get_ident()] = _Job(time.monotonic(), stage, work, i)
         try:
             job()
         except BaseException as error:
@@ -229,6 +254,8 @@ class Pipeline:
                 work.result.set_exception(error)
             else:
                 work.errors[i] = error
+        finally:
+            del self._running[threading.get_ident()]
         if work.errors:
             # A batched decoder waits for all samples: none is done before, and it is not called without one.
             work.fail(all_ended=self.decoder.batched and i is not None and work.left == 0)
@@ -299,14 +326,57 @@ class Pipeline:
             work.result.set_result((batch, None))
 
     def _wait(self, work: _Work) -> None:
-        """Wait for a batch; report a sample on stderr if no sample was finished for `stall_seconds`."""
-        unfinished, seconds = work.unfinished(), self.settings.stall_seconds
-        while not wait([work.result], timeout=seconds).done:
-            before, unfinished = unfinished, work.unfinished()
+        """Wait for a batch; report a sample on stderr if no sample was finished for `stall_seconds`.
+
+        Raises:
+            UnavailableError, StalledError: a thread reads or decodes a sample for longer than the deadline.
+        """
+        unfinished, seconds, since = work.unfinished(), self.settings.stall_seconds, time.monotonic()
+        while not wait([work.result], timeout=max(0.0, self._next(since + seconds) - time.monotonic())).done:
+            now, job = time.monotonic(), self._oldest(work)
+            if job is not None and now >= job.began + self._limit:
+                raise self._overdue(job)
+            if now < since + seconds:
+                continue
+            before, unfinished, since = unfinished, work.unfinished(), now
             if len(unfinished) == len(before):
-                rows = work.pending.rows
-                what = self.stream.where(rows[unfinished[0]]) if unfinished else "a batch to reach the device"
-                print(f"sa1b.Loader: waiting for {what} for over {seconds:g} s", file=sys.stderr)
+                print(f"sa1b.Loader: waiting for {self._what(work)} for over {seconds:g} s", file=sys.stderr)
+
+    def _next(self, then: float) -> float:
+        """When the caller looks at the threads again: then, or when a job is overdue."""
+        return min([then, *(job.began + self._limit for job in list(self._running.values()))])
+
+    def _oldest(self, work: _Work) -> _Job | None:
+        """The job that runs for the longest time, of a batch if a thread works on it, else of another one."""
+        jobs = list(self._running.values())
+        return min([job for job in jobs if job.work is work] or jobs, key=lambda job: job.began, default=None)
+
+    def _what(self, work: _Work) -> str:
+        """What a batch waits for: a sample, and its stage after it was read."""
+        job = self._oldest(work)
+        if job is None or (job.stage != _PICK and job.i is None):
+            unfinished = work.unfinished()
+            return self._where(work, unfinished[0]) if unfinished else "a batch to reach the device"
+        where = self._where(job.work, job.i or 0)
+        return where if job.stage == _PICK else f"{where} to be {_DONE[job.stage]}"
+
+    def _where(self, work: _Work, i: int) -> str:
+        return self.stream.where(work.pending.rows[i])
+
+    def _overdue(self, job: _Job) -> Sa1bError:
+        where = self._where(job.work, job.i or 0) if len(job.work.pending) else "an empty batch"
+        took = f"{time.monotonic() - job.began:.0f} s, and the deadline is {self._limit - _LATE:g} s"
+        if job.stage != _PICK:
+            return StalledError(
+                f"{where}: is not {_DONE[job.stage]} after {took}: a thread of the loader hangs, or the "
+                "machine is overloaded; raise the deadline, or leave this image out with a view"
+            )
+        return UnavailableError(
+            f"{where}: is not read after {took}: the disk or the server of its mount does not answer; look "
+            "at `df` and `dmesg`",
+            last_error="no answer",
+            counters=self.stream.dataset.reader.counters(),
+        )
 
 
 def _one_mask(image_size: int) -> RaggedMasks:

@@ -59,6 +59,27 @@ def test_ranks_in_one_collective_point_to_the_network() -> None:
     assert "the network between their hosts" in verdict(ranks)
 
 
+def test_ranks_that_wait_for_data_do_not_point_to_the_network() -> None:
+    where = "image 5 in /data/sa1b-000020-0000.tar at offset 512"
+    waits = {"reading": where, "code": "python3.11/threading.py:331 wait"}
+    for changes in (
+        {"phase": "data", **waits},
+        {"phase": "evaluation", **waits},
+        {"phase": "resume", "code": "storage/local.py:51 read"},
+        {"phase": "start", "code": "sa1b/limit.py:46 call"},
+    ):
+        lines = verdict([rank(0, **changes), rank(1, **changes)]).splitlines()
+        assert lines[0].startswith(
+            "all 2 ranks wait for data, and none for another rank: the storage that they"
+        )
+        assert lines[2].startswith(
+            f"rank 1 (host node0) is in step 12, {changes['phase']}, micro-batch 2, for 30 s"
+        )
+        assert ("it waits for" in lines[2]) == ("reading" in changes)
+    mixed = [rank(0, phase="evaluation", **waits), rank(1, phase="evaluation")]
+    assert "the same collective operation" in verdict(mixed)
+
+
 def test_a_single_process_has_nobody_who_waits() -> None:
     assert verdict([rank(0, phase="other", micro_batch=0)]) == (
         "rank 0 (host node0) is in step 12, other, for 30 s, at autograd/graph.py:979 backward"

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import google_crc32c
@@ -338,6 +339,54 @@ def test_an_input_output_error_that_stays_is_unavailable_with_the_path(
     ):
         reader.read_range("a.bin", 3, 10)
     assert now[0] >= 300
+
+
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_a_disk_that_never_answers_is_unavailable_after_the_deadline(
+    store: Store, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    ends, original = threading.Event(), getattr(os, call)
+
+    def blocking(*given: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            ends.wait()
+        return original(*given)
+
+    monkeypatch.setattr(os, call, blocking)
+    with Reader(store.folder / "data", deadline=0.2) as reader:
+        reason = (
+            rf"{store.folder}/data/a.bin.*: unavailable: 1 attempts in 0.2 s; last: no answer within 1 s "
+        )
+        with pytest.raises(UnavailableError, match=reason + "from the disk or the server of its mount"):
+            reader.read_range("a.bin", 3, 10)
+        if call == "open":
+            with pytest.raises(UnavailableError, match=reason):
+                reader.submit(Range("a.bin", 3, 10))
+        ends.set()
+        assert reader.read_range("a.bin", 3, 10) == store.bytes()[3:13]
+
+
+def test_sizes_and_names_of_a_disk_that_never_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = threading.Event()
+    for name in ("stat", "is_dir"):
+        monkeypatch.setattr(Path, name, lambda *_: ends.wait())
+    with Reader(tmp_path, deadline=0.2) as reader:
+        with pytest.raises(UnavailableError, match="a.bin: unavailable: 1 attempts in 0.2 s"):
+            reader.size("a.bin")
+        with pytest.raises(UnavailableError, match="views: unavailable: 1 attempts in 0.2 s"):
+            reader.names("views")
+        ends.set()
+
+
+def test_a_named_pipe_in_place_of_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.bin")
+    with Reader(tmp_path) as reader:
+        with pytest.raises(StorageError, match=f"{tmp_path}/a.bin: is a named pipe, not a file; restore it"):
+            reader.read_range("a.bin", 0, 10)
+        with pytest.raises(StorageError, match="is a named pipe"):
+            reader.submit(Range("a.bin", 0, 10))
 
 
 def test_a_file_replaced_by_a_longer_one_is_read_again(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ import sa1b
 from sa1b.masks import raster
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
+from sa1b.storage.errors import UnavailableError
 from sa1b.stream import stats
 from sa1b.stream.pending import PendingBatch, PickedSample
+from sa1b.stream.pipeline import StalledError
 from sa1b.stream.resume import ResumeError
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.stats import STAGES
@@ -149,6 +151,36 @@ def test_a_stalled_sample_is_named(
     monkeypatch.setattr(PendingBatch, "pick", slow)
     first(sa1b.Loader(streamed, stall_seconds=0.1, quiet=True), 1)
     assert f"waiting for {where(rows[1])} for over 0.1 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", ["read", "decode"])
+def test_a_thread_that_hangs_ends_the_iteration_after_the_deadline(
+    root: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    streamed, hangs, ends = stream(root, deadline=0.1), threading.Event(), threading.Event()
+
+    def hanging(*_: object) -> None:
+        hangs.set()
+        ends.wait()
+
+    for name in ("_LATE", "_CLOSING"):
+        monkeypatch.setattr(f"sa1b.stream.pipeline.{name}", 0.1)
+    loader = sa1b.Loader(streamed, threads=1, quiet=True)
+    if stage == "read":
+        monkeypatch.setattr("sa1b.storage.local.OpenFile.read", hanging)
+        expected: type[Exception] = UnavailableError
+    else:
+        monkeypatch.setattr(streamed.decoder, "decode", hanging)
+        expected = StalledError
+    readings: list[str | None] = []
+    observer = threading.Thread(target=lambda: (hangs.wait(), readings.append(loader.reading())))
+    observer.start()
+    where = streamed.where(streamed.rows(next(streamed.plan.micro_batches(0)))[0][0])
+    with pytest.raises(expected, match=rf"{where}: is not {stage}d? after \d+ s, and the deadline is 0.1 s:"):
+        next(iter(loader))
+    observer.join()
+    assert readings == [where if stage == "read" else f"{where} to be decoded"]
+    ends.set()
 
 
 def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:

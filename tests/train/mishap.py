@@ -12,12 +12,13 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
     freeze  the rank is stopped by SIGSTOP, before the step
     spin    the rank computes the loss of the step for ever
     block   reads of the rank block, from the step on: they open the FIFO "fifo"
+    loop    its decoder hangs, from the step on
     table   the rank is sent SIGUSR2
     slow    the rank's clock goes forward by "seconds" in a part of each step, or in each "read" of a file and each
             "decode" of an image and in the waits for their batches: "parts" has, for each part, its steps [from, to)
     record  nothing happens
 
-The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
+With "all", it happens on every rank. The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
 
 With "into", a folder, each rank notes there which images each step had, how many graphs were compiled so far,
 and how long it waits for others; with "pace", a step takes so many seconds longer. With "compile", torch.compile makes graphs but no code of them.
@@ -48,7 +49,7 @@ from sa1b.sam.interactive import Interactive
 from sa1b.sam.score import Score
 from sa1b.shards.sample_read import PendingRead
 from sa1b.storage.local import LocalRead
-from sa1b.stream import decode, stats
+from sa1b.stream import decode, pipeline, stats
 
 MOMENTS = ("begun", "judged", "agreed", "saved")
 
@@ -60,7 +61,7 @@ def arrange(mishap: dict[str, Any]) -> None:
         torch.compile = partial(torch.compile, backend="aot_eager")
     if "into" in mishap:
         _record(Path(mishap["into"]), rank, mishap.get("pace", 0.0))
-    if rank != mishap.get("rank", 0):
+    if rank != mishap.get("rank", 0) and not mishap.get("all"):
         return
     if mishap["what"] in ("nan", "inf"):
         _spoil(mishap["what"], range(mishap["step"], mishap["step"] + mishap["times"]))
@@ -68,7 +69,7 @@ def arrange(mishap: dict[str, Any]) -> None:
         _slow(mishap["seconds"], mishap["parts"])
     elif mishap["what"] == "fill":
         _fill(mishap["step"], Path(mishap["disk"]))
-    elif mishap["what"] in ("freeze", "spin", "block"):
+    elif mishap["what"] in ("freeze", "spin", "block", "loop"):
         _hang(mishap)
     elif mishap.get("moment") == "evaluating":
         _interrupt_evaluation(mishap)
@@ -127,7 +128,15 @@ def _hang(mishap: dict[str, Any]) -> None:
             Path(mishap["fifo"]).open().close()
         return result(self)
 
+    def looping(self: decode.CpuDecoder, *given: Any) -> Any:
+        if what == "loop" and current[0] >= mishap["step"]:
+            threading.Event().wait()
+        return decodes(self, *given)
+
+    pipeline._LATE = pipeline._CLOSING = 0.5
+    decodes = decode.CpuDecoder.decode
     train.lr_at, Interactive.forward, PendingRead.result = lr_at, spinning, blocked
+    decode.CpuDecoder.decode = looping
 
 
 def _interrupt_evaluation(mishap: dict[str, Any]) -> None:

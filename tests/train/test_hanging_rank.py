@@ -71,13 +71,45 @@ def test_it_is_named_and_again_when_it_is_killed(
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["freeze", "spin", "block"])
 def test_the_last_lines_of_a_run_that_times_out_name_it(root: Path, tmp_path: Path, what: str) -> None:
-    timeouts = ("--data.deadline", "5", "--parallel.timeout", "15", "--parallel.timeout-first", "120")
+    timeouts = ("--data.deadline", "10", "--parallel.timeout", "11", "--parallel.timeout-first", "120")
     codes, outputs, out = hang(root, tmp_path, what, *timeouts, ranks=2, mode="ddp")
-    assert codes == [1, -signal.SIGKILL]
     assert_named(what, outputs, out)
+    if what == "block":  # its own deadline is shorter
+        assert codes == [1, 1]
+        assert re.search(r"error on rank 1: image .*: is not read after", outputs[1])
+        return
+    assert codes == [1, -signal.SIGKILL]
     first, last = outputs[0].splitlines()[-2:]
     assert "Timed out" in first
     assert re.match(rf"rank 0: rank 1 \(host .*\) {HANGS[what]}", last)
+
+
+@pytest.mark.parametrize(
+    ("what", "stage", "reason"),
+    [
+        ("loop", " to be decoded", "is not decoded after .* a thread of the loader hangs"),
+        ("block", "", "is not read after .* the disk or the server of its mount does not answer"),
+    ],
+)
+@pytest.mark.slow  # tests/stream/test_loader.py and tests/engine/test_stall.py have quick ones
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_rank_whose_loader_hangs_ends_after_the_deadline_and_names_sample_and_stage(
+    root: Path, tmp_path: Path, what: str, stage: str, reason: str, everywhere: bool
+) -> None:
+    out = tmp_path / "run"
+    os.mkfifo(tmp_path / "fifo")
+    mishap = {"what": what, "rank": 1, "step": 1, "fifo": str(tmp_path / "fifo"), "all": everywhere}
+    flags = ("--data.deadline", "8", "--health.stall", "1", "--parallel.timeout", "300")
+    ended = start(root, out, *flags, mishap=mishap, ranks=2, mode="ddp")
+    assert ended.codes == [1, 1]
+    where = r"image \d+ in .*/root/sa1b-\d+-\d+.tar at offset [\d,]+"
+    assert re.search(rf"error on rank 1: {where}: {reason}", ended.outputs[1])
+    report = (out / "stall.txt").read_text()
+    assert re.search(
+        rf"rank 1 \(host .*\) is in step \d, data, .*; it waits for {where}{stage}(, and|\n)", report
+    )
+    assert ("all 2 ranks wait for data, and none for another rank" in report) == everywhere
+    assert "network" not in report
 
 
 def test_a_single_process_reports_its_blocked_read(root: Path, tmp_path: Path) -> None:
