@@ -26,6 +26,7 @@ WAYS = {
         "not installed": "pip install -e '.[dev]'",
     },
     "another machine": {
+        "SA1B_SAM2_SOURCES": "set SA1B_SAM2_SOURCES to a checkout of SAM 2's sources",
         "real samples": "set SA1B_REAL_SAMPLES to a folder with sa_*.jpg and sa_*.json of SA-1B",
         "no CUDA device": "on a machine with a GPU and a CUDA build of torch, pytest -m gpu",
         "needs root": "run as root, in a container for example",

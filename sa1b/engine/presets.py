@@ -227,9 +227,7 @@ def _published(model: Preset, **recipe: Any) -> SamConfig:
 # gradient norm (here 1), the mean over the iterations of a mask, and losses at the decoder's resolution.
 #
 # sam2: "SAM 2" (Ravi et al. 2024), appendix "Training", first stage on SA-1B, with the values of the base
-# model. Deviations: the image encoder is SAM's ViT-B, not Hiera-B+; images are padded to the square, not
-# stretched; there is no head for occlusion and no loss for it; the predicted IoU has no sigmoid, for
-# compatibility of exported weights with the published SAM; the same view as above excludes masks above 90 %.
+# model, and prompts and losses of its published training code. docs/recipes.md lists the deviations.
 #
 # vit_t: not published. SAM's recipe without drop path and layer decay, for distilled weights.
 #
@@ -251,7 +249,7 @@ SAM_PRESETS: dict[str, SamConfig] = {
         model=replace(MODELS["vit_b"], drop_path=0.2),
         recipe=Recipe(
             clicks=7, unprompted=0, iou_loss="absolute", iou_masks="all", iteration_loss="sum",
-            feedback_gradient=True,
+            feedback_gradient=True, box_noise_kind="uniform", box_masks="one",
         ),
         optim=OptimConfig(
             lr=4e-4, reference_batch=256, schedule="rsqrt", steps=90_000, warmup=1_000, timescale=1_000,

@@ -41,20 +41,28 @@ def box_prompts(boxes: Tensor) -> tuple[Tensor, Tensor]:
     return boxes.reshape(-1, 2, 2) - 0.5, labels
 
 
-def noised_boxes(boxes: Tensor, keys: Tensor, sizes: Tensor, noise: float, limit: float) -> Tensor:
-    """Boxes with noise: each side is moved by a normal random value and clipped to the image.
+def noised_boxes(
+    boxes: Tensor, keys: Tensor, sizes: Tensor, noise: float, limit: float, *, uniform: bool = False
+) -> Tensor:
+    """Boxes with noise: each side is moved by a random value and clipped to the image.
 
     Args:
         boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square.
         keys: int64 [M].
         sizes: int64 [M, 2], rows and columns of each mask's image.
-        noise: standard deviation, as a fraction of the box's width for x and of its height for y.
+        noise: standard deviation, as a fraction of the box's width for x and of its height for y; for uniform
+            noise the largest movement.
         limit: largest movement of a side, pixels.
+        uniform: uniform noise, not normal noise.
     """
     lengths = (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2)
     sides = torch.arange(4, device=boxes.device)
-    moved = normals(random_words(keys[:, None], Purpose.BOX_NOISE, sides)) * (noise * lengths)
-    corners = boxes + moved.clamp(-limit, limit)
+    words, scale = random_words(keys[:, None], Purpose.BOX_NOISE, sides), noise * lengths
+    if uniform:
+        moved = (2 * uniforms(words) - 1) * scale.clamp(max=limit)
+    else:
+        moved = (normals(words) * scale).clamp(-limit, limit)
+    corners = boxes + moved
     corners = torch.minimum(corners.clamp(min=0), sizes.flip(1).repeat(1, 2))
     low, high = corners[:, :2], corners[:, 2:]
     return torch.cat((torch.minimum(low, high), torch.maximum(low, high)), dim=1)

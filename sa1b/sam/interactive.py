@@ -44,8 +44,8 @@ class Interactive(nn.Module):
     - The first prompt is a point or a box. One prompt may mean several objects, so the model predicts three
       masks. The best mask has the lowest weighted sum of focal and dice loss. The loss is a weighted mean of
       the loss of the best mask and the mean loss of all three; the latter has the weight
-      `recipe.all_masks_share`. As in the paper, a box gets three masks too. In later iterations the
-      prediction is the single mask, number 0.
+      `recipe.all_masks_share`. As in the paper, a box gets three masks too, unless `recipe.box_masks` is
+      "one". In later iterations the prediction is the single mask, number 0.
     - The mask with the highest predicted IoU is the input of the next iteration: its logits are the mask
       prompt, and the next click is on one of its errors. The logits are detached unless
       `recipe.feedback_gradient` is set. (The paper does not specify this; SAM 2's code does not detach them.)
@@ -209,7 +209,9 @@ class Interactive(nn.Module):
         scene = scene_of(embeddings, image_size, targets)
         limit = recipe.box_noise_limit * image_size / 1024
         sizes = targets.sizes[targets.image]
-        boxes = clicks.noised_boxes(targets.boxes, keys, sizes, recipe.box_noise, limit)
+        boxes = clicks.noised_boxes(
+            targets.boxes, keys, sizes, recipe.box_noise, limit, uniform=recipe.box_noise_kind == "uniform"
+        )
         points, labels = clicks.first_prompts(targets.points, boxes, keys, recipe.box_probability)
         rests = clicks.unprompted_iterations(keys, recipe.clicks, recipe.unprompted)
         share = 1.0 if recipe.iteration_loss == "sum" else 1 / (1 + rests.shape[1])

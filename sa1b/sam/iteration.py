@@ -14,8 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from sa1b.masks.raster_torch import inside_image
+from sa1b.sam.clicks import TOP_LEFT
 from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
-from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
+from sa1b.sam.mask_decoder import ALL, AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.targets import Targets
@@ -106,8 +107,20 @@ class Iteration:
         again: Outcome = checkpoint(compare, *arguments, use_reentrant=False, preserve_rng_state=False)
         return again
 
-    def answer(self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> Answer:
-        """The candidates for these prompts; without feedback, the three of the first iteration."""
+    def answer(
+        self,
+        scene: Scene,
+        points: Tensor,
+        labels: Tensor,
+        feedback: Tensor | None,
+        allowed: Tensor | None = None,
+    ) -> Answer:
+        """The candidates for these prompts; without feedback, the three of the first iteration.
+
+        Args:
+            allowed: bool [M, 4], compute all four candidates and choose among these.
+        """
+        candidates = AMBIGUOUS if feedback is None else SINGLE
         logits, predicted = self.model.decode(
             scene.embeddings,
             scene.image,
@@ -115,12 +128,12 @@ class Iteration:
             labels,
             feedback,
             counts=scene.counts,
-            candidates=AMBIGUOUS if feedback is None else SINGLE,
+            candidates=candidates if allowed is None else ALL,
         )
         large, size = logits.float(), scene.masks.shape[-1]
         if size > logits.shape[-1]:
             large = functional.interpolate(large, (size, size), mode="bilinear", align_corners=False)
-        chosen = predicted.detach().argmax(dim=1)
+        chosen = _only(predicted.detach(), allowed, -torch.inf).argmax(dim=1)
         return Answer(
             logits=large,
             predicted=predicted,
@@ -138,18 +151,23 @@ class Iteration:
         return self._compare(scene._replace(counts=counts), points, labels, feedback)
 
     def _compare(self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> Outcome:
-        recipe = self.recipe
-        answer = self.answer(scene, points, labels, feedback)
+        recipe, allowed = self.recipe, None
+        if recipe.box_masks == "one" and feedback is None:
+            boxed = labels[:, :1] == TOP_LEFT
+            allowed = torch.cat((boxed, (~boxed).expand(-1, 3)), dim=1)
+        answer = self.answer(scene, points, labels, feedback, allowed)
         targets = scene.masks[:, None]
         focal = focal_loss(answer.logits, targets, recipe.focal_alpha, recipe.focal_gamma)
         dice = dice_loss(answer.logits, targets)
         actual = iou(*overlaps(answer.masks, targets))
         quality = iou_loss(answer.predicted, actual, recipe.iou_loss)
-        best = (recipe.focal_weight * focal + recipe.dice_weight * dice).argmin(dim=1)
-        trained = pick(quality, best) if recipe.iou_masks == "best" else quality.mean(dim=1)
+        weighted = recipe.focal_weight * focal + recipe.dice_weight * dice
+        best = _only(weighted.detach(), allowed, torch.inf).argmin(dim=1)
+        trained = pick(quality, best) if recipe.iou_masks == "best" else _mean(quality, allowed)
         share = recipe.all_masks_share
+        mixed = [_trained(losses, best, share, allowed) for losses in (focal, dice)]
         return Outcome(
-            losses=torch.stack((_trained(focal, best, share), _trained(dice, best, share), trained)),
+            losses=torch.stack((*mixed, trained)),
             iou=pick(actual, answer.chosen),
             mask=pick(answer.masks, answer.chosen),
             feedback=answer.feedback if recipe.feedback_gradient else answer.feedback.detach(),
@@ -171,10 +189,21 @@ def pick(values: Tensor, chosen: Tensor) -> Tensor:
     return values[torch.arange(len(values), device=values.device), chosen]
 
 
-def _trained(losses: Tensor, best: Tensor, share: float) -> Tensor:
+def _trained(losses: Tensor, best: Tensor, share: float, allowed: Tensor | None) -> Tensor:
     """The best candidate's loss, mixed with the mean over all candidates by `share`: [M, K] -> [M]."""
     picked = pick(losses, best)
-    return torch.lerp(picked, losses.mean(dim=1), share) if share else picked
+    return torch.lerp(picked, _mean(losses, allowed), share) if share else picked
+
+
+def _mean(values: Tensor, allowed: Tensor | None) -> Tensor:
+    """The mean over the allowed candidates: [M, K] -> [M]."""
+    if allowed is None:
+        return values.mean(dim=1)
+    return (values * allowed).sum(dim=1) / allowed.sum(dim=1)
+
+
+def _only(values: Tensor, allowed: Tensor | None, other: float) -> Tensor:
+    return values if allowed is None else values.masked_fill(~allowed, other)
 
 
 def _mark_sizes(scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> None:

@@ -113,7 +113,8 @@ class BoxMasks:
             sizes: int64 [1, 2], rows and columns of the image in the padded square.
 
         Returns:
-            "masks", bool [m, height, width]: the candidate with the highest predicted IoU of three.
+            "masks", bool [m, height, width]: the mask that the model predicts for the box and for its first
+            prediction, which is the candidate with the highest predicted IoU of three, as in the paper.
         """
         embedding = model.embed(images, sizes=sizes)
         found = [torch.zeros((0, *self.source), dtype=torch.bool, device=images.device)]
@@ -122,8 +123,10 @@ class BoxMasks:
             rows, columns = sizes[0].tolist()
             prompts = _Prompts(model, embedding, self.source, (rows, columns))
             labels = np.tile([TOP_LEFT, BOTTOM_RIGHT], (len(corners), 1))
-            _, predicted, masks = prompts.answer(corners, labels, AMBIGUOUS)
-            found.append(masks[torch.arange(len(masks), device=masks.device), predicted.argmax(dim=1)])
+            logits, predicted, _ = prompts.answer(corners, labels, AMBIGUOUS)
+            each = torch.arange(len(logits), device=logits.device)
+            best = logits[each, predicted.argmax(dim=1)][:, None]
+            found.append(prompts.answer(corners, labels, SINGLE, best)[2][:, 0])
         return {"masks": torch.cat(found)}
 
 

@@ -14,7 +14,10 @@ class Recipe:
     Attributes:
         box_probability: Probability that a mask's first prompt is its box, not a point. Paper: 0.5.
         box_noise: Standard deviation of the noise on each side of a box, as a fraction of its width or
-            height. Paper: 0.1.
+            height; for uniform noise its largest value. Paper: 0.1.
+        box_noise_kind: Distribution of the noise: normal (paper) or uniform (SAM 2's published code).
+        box_masks: Masks that the model predicts if the first prompt is a box: three, as for a point, or one,
+            as for several points (SAM 2's published code).
         box_noise_limit: Largest movement of a side, pixels of a 1024 square; scales with the image size.
             Paper: 20.
         clicks: Corrective clicks after the first prompt. Paper: 8.
@@ -42,6 +45,8 @@ class Recipe:
 
     box_probability: float = 0.5
     box_noise: float = 0.1
+    box_noise_kind: Literal["normal", "uniform"] = "normal"
+    box_masks: Literal["three", "one"] = "three"
     box_noise_limit: float = 20.0
     clicks: int = 8
     unprompted: int = 2

@@ -17,7 +17,9 @@ import sa1b
 from sa1b.engine.coco_evaluation import CocoError, load_image, read_coco
 from sa1b.engine.evaluation import EvaluationConfig
 from sa1b.errors import UsageError
+from sa1b.masks.grid import framed_size
 from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.prediction import at_source, framed_image
 from sa1b.sam.published import write_weights
 from tests import processes
 from tests.train.command import FLAGS, REPOSITORY, start
@@ -122,6 +124,25 @@ def predicted(files: dict[str, Any], number: int, boxes: list[list[float]]) -> n
     return sa1b.predict(files["model"], np.ascontiguousarray(pixels), boxes=corners).masks
 
 
+@torch.no_grad()
+def refined(files: dict[str, Any], number: int, box: list[float]) -> np.ndarray:
+    """The mask for a box and for the logits of `sa1b.predict` for that box."""
+    model = files["model"]
+    pixels = np.ascontiguousarray(cv2.imread(str(files["folder"] / "images" / f"{number}.png"))[..., ::-1])
+    corners = np.array([[box[0], box[1], box[0] + box[2], box[1] + box[3]]])
+    logits = torch.from_numpy(sa1b.predict(model, pixels, boxes=corners).logits)[:, None]
+    source, size = pixels.shape[:2], model.config.image_size
+    taken = framed_size(*source, size)
+    square = torch.from_numpy(framed_image(pixels, *taken, size))[None].permute(0, 3, 1, 2)
+    embedding = model.embed(square, sizes=torch.tensor([taken]))
+    at = (corners.reshape(1, 2, 2) + 0.5) * (np.array(taken[::-1]) / source[::-1]) - 0.5
+    answer, _ = model.decode(
+        embedding, torch.zeros(1, dtype=torch.int64), torch.from_numpy(at.astype(np.float32)),
+        torch.tensor([[2, 3]]), logits, counts=[1], candidates=slice(0, 1),
+    )  # fmt: skip
+    return at_source(answer[:, 0].float(), source, taken, size)[0].numpy()
+
+
 def test_box_prompts_give_the_mean_iou_that_numpy_finds_over_all_masks_but_crowds(
     files: dict[str, Any], scores: dict[str, float]
 ) -> None:
@@ -162,7 +183,7 @@ def test_detections_give_the_average_precision_of_pycocotools(
     # used as truth.
     document["annotations"] = [one for one in document["annotations"] if one["area"]]
     for one in document["annotations"]:
-        (mask,) = predicted(files, one["image_id"], [one["bbox"]])
+        mask = refined(files, one["image_id"], one["bbox"])
         coded = coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
         one["segmentation"] = {**coded, "counts": coded["counts"].decode()}
         one["area"] = int(mask.sum())
@@ -173,7 +194,7 @@ def test_detections_give_the_average_precision_of_pycocotools(
     found = scores_of(folder, tmp_path / "run", *given, ranks=ranks, mode=mode)
     results = []
     for one in files["detections"]:
-        (mask,) = predicted(files, one["image_id"], [one["bbox"]])
+        mask = refined(files, one["image_id"], one["bbox"])
         coded = coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
         results.append({**one, "segmentation": {**coded, "counts": coded["counts"].decode()}})
         del results[-1]["bbox"]

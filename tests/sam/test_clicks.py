@@ -66,6 +66,16 @@ def test_box_noise_has_its_deviation_and_its_limit():
     torch.testing.assert_close(limited, moved.clamp(-20, 20), rtol=0, atol=1e-3)
 
 
+def test_uniform_box_noise_fills_its_range():
+    count = 20_000
+    boxes = torch.tensor([[300.0, 400.0, 400.0, 900.0]]).expand(count, 4)
+    sizes = torch.full((count, 2), 1024)
+    moved = clicks.noised_boxes(boxes, some_keys(count), sizes, 0.1, 20.0, uniform=True) - boxes
+    largest = torch.tensor([10.0, 20.0, 10.0, 20.0])
+    assert (moved.abs() <= largest + 1e-3).all()
+    torch.testing.assert_close(moved.std(dim=0), largest / 3**0.5, rtol=0.03, atol=0)
+
+
 def test_noised_boxes_stay_in_the_image_and_keep_their_corners_in_order():
     count = 5000
     boxes = torch.tensor([[0.0, 1.0, 30.0, 20.0]]).expand(count, 4)

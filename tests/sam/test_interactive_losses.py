@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from sa1b.masks.raster_torch import inside_image
+from sa1b.sam.clicks import TOP_LEFT
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe
@@ -258,3 +259,21 @@ def test_a_model_learns_the_masks_it_is_shown():
     assert found[0][1] < 0.3
     assert found[-1][0] < 0.2 * found[0][0]
     assert found[-1][1] > 0.8
+
+
+@pytest.mark.parametrize(("box_masks", "used"), [("three", {0, 1, 2, 3}), ("one", {0})])
+def test_a_box_gets_three_masks_or_one(box_masks: str, used: set[int]) -> None:
+    recipe = replace(PLAIN, box_masks=box_masks, iou_masks="all", box_probability=1.0)
+    sketch, sums = trained(recipe)
+    sums["loss"].backward()
+    assert set(torch.nonzero(sketch.radius.grad).flatten().tolist()) == used
+
+
+def test_points_get_three_masks_beside_boxes_with_one() -> None:
+    recipe = replace(PLAIN, box_masks="one", iou_masks="all", clicks=0, unprompted=0)
+    sketch, sums = trained(recipe, case(40))
+    sums["loss"].backward()
+    trained_masks = sketch.decodes[0].iou.grad != 0
+    boxed = sketch.decodes[0].labels[:, 0] == TOP_LEFT
+    assert 0 < int(boxed.sum()) < 40
+    assert torch.equal(trained_masks, torch.where(boxed[:, None], torch.arange(4) == 0, torch.arange(4) > 0))
