@@ -276,6 +276,9 @@ class _Pool:
         except (EOFError, OSError):
             self._remove(one)
             one.process.join()
+            end = time.monotonic() + _KILL_SECONDS
+            while one.process.exitcode is None and time.monotonic() < end:
+                time.sleep(0.001)  # another thread asks for its state at the same time and gets the exit code
             if one.answered:
                 return None
             self.deaths[one.task] += 1
@@ -362,7 +365,9 @@ def _end_with_parent(pipe: Connection) -> None:
 
 
 def _describe(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
+    if exitcode is None:
+        return "ended without an answer; another part of this process has taken its exit code"
+    if exitcode < 0:
         name = signal.Signals(-exitcode).name
         # The kernel kills a process that uses too much memory; libraries abort if an allocation fails.
         hint = ", perhaps out of memory" if name in ("SIGKILL", "SIGABRT") else ""

@@ -2,11 +2,13 @@
 
 import errno
 import multiprocessing
+import os
 import selectors
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import popen_fork
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,27 @@ def test_a_worker_that_always_dies_is_named_and_the_others_finish(tmp_path: Path
     tasks = [("a", ""), ("dies", str(tmp_path / "marker")), ("c", "")]
     ends = {e.task: e.kind for e in supervise(mixed, tasks, workers=2, retries=1) if e.kind != "died"}
     assert ends == {0: "done", 1: "lost", 2: "done"}
+
+
+def test_the_reason_is_known_if_another_thread_takes_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another library's `multiprocessing.active_children` does: for a moment nobody can ask for the code."""
+    poll, left = popen_fork.Popen.poll, [3]
+
+    def taken(self: popen_fork.Popen, flag: int = os.WNOHANG) -> int | None:
+        if left[0]:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # it has ended
+            left[0] -= 1
+            return None
+        return poll(self, flag)
+
+    monkeypatch.setattr(popen_fork.Popen, "poll", taken)
+    events = list(supervise(die, [(str(tmp_path / "x"), 1)], workers=1, retries=0))
+    assert [(event.kind, event.value) for event in events] == [
+        ("lost", "killed by SIGKILL, perhaps out of memory")
+    ]
+    assert left == [0]
 
 
 def test_leaving_without_an_answer_is_a_death_even_with_code_0() -> None:

@@ -25,7 +25,7 @@ from tests.engine.launch import group
 from tests.engine.training import MODEL, OPTIM, MicroBatch, Run, samples
 
 IMAGES, MICRO_BATCHES = 2, 4
-STEPS = {"fp32": 10, "bf16": 3}
+STEPS = {"fp32": 4, "bf16": 3}
 DEPTH = 3
 
 

@@ -36,14 +36,16 @@ CASES: dict[int, Cases] = {
         "fsdp, 3 micro-batches": (FSDP, 3),
         "fsdp, gradients and optimizer only": (ParallelConfig(mode="fsdp", shard="grad_op"), 1),
         "fsdp, offload": (ParallelConfig(mode="fsdp", offload="cpu"), 1),
-        "fsdp, groups of a size": (ParallelConfig(mode="fsdp", wrap="size:5K"), 3),
-        "fsdp, one group": (ParallelConfig(mode="fsdp", wrap="none"), 1),
         "zero1, 3 micro-batches": (ZERO, 3),
     },
     3: {"fsdp": (FSDP, 1), "zero1": (ZERO, 1)},
     4: {"hybrid, 3 micro-batches": (HYBRID, 3)},
 }
 SLOW: dict[int, Cases] = {
+    2: {
+        "fsdp, groups of a size": (ParallelConfig(mode="fsdp", wrap="size:5K"), 3),
+        "fsdp, one group": (ParallelConfig(mode="fsdp", wrap="none"), 1),
+    },
     3: {
         "ddp, 3 micro-batches": (DDP, 3),
         "fsdp, gradients and optimizer only, 3 micro-batches": (
@@ -84,7 +86,10 @@ def two_ranks() -> dict[str, Any]:
 
 def two_ranks_slow() -> dict[str, Any]:
     config = ParallelConfig(mode="fsdp", shard="grad_op")
-    return {"evaluated, fsdp, gradients and optimizer only": checks.evaluated_with_means(config)}
+    return {
+        "traces": checks.traces(SLOW[2]),
+        "evaluated, fsdp, gradients and optimizer only": checks.evaluated_with_means(config),
+    }
 
 
 def three_ranks() -> dict[str, Any]:

@@ -28,15 +28,26 @@ def alone() -> dict[str, Any]:
     return pipeline_ranks.traces(configs)
 
 
+QUICK = {2: ("1f1b", "gpipe", "1f1b, bf16"), 3: ("1f1b", "gpipe, bf16")}
+
+
 @cache
-def stages(world_size: int) -> list[dict[str, Any]]:
-    return launch(pipeline_ranks.traces, world_size, CASES)
+def stages(world_size: int, quick: bool = True) -> list[dict[str, Any]]:
+    cases = {name: case for name, case in CASES.items() if (name in QUICK[world_size]) == quick}
+    return launch(pipeline_ranks.traces, world_size, cases)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [
+        pytest.param(size, name, marks=() if name in QUICK[size] else pytest.mark.slow)
+        for size in QUICK
+        for name in CASES
+    ],
+)
 def test_a_pipeline_takes_the_steps_of_one_process(world_size: int, name: str) -> None:
-    expected, ranks = alone()["bf16" if "bf16" in name else "fp32"], [one[name] for one in stages(world_size)]
+    ranks = [one[name] for one in stages(world_size, name in QUICK[world_size])]
+    expected = alone()["bf16" if "bf16" in name else "fp32"]
     tolerance = 2e-2 if "bf16" in name else 1e-5
     assert ranks[-1]["losses"] == pytest.approx(expected["losses"], rel=tolerance)
     assert all(rank["losses"] == [0.0] * len(expected["losses"]) for rank in ranks[:-1])

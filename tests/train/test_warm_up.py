@@ -17,10 +17,10 @@ DECODER = ("--model.compile-decoder",)
 @pytest.mark.parametrize(
     ("mode", "ranks", "more"),
     [
-        ("fsdp", 2, ()),  # a single process: tests/engine/test_compile.py
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
+            pytest.param(*one, marks=pytest.mark.slow)  # quick: tests/engine/test_compile.py
             for one in (
+                ("fsdp", 2, ()),
                 *(("none", 1, ()), ("none", 1, RECOMPUTE), ("fsdp", 2, RECOMPUTE)),
                 *(("ddp", 2, ()), ("ddp", 2, RECOMPUTE)),
                 *(("ddp", 2, DECODER), ("fsdp", 2, DECODER)),
