@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from sa1b.errors import ManifestError
-from sa1b.names import is_shard_of
+from sa1b.names import is_shard_of, shard_order, source_stem
 from sa1b.shards.manifest import READING, Options, ShardInfo, Task, read_dataset, readable_tasks
 from sa1b.storage.store import Root, open_store
 
@@ -19,16 +19,20 @@ def known_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
     the values of dataset.json. So a writer of dataset.json does not lose them.
 
     Raises:
-        ManifestError: a damaged task file of a source that dataset.json does not list.
+        ManifestError: a damaged task file of a source that has shards and is not in dataset.json.
     """
     store = open_store(root)
     found, damaged = readable_tasks(store, without)
+    strangers: set[str] = set()
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
         document = read_dataset(store)
         lost = document["sources"].keys() - found.keys() - set(without)
         found |= {name: _listed_task(document, name) for name in lost}
+        if damaged.keys() - found.keys():
+            stems = {shard_order(shard).stem for shard in store.names("", ".tar")}
+            strangers = {name for name in damaged if source_stem(name) not in stems}
     for name, error in damaged.items():
-        if name not in found:
+        if name not in found and name not in strangers:
             raise error
     return dict(sorted(found.items()))
 

@@ -48,7 +48,7 @@ from sa1b.shards.manifest import (
     task_name,
     write_task,
 )
-from sa1b.shards.staging import make_staging, remove_leftovers, remove_staging, staging_place
+from sa1b.shards.staging import clean_scratch, make_staging, remove_leftovers, remove_staging, staging_place
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.errors import DamageError, MissingError
@@ -112,7 +112,7 @@ def copy_dataset(
         staging = make_staging(staging_place(target))
     total = sum(shard.bytes + shard.index_bytes for name in plan.left() for shard in plan.wanted[name])
     try:
-        with bar(total, "copy", "B", quiet) as progress:
+        with clean_scratch(source), bar(total, "copy", "B", quiet) as progress:
             copy = _Copy(source, target, plan, staging, summary, progress)
             copy.release_claims()
             copy.sources(workers)

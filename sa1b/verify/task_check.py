@@ -141,6 +141,8 @@ class TaskCheck:
             self.stems = {shard_order(shard).stem for shard in shards}
         has_shards = kind in _LOST and source_stem(name) in self.stems
         remedy = f"{self.store.url(file)}: {self.remedy.source(name, has_shards=has_shards)}"
+        if self.sources is not None and name not in self.sources and source_stem(name) not in self.stems:
+            remedy = f"move {self.store.url(file)} to another folder: the directory has no source {name}"
         self.findings.add(Finding(kind, file, message, remedy))
 
     def _counts(self, name: str, task: Task, parts: list[ShardResult], deep: bool) -> None:

@@ -279,6 +279,8 @@ def document_at(which: str) -> tuple[Reader, ViewDocument]:
             f"folder of its dataset directory"
         )
     path = Path(which).absolute()
+    if ".." in path.parts:
+        path = path.resolve()
     if path.suffix == ".json":
         if not path.is_file():
             raise ManifestError(f"{which}: no such file; `{command('view')} --out` makes it")

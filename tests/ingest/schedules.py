@@ -175,13 +175,15 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300, help="number of schedules")
     parser.add_argument("--seed", type=int, default=1, help="repeats a campaign")
     chosen = parser.parse_args()
-    found = []
+    count = 0
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder) / "template")
         for number in range(chosen.count):
-            found += schedule(Path(folder), f"{chosen.seed}-{number}")
-    print(*found, f"{chosen.count} schedules, seed {chosen.seed}: {len(found)} violations", sep="\n")
-    return 1 if found else 0
+            for line in schedule(Path(folder), f"{chosen.seed}-{number}"):
+                count += 1
+                print(line, flush=True)
+    print(f"{chosen.count} schedules, seed {chosen.seed}: {count} violations")
+    return 1 if count else 0
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from tests.ingest.bucket_runs import Killer, contents, forked
 class Settings:
     """
     Attributes:
-        root: folder of the dataset directory.
+        root: folder or URL of the dataset directory.
         dest: folder or URL for the copies; each has its own dataset directory below it.
         points: steps at which a copy is killed. An operation is two steps, its start and its end.
-        options: of fsspec's file system.
+        options, of_root: of fsspec's file system for `dest` and for `root`.
         scratch: local folder.
         workers: threads.
     """
@@ -35,6 +35,7 @@ class Settings:
     points: list[int]
     scratch: str
     options: dict[str, Any] = field(default_factory=dict)
+    of_root: dict[str, Any] = field(default_factory=dict)
     workers: int = 1
 
     def store(self, name: str) -> Store:
@@ -74,12 +75,17 @@ def of_store(store: Store) -> dict[str, bytes]:
 
 
 def kill_everywhere(settings: Settings) -> dict[str, Any]:
-    expected = of_store(FolderStore(Path(settings.root)))
+    def source() -> Store:  # opened in each child, because its connections do not survive a fork
+        return open_store(settings.root, scratch=Path(settings.scratch), options=settings.of_root)
+
+    status, listed = forked(lambda: {name: data.hex() for name, data in of_store(source()).items()})
+    assert status == 0, listed
+    expected = {name: bytes.fromhex(data) for name, data in json.loads(listed).items()}
 
     def run(name: str, at: int | None) -> int:
         killer = FileKiller(at)
         killer.install()
-        summary = copy_dataset(settings.root, settings.store(name), workers=settings.workers, quiet=True)
+        summary = copy_dataset(source(), settings.store(name), workers=settings.workers, quiet=True)
         assert summary.exit_code() == 0, summary.failed
         return killer.steps
 

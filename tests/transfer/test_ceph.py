@@ -14,6 +14,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+import sa1b
 from sa1b.console import command
 from tests.storage import ceph
 from tests.transfer.test_killed import killed, points
@@ -105,11 +106,37 @@ def test_all_commands_on_a_bucket(root, sources, bucket, tmp_path):
     assert [path for path in (tmp_path / "scratch").rglob("*") if path.is_file()] == []
 
 
-def test_a_killed_copy_is_completed(root, bucket, tmp_path):
+ODD = ("odd + key/ü %41#?&=~'\"<>", "a//b", "dot.", " space ", "%2e%2e")
+
+
+@pytest.mark.parametrize("name", ["bucket", "my.dotted.bucket"])
+def test_keys_and_names_of_any_form(root, bucket, tmp_path, name):
+    if name != "bucket":
+        bucket.system().mkdir(name)
+    for number, key in enumerate(ODD):
+        url = f"s3://{name}/{key}/shards"
+        if "//" in key or "#" in key or "?" in key:
+            bucket.run("copy", root, url, code=2)  # refused, as fsspec gives these a meaning of their own
+            continue
+        bucket.run("copy", root, url, "--scratch", tmp_path / "scratch")
+        assert f"Clean: {url}" in bucket.run("verify", url, "--deep")
+        assert len(list(sa1b.open(url))) == len(sa1b.open(root))
+        bucket.run("copy", url, f"back{number}")
+        assert files(tmp_path / f"back{number}") == files(root)
+
+
+@pytest.mark.parametrize(
+    ("of", "to"),
+    [("folder", "bucket"), ("bucket", "folder"), ("bucket", "bucket")],
+)
+def test_a_killed_copy_is_completed(root, bucket, tmp_path, of, to):
+    if of == "bucket":
+        bucket.run("copy", root, bucket.url)
     settings = {
-        "root": str(root),
-        "dest": "s3://bucket/copies",
-        "options": bucket.gateway.options,
+        "root": bucket.url if of == "bucket" else str(root),
+        "of_root": bucket.gateway.options if of == "bucket" else {},
+        "dest": "s3://bucket/copies" if to == "bucket" else str(tmp_path / "copies"),
+        "options": bucket.gateway.options if to == "bucket" else {},
         "scratch": str(tmp_path / "scratch"),
     }
     whole = killed({**settings, "points": [10**9]}, tmp_path)

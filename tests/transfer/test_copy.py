@@ -1,5 +1,6 @@
 """Copies of dataset directories: the same bytes, verified, resumed, never of another dataset."""
 
+import contextlib
 import json
 import shutil
 import threading
@@ -8,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from sa1b.console import command
-from sa1b.errors import ManifestError, UsageError
+from sa1b.errors import ManifestError, Sa1bError, UsageError
+from sa1b.ingest.finish import drop_source
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
@@ -183,6 +185,44 @@ def test_damage_in_transit_is_read_again(root, bucket, monkeypatch, tmp_path):
     summary = copied(store, tmp_path / "back")
     assert (len(damaged), summary.failed) == (10, {})
     assert content(FolderStore(tmp_path / "back")) == content(FolderStore(root))
+
+
+@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("change", ["replace", "drop", "add"])
+def test_a_source_that_changes_during_its_copy_is_copied_by_the_next(
+    root, target, tmp_path, monkeypatch, step, change
+):
+    """The first copy is an old version, a new one, or says what failed; never a mixture that is called complete."""
+    calls, copy_object = [], dataset_copy._Copy._object
+
+    def changed(copy, *arguments):
+        calls.append(arguments)
+        if len(calls) == step + 1:
+            if change == "drop":
+                drop_source(root, "sa_000001")
+            else:
+                number = 1 if change == "replace" else 3
+                tar = write_source(tmp_path / f"sa_00000{number}.tar", pairs(range(900, 912), seed=9))
+                reshard((tar,), root, ROOTS["plain"], Policy(), Run(workers=1, quiet=True, replace=True))
+        return copy_object(copy, *arguments)
+
+    monkeypatch.setattr(dataset_copy._Copy, "_object", changed)
+    with contextlib.suppress(Sa1bError):
+        summary = copied(root, target)
+        if summary.exit_code() == 0:
+            assert verify(target, workers=0, quiet=True).exit_code() == 0
+    assert len(calls) > step
+    monkeypatch.undo()
+    if change != "add":  # the advice of the copy
+        with contextlib.suppress(UsageError):
+            drop_source(target, "sa_000001")
+    assert copied(root, target).exit_code() == 0
+    assert images(target.root) == images(root)
+    assert verify(target, workers=0, quiet=True).exit_code() == 0
+
+
+def images(root):
+    return [(sample.image_id, sample.jpeg) for sample in Dataset(root)]
 
 
 def test_a_source_that_was_added_is_added_to_the_copy(root, target, tmp_path):

@@ -50,16 +50,21 @@ def test_a_copy_to_a_folder_is_killed_at_every_step(root, tmp_path):
     assert (found["wrong"], found["killed"]) == ([], whole["steps"])
 
 
-def test_a_copy_to_a_bucket_that_is_killed_is_completed(root, tmp_path):
-    """A bucket of fsspec's local file system."""
+@pytest.mark.parametrize(
+    ("of", "to"),
+    [("", "local://"), ("local://", ""), pytest.param("local://", "local://", marks=pytest.mark.slow)],
+)
+def test_a_copy_from_or_to_a_bucket_that_is_killed_is_completed(root, tmp_path, of, to):
+    """Buckets of fsspec's local file system."""
     settings = {
-        "root": str(root),
-        "dest": f"local://{tmp_path}/copies",
-        "options": {"auto_mkdir": True},
+        "root": f"{of}{root}",
+        "of_root": {"auto_mkdir": True} if of else {},
+        "dest": f"{to}{tmp_path}/copies",
+        "options": {"auto_mkdir": True} if to else {},
         "scratch": str(tmp_path / "scratch"),
     }
     whole = killed({**settings, "points": [10**9]}, tmp_path)
     assert whole["wrong"] == []
-    found = killed({**settings, "points": points(15, whole["steps"], 3)}, tmp_path)
+    found = killed({**settings, "points": points(8, whole["steps"], 3)}, tmp_path)
     assert found["wrong"] == []
-    assert found["killed"] >= 14
+    assert found["killed"] >= 7

@@ -193,6 +193,8 @@ def advised(report: dict[str, Any]) -> list[list[str]]:
                 found.append(words)
         if removal := re.match(r"remove (.+) and rebuild the view", text):
             found.append(["rm", *shlex.split(removal[1])])
+        if move := re.match(r"move (.+) to another folder", text):
+            found.append(["mv", move[1]])
     return [list(one) for one in dict.fromkeys(map(tuple, found))]
 
 
@@ -216,10 +218,10 @@ def safe(template: Template, world: Path) -> set[int]:
     found = {
         one for path in (world / "root").rglob("*.tar*") for one in template.shards.get(digest(path), ())
     }
-    with suppress(Sa1bError, OSError, ValueError):
+    with suppress(Sa1bError, OSError, ValueError, KeyError):
         dataset = sa1b.open(world / "root")
         for image_id in dataset.table.image_id.tolist():
-            with suppress(Sa1bError, OSError, ValueError):
+            with suppress(Sa1bError, OSError, ValueError, KeyError):
                 sample = dataset.by_id(image_id)
                 if (sample.jpeg, sample.annotations.to_json()) == template.images.get(image_id):
                     found.add(image_id)
@@ -240,6 +242,9 @@ def follow(template: Template, world: Path, rng: random.Random, *, sources: bool
             said.add(shlex.join(words))
             if words[0] == "rm":
                 Path(words[1]).unlink()
+                continue
+            if words[0] == "mv":
+                Path(words[1]).replace(world / "moved")
                 continue
             process = start(world, typed(words))
             log.append(f"{shlex.join(typed(words))}: {process.returncode} {process.stderr.strip()[-300:]}")

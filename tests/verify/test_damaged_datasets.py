@@ -12,6 +12,7 @@ FOUND = {  # damage after which advice lost images, or did not end in Clean
     "a task file over another": [("task", "move")],
     "exchanged shards": [("shard", "swap")],
     "a task file and dataset.json": [("task", "remove"), ("document", "remove")],
+    "a renamed task file": [("kept", "remove"), ("task", "rename")],
     "a table of another directory": [("table", "foreign")],
 }
 

@@ -356,6 +356,12 @@ def test_an_index_of_another_shard_is_named(root):
         select(root, Selection(images_where="masks > 1"), quiet=True)
 
 
+@pytest.mark.parametrize("path", ["..", "../tasks", "views/../../root", "../../none/../x"])
+def test_a_path_with_folders_above_it_is_that_of_no_view(root, path):
+    with pytest.raises(ManifestError):
+        open_view(root, Dataset(root).table, str(root / path))
+
+
 def test_a_missing_root_is_refused(tmp_path):
     with pytest.raises(ManifestError, match="no dataset there"):
         select(tmp_path / "nowhere", Selection(subset="50%"), quiet=True)
