@@ -297,7 +297,7 @@ class RootCheck:
         found = {}
         for name, result in results.items():
             other = by_digest.get(result.sha256, name)
-            if other != name and other in results and len(results[other].findings):
+            if other != name and other in results and results[other].sha256 != result.sha256:
                 found[name] = other
         for name, other in found.items():
             message = f"has the content of {other}"

@@ -221,8 +221,14 @@ def view_target(root: Root, out: Path | None) -> ViewTarget:
     """
     if out is None:
         return ViewTarget(open_store(root), VIEWS)
-    path = out.absolute()
+    path = _absolute(out)
     return ViewTarget(open_store(path.parent), *(("", path.name) if path.suffix == ".json" else (path.name,)))
+
+
+def _absolute(path: Path) -> Path:
+    """An absolute path without `..`, whose last part is a name."""
+    path = path.absolute()
+    return path.resolve() if ".." in path.parts else path
 
 
 def document_path(root: Root, out: Path | None, digest: str) -> str:
@@ -278,9 +284,7 @@ def document_at(which: str) -> tuple[Reader, ViewDocument]:
             f"{which}: a view's path must be on this machine; open a view at a URL by its name in the views/ "
             f"folder of its dataset directory"
         )
-    path = Path(which).absolute()
-    if ".." in path.parts:
-        path = path.resolve()
+    path = _absolute(Path(which))
     if path.suffix == ".json":
         if not path.is_file():
             raise ManifestError(f"{which}: no such file; `{command('view')} --out` makes it")

@@ -248,6 +248,8 @@ def follow(template: Template, world: Path, rng: random.Random, *, sources: bool
                 continue
             process = start(world, typed(words))
             log.append(f"{shlex.join(typed(words))}: {process.returncode} {process.stderr.strip()[-300:]}")
+            if table := re.search(r"(/\S+\.bin): lists .* move this file to another folder", process.stderr):
+                Path(table[1]).replace(world / "moved")
             if "Traceback" in process.stderr:
                 found.append(f"a traceback of {words}: {process.stderr}")
             now = safe(template, world)

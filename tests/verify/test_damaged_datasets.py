@@ -13,6 +13,8 @@ FOUND = {  # damage after which advice lost images, or did not end in Clean
     "exchanged shards": [("shard", "swap")],
     "a task file and dataset.json": [("task", "remove"), ("document", "remove")],
     "a renamed task file": [("kept", "remove"), ("task", "rename")],
+    "a shard in place of another, and a table": [("table", "foreign"), ("shard", "move")],
+    "a table of another directory, no dataset.json": [("table", "foreign"), ("document", "empty")],
     "a table of another directory": [("table", "foreign")],
 }
 

@@ -362,6 +362,12 @@ def test_a_path_with_folders_above_it_is_that_of_no_view(root, path):
         open_view(root, Dataset(root).table, str(root / path))
 
 
+def test_a_view_is_written_to_a_folder_above_another(root, tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    view = select(root, Selection(subset="50%"), out=tmp_path / "a" / "b" / "..", quiet=True).view
+    assert (tmp_path / "a" / f"{view.digest}.json").exists()
+
+
 def test_a_missing_root_is_refused(tmp_path):
     with pytest.raises(ManifestError, match="no dataset there"):
         select(tmp_path / "nowhere", Selection(subset="50%"), quiet=True)
