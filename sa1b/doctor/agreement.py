@@ -6,7 +6,7 @@ from typing import Any
 from sa1b.doctor.report import Finding, named
 
 # Values that end or corrupt a run if they differ; other differences are a warning.
-_SAME_VERSIONS = ("sa1b", "torch", "cuda", "nccl")
+_SAME_VERSIONS = ("sa1b", "code", "torch", "cuda", "nccl")
 _ALIKE_VERSIONS = ("python", "driver")
 
 
@@ -28,6 +28,7 @@ def agreement(findings: Sequence[Finding]) -> Iterator[Finding]:
         "failed",
         "Name a directory that all machines share, or copy the same version to each (sa1b copy)",
     )
+    yield from _own_names(findings)
     yield from _own_gpus(findings)
     yield from _same_environment(findings)
 
@@ -59,6 +60,24 @@ def _same(findings: Sequence[Finding], check: str, name: str, state: Any, remedy
 
 def _short(value: str) -> str:
     return value[:12] if len(value) == 64 else value  # a digest
+
+
+def _own_names(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Machines with one host name, which every table, claim and message would take for one."""
+    machines: dict[str, dict[str, list[int]]] = {}
+    for one in findings:
+        if one.check == "versions" and one.values.get("machine"):
+            machines.setdefault(one.host, {}).setdefault(one.values["machine"], []).extend(one.ranks)
+    for host, ranks in machines.items():
+        if len(ranks) > 1:
+            yield Finding(
+                "versions",
+                "warning",
+                f"{len(ranks)} machines have this host name: {', and '.join(map(named, ranks.values()))}",
+                "Give each machine a name of its own (hostnamectl hostname NAME; docker run --hostname NAME)",
+                ranks=tuple(sorted(rank for same in ranks.values() for rank in same)),
+                host=host,
+            )
 
 
 def _own_gpus(findings: Sequence[Finding]) -> Iterator[Finding]:

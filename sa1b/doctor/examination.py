@@ -24,6 +24,7 @@ from sa1b.doctor.report import Finding, Report, named
 from sa1b.doctor.ring import RING, ring
 from sa1b.doctor.skew import SKEW, clock_skew
 from sa1b.doctor.synchronisation import GRADIENTS, gradients
+from sa1b.engine.rank_store import fault
 
 # The quick ones first.
 LOCAL = (
@@ -257,16 +258,15 @@ def _met(subject: Subject, missing: list[int]) -> Finding:
 
 
 def _unreachable(subject: Subject, error: Exception) -> Finding:
-    address = _address(subject)
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if "?" in _address(subject):
+        reason, remedy = _address(subject), "Set MASTER_ADDR and MASTER_PORT on every rank, as torchrun does"
+    else:
+        reason, remedy = fault(error, serves=subject.rank == 0)
     return Finding(
         RENDEZVOUS,
         "failed",
-        f"{address}: {reason}",
-        "Set MASTER_ADDR and MASTER_PORT on every rank, as torchrun does"
-        if "?" in address
-        else f"Check that rank 0 runs, that the name resolves on {subject.host} (getent hosts), and that no "
-        f"firewall blocks the port (nc -zv {address.replace(':', ' ')})",
+        reason,
+        remedy[:1].upper() + remedy[1:],
         ranks=(subject.rank,),
         host=subject.host,
     )

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from sa1b.doctor.check import ABORTED, Subject, in_thread
 from sa1b.doctor.connection import connect_reason
 from sa1b.doctor.report import Finding
+from sa1b.limit import Limited
 
 _INTERVAL = 0.05  # seconds between two queries for an answer; a call of the store cannot be interrupted
 _RETRY = 0.5  # seconds between two attempts to connect
@@ -33,6 +34,22 @@ class KeyValueStore(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
+class _LimitedStore:
+    """A store each of whose calls ends within a limit, in seconds: a rank that is stopped never answers."""
+
+    def __init__(self, store: KeyValueStore, limit: float) -> None:
+        self._store, self._limit, self._limited = store, limit, Limited()
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        self._limited.call(lambda: self._store.set(key, value), self._limit)
+
+    def get(self, key: str, /) -> bytes:
+        return self._limited.call(lambda: self._store.get(key), self._limit)
+
+    def check(self, keys: list[str], /) -> bool:
+        return self._limited.call(lambda: self._store.check(keys), self._limit)
+
+
 class RankExchange:
     """Exchange of values between the ranks through their key-value store.
 
@@ -45,6 +62,7 @@ class RankExchange:
 
         Raises:
             RuntimeError: the store cannot be reached within the timeout.
+            OverdueError: what listens there does not answer; so do later calls.
         """
         self._subject = subject
         at = (subject.environment["MASTER_ADDR"], int(subject.environment["MASTER_PORT"]))
@@ -59,9 +77,18 @@ class RankExchange:
                 raise RuntimeError(f"{reason}, tried for {subject.wait:g} s")
             time.sleep(_RETRY)
         wait = timedelta(seconds=subject.wait)
-        # The stub of TCPStore lacks values of type bytes.
-        store: Any = TCPStore(*at, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
-        self.store: KeyValueStore = store
+
+        def connect() -> Any:  # the stub of TCPStore lacks values of type bytes
+            return TCPStore(*at, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
+
+        # The constructor ignores its timeout if a foreign program listens there.
+        self.store: KeyValueStore = _LimitedStore(
+            self.wrap(Limited().call(connect, subject.wait)), subject.wait
+        )
+
+    def wrap(self, store: Any) -> Any:
+        """The store with the keys of this exchange."""
+        return store
 
     def send(self, topic: str, value: object) -> None:
         """Store a value of this rank for the others."""

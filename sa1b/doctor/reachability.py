@@ -12,6 +12,7 @@ from sa1b.doctor.check import Subject
 from sa1b.doctor.connection import connect_reason
 from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.report import Finding
+from sa1b.doctor.software import boot_id
 from sa1b.engine.network import choose
 
 REACHABILITY = "reachability"
@@ -36,14 +37,15 @@ def reachability(subject: Subject, exchange: RankExchange, address: str | None =
         address: at which this host listens; by default that of the interface of gloo.
     """
     own = own_address(subject) if address is None else address
-    exchange.send("reachability/host", subject.host)
-    hosts = exchange.receive("reachability/host")
-    first = {host: rank for rank, host in sorted(hosts.items(), reverse=True)}  # the lowest rank of a host
+    exchange.send("reachability/host", (subject.host, boot_id(subject)))  # two machines may have one name
+    machines = exchange.receive("reachability/host")
+    hosts = {rank: host for rank, (host, _) in machines.items()}
+    first = {one: rank for rank, one in sorted(machines.items(), reverse=True)}
     if len(first) < 2:
         if subject.rank == 0:
             yield Finding(REACHABILITY, "ok", "one host", "", tuple(hosts))
         return
-    if first[subject.host] != subject.rank:
+    if first[machines[subject.rank]] != subject.rank:
         return
     members = sorted(first.values())
     if own.startswith("127.") and address is None:

@@ -1,10 +1,12 @@
 """Versions and builds of Python, sa1b, torch and the packages that sa1b needs."""
 
+import hashlib
 import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ def versions(subject: Subject) -> Iterator[Finding]:
     values = {
         "python": platform.python_version(),
         "sa1b": __version__,
+        "code": _code(),
+        "machine": boot_id(subject),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "nccl": _nccl(),
@@ -50,6 +54,22 @@ def lacking(build: dict[str, Any]) -> str:
     if build["cuda"] and not build["nccl"]:
         return "Install a CUDA build of torch with NCCL: several GPUs need it"
     return ""
+
+
+def _code() -> str:
+    """A digest of the package's files: machines may have different code of one version."""
+    digest, folder = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def boot_id(subject: Subject) -> str:
+    """A random value of the running kernel, which two machines of one name do not share; empty: unknown."""
+    try:
+        return (subject.system / "proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _nccl() -> str | None:

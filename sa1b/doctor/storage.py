@@ -19,6 +19,7 @@ from sa1b.engine.presets import PRESETS, SamConfig
 from sa1b.errors import Sa1bError
 from sa1b.sam.flops import step_flops
 from sa1b.shards.dataset import Dataset
+from sa1b.shards.manifest import DATASET
 from sa1b.shards.without_images import check_images
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Reader, pieces_of
@@ -62,7 +63,17 @@ def dataset(subject: Subject) -> Iterator[Finding]:
             )
             values["bytes"] = len(sample.jpeg)
     except (Sa1bError, OSError, ValueError) as error:
-        yield Finding("dataset", "failed", *split(error, subject))
+        figure, remedy = split(error, subject)
+        if (
+            subject.world_size > 1
+            and "://" not in subject.root
+            and not (Path(subject.root) / DATASET).exists()
+        ):
+            remedy = (
+                f"If other machines have this dataset: mount their file system on {subject.host}, copy it "
+                f"there (sa1b copy), or name a URL. If none has: {remedy[:1].lower()}{remedy[1:]}"
+            )
+        yield Finding("dataset", "failed", figure, remedy)
         return
     if values["failed_sources"] or values["pending_sources"]:
         lacks = f"{figure}; failed sources: {len(found.failed)}, pending: {len(found.pending)}"

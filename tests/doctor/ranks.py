@@ -25,8 +25,11 @@ class Private(RankExchange):
     """The exchange of one case, with keys that no other case uses."""
 
     def __init__(self, subject: Subject, case: str) -> None:
+        self.case = case
         super().__init__(subject)
-        self.store = dist.PrefixStore(case, self.store)
+
+    def wrap(self, store: Any) -> Any:
+        return dist.PrefixStore(self.case, store)
 
 
 class Watch:

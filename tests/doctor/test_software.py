@@ -79,6 +79,34 @@ def test_the_driver_is_part_of_the_versions(tmp_path: Path) -> None:
     assert found.values["torch"] in found.figure
 
 
+def test_ranks_with_other_code_of_the_same_version_are_named(tmp_path: Path) -> None:
+    (own,) = software.versions(Subject(system=tmp_path))
+    assert len(own.values["code"]) == 64
+
+    def of(rank: int, code: str) -> Finding:
+        return Finding("versions", "ok", "", "", (rank,), "h", {"sa1b": "1", "code": code})
+
+    (found,) = agreement([of(0, "a" * 64), of(1, "b" * 64), of(2, "a" * 64)])
+    assert (found.state, found.ranks) == ("failed", (1,))
+    assert found.figure == f"code {'b' * 12}, and {'a' * 12} on ranks 0, 2"
+
+
+def test_two_machines_with_one_host_name_are_named(tmp_path: Path) -> None:
+    boot = tmp_path / "proc/sys/kernel/random/boot_id"
+    boot.parent.mkdir(parents=True)
+    boot.write_text("1234-5678\n")
+    assert software.boot_id(Subject(system=tmp_path)) == "1234-5678"
+    assert software.boot_id(Subject(system=tmp_path / "none")) == ""
+
+    def of(rank: int, machine: str) -> Finding:
+        return Finding("versions", "ok", "", "", (rank,), "gpu", {"machine": machine})
+
+    (found,) = agreement([of(0, "x"), of(1, "x"), of(2, "y")])
+    assert (found.state, found.host) == ("warning", "gpu")
+    assert found.figure == "2 machines have this host name: ranks 0-1, and rank 2"
+    assert not list(agreement([of(0, "x"), of(1, "x"), of(2, "")]))
+
+
 def test_versions_that_differ_name_ranks_and_hosts() -> None:
     def of(rank: int, **versions: str) -> Finding:
         return Finding("versions", "ok", "", "", (rank,), f"gpu-{rank // 2}", versions)

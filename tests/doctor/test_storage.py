@@ -71,6 +71,15 @@ def test_without_root_storage_is_skipped_with_a_hint() -> None:
         assert found.remedy == "Name the dataset directory: sa1b doctor ROOT"
 
 
+def test_a_dataset_that_one_of_several_ranks_lacks(tmp_path: Path) -> None:
+    subject = Subject(root=str(tmp_path / "missing"), rank=1, world_size=2, host="gpu-1")
+    (found,) = storage.dataset(subject)
+    assert found.figure.endswith("missing: no dataset there")
+    assert found.remedy.startswith(
+        "If other machines have this dataset: mount their file system on gpu-1, copy it"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "figure", "remedy"),
     [

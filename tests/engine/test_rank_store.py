@@ -1,0 +1,60 @@
+"""The ranks' store: what is said if something else is at MASTER_ADDR and MASTER_PORT, and that no wait lasts."""
+
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from sa1b.doctor.check import Subject
+from sa1b.doctor.examination import examine
+from sa1b.engine import rank_store
+from sa1b.engine.rank_store import fresh_store
+from sa1b.errors import UsageError
+
+WAIT = timedelta(seconds=1)
+SILENT = "accepts connections and does not answer"
+
+
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a program that accepts connections and never answers, in MASTER_PORT."""
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = int(server.getsockname()[1])
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port)), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(rank_store, "_LATE", 0.5)
+        yield port
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason", "remedy"),
+    [(0, "another program listens at port", "set MASTER_PORT to a free port"), (1, SILENT, "ss -ltnp")],
+)
+def test_a_foreign_program_at_the_port_ends_training_and_doctor(
+    foreign: int, monkeypatch: pytest.MonkeyPatch, rank: int, reason: str, remedy: str
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(UsageError, match=rf"{reason}.*{remedy}"):
+        fresh_store(rank, 2, WAIT)
+    subject = Subject.of_this_process(timeout=1, seconds=0.1)
+    report = examine(subject, lambda name: name == "rendezvous", quiet=True)
+    assert report is not None
+    (found,) = report.findings
+    assert (found.state, found.ranks) == ("failed", (rank,))
+    assert reason in found.figure
+    assert str(foreign) in found.figure
+    assert remedy in found.remedy
+
+
+def test_the_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    for address, named in (("192.0.2.1", True), ("127.0.0.1", False), ("::1", False), ("no.invalid", False)):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        reason, remedy = rank_store.fault(RuntimeError("timed out"), serves=True)
+        assert ("is an address of another machine, and rank 0" in reason) == named
+        assert ("set MASTER_ADDR to a name or address of" in remedy) == named
+        assert "another machine" not in rank_store.fault(RuntimeError("timed out"), serves=False)[0]
