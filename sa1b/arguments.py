@@ -11,6 +11,8 @@ from operator import index
 from pathlib import Path
 from typing import SupportsIndex, cast
 
+from sa1b.errors import UsageError
+
 
 def whole_number(name: str, value: object, least: int = 0, most: int | None = None) -> int:
     """The value as an int.
@@ -68,6 +70,34 @@ def path(name: str, value: object, what: str = "a path") -> str | os.PathLike[st
 
 def _wrong(name: str, value: object, what: str) -> ValueError:
     return ValueError(f"{name}={reprlib.repr(value)} must be {what}")
+
+
+def plain_root(value: Path | str) -> str:
+    """A path, or a URL with its scheme in lower case; a URL of a local file as its path.
+
+    "S3://BUCKET" is "s3://BUCKET", and "file:/x", "file:///x" and "file://localhost/x" are "/x".
+
+    Raises:
+        UsageError: a URL names no host or bucket, or a file of another host.
+    """
+    text = os.fspath(value)
+    scheme, _, rest = text.partition(":")
+    if not rest.startswith("/") or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        return text
+    scheme, is_url = scheme.lower(), rest.startswith("//")
+    if scheme == "file" and not is_url:
+        return text if Path(text).exists() else rest
+    if scheme == "file":
+        host, slash, path = rest[2:].partition("/")
+        if host.lower() not in ("", "localhost") or not slash:
+            raise UsageError(f"{text}: names no file of this machine; pass its path")
+        return f"/{path}"
+    if is_url and not rest.strip("/"):
+        what = "host; pass a URL such as https://HOST/FOLDER"
+        if not scheme.startswith("http"):
+            what = f"bucket; pass a URL such as {scheme}://BUCKET/FOLDER"
+        raise UsageError(f"{text}: names no {what}")
+    return f"{scheme}:{rest}" if is_url else text
 
 
 def was_url(value: Path | str) -> bool:

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sa1b.arguments import number, path, whole_number
+from sa1b.arguments import number, path, plain_root, whole_number
+from sa1b.cli import main
+from sa1b.errors import UsageError
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
@@ -33,3 +35,41 @@ def test_other_values_are_no_numbers(value: Any) -> None:
 def test_other_values_are_no_paths(value: Any) -> None:
     with pytest.raises(ValueError, match="^root=.* must be a folder$"):
         path("root", value, "a folder")
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ("file:/x/y", "/x/y"),
+        ("file:///x/y", "/x/y"),
+        ("file://localhost/x/y", "/x/y"),
+        ("FILE://LOCALHOST/x", "/x"),
+        ("S3://Bucket/Key", "s3://Bucket/Key"),
+        ("Https://host/A?B", "https://host/A?B"),
+        ("x/S3://y", "x/S3://y"),
+        ("s3:/b/k", "s3:/b/k"),
+        ("a:b", "a:b"),
+        ("folder", "folder"),
+    ],
+)
+def test_a_url_has_one_form(given: str, plain: str) -> None:
+    assert plain_root(given) == plain
+    assert plain_root(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("s3://", "names no bucket; pass a URL such as s3://BUCKET/FOLDER"),
+        ("GS:///", "names no bucket; pass a URL such as gs://BUCKET/FOLDER"),
+        ("https://", "names no host"),
+        ("file://other/x", "names no file of this machine; pass its path"),
+        ("file://", "names no file of this machine"),
+    ],
+)
+def test_a_url_without_a_place_is_refused(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=words):
+        plain_root(given)
+    with pytest.raises(SystemExit):
+        main(["locate", given, "5"])
+    assert words in capsys.readouterr().err

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.arguments import path as check_path
-from sa1b.arguments import whole_number
+from sa1b.arguments import plain_root, whole_number
 from sa1b.console import command, counted
 from sa1b.errors import ManifestError, TableError
 from sa1b.masks.runs import chosen_indices
@@ -93,7 +93,8 @@ class Dataset(Displayed):
         check_path("root", root, "the folder that `sa1b reshard` made, or its URL")
         if (PurePath(root).name == manifest.DATASET and not Path(root).is_dir()) or Path(root).is_file():
             raise manifest.no_dataset(root)
-        place = root if "://" in str(root) else Path(root).absolute()  # the process may change its folder
+        root = plain_root(root)
+        place = root if "://" in root else Path(root).absolute()  # the process may change its folder
         self._arguments = place, deadline, storage_options
         self.reader = Reader(root, deadline=deadline, options=storage_options)
         self.root = self.reader.root

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import google_crc32c
 
+from sa1b.arguments import plain_root
 from sa1b.storage.checksum import Crc
 from sa1b.storage.counters import Counters, CounterSet
 from sa1b.storage.errors import DamageError, ReplacedError, StorageError
@@ -89,9 +90,7 @@ class Reader:
     ) -> None:
         if attempts_in_flight < 1:
             raise ValueError(f"attempts_in_flight is {attempts_in_flight}; at least 1")
-        text = str(root)
-        if text.startswith("file://"):
-            text = text.removeprefix("file://")
+        text = plain_root(root)
         self.is_local = "://" not in text
         self.root = text.rstrip("/") if not self.is_local else (text.rstrip("/") or "/")
         self._folder = Path(self.root).absolute()  # of a local root: the process may change its folder

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sa1b.arguments import was_url
+from sa1b.arguments import plain_root, was_url
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import commit, flush, naming_final, write_whole
 from sa1b.storage.objects import Upload
@@ -370,17 +370,14 @@ def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str,
     """
     if isinstance(root, Store):
         return root
-    text = os.fspath(root)
-    if "://" in text and not text.startswith("file://"):
+    text = plain_root(root)
+    if "://" in text:
         from sa1b.storage.bucket import BucketStore  # imports this module
 
-        if not text.partition("://")[2].strip("/"):
-            raise UsageError(f"{text}: names no bucket; pass a URL such as s3://BUCKET/FOLDER")
         key = (text.rstrip("/"), scratch, repr(sorted((options or {}).items())))
         return _buckets.get(key) or _buckets.setdefault(
             key, BucketStore(text, scratch=scratch, options=options)
         )
-    text = text.removeprefix("file://")
     if not text:
         raise UsageError(f"{text!r}: names no folder; pass its path, such as . for the current one, or a URL")
     if was_url(text) and not Path(text).exists():

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import plain_root
 from sa1b.errors import Sa1bError
 from sa1b.storage.atomic import commit, flush, lock, naming_path
 from sa1b.storage.cache import cache_folder
@@ -229,7 +230,7 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
             f"join[{name!r}]: {source} is neither a Parquet file nor a file of JSON lines; its name must end "
             f"with one of {', '.join((*_PARQUET, *_LINES))}"
         )
-    source = source.removeprefix("file://")
+    source = plain_root(source)
     if "://" not in source:
         source = str(Path(source).absolute())
     parent, _, file = source.rpartition("/")
