@@ -8,6 +8,9 @@ The same command resumes a run that ended or was killed, with any number of rank
 0: done, or stopped with a checkpoint; 1: failed; 2: a setting is invalid; 130: interrupted before training.
 """
 
+import contextlib
+import gc
+import json
 import logging
 import os
 import select
@@ -34,14 +37,14 @@ from sa1b.engine.compression import undo_reduction
 from sa1b.engine.config import Config, build, has_checkpoints
 from sa1b.engine.control import TABLE_SIGNAL, Stop, handle
 from sa1b.engine.evaluation import score
-from sa1b.engine.gradients import clear, finish, micro_batch, warm_up
+from sa1b.engine.gradients import Buffers, clear, finish, micro_batch, warm_up
 from sa1b.engine.health import HealthError
 from sa1b.engine.optim import lr_at, set_lr, update_ema
 from sa1b.engine.parallel import set_timeout, start, stop
 from sa1b.engine.phase import OTHER, Phases
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.profiler import StepProfiler
-from sa1b.engine.ranks import DisagreementError, RankInfo, explain
+from sa1b.engine.ranks import DisagreementError, RankInfo, explain, lost_peer
 from sa1b.engine.remote_run import RemoteRun
 from sa1b.engine.run import Run
 from sa1b.engine.watchdog import Watchdog
@@ -50,6 +53,7 @@ from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.store import open_store
 from sa1b.stream.plan import process_rank
 
+GARBAGE_STEPS = 100  # steps between collections of Python's cyclic garbage
 RAISED_TOGETHER = (HealthError, CheckpointError, DisagreementError)  # all ranks raise it after the same step
 
 
@@ -65,10 +69,11 @@ def train(run: Run) -> None:
             batch = feed.peek()
         with phases.part("warm up"):
             warm_up(module, partial(run.forward_backward, batch))
-    first = run.step
+    first, buffers = run.step, Buffers(module, shared=config.parallel.broadcast_buffers)
     while not run.ended:
         profiler.before(run.step)
         phases.begin(run.step)
+        buffers.keep()
         lr = lr_at(config.optim, config.data.global_batch, run.step)
         set_lr(optimizer, lr)
         totals: dict[str, Tensor] = {}
@@ -92,14 +97,18 @@ def train(run: Run) -> None:
             if run.health.is_good(run.step, loss, figures.norm, figures.own_loss, ids):
                 scaler.step(optimizer)
                 update_ema(optimizer, config.optim, run.step)
+                buffers.share()
             else:
                 undo_reduction(module)
+                buffers.restore()
                 if run.health.skipped == 1:
                     run.metrics.say(
                         f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}"
                     )
             scaler.update()
             clear(module, optimizer)
+            if run.step % GARBAGE_STEPS == 0:
+                gc.collect()  # on all ranks in the same step, so that they do not wait for each other in turn
         profiler.after(run.step)
         if run.step == first:
             set_timeout(rank_info, config.parallel.timeout)
@@ -111,6 +120,7 @@ def train(run: Run) -> None:
 
 def run(config: Config) -> int:
     """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
+    config = settings.fitted(config, process_rank()[1])
     handle(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
     code = 0
     phases = Phases()
@@ -165,6 +175,9 @@ def train_and_close(run: Run) -> int:
         with control.writing():
             write_whole(config.folder / "config.json", json_bytes(config.document()))
     control.install()
+    gc.collect()
+    gc.freeze()  # what exists now is not searched again, which makes a collection short
+    gc.disable()
     try:
         train(run)
     except BaseException as error:
@@ -172,6 +185,9 @@ def train_and_close(run: Run) -> int:
         if rank_info.world_size == 1 or isinstance(error, RAISED_TOGETHER):
             run.close()
         raise
+    finally:
+        gc.enable()
+        gc.unfreeze()
     run.close()
     control.check()
     if rank_info.rank == 0 and run.finished:
@@ -223,18 +239,32 @@ def main(
         words = sys.argv[1:] if arguments is None else arguments
         # The other presets do not fit a CPU: hours for a step, a terabyte of activations.
         on_cpu = "tiny" if presets is PRESETS and not torch.cuda.is_available() else None
-        config = settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu)
+        config = settings.fitted(
+            settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu), world_size
+        )
         return run(config)
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:
+        _tell_torchrun(error)
         return _refused(error, rank, on_all=config is None)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             return broken_pipe()
+        _tell_torchrun(error)
         # One write, so that lines of several ranks do not mix.
         sys.stderr.write(explain(error, rank, world_size))
         return 1
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """Write the error to the file for torchrun's summary, unless this rank only lost another one."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not lost_peer(error):
+        extra = {"timestamp": str(int(time.time()))}
+        document = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps(document), encoding="utf-8")
 
 
 def _stdout_is_closed() -> bool:

@@ -17,6 +17,7 @@ format of the matrix products (`sa1b.engine.parallel.wrap`): autocast would roun
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
@@ -68,14 +69,13 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
         run: Forward and backward of a micro-batch, with the scaler's scale and autocast. It must not step the
             optimizer.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    buffers = Buffers(module)
+    buffers.keep()
     is_static = isinstance(module, DistributedDataParallel) and module.static_graph
     for _ in range(2 if is_static else 1):
         with micro_batch(module, last=True), uncompressed(module):
             run()
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)  # restores buffers such as the running statistics of a BatchNorm
+    buffers.restore()
     clear(module, module)
 
 
@@ -92,6 +92,63 @@ def clear(module: nn.Module, owner: nn.Module | Optimizer) -> None:
         owner: the module or the optimizer whose gradients are cleared.
     """
     owner.zero_grad(set_to_none=not isinstance(module, DistributedDataParallel))
+
+
+@contextmanager
+def unused_named(module: nn.Module) -> Iterator[None]:
+    """Context for the forward pass, whose error names parameters without a gradient in the last step.
+
+    Raises:
+        UsageError: DDP has waited for gradients of parameters that the last step of this rank did not use.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is None:
+            raise
+        trained = [name for name, one in module.named_parameters() if one.requires_grad]
+        names = [trained[int(number)].removeprefix("module.") for number in found[1].split()]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise UsageError(
+            f"{', '.join(names[:4])}{more}: has no gradient in a step of this rank, and the other ranks wait "
+            "for it; pass --parallel.find-unused if only some steps use it, or --optim.freeze"
+        ) from None
+
+
+class Buffers:
+    """The buffers of a module, such as the statistics of BatchNorm layers, which forward passes change.
+
+    Args:
+        shared: after each step, all ranks take those of rank 0 (--parallel.broadcast-buffers).
+    """
+
+    def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
+        self._buffers = [one for one in module.buffers() if not one.is_meta]
+        self._shared = shared and bool(self._buffers)
+        self._kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the values, before a step."""
+        self._kept = [one.clone() for one in self._buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Return to the last copy: the step is skipped."""
+        for one, before in zip(self._buffers, self._kept, strict=True):
+            one.copy_(before)
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Take the values of rank 0, if they are shared; collective."""
+        if not self._shared:
+            return
+        flat = torch.cat([one.reshape(-1).double() for one in self._buffers])
+        dist.broadcast(flat, src=0)
+        parts = torch.split(flat, [one.numel() for one in self._buffers])
+        for one, values in zip(self._buffers, parts, strict=True):
+            one.copy_(values.view_as(one))
 
 
 def loss_divisor(expected: int) -> float:
@@ -135,6 +192,9 @@ def finish(
     total = count.detach().float().clone()
     if rank_info.world_size > 1:
         dist.all_reduce(total)
+    for parameter in module.parameters():  # DDP has zeros for a parameter that no rank has used
+        if parameter.requires_grad and parameter.grad is None and not parameter.is_meta:
+            parameter.grad = torch.zeros_like(parameter)
     found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     # Local tensors instead of DTensors: all modes run the same kernels, with one call each.
     held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]

@@ -88,6 +88,10 @@ class ParallelConfig:
         bucket: For ddp and zero1: MiB of gradients that are sent together.
         static_graph: For ddp and zero1: promise that every step runs the same graph, so that torch can
             optimise it.
+        find_unused: For ddp and zero1: search the graph of each step for parameters without a gradient, for
+            models with a branch that only some steps use. SAM has none.
+        broadcast_buffers: For ddp and zero1: after each step, all ranks take the buffers of rank 0, such as
+            the statistics of BatchNorm layers. Each rank normalises with its own images.
         timeout_first: Seconds that a rank waits for the others until the first step is done, which includes
             reading, compiling and connecting.
         timeout: Seconds that a rank waits for the others after the first step. It must
@@ -113,6 +117,8 @@ class ParallelConfig:
     compress_after: int = 1000
     bucket: int = 25
     static_graph: bool = False
+    find_unused: bool = False
+    broadcast_buffers: bool = False
     timeout_first: float = 1800.0
     timeout: float = 600.0
     sync_batchnorm: bool = False
@@ -206,8 +212,8 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     formats.
 
     DDP, with or without a sharded optimizer: gradients are views of the buckets, which saves a second copy.
-    Buffers are not broadcast in each step: they are constants, or equal on all ranks, as the statistics of
-    `shared_statistics`.
+    DDP does not broadcast buffers: they are constants, or equal on all ranks, as the statistics of
+    `shared_statistics`; or `sa1b.engine.gradients.Buffers` shares them after each step.
 
     Pipeline: see `sa1b.engine.pipeline`.
 
@@ -250,6 +256,7 @@ def distribute(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -
         bucket_cap_mb=config.bucket,
         gradient_as_bucket_view=True,
         static_graph=config.static_graph,
+        find_unused_parameters=config.find_unused,
     )
     # The constructor argument of this name is deprecated, but its successor is missing before torch 2.13.
     wrapped.broadcast_buffers = False
@@ -268,18 +275,19 @@ def shared_statistics(module: nn.Module, config: ParallelConfig, rank_info: Rank
     """
     norms = nn.modules.batchnorm._BatchNorm
     found = [name for name, part in module.named_modules() if isinstance(part, norms)]
-    if not found or rank_info.world_size == 1:
+    if not found or rank_info.world_size == 1 or config.broadcast_buffers:
         return module
     named = f"{found[0]} and {len(found) - 1} more layers" if len(found) > 1 else found[0]
     if not config.sync_batchnorm:
         raise UsageError(
             f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "
-            "ranks; pass --parallel.sync-batchnorm on GPUs, or build the model with another norm"
+            "ranks; pass --parallel.sync-batchnorm on GPUs, --parallel.broadcast-buffers to accept this and "
+            "keep the statistics of rank 0, or build the model with another norm"
         )
     if rank_info.device.type != "cuda":
         raise UsageError(
             f"{named}: torch synchronises BatchNorm on GPUs only; drop --parallel.sync-batchnorm and train "
-            "with --parallel.mode none, or build the model with another norm"
+            "with --parallel.mode none or --parallel.broadcast-buffers, or build the model with another norm"
         )
     convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
     return convert(module)
@@ -293,7 +301,11 @@ _FLAGS_OF_MODES = (
     ("wrap", "block", ("fsdp",)),
     ("reduce", "fp32", ("fsdp",)),
     ("static_graph", False, ("ddp", "zero1")),
+    ("find_unused", False, ("ddp", "zero1")),
+    ("broadcast_buffers", False, ("ddp", "zero1")),
+    ("bucket", 25, ("ddp", "zero1")),
     ("compress", "none", ("ddp", "zero1")),
+    ("compress_after", 1000, ("ddp", "zero1")),
     ("schedule", "1f1b", ("pipeline",)),
     ("shares", None, ("none", "ddp", "zero1", "fsdp")),
     ("sync_batchnorm", False, ("none", "ddp", "zero1", "fsdp")),
@@ -329,8 +341,16 @@ def check_ranks(config: ParallelConfig, world_size: int) -> None:
             f"--parallel.compress {config.compress}: does not fit --parallel.precision fp16, whose scale "
             "changes between a gradient and its correction; pass --parallel.precision bf16"
         )
+    for one, other in (("static_graph", "find_unused"), ("sync_batchnorm", "broadcast_buffers")):
+        if getattr(config, one) and getattr(config, other):
+            names = [f"--parallel.{flag.replace('_', '-')}" for flag in (one, other)]
+            raise UsageError(f"{', '.join(names)}: exclude each other; drop one")
     if config.compress_after < 0:
         raise UsageError(f"--parallel.compress-after {config.compress_after}: must not be negative")
+    if config.compress_after != 1000 and compression_rank(config.compress) is None:
+        raise UsageError(
+            f"--parallel.compress-after: is for --parallel.compress powersgd, not {config.compress}; drop it"
+        )
     if config.bucket < 1:
         raise UsageError(f"--parallel.bucket {config.bucket}: must be at least 1 MiB")
     if config.replicas < 1:

@@ -104,6 +104,10 @@ class Pipeline(Wrapper):
         numbers = torch.arange(count)  # on the CPU, where reading a number waits for no device
         try:
             self._schedule.step(number=numbers, target=numbers, return_outputs=False)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, Exception):
+                raise error.__cause__ from None  # torch's error has shapes in place of the reason
+            raise
         finally:
             self._inputs = []
         return self._sums

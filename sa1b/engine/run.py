@@ -18,7 +18,7 @@ from sa1b.engine.control import Control, StepFigures
 from sa1b.engine.data_wait import BUSY, LoaderSettings
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.feed import Feed
-from sa1b.engine.gradients import autocast, grad_scaler, loss_divisor
+from sa1b.engine.gradients import autocast, grad_scaler, loss_divisor, unused_named
 from sa1b.engine.health import Health
 from sa1b.engine.model import declared
 from sa1b.engine.optim import averaged, freeze, lr_line, make_optimizer
@@ -58,7 +58,6 @@ class Run:
             print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
-        config.micro_batches(rank_info.world_size)  # refuses those that do not fit
         divided = config.parallel.divides_steps
         self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares, divided=divided)
         config = self.config = with_steps(config, len(self.feed.stream.view))
@@ -129,7 +128,8 @@ class Run:
             except ResumeError:
                 resume.check_sequence(saved, own, out)
                 raise
-            self.scaler.load_state_dict(state["scaler"])
+            if state["scaler"]:  # empty unless the checkpoint is of fp16; the scale then starts anew
+                self.scaler.load_state_dict(state["scaler"])
             self._resume_compression(state.get("compression"))
             if self.rank_info.rank == 0:
                 self._print_resume(saved, state["stream"]["position"])
@@ -216,7 +216,7 @@ class Run:
         inputs = self.model.inputs(batch, self.config.seed)
         if isinstance(self.module, Pipeline):
             return self.module.forward_backward(inputs, self.divisor)
-        with autocast(self.config.parallel.precision, self.rank_info.device):
+        with unused_named(self.module), autocast(self.config.parallel.precision, self.rank_info.device):
             sums: dict[str, Tensor] = self.module(*inputs)
         self.times.backward(self.scaler.scale(sums["loss"] / self.divisor))
         return {name: sums[name].detach() for name in (*self.model.figures, "count")}

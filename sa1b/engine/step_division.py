@@ -1,5 +1,7 @@
 """The division of a step's images into micro-batches, by the settings of data and ranks."""
 
+from dataclasses import replace
+
 from sa1b.console import counted
 from sa1b.engine.feed import DataConfig, with_flags
 from sa1b.engine.parallel import ParallelConfig, rank_shares
@@ -27,6 +29,16 @@ def micro_batches(data: DataConfig, parallel: ParallelConfig, world_size: int) -
     if parallel.mode == "pipeline":
         _check_pipeline(batch, size, count, parallel.schedule, world_size)
     return size, count
+
+
+def fitting(data: DataConfig, parallel: ParallelConfig, stages: int) -> DataConfig:
+    """The data with the largest micro-batches that a pipeline can use, unless --data.micro-batch is set."""
+    batch = data.global_batch
+    if parallel.divides_steps or data.micro_batch is not None:
+        return data
+    least = stages if parallel.schedule == "1f1b" else 1
+    counts = (count for count in range(least, batch + 1) if batch % count == 0)
+    return replace(data, micro_batch=batch // next(counts, batch))
 
 
 def _check_pipeline(batch: int, size: int, count: int, schedule: Schedule, stages: int) -> None:

@@ -47,7 +47,10 @@ _ANSWERS = {
         "pass --model.checkpoint-blocks all"
     ),
     "compile|torch-compile": "pass --model.compile-blocks and --model.compile-decoder",
-    "find-unused-parameters": "drop it: every trained parameter has a gradient in every step",
+    "find-unused-parameters": (
+        "pass --parallel.find-unused for a model with a branch that only some steps use; SAM has none"
+    ),
+    "broadcast-buffers": "pass --parallel.broadcast-buffers for a model with BatchNorm",
     "sync-bn|sync-batchnorm": "pass --parallel.sync-batchnorm",
     "workers|num-workers|j": _WORKERS,
     "pin-memory|persistent-workers|prefetch-factor": f"drop it: the loader does this; or {_WORKERS}",

@@ -22,7 +22,11 @@ TABLE = {
     for found in re.finditer(r"^\| `--parallel\.([^`]+)` ((?:\| (?:yes|no) ){5})\|$", PAGE, re.MULTILINE)
 }
 # A combination of two settings that is refused, although each of them works in the mode.
-CONFLICTS = {frozenset(("precision fp16", "compress powersgd:2"))}
+CONFLICTS = {
+    frozenset(("precision fp16", "compress powersgd:2")),
+    frozenset(("static-graph", "find-unused")),
+    frozenset(("sync-batchnorm", "broadcast-buffers")),
+}
 
 
 def config_of(mode: Any, *settings: str) -> ParallelConfig:
@@ -30,8 +34,9 @@ def config_of(mode: Any, *settings: str) -> ParallelConfig:
     for setting in settings:
         flag, _, value = setting.partition(" ")
         values[flag.replace("-", "_")] = int(value) if value.isdecimal() else value or True
-    # PowerSGD from the first step on that torch permits.
-    return ParallelConfig(mode=mode, compress_after=2, **values)
+    if "powersgd" in values.get("compress", ""):
+        values["compress_after"] = 2
+    return ParallelConfig(mode=mode, **values)
 
 
 def works(mode: str, *settings: str) -> bool:

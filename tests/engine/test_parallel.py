@@ -376,6 +376,9 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
             2,
             "does not fit --parallel.precision fp16",
         ),
+        (ParallelConfig(mode="fsdp", bucket=50), 2, "--parallel.bucket: is for --parallel.mode ddp or zero1"),
+        (ParallelConfig(mode="fsdp", compress_after=2), 2, "--parallel.compress-after: is for --parallel"),
+        (ParallelConfig(mode="ddp", compress_after=2), 2, "powersgd, not none; drop it"),
         (
             ParallelConfig(mode="ddp", compress_after=-1),
             2,

@@ -29,6 +29,7 @@ from sa1b.shards.manifest import read_tasks
 from sa1b.stream.order import Order
 from sa1b.synthetic import source_tars as synthetic
 from sa1b.synthetic.phrases import Phrases
+from tests import processes
 from tests.processes import REPOSITORY, Process, rank_environments
 from tests.shards import tiny
 
@@ -80,6 +81,14 @@ def make_root(folder: Path, images: int = IMAGES) -> Path:
     tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=7)
     write_dataset(folder / "root", read_tasks(folder / "root"))
     return folder / "root"
+
+
+def add_views(root: Path) -> Path:
+    """Make the views "train" and "held-out", which share no image; returns the root."""
+    for split in ("train", "held-out"):
+        tool = [sys.executable, "-m", "sa1b", "view", str(root), "--held-out", "40%", "--split", split]
+        processes.run([*tool, "--name", split], cwd=REPOSITORY, check=True, capture_output=True)
+    return root
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
             "decode" of an image and in the waits for their batches: "parts" has, for each part, its steps [from, to)
     record  nothing happens
 
+With "at", one of `PLACES`, the rank raises there: RuntimeError, or the "error" that is named.
+
 With "all", it happens on every rank. The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
 
 With "into", a folder, each rank notes there which images each step had, how many graphs were compiled so far,
@@ -41,10 +43,12 @@ from torch._dynamo.utils import counters
 
 from sa1b import train
 from sa1b.engine import phase, rank_time
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.control import Control, Stop
 from sa1b.engine.feed import Feed
 from sa1b.engine.health import Health
 from sa1b.engine.metrics import Metrics
+from sa1b.engine.pipeline import Pipeline
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.score import Score
 from sa1b.shards.sample_read import PendingRead
@@ -52,6 +56,25 @@ from sa1b.storage.local import LocalRead
 from sa1b.stream import decode, pipeline, stats
 
 MOMENTS = ("begun", "judged", "agreed", "saved")
+# Places where a rank can raise an error: the function, and the first step, counted from 0; -1: before it.
+PLACES = {
+    "resume": (train.Run, "_resume", -1),
+    "warm up": (train, "warm_up", -1),
+    "first evaluation": (train.Run, "evaluate", -1),
+    "data": (Feed, "_next", 1),
+    "compute": (Interactive, "forward", 1),
+    "stage": (Pipeline, "_compute", 1),
+    "sync": (train, "finish", 1),
+    "update": (train, "update_ema", 1),
+    "before an evaluation": (train.Run, "evaluate", 1),
+    "in an evaluation": (Score, "add", 1),
+    "after an evaluation": (Metrics, "evaluation", 1),
+    "save": (train.Run, "save", 1),
+    "snapshot": (Checkpoints, "_copied", 1),
+    "end of a save": (Checkpoints, "_settle", 1),
+    "closing": (train.Run, "close", 1),
+}
+ERRORS = {"OSError": OSError, "RuntimeError": RuntimeError, "KeyError": KeyError}
 
 
 def arrange(mishap: dict[str, Any]) -> None:
@@ -63,7 +86,9 @@ def arrange(mishap: dict[str, Any]) -> None:
         _record(Path(mishap["into"]), rank, mishap.get("pace", 0.0))
     if rank != mishap.get("rank", 0) and not mishap.get("all"):
         return
-    if mishap["what"] in ("nan", "inf"):
+    if "at" in mishap:
+        _raise_at(*PLACES[mishap["at"]], ERRORS[mishap.get("error", "RuntimeError")])
+    elif mishap["what"] in ("nan", "inf"):
         _spoil(mishap["what"], range(mishap["step"], mishap["step"] + mishap["times"]))
     elif mishap["what"] == "slow":
         _slow(mishap["seconds"], mishap["parts"])
@@ -77,6 +102,22 @@ def arrange(mishap: dict[str, Any]) -> None:
         _set_clock(mishap["step"])
     elif mishap["what"] in ("stop", "kill", "raise", "table"):
         _signal(mishap)
+
+
+def _raise_at(owner: Any, name: str, first: int, error: type[Exception]) -> None:
+    at_rate, function, current = train.lr_at, getattr(owner, name), [-1]
+
+    def lr_at(config: Any, batch: int, step: int) -> float:
+        current[0] = step
+        return at_rate(config, batch, step)
+
+    def raising(*arguments: Any, **options: Any) -> Any:
+        if current[0] >= first:
+            raise error("no more")
+        return function(*arguments, **options)
+
+    train.lr_at = lr_at
+    setattr(owner, name, raising)
 
 
 def _fill(at: int, disk: Path) -> None:
@@ -173,7 +214,7 @@ def _signal(mishap: dict[str, Any]) -> None:
         if step != mishap["step"]:
             return
         if what == "raise":
-            raise {"OSError": OSError, "RuntimeError": RuntimeError}[mishap["error"]]("no more")
+            raise ERRORS[mishap["error"]]("no more")
         if what == "table":
             os.kill(os.getpid(), signal.SIGUSR2)
             return

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,9 @@ import pytest
 
 import sa1b
 from sa1b.views.view import open_view
-from tests import processes
-from tests.processes import REPOSITORY
 from tests.train.command import (
     STEPS,
+    add_views,
     checkpoint_steps,
     lines,
     losses,
@@ -28,11 +26,7 @@ from tests.train.command import (
 @pytest.fixture(scope="module")
 def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with the views "train" and "held-out", which share no image."""
-    root = make_root(tmp_path_factory.mktemp("parted"))
-    for split in ("train", "held-out"):
-        tool = [sys.executable, "-m", "sa1b", "view", str(root), "--held-out", "40%", "--split", split]
-        processes.run([*tool, "--name", split], cwd=REPOSITORY, check=True, capture_output=True)
-    return root
+    return add_views(make_root(tmp_path_factory.mktemp("parted")))
 
 
 EVALUATED = ("--data.view", "train", "--evaluation.view", "held-out", "--evaluation.masks", "3")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.command import output_of, start, torchrun
-from tests.train.mishap import MOMENTS
+from tests.train.command import add_views, make_root, output_of, start, torchrun
+from tests.train.mishap import MOMENTS, PLACES
 
 # Longer than a test waits: a rank that waits for another one until the timeout counts as hanging.
 WAITS = ("--parallel.timeout", "1000", "--parallel.timeout-first", "1000", "--data.deadline", "100")
@@ -41,13 +41,68 @@ def test_it_prints_its_reason_and_the_others_end(
     assert "Traceback" not in other
 
 
+MODES = {
+    "none": ("none", 1, ()),
+    "ddp": ("ddp", 2, ()),
+    "zero1": ("zero1", 2, ()),
+    "fsdp": ("fsdp", 2, ()),
+    "grad_op": ("fsdp", 2, ("--parallel.shard", "grad_op")),
+    "hybrid": ("fsdp", 4, ("--parallel.replicas", "2")),
+    "pipeline": ("pipeline", 2, ()),
+    "shares": ("ddp", 2, ("--parallel.shares", "3,1")),
+    "powersgd": ("ddp", 2, ("--parallel.compress", "powersgd:2", "--parallel.compress-after", "1")),
+}
+QUICK = [("zero1", "in an evaluation"), ("pipeline", "stage"), ("powersgd", "compute"), ("fsdp", "snapshot")]
+PLACED = [
+    (mode, place)
+    for mode in MODES
+    for place in PLACES
+    if not ("evaluation" in place and mode == "pipeline")
+    and not (place == "stage" and mode != "pipeline")
+    and not (place == "compute" and mode == "pipeline")
+]
+
+
+@pytest.fixture(scope="module")
+def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_views(make_root(tmp_path_factory.mktemp("parted")))
+
+
+@pytest.mark.parametrize(
+    ("mode", "place"),
+    [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in PLACED],
+)
+def test_wherever_a_rank_raises_it_prints_its_reason_and_all_ranks_end(
+    parted: Path, tmp_path: Path, mode: str, place: str
+) -> None:
+    kind, ranks, flags = MODES[mode]
+    if mode == "pipeline":  # default micro-batches, as with no other flag
+        flags = ("--data.micro-batch", "None")
+    if "evaluation" in place:
+        flags += ("--data.view", "train", "--evaluation.view", "held-out", "--evaluation.every", "1")
+    last = ranks - 1
+    mishap = {"what": "raise", "at": place, "rank": last, "error": "KeyError"}
+    flags += ("--optim.ema", "0.5")
+    ended = start(parted, tmp_path / "run", *WAITS, *flags, ranks=ranks, mode=kind, mishap=mishap)
+    assert ended.codes[last] == 1, ended.outputs
+    where = f"error on rank {last}" if ranks > 1 else "error"
+    assert ended.outputs[last].count(f"{where}: KeyError: 'no more'\n") == 1, ended.outputs
+    for code, output in zip(ended.codes[:last], ended.outputs[:last], strict=True):
+        assert "no more" not in output
+        assert "Traceback" not in output
+        if place != "closing":  # there the others may have finished already
+            assert code == 1
+            assert output.count("ends because another rank ended or does not answer") == 1
+
+
 def test_under_torchrun_the_reason_is_in_the_output_once(root: Path, tmp_path: Path) -> None:
     mishap = {"what": "raise", "error": "OSError", "rank": 1, "step": 1}
     process = torchrun(root, tmp_path / "run", *WAITS, ranks=2, mode="ddp", mishap=mishap)
     output = output_of(process, tmp_path / "run")
     assert process.returncode == 1
-    assert output.count("no more") == 1
-    assert "error on rank 1: no more\n" in output
+    assert output.count("error on rank 1: no more\n") == 1
+    assert output.count("OSError: no more") == 1  # in torchrun's summary
+    assert "To enable traceback see" in output  # of the other rank, which has no reason of its own
     assert output.count("[rank0]:") == 0  # torch's prefix of a traceback
 
 
