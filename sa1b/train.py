@@ -46,7 +46,7 @@ from sa1b.engine.presets import PRESETS
 from sa1b.engine.profiler import StepProfiler
 from sa1b.engine.ranks import DisagreementError, RankInfo, explain, lost_peer
 from sa1b.engine.remote_run import RemoteRun
-from sa1b.engine.run import Run
+from sa1b.engine.run import Run, fitted
 from sa1b.engine.watchdog import Watchdog
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
@@ -120,7 +120,7 @@ def train(run: Run) -> None:
 
 def run(config: Config) -> int:
     """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
-    config = settings.fitted(config, process_rank()[1])
+    config = fitted(config, process_rank()[1])
     handle(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
     code = 0
     phases = Phases()
@@ -239,9 +239,7 @@ def main(
         words = sys.argv[1:] if arguments is None else arguments
         # The other presets do not fit a CPU: hours for a step, a terabyte of activations.
         on_cpu = "tiny" if presets is PRESETS and not torch.cuda.is_available() else None
-        config = settings.fitted(
-            settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu), world_size
-        )
+        config = fitted(settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu), world_size)
         return run(config)
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)

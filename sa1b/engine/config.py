@@ -33,9 +33,8 @@ from sa1b.engine.feed import DataConfig
 from sa1b.engine.health import HealthConfig
 from sa1b.engine.metrics import LoggingConfig
 from sa1b.engine.model import Model, declared
-from sa1b.engine.optim import OptimConfig, freeze
-from sa1b.engine.parallel import ParallelConfig, check_ranks
-from sa1b.engine.pipeline import divide
+from sa1b.engine.optim import OptimConfig
+from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.ranks import DisagreementError, RankInfo
 from sa1b.engine.remote_run import local_folder
 from sa1b.errors import Sa1bError, UsageError
@@ -139,26 +138,6 @@ class Config(ABC):
         """The settings as JSON values."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return found
-
-
-def fitted(config: Config, world_size: int) -> Config:
-    """The settings for this number of ranks; every rank refuses here what does not fit, before any one waits.
-
-    A pipeline without --data.micro-batch gets micro-batches that fit.
-
-    Raises:
-        UsageError: the message names the flag.
-    """
-    check_ranks(config.parallel, world_size)
-    config = replace(config, data=step_division.fitting(config.data, config.parallel, world_size))
-    if not config.evaluate_only:
-        config.micro_batches(world_size)
-    if config.parallel.mode == "pipeline":
-        with torch.device("meta"):
-            module = build(config, None)
-        freeze(module, config.optim)
-        divide(module, world_size)
-    return config
 
 
 def build(config: Config, weights: str | None) -> nn.Module:

@@ -151,6 +151,39 @@ class Buffers:
             one.copy_(values.view_as(one))
 
 
+def shared_statistics(module: nn.Module, rank_info: RankInfo, *, sync: bool, accepted: bool) -> nn.Module:
+    """Convert the BatchNorm layers of a module, if any, to compute their statistics over all ranks.
+
+    Without this, each rank would normalise with the statistics of its own samples and save them, because
+    buffers are not broadcast.
+
+    Args:
+        sync: --parallel.sync-batchnorm.
+        accepted: --parallel.broadcast-buffers: no conversion.
+
+    Raises:
+        UsageError: the module has BatchNorm layers, and `sync` is False or the device is not a GPU.
+    """
+    norms = nn.modules.batchnorm._BatchNorm
+    found = [name for name, part in module.named_modules() if isinstance(part, norms)]
+    if not found or rank_info.world_size == 1 or accepted:
+        return module
+    named = f"{found[0]} and {len(found) - 1} more layers" if len(found) > 1 else found[0]
+    if not sync:
+        raise UsageError(
+            f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "
+            "ranks; pass --parallel.sync-batchnorm on GPUs, --parallel.broadcast-buffers to accept this and "
+            "keep the statistics of rank 0, or build the model with another norm"
+        )
+    if rank_info.device.type != "cuda":
+        raise UsageError(
+            f"{named}: torch synchronises BatchNorm on GPUs only; drop --parallel.sync-batchnorm and train "
+            "with --parallel.mode none or --parallel.broadcast-buffers, or build the model with another norm"
+        )
+    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
+    return convert(module)
+
+
 def loss_divisor(expected: int) -> float:
     """The divisor of losses before the backward pass: about the largest count of a global batch.
 

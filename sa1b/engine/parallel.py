@@ -27,7 +27,6 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.console import counted
 from sa1b.engine.compression import compress_reduction, compression_rank
-from sa1b.engine.gradients import Precision, autocast, compute_dtype, set_float32
+from sa1b.engine.gradients import Precision, autocast, compute_dtype, set_float32, shared_statistics
 from sa1b.engine.network import Network
 from sa1b.engine.pipeline import Pipeline, Schedule, divide
 from sa1b.engine.rank_store import fresh_store
@@ -213,7 +212,7 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
 
     DDP, with or without a sharded optimizer: gradients are views of the buckets, which saves a second copy.
     DDP does not broadcast buffers: they are constants, or equal on all ranks, as the statistics of
-    `shared_statistics`; or `sa1b.engine.gradients.Buffers` shares them after each step.
+    `shared_statistics`; or `Buffers` of `sa1b.engine.gradients` shares them after each step.
 
     Pipeline: see `sa1b.engine.pipeline`.
 
@@ -223,7 +222,8 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     """
     agree(module, rank_info)
     if config.mode not in ("none", "pipeline"):
-        module = shared_statistics(module, config, rank_info)
+        sync, accepted = config.sync_batchnorm, config.broadcast_buffers
+        module = shared_statistics(module, rank_info, sync=sync, accepted=accepted)
     return distribute(module, config, rank_info)
 
 
@@ -262,35 +262,6 @@ def distribute(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -
     wrapped.broadcast_buffers = False
     compress_reduction(wrapped, config.compress, config.compress_after)
     return wrapped
-
-
-def shared_statistics(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-    """Convert the BatchNorm layers of a module, if any, to compute their statistics over all ranks.
-
-    Without this, each rank would normalise with the statistics of its own samples and save them, because
-    buffers are not broadcast.
-
-    Raises:
-        UsageError: the module has BatchNorm layers, and sync_batchnorm is False or the device is not a GPU.
-    """
-    norms = nn.modules.batchnorm._BatchNorm
-    found = [name for name, part in module.named_modules() if isinstance(part, norms)]
-    if not found or rank_info.world_size == 1 or config.broadcast_buffers:
-        return module
-    named = f"{found[0]} and {len(found) - 1} more layers" if len(found) > 1 else found[0]
-    if not config.sync_batchnorm:
-        raise UsageError(
-            f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "
-            "ranks; pass --parallel.sync-batchnorm on GPUs, --parallel.broadcast-buffers to accept this and "
-            "keep the statistics of rank 0, or build the model with another norm"
-        )
-    if rank_info.device.type != "cuda":
-        raise UsageError(
-            f"{named}: torch synchronises BatchNorm on GPUs only; drop --parallel.sync-batchnorm and train "
-            "with --parallel.mode none or --parallel.broadcast-buffers, or build the model with another norm"
-        )
-    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
-    return convert(module)
 
 
 # Flags that have an effect in some modes only, with their defaults and these modes.

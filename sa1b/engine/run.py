@@ -2,6 +2,7 @@
 
 import time
 import zlib
+from dataclasses import replace
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sa1b.console import command, counted
-from sa1b.engine import deadline, estimate, metrics, resume
+from sa1b.engine import deadline, estimate, metrics, resume, step_division
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.compression import powersgd_of
@@ -22,9 +23,9 @@ from sa1b.engine.gradients import autocast, grad_scaler, loss_divisor, unused_na
 from sa1b.engine.health import Health
 from sa1b.engine.model import declared
 from sa1b.engine.optim import averaged, freeze, lr_line, make_optimizer
-from sa1b.engine.parallel import rank_shares, wrap
+from sa1b.engine.parallel import check_ranks, rank_shares, wrap
 from sa1b.engine.phase import Phases
-from sa1b.engine.pipeline import Pipeline
+from sa1b.engine.pipeline import Pipeline, divide
 from sa1b.engine.rank_time import RankTime
 from sa1b.engine.ranks import DisagreementError, RankInfo, agree, check_shared_folder, hosts
 from sa1b.engine.remote_run import RemoteRun
@@ -305,6 +306,26 @@ class Run:
             self.metrics.close()
         finally:
             self.checkpoints.close()
+
+
+def fitted(config: Config, world_size: int) -> Config:
+    """The settings for this number of ranks; every rank refuses here what does not fit, before any one waits.
+
+    A pipeline without --data.micro-batch gets micro-batches that fit.
+
+    Raises:
+        UsageError: the message names the flag.
+    """
+    check_ranks(config.parallel, world_size)
+    config = replace(config, data=step_division.fitting(config.data, config.parallel, world_size))
+    if not config.evaluate_only:
+        config.micro_batches(world_size)
+    if config.parallel.mode == "pipeline":
+        with torch.device("meta"):
+            module = build(config, None)
+        freeze(module, config.optim)
+        divide(module, world_size)
+    return config
 
 
 def _digest(ids: list[Tensor]) -> float:

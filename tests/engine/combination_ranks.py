@@ -2,9 +2,22 @@
 
 from typing import Any
 
+from torch import nn
+
+from sa1b.engine.gradients import Buffers
 from sa1b.engine.parallel import ParallelConfig
 from tests.engine.launch import group
 from tests.engine.training import begin
+
+
+def shared_buffers() -> list[float]:
+    """The buffers of a module whose ranks have different ones, before and after the ranks share them."""
+    with group(ParallelConfig(mode="ddp")) as rank_info:
+        module = nn.BatchNorm1d(1)
+        module.running_mean.fill_(rank_info.rank + 1)
+        buffers = Buffers(module, shared=True)
+        buffers.share()
+        return [float(one) for one in module.buffers()]
 
 
 def first_steps(configs: dict[str, ParallelConfig]) -> dict[str, dict[str, Any]]:

@@ -38,7 +38,9 @@ class Reconstruction(nn.Module):
     figures = ("loss", "error")
     shown: Mapping[str, str] = {"error": "error"}
 
-    def __init__(self, image_size: int, patch: int, width: int, depth: int) -> None:
+    def __init__(
+        self, image_size: int, patch: int, width: int, depth: int, *, branch: bool = False, norm: bool = False
+    ) -> None:
         super().__init__()
         self.patch = patch
         self.side = image_size // patch
@@ -47,12 +49,18 @@ class Reconstruction(nn.Module):
         self.hidden = nn.Parameter(torch.zeros(width))
         self.blocks = nn.ModuleList(Block(width, 2) for _ in range(depth))
         self.head = nn.Linear(width, 3 * patch**2)
+        self.branch = nn.Linear(width, width) if branch else None
+        self.norm = nn.BatchNorm1d(width) if norm else None
 
-    def forward(self, images: Tensor, hide: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    def forward(self, images: Tensor, hide: Tensor, counts: Tensor, rare: Tensor) -> dict[str, Tensor]:
         patches = functional.unfold(images.float() / 255, self.patch, stride=self.patch).transpose(1, 2)
         tokens = torch.where(hide[..., None], self.hidden, self.embed(patches)) + self.position
         for block in self.blocks:
             tokens = block(tokens)
+        if self.branch is not None and bool(rare.any()):
+            tokens = tokens + rare[:, None, None] * self.branch(tokens)
+        if self.norm is not None:
+            tokens = self.norm(tokens.transpose(1, 2)).transpose(1, 2)
         errors = (self.head(tokens) - patches).square().mean(dim=(1, 2)) * counts
         loss = errors.sum()
         return {"loss": loss, "error": loss.detach().sqrt(), "count": counts.sum()}
@@ -60,7 +68,7 @@ class Reconstruction(nn.Module):
     def inputs(self, batch: Batch, seed: int) -> tuple[Any, ...]:
         patches = torch.arange(self.side**2, device=batch.positions.device)
         hide = (patches + batch.positions[:, None] + seed) % 3 == 0
-        return batch.images, hide, batch.valid.float()
+        return batch.images, hide, batch.valid.float(), (batch.positions % 10 == 7).float()
 
     def weights(self) -> nn.Module:
         return self
@@ -103,6 +111,8 @@ class ReconstructionConfig(Config):
         patch: Pixels of a patch.
         width: Numbers per token.
         depth: Blocks.
+        branch: Add a layer that only some images use, one of ten.
+        norm: Add a BatchNorm layer.
     """
 
     preset: Literal["small"] = "small"
@@ -116,13 +126,17 @@ class ReconstructionConfig(Config):
     patch: int = 16
     width: int = 32
     depth: int = 2
+    branch: bool = False
+    norm: bool = False
 
     @property
     def image_size(self) -> int:
         return self.size
 
     def build(self) -> nn.Module:
-        return Reconstruction(self.size, self.patch, self.width, self.depth)
+        return Reconstruction(
+            self.size, self.patch, self.width, self.depth, branch=self.branch, norm=self.norm
+        )
 
 
 PRESETS = {"small": ReconstructionConfig()}

@@ -77,6 +77,10 @@ def test_single_settings_and_pairs_are_refused_as_the_table_says(mode: str) -> N
                 check_ranks(config_of(mode, *settings), world_size)
 
 
+def test_all_ranks_take_the_buffers_of_the_first() -> None:
+    assert launch(combination_ranks.shared_buffers, 2) == [[1.0, 1.0, 0.0]] * 2
+
+
 @pytest.mark.slow
 def test_all_combinations_that_work_take_the_steps_of_one_process() -> None:
     cases = {}

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sa1b.engine import parallel
+from sa1b.engine.gradients import shared_statistics
 from sa1b.engine.model import unwrap
-from sa1b.engine.parallel import ParallelConfig, shared_statistics, start, stop, wrap
+from sa1b.engine.parallel import ParallelConfig, start, stop, wrap
 from sa1b.engine.ranks import RankInfo
 from sa1b.engine.sharding import replicas_on
 from sa1b.errors import UsageError
@@ -415,6 +416,11 @@ class Normed(torch.nn.Module):
         self.first, self.second = torch.nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3)
 
 
+def statistics(config: ParallelConfig, rank_info: RankInfo) -> torch.nn.Module:
+    sync, accepted = config.sync_batchnorm, config.broadcast_buffers
+    return shared_statistics(Normed(), rank_info, sync=sync, accepted=accepted)
+
+
 SYNCHRONISED = ParallelConfig(mode="ddp", sync_batchnorm=True)
 
 
@@ -428,14 +434,14 @@ SYNCHRONISED = ParallelConfig(mode="ddp", sync_batchnorm=True)
 )
 def test_batch_norms_of_several_ranks_are_refused(config: ParallelConfig, device: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        shared_statistics(Normed(), config, RankInfo(0, 2, 0, torch.device(device)))
+        statistics(config, RankInfo(0, 2, 0, torch.device(device)))
 
 
 def test_batch_norms_are_converted_on_gpus_and_left_alone_in_one_process() -> None:
-    converted = shared_statistics(Normed(), SYNCHRONISED, RankInfo(0, 2, 0, torch.device("cuda")))
+    converted = statistics(SYNCHRONISED, RankInfo(0, 2, 0, torch.device("cuda")))
     assert {type(norm) for norm in converted.children()} == {torch.nn.SyncBatchNorm}
     assert converted.state_dict().keys() == Normed().state_dict().keys()
-    alone = shared_statistics(Normed(), DDP, RankInfo(0, 1, 0, torch.device("cpu")))
+    alone = statistics(DDP, RankInfo(0, 1, 0, torch.device("cpu")))
     assert {type(norm) for norm in alone.children()} == {torch.nn.BatchNorm2d}
 
 

@@ -54,6 +54,7 @@ from sa1b.sam.score import Score
 from sa1b.shards.sample_read import PendingRead
 from sa1b.storage.local import LocalRead
 from sa1b.stream import decode, pipeline, stats
+from tests.engine.reconstruction import Reconstruction
 
 MOMENTS = ("begun", "judged", "agreed", "saved")
 # Places where a rank can raise an error: the function, and the first step, counted from 0; -1: before it.
@@ -257,21 +258,28 @@ def _signal(mishap: dict[str, Any]) -> None:
 
 def _spoil(what: str, steps: range) -> None:
     current = [-1]
-    at_rate, forward = train.lr_at, Interactive.forward
+    at_rate = train.lr_at
 
     def lr_at(config: Any, batch: int, step: int) -> float:
         current[0] = step
         return at_rate(config, batch, step)
 
-    def spoilt(self: Interactive, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
-        sums = forward(self, *arguments, **options)
-        if current[0] in steps and what == "nan":
-            return {**sums, "loss": sums["loss"] * float("nan")}
-        if current[0] in steps:
-            sums["loss"].register_hook(lambda gradient: gradient * float("inf"))
-        return sums
+    def spoil(model: Any) -> None:
+        forward = model.forward
 
-    train.lr_at, Interactive.forward = lr_at, spoilt
+        def spoilt(self: Any, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
+            sums = forward(self, *arguments, **options)
+            if current[0] in steps and what == "nan":
+                return {**sums, "loss": sums["loss"] * float("nan")}
+            if current[0] in steps:
+                sums["loss"].register_hook(lambda gradient: gradient * float("inf"))
+            return sums
+
+        model.forward = spoilt
+
+    train.lr_at = lr_at
+    for model in (Interactive, Reconstruction):
+        spoil(model)
 
 
 def _slow(seconds: float, parts: dict[str, list[int]]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import sa1b.engine
 from tests.train.command import (
@@ -15,6 +16,7 @@ from tests.train.command import (
     losses,
     recorded,
     start,
+    tensors,
     train_to_end,
 )
 
@@ -78,6 +80,38 @@ def test_world_size_and_mode_may_change_where_it_goes_on(root: Path, second: Run
         root, STEPS
     )
     assert losses(out) == pytest.approx(losses(second("none", 1)), rel=1e-5, abs=0)
+
+
+BRANCH = ("--branch",)
+
+
+def test_a_branch_that_only_some_steps_use_needs_a_flag_with_ddp(root: Path, tmp_path: Path) -> None:
+    given = {"ranks": 2, "mode": "ddp", "model": "reconstruction"}
+    ended = start(root, tmp_path / "refused", *BRANCH, **given)
+    assert 2 in ended.codes, ended.outputs
+    output = ended.outputs[ended.codes.index(2)]
+    assert "branch.weight, branch.bias: has no gradient in a step of this rank" in output
+    assert "pass --parallel.find-unused if" in output
+    assert "Traceback" not in "".join(ended.outputs)
+    alone = train_to_end(root, tmp_path / "alone", *BRANCH, model="reconstruction")
+    found = train_to_end(root, tmp_path / "run", *BRANCH, "--parallel.find-unused", **given)
+    assert losses(found) == pytest.approx(losses(alone), rel=1e-5, abs=0)
+
+
+def test_statistics_of_batch_norms_are_shared_and_those_of_a_skipped_step_are_dropped(
+    root: Path, tmp_path: Path
+) -> None:
+    flags = ("--norm", "--data.global-batch", "4", "--parallel.broadcast-buffers")
+    flags += ("--optim.steps", "3", "--checkpoint.every", "1", "--checkpoint.keep-last", "3")
+    mishap = {"what": "inf", "step": 1, "times": 1}
+    given = {"ranks": 2, "mode": "ddp", "model": "reconstruction", "mishap": mishap}
+    out = train_to_end(root, tmp_path / "run", *flags, **given)
+    states = [tensors(out / "checkpoints" / f"step-{step:08d}") for step in (1, 2, 3)]
+    counts = [int(state["model.norm.num_batches_tracked"]) for state in states]
+    assert counts == [1, 1, 2]
+    means = [state["model.norm.running_mean"] for state in states]
+    assert torch.equal(means[0], means[1])
+    assert not torch.equal(means[1], means[2])
 
 
 def test_it_begins_with_weights_and_a_part_of_it_can_be_frozen(
