@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,8 @@ def test_a_pipeline_resumes_from_other_modes_and_they_from_it(
         (("--evaluation.every", "2", "--evaluation.view", "held-out"), "--evaluation.every: does not work"),
         (("--parallel.precision", "fp16"), "pass --parallel.precision bf16"),
         (("--parallel.shares", "2,1"), "--parallel.shares: is for --parallel.mode none or ddp"),
+        (("--parallel.bucket", "50"), "--parallel.bucket: is for --parallel.mode ddp or zero1"),
+        (("--optim.freeze", "image_encoder"), "--optim.freeze: leaves nothing to train on stage 0"),
     ],
 )
 def test_settings_that_do_not_fit_a_pipeline_are_refused(
@@ -183,6 +186,7 @@ def test_settings_that_do_not_fit_a_pipeline_are_refused(
     ended = start(root, out, *ONE_IMAGE, *flags, ranks=2, mode="pipeline")
     assert ended.codes == [2, 2], "\n".join(ended.outputs)
     assert message in ended.outputs[0]
+    assert ended.outputs[1] == ""
     assert not out.exists() or not list(out.iterdir())
 
 
@@ -191,3 +195,53 @@ def test_a_pipeline_is_estimated_before_it_is_started(root: Path, tmp_path: Path
     assert ended.codes == [0, 0], "\n".join(ended.outputs)
     assert "5 images = 5 micro-batches through 2 stages, each of 1\n" in ended.outputs[0]
     assert "not measured: the stages of a pipeline need unequal memory" in ended.outputs[0]
+
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+CHANGES = [
+    (one, other, ema) for one, other in permutations(PRECISIONS, 2) for ema in ((), ("--optim.ema", "0.5"))
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ema"),
+    [pytest.param(*one, marks=() if one == ("fp32", "fp16", ()) else pytest.mark.slow) for one in CHANGES],
+)
+def test_a_run_resumes_with_another_precision(
+    root: Path, whole: Whole, tmp_path: Path, before: str, after: str, ema: tuple[str, ...]
+) -> None:
+    out = tmp_path / "run"
+    for precision, mishap in ((before, {"what": "stop", "rank": 0, "step": 2}), (after, None)):
+        train_to_end(root, out, *ema, "--parallel.precision", precision, mishap=mishap)
+    assert losses(out)[:3] == pytest.approx(losses(whole("none", 1))[:3], rel=0.05)
+    assert len(losses(out)) == 6 or "fp16" in (before, after)
+
+
+KINDS = {
+    "none": ("none", 1, ()),
+    "ddp": ("ddp", 2, ()),
+    "zero1": ("zero1", 2, ()),
+    "fsdp": ("fsdp", 3, ()),
+    "grad_op": ("fsdp", 2, ("--parallel.shard", "grad_op")),
+    "pipeline": ("pipeline", 2, ONE_IMAGE),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ema", [(), ("--optim.ema", "0.5")])
+@pytest.mark.parametrize(("before", "after"), list(permutations(KINDS, 2)))
+def test_a_run_resumes_in_every_other_mode(
+    root: Path, whole: Whole, tmp_path: Path, before: str, after: str, ema: tuple[str, ...]
+) -> None:
+    out = tmp_path / "run"
+    for name, mishap in ((before, {"what": "stop", "rank": 0, "step": 2}), (after, None)):
+        mode, ranks, flags = KINDS[name]
+        train_to_end(root, out, *ema, *flags, ranks=ranks, mode=mode, mishap=mishap)
+    assert losses(out) == pytest.approx(losses(whole("none", 1)), rel=1e-4, abs=0)
+
+
+def test_a_pipeline_chooses_micro_batches_that_fit(root: Path, tmp_path: Path) -> None:
+    flags = ("--data.micro-batch", "None", "--data.global-batch", "6", "--dry-run")
+    ended = start(root, tmp_path / "run", *flags, ranks=2, mode="pipeline")
+    assert ended.codes == [0, 0], "\n".join(ended.outputs)
+    assert "6 images = 2 micro-batches through 2 stages, each of 3\n" in ended.outputs[0]
