@@ -77,7 +77,7 @@ def test_the_doctor_examines_the_ranks_of_a_job(node: slurm_node.Node, tmp_path:
     path = script(tmp_path / "job.sh", "doctor", *flags, "root", *words)
     text = path.read_text().replace("seq 0 0", "seq 0 1").replace("* 1 +", "* 2 +")
     path.write_text(
-        text.replace("LOCAL_WORLD_SIZE=1 WORLD_SIZE=$((1 *", "LOCAL_WORLD_SIZE=2 WORLD_SIZE=$((2 *")
+        text.replace('LOCAL_WORLD_SIZE=1 WORLD_SIZE="$((1 *', 'LOCAL_WORLD_SIZE=2 WORLD_SIZE="$((2 *')
     )
     job = node.submit(path)
     wait(node, job, tmp_path)
