@@ -20,7 +20,7 @@ from sa1b.masks.runs import chosen_indices
 from sa1b.shards import manifest
 from sa1b.shards.display import SHEET_DEADLINE, SHEET_IMAGES, Displayed, contact_sheet, size_text
 from sa1b.shards.sample import Sample
-from sa1b.shards.sample_read import PendingRead, location_of, submit
+from sa1b.shards.sample_read import PendingRead, check_size, location_of, submit
 from sa1b.shards.sample_table import SampleTable, is_intact, open_table
 from sa1b.shards.without_images import annotations_only
 from sa1b.storage.cache import fetch_once
@@ -254,20 +254,18 @@ class Dataset(Displayed):
 
         Raises:
             ReplacedError: dataset.json lists another shard of this name, or none.
-            StorageError: the store cannot be read.
+            StorageError: the store cannot be read, or its object has another size than dataset.json lists.
         """
         try:
-            if self.reader.is_local:
-                now = manifest.read_dataset(Path(self._arguments[0]))
-            else:
-                now = self._fetch_manifest()
+            place, is_local = Path(self._arguments[0]), self.reader.is_local
+            now = manifest.read_dataset(place) if is_local else self._fetch_manifest()
         except (ManifestError, MissingError):
             return  # no proof that the shard was replaced
         if _digest_of(self.manifest, shard) != _digest_of(now, shard):
-            raise ReplacedError(
-                f"{self.reader.url(shard)}: replaced since the dataset was opened; open the dataset again",
-                url=self.reader.url(shard),
-            )
+            url = self.reader.url(shard)
+            raise ReplacedError(f"{url}: replaced since the dataset was opened; open it again", url=url)
+        if not is_local:
+            check_size(self.reader, shard, self.manifest)
 
     def _read_manifest(self) -> dict[str, Any]:
         self._manifest_file: BufferedReader | None = None

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from sa1b.console import command
 from sa1b.errors import ShardError
@@ -14,7 +14,7 @@ from sa1b.shards.annotation import Annotations
 from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.checksum import Part
-from sa1b.storage.errors import DamageError, MissingError
+from sa1b.storage.errors import DamageError, MissingError, StorageError
 from sa1b.storage.reader import Range, Reader
 
 NEAR = 1 << 20  # largest gap between two samples, in bytes, that one read includes
@@ -137,6 +137,17 @@ def _missing(reader: Reader, error: MissingError) -> MissingError:
     return MissingError(
         f"{error.url}: the shard is missing; {way_out}", url=error.url, start=error.start, length=error.length
     )
+
+
+def check_size(reader: Reader, shard: str, document: Mapping[str, Any]) -> None:
+    """Raise StorageError if an object has another size than dataset.json lists: its upload was incomplete."""
+    listed = next(entry["bytes"] for entry in document["shards"] if entry["name"] == shard)
+    if (size := reader.size(shard)) != listed:
+        raise StorageError(
+            f"{reader.url(shard)}: {size:,} bytes, {listed:,} listed in dataset.json; copy it again, "
+            f"`{command('verify')} {reader.root}` lists such shards",
+            url=reader.url(shard),
+        )
 
 
 def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLocation:

@@ -253,8 +253,7 @@ class Stream(IterableDataset[Batch]):
         Raises:
             ValueError: the epoch is not a whole number, negative, or beyond the last position.
         """
-        count = self.plan.order.count
-        epoch = whole_number("epoch", epoch)
+        epoch, count = whole_number("epoch", epoch), self.plan.order.count
         self.position = whole_number("epoch", epoch, most=MAX_POSITION // count) * count
 
     def use_decoder(self, name: str) -> None:

@@ -21,11 +21,12 @@ from sa1b.errors import ManifestError, ShardError, TableError
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks, table_name
 from sa1b.shards.sample_table import COLUMNS, SampleTable, open_table
-from sa1b.storage.errors import MissingError
+from sa1b.storage.errors import MissingError, StorageError
 from sa1b.stream.damage_log import DamageLimitError, DamageLog
 from sa1b.verify.verify import verify
 from sa1b.views.view import write_view
 from tests.shards import tiny
+from tests.storage.service import Service
 from tests.stream.recorded import FIRST_ID, RECIPE, digest, make_root, sequence
 
 IMAGES, BATCH = 12, 3
@@ -205,6 +206,18 @@ def test_a_cut_shard_costs_the_samples_behind_the_cut_and_no_other(
         replaced = {line["position"] // BATCH for line in lines}
         assert [i for i in range(len(healthy)) if found[i] != healthy[i]] == sorted(replaced)
         shutil.copyfile(tmp_path / "whole", copy / SHARD)
+
+
+def test_an_object_that_is_shorter_than_listed_stops_the_stream(copy: Path, tmp_path: Path) -> None:
+    """Its upload was incomplete: the store is damaged, not single samples."""
+    with (copy / SHARD).open("r+b") as file:
+        file.truncate(1024)
+    with (
+        Service("range_server", copy.parent) as server,
+        pytest.raises(StorageError, match=f"{SHARD}: 1,024 bytes, .* listed in dataset.json"),
+    ):
+        epoch(f"{server.url}/{copy.name}", tmp_path / "damage_log")
+    assert not (tmp_path / "damage_log").exists()
 
 
 def test_a_missing_shard_stops_the_stream_with_its_name_and_replaces_nothing(
