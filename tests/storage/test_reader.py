@@ -425,12 +425,12 @@ def test_a_file_system_that_is_not_installed_is_named_with_what_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def absent(protocol: str) -> type:
-        raise ImportError("Install s3fs to access S3")
+        raise ImportError("Install adlfs to access Azure")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", absent)
     with (
-        Reader("s3://data") as reader,
-        pytest.raises(StorageError, match=r"s3://data: Install s3fs .*; run pip install 'sa1b\[s3\]'"),
+        Reader("az://data") as reader,
+        pytest.raises(StorageError, match=r"az://data: Install adlfs .*; run pip install 'sa1b\[azure\]'"),
     ):
         reader.read_range("a.bin", 0, 1)
 
