@@ -16,17 +16,23 @@ from sa1b.storage.errors import StorageError
 TABLES = pytest.StashKey[list[str]]()
 FIGURES = pytest.StashKey[dict[str, dict[str, object]]]()
 IMAGES, ROUNDS = 24, 3  # files with the results of a machine
+QUICK = ("a-1024", "b-1024")  # the questions of `pytest benchmarks/`
 LEAST = 8  # images: each of two workers prefetches two batches of two before the measurement
 
 
 def pytest_addoption(parser):
     group = parser.getgroup(
         "comparison",
-        "benchmarks/test_peers.py: this loader beside others, under ten minutes by default on two cores. "
+        "benchmarks/test_peers.py: this loader beside others, twenty minutes by default on two cores. "
         "Tables at the end, benchmarks/results/<machine>.json and report.html; with other images or rounds "
         "than by default <machine>-own.json",
     )
-    group.addoption("--full", action="store_true", help="all outputs, workers and sizes; most of an hour")
+    group.addoption(
+        "--full",
+        action="store_true",
+        help="all outputs, workers and sizes, most of an hour or more; with the folder benchmarks/, all its "
+        "files, several hours",
+    )
     group.addoption("--data", metavar="ROOT", help="folder or URL of shards to take images from")
     group.addoption(
         "--images",
@@ -67,6 +73,30 @@ def pytest_configure(config):
             raise pytest.UsageError(f"--data: {error}") from None
         if images < LEAST:
             raise pytest.UsageError(f"--data {options.data}: {images} images; at least {LEAST}")
+
+
+def pytest_collection_modifyitems(config, items):
+    """`pytest benchmarks/` without --full: the loader beside the others, in one round of two questions."""
+    if config.option.full or any(".py" in argument for argument in config.args):
+        return
+    config.option.rounds = 1
+    left_out = [item for item in items if not is_quick(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if is_quick(item)]
+    files = sorted({item.path.name for item in left_out})
+    config.stash[TABLES].append(
+        "\nOne round of two questions. `pytest benchmarks/FILE` measures a part in full, --full all of them: "
+        + ", ".join(files)
+    )
+
+
+def is_quick(item):
+    name, _, case = item.name.partition("[")
+    if item.path.name != "test_peers.py":
+        return False
+    return name == "test_everybody_delivers_the_same_tensors" or (
+        name == "test_comparison" and case.rstrip("]") in QUICK
+    )
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """The speed of the loader, its limiting stage, and the speed of other loaders.
 
-    pytest benchmarks/test_peers.py                  24 synthetic images, under ten minutes on two cores
-    pytest benchmarks/test_peers.py --data ROOT the user's shards
+    pytest benchmarks/                               one round of two questions, under five minutes
+    pytest benchmarks/test_peers.py                  24 synthetic images, twenty minutes on two cores
+    pytest benchmarks/test_peers.py --data ROOT      the user's shards
     pytest benchmarks/test_peers.py --full           all outputs, workers, sizes
 
 Same images, same masks, same output of all contenders: images as uint8 in the padded square of 1024

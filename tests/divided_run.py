@@ -18,6 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
+import cv2
 import pytest
 
 # Rooms whose tests start several ranks: first, so that no long file is left at the end.
@@ -58,12 +59,15 @@ class Fork:
 
     def __init__(self, session: pytest.Session, groups: list[Group], number: int) -> None:
         self.pipe, theirs = Pipe()
+        threads = cv2.getNumThreads()
+        cv2.setNumThreads(1)  # ends OpenCV's threads, for which a fork would wait for ever
         self.groups: list[int] = []  # given to it and not ended
         self.ended: set[str] = set()  # names of tests
         self.current: tuple[str, Any] | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
+        cv2.setNumThreads(threads)  # again, the threads start when they are needed
         if self.pid == 0:
             self.pipe.close()
             _work(session, groups, number, theirs)

@@ -42,8 +42,14 @@ def test_warning():
 """
 DEADLY = """
 import os, signal
+import cv2
+import numpy as np
 
-def test_before(): pass
+IMAGE = np.zeros((2000, 2000))
+cv2.GaussianBlur(IMAGE, (31, 31), 3)  # starts OpenCV's threads while the tests are collected
+
+def test_before():
+    cv2.setNumThreads(1)  # waits for them
 
 def test_dies():
     if "KILL" in os.environ:
@@ -66,6 +72,7 @@ def run(folder: Path, *words: str, **environment: str) -> tuple[int, str, list[s
         [*command, folder / "pytest.ini", *words, folder],
         capture_output=True,
         text=True,
+        timeout=300,
         env={**os.environ, "NOTES": str(notes), **environment},
     )
     assert notes.exists(), done.stdout + done.stderr

@@ -38,3 +38,31 @@ def test_data_of_too_few_images(tmp_path: Path) -> None:
     tiny.ingest_tar(tmp_path / "sa_000001.tar", root)
     write_dataset(root, read_tasks(root))
     assert f"--data {root}: 3 images; at least 8" in refused("--data", str(root))
+
+
+def test_the_folder_alone_is_the_comparison_in_one_round_and_full_is_everything() -> None:
+    def collected(*arguments: str) -> list[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--collect-only",
+            "-q",
+            *arguments,
+        ]
+        done = processes.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+        assert ("One round of two questions" in done.stdout) == (arguments == ("benchmarks",))
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    quick, part, full = (
+        collected("benchmarks"),
+        collected("benchmarks/test_peers.py"),
+        collected("benchmarks", "--full"),
+    )
+    assert [name for name in quick if "::test_comparison" in name] == [
+        f"benchmarks/test_peers.py::test_comparison[{key}]" for key in ("a-1024", "b-1024")
+    ]
+    assert {name.split("::")[0] for name in quick} == {"benchmarks/test_peers.py"}
+    assert set(quick) < set(part) < set(full)
