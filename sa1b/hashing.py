@@ -54,6 +54,7 @@ class Purpose(IntEnum):
     CACHE = 23  # which shards a local cache holds; the key's other numbers are the bytes of the name
     TEXT = 24  # which of an image's or mask's texts a visit takes
     MASK_ID = 25  # ids of masks that a model found; the numbers of the key are image id and index
+    GENERATOR = 26  # torch's generators; the key's other numbers are step, rank and micro-batch
 
 
 @kernel

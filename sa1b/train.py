@@ -80,7 +80,7 @@ def train(run: Run) -> None:
         ids: list[Tensor] = []
         for number, batch in phases.numbered("data", feed.step()):
             with phases.part("compute", number), micro_batch(module, last=number == feed.micro_batches):
-                sums = run.forward_backward(batch)
+                sums = run.forward_backward(batch, number)
             totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
             ids.append(batch.ids)
         with phases.part("sync"):

@@ -49,6 +49,7 @@ def test_purposes_keep_their_numbers():
         "CACHE": 23,
         "TEXT": 24,
         "MASK_ID": 25,
+        "GENERATOR": 26,
     }
 
 

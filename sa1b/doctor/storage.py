@@ -152,7 +152,7 @@ def needed_rate(subject: Subject) -> float:
     """
     if subject.device.type != "cuda":
         return _CPU
-    peak = peak_flops(subject.device)
+    peak = peak_flops(subject.device, "bf16")
     return _UNKNOWN_GPU if peak is None else rate_of_peak(peak)
 
 

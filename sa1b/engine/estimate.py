@@ -10,6 +10,7 @@ from sa1b.engine.config import Config, build, initial_weights, load_initial, wit
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.fake_step import measure
 from sa1b.engine.feed import Feed
+from sa1b.engine.gradients import Precision
 from sa1b.engine.hardware import peak_flops
 from sa1b.engine.live_memory import PURPOSES
 from sa1b.engine.model import Model, declared
@@ -19,9 +20,11 @@ from sa1b.engine.parallel import rank_shares
 from sa1b.engine.ranks import RankInfo
 
 
-def peak_seconds(model: Model, images: float, masks: float, rank_info: RankInfo) -> float | None:
+def peak_seconds(
+    model: Model, images: float, masks: float, precision: Precision, rank_info: RankInfo
+) -> float | None:
     """Seconds of a training step at the devices' peak. Divided by the real seconds, they give the MFU."""
-    peak = peak_flops(rank_info.device)
+    peak = peak_flops(rank_info.device, precision)
     return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None
 
 
@@ -103,7 +106,7 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
         stages = counted(rank_info.world_size, "stage")
         of_rank = f"{counted(micro_batches, 'micro-batch', 'es')} through {stages}, each of"
     flops = model.flops(batch, batch * data.masks)
-    ideal = peak_seconds(model, batch, batch * data.masks, rank_info)
+    ideal = peak_seconds(model, batch, batch * data.masks, config.parallel.precision, rank_info)
     seconds = "no estimate of the time: the peak of this device is not known"
     if ideal is not None:
         seconds = f"{ideal:.2f} s at the GPUs' peak, of which 40 % is good"

@@ -35,6 +35,7 @@ from sa1b.engine.compression import uncompressed
 from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
+from sa1b.hashing import Purpose, random_word
 
 
 @contextmanager
@@ -53,6 +54,15 @@ def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def seed_generators(seed: int, step: int, rank: int, number: int) -> None:
+    """Seed torch's generators before the forward pass of a micro-batch, for models that use them (dropout).
+
+    Random values are then a function of these numbers: a resumed run repeats them, and ranks and
+    micro-batches have different ones.
+    """
+    torch.manual_seed(random_word(seed, Purpose.GENERATOR, step, rank, number) >> 1)
 
 
 def warm_up(module: nn.Module, run: Callable[[], object]) -> None:

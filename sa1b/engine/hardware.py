@@ -20,10 +20,11 @@ class Gpu:
     """A type of GPU.
 
     Attributes:
-        name: part of the name that the driver reports, or its form as a flag.
+        name: its name as a flag.
         bf16, tf32, fp32: operations per second of matrix products; fp16 is as fast as bf16.
         memory: bytes.
         link: bytes per second to other GPUs of the node, in one direction.
+        reported: names that the driver reports, without "NVIDIA".
     """
 
     name: str
@@ -32,27 +33,28 @@ class Gpu:
     fp32: float
     memory: float
     link: float
+    reported: tuple[str, ...] = ()
 
     def peak(self, precision: Precision) -> float:
         """Operations per second with --parallel.precision."""
         return {"bf16": self.bf16, "fp16": self.bf16, "tf32": self.tf32, "fp32": self.fp32}[precision]
 
 
-def _gpu(name: str, bf16: float, tf32: float, fp32: float, memory: float, link: float) -> Gpu:
-    return Gpu(name, bf16 * 1e12, tf32 * 1e12, fp32 * 1e12, memory * 1e9, link * 1e9)
+def _gpu(name: str, bf16: float, tf32: float, fp32: float, memory: float, link: float, *reported: str) -> Gpu:
+    return Gpu(name, bf16 * 1e12, tf32 * 1e12, fp32 * 1e12, memory * 1e9, link * 1e9, reported or (name,))
 
 
 GPUS = (
     _gpu("H100 PCIe", 756, 378, 51, 80, 64),
     _gpu("H200", 989, 494, 67, 141, 450),
-    _gpu("H100", 989, 494, 67, 80, 450),
-    _gpu("A100-40GB", 312, 156, 19.5, 40, 300),
-    _gpu("A100", 312, 156, 19.5, 80, 300),
+    _gpu("H100", 989, 494, 67, 80, 450, "H100 80GB HBM3"),
+    _gpu("A100-40GB", 312, 156, 19.5, 40, 300, "A100-SXM4-40GB", "A100-PCIE-40GB"),
+    _gpu("A100", 312, 156, 19.5, 80, 300, "A100-SXM4-80GB", "A100 80GB PCIe"),
     _gpu("L40S", 362, 183, 91.6, 48, 32),
     _gpu("L4", 121, 60, 30.3, 24, 32),
     _gpu("A10", 125, 62.5, 31.2, 24, 32),
     _gpu("B200", 2250, 1125, 75, 180, 900),
-)  # a name that contains another one comes first
+)
 
 
 def gpu_named(name: str) -> Gpu:
@@ -73,12 +75,15 @@ def gpu_named(name: str) -> Gpu:
     )
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Peak operations per second of a GPU in bf16; None if unknown, as on a CPU."""
+def peak_flops(device: torch.device, precision: Precision) -> float | None:
+    """Peak operations per second of a GPU with --parallel.precision; None if unknown, as on a CPU.
+
+    A GPU is known by its exact name: a part of it may be the name of another one, such as L4 of L40.
+    """
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((gpu.bf16 for gpu in GPUS if gpu.name in name), None)
+    name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
+    return next((gpu.peak(precision) for gpu in GPUS if name in gpu.reported), None)
 
 
 @dataclass(frozen=True, slots=True)

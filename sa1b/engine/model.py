@@ -63,6 +63,10 @@ class Model(Protocol):
     further name in `figures`. The engine divides by the count over all ranks. For an empty micro-batch, all
     sums are 0, and every trained parameter still gets a gradient.
 
+    `forward` may use torch's random numbers, for dropout: torch's generators are seeded by the seed of the
+    run, the step, the rank and the micro-batch, so that a resumed run has the same numbers, and each rank
+    others. The result then depends on the number of ranks. For values that do not, see `inputs`.
+
     Evaluation is optional. If `evaluates` of the settings is true, the model either has a method
     `scorer(device)` that returns a `sa1b.engine.evaluation.Scorer`, or its `forward` accepts `evaluate=True`
     and returns intersections, unions and logits in the same form as SAM, for `sa1b.engine.evaluation`.

@@ -239,7 +239,9 @@ class RemoteRun:
             *sent, version = self._sent.get(name, (0, 0, None))
             state = _state(path)
             if state[0] and list(state) != sent:
-                if self.store.version(name) == version:
+                # An upload may be complete although its answer, or its record, was lost.
+                there = self.store.version(name)
+                if there == version or (there and path.read_bytes().startswith(self.store.read(name))):
                     _LOG.warning("uploading %s, which an earlier run could not upload", path)
                     continue
                 kept = path.with_name(f"{path.name}{_UNSENT}")

@@ -19,7 +19,13 @@ from sa1b.engine.control import Control, StepFigures
 from sa1b.engine.data_wait import BUSY, LoaderSettings
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.feed import Feed
-from sa1b.engine.gradients import autocast, grad_scaler, loss_divisor, unused_named
+from sa1b.engine.gradients import (
+    autocast,
+    grad_scaler,
+    loss_divisor,
+    seed_generators,
+    unused_named,
+)
 from sa1b.engine.health import Health
 from sa1b.engine.model import declared
 from sa1b.engine.optim import averaged, freeze, lr_line, make_optimizer
@@ -209,11 +215,15 @@ class Run:
         due = bool(self.config.evaluation.every) and self.metrics.lacks_evaluation(self.step)
         return self.step >= self.config.optim.steps and not due
 
-    def forward_backward(self, batch: Batch) -> dict[str, Tensor]:
+    def forward_backward(self, batch: Batch, number: int = 0) -> dict[str, Tensor]:
         """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
 
         The loss is divided by `divisor`. The caller must divide its count by `divisor` too.
+
+        Args:
+            number: number of the micro-batch in its step.
         """
+        seed_generators(self.config.seed, self.step, self.rank_info.rank, number)
         inputs = self.model.inputs(batch, self.config.seed)
         if isinstance(self.module, Pipeline):
             return self.module.forward_backward(inputs, self.divisor)
@@ -269,7 +279,8 @@ class Run:
         """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
         self.checkpoints.poll()
         took = self.phases.total()
-        ideal = estimate.peak_seconds(self.model, figures.images, figures.count, self.rank_info)
+        precision = self.config.parallel.precision
+        ideal = estimate.peak_seconds(self.model, figures.images, figures.count, precision, self.rank_info)
         saves = (self.ended or self.step % self.config.checkpoint.every == 0) and not self.health.lost
         if saves:
             # The process may be killed after the checkpoint and before the step's line is written.

@@ -26,7 +26,7 @@ from sa1b.grounding.recipe import GroundingRecipe
 from sa1b.grounding.regions import region_features
 from sa1b.grounding.score import GroundingScore
 from sa1b.grounding.text_encoder import TextConfig, TextEncoder
-from sa1b.sam.flops import encoder_flops
+from sa1b.sam.flops import encoder_flops, is_frozen
 from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights, resize_positions, resize_table
 from sa1b.sam.model import PIXEL_MEAN, PIXEL_STD, ModelConfig, normalised
@@ -183,7 +183,8 @@ class Grounding(nn.Module):
         if self.text_encoder is not None:
             length, width = len(self.text_encoder.position), self.text.width
             phrase += 2.0 * length * width * (12 * width + 2 * length) * self.text.depth
-        return 3 * (images * encoder_flops(self.config) + masks * phrase)
+        passes = 1 if is_frozen(self.image_encoder) else 3
+        return passes * images * encoder_flops(self.config) + 3 * masks * phrase
 
     def scorer(self, device: torch.device) -> GroundingScore:
         """The scorer of an evaluation; see `sa1b.engine.evaluation.Scorer`."""

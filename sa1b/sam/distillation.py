@@ -73,8 +73,12 @@ class Distillation(Interactive):
         return of_student(fn, recurse)
 
     def flops(self, images: float, masks: float) -> float:
-        """See the contract: a forward and a backward pass of the student, a forward pass of the teacher."""
-        return images * (3 * encoder_flops(self.model.config) + encoder_flops(self.teacher.config))
+        """See the contract: a forward and a backward pass of the student, a forward pass of the teacher.
+
+        With a cache, the teacher is not counted; it computes each image of the cache once.
+        """
+        teacher = encoder_flops(self.teacher.config) if self._cache is None else 0.0
+        return images * (3 * encoder_flops(self.model.config) + teacher)
 
     def end(self, stream: Tensor, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
         """The losses; see `forward`."""

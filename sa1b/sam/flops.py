@@ -1,5 +1,9 @@
 """Floating-point operations of the model, computed from its sizes: 2 per multiply-add."""
 
+from collections.abc import Container
+
+from torch import nn
+
 from sa1b.sam.mask_decoder import HEAD_LENGTH, MASKS
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.recipe import Recipe
@@ -47,10 +51,24 @@ def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:
     return 2.0 * model.side**2 * (attention + earlier_mask + upscaling + masks + similarity)
 
 
-def step_flops(model: ModelConfig, recipe: Recipe, images: float, masks: float) -> float:
-    """Operations of a training step: backward costs twice forward; recomputation does not count."""
+def step_flops(
+    model: ModelConfig, recipe: Recipe, images: float, masks: float, frozen: Container[str] = ()
+) -> float:
+    """Operations of a training step: backward costs twice forward; recomputation does not count.
+
+    Args:
+        frozen: "encoder", "decoder": without gradients of their weights. A frozen encoder has no backward
+            pass; a frozen decoder passes gradients to the encoder.
+    """
+    passes = 1 if "encoder" in frozen else 3, 2 if "decoder" in frozen else 3
     decoder = decoder_flops(model, _OWN_TOKENS + 2, MASKS - 1)
     for number in range(1, 1 + recipe.clicks + recipe.unprompted):
         prompted = min(number, recipe.clicks + max(recipe.unprompted - 1, 0))
         decoder += decoder_flops(model, _OWN_TOKENS + 2 + prompted, 1)
-    return 3 * (images * encoder_flops(model) + masks * decoder)
+    return passes[0] * images * encoder_flops(model) + passes[1] * masks * decoder
+
+
+def is_frozen(part: nn.Module) -> bool:
+    """Whether no parameter of a part is trained; False if they are on other stages of a pipeline."""
+    trained = [parameter.requires_grad for parameter in part.parameters()]
+    return bool(trained) and not any(trained)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sa1b.sam import clicks
 from sa1b.sam.early_gradients import EarlyGradients
-from sa1b.sam.flops import step_flops
+from sa1b.sam.flops import is_frozen, step_flops
 from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.iteration import Iteration, Outcome, pick, scene_of
@@ -112,7 +112,9 @@ class Interactive(nn.Module):
 
     def flops(self, images: float, masks: float) -> float:
         """See `sa1b.sam.flops.step_flops`."""
-        return step_flops(self.model.config, self.recipe, images, masks)
+        parts = {"encoder": self.model.image_encoder, "decoder": self.model.mask_decoder}
+        frozen = [name for name, part in parts.items() if is_frozen(part)]
+        return step_flops(self.model.config, self.recipe, images, masks, frozen)
 
     def _blocks(self) -> list[nn.Module]:
         return list(self.model.image_encoder.blocks)

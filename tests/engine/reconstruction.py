@@ -20,9 +20,9 @@ from sa1b.stream.batch import Batch
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -31,7 +31,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(q, k, v)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
+        return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 class Reconstruction(nn.Module):
@@ -39,7 +39,15 @@ class Reconstruction(nn.Module):
     shown: Mapping[str, str] = {"error": "error"}
 
     def __init__(
-        self, image_size: int, patch: int, width: int, depth: int, *, branch: bool = False, norm: bool = False
+        self,
+        image_size: int,
+        patch: int,
+        width: int,
+        depth: int,
+        *,
+        dropout: float = 0.0,
+        branch: bool = False,
+        norm: bool = False,
     ) -> None:
         super().__init__()
         self.patch = patch
@@ -47,7 +55,7 @@ class Reconstruction(nn.Module):
         self.embed = nn.Linear(3 * patch**2, width)
         self.position = nn.Parameter(0.02 * torch.randn(self.side**2, width))
         self.hidden = nn.Parameter(torch.zeros(width))
-        self.blocks = nn.ModuleList(Block(width, 2) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, 2, dropout) for _ in range(depth))
         self.head = nn.Linear(width, 3 * patch**2)
         self.branch = nn.Linear(width, width) if branch else None
         self.norm = nn.BatchNorm1d(width) if norm else None
@@ -113,6 +121,7 @@ class ReconstructionConfig(Config):
         depth: Blocks.
         branch: Add a layer that only some images use, one of ten.
         norm: Add a BatchNorm layer.
+        dropout: Part of the numbers of each block that is set to 0.
     """
 
     preset: Literal["small"] = "small"
@@ -128,6 +137,7 @@ class ReconstructionConfig(Config):
     depth: int = 2
     branch: bool = False
     norm: bool = False
+    dropout: float = 0.0
 
     @property
     def image_size(self) -> int:
@@ -135,7 +145,13 @@ class ReconstructionConfig(Config):
 
     def build(self) -> nn.Module:
         return Reconstruction(
-            self.size, self.patch, self.width, self.depth, branch=self.branch, norm=self.norm
+            self.size,
+            self.patch,
+            self.width,
+            self.depth,
+            dropout=self.dropout,
+            branch=self.branch,
+            norm=self.norm,
         )
 
 

@@ -4,6 +4,7 @@ The bucket is a folder with the interface of an object store (fsspec's `local://
 the training command with a server; test_bucket_ceph.py an outage of a real store.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -28,6 +29,7 @@ from sa1b.engine.remote_run import RemoteRun
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage import claim
 from sa1b.storage.bucket import BucketStore
+from sa1b.storage.errors import StorageError
 from sa1b.storage.objects import Objects
 from sa1b.storage.retry import RetryPolicy
 from tests.engine import checkpoint_ranks
@@ -432,6 +434,53 @@ def test_what_the_last_upload_lost_is_uploaded_by_the_next_start(
         assert (folder / "predictions.jsonl").read_text() == "seen\n"
     again.close()
     assert (bucket / "metrics.jsonl").read_text() == expected
+
+
+@pytest.mark.parametrize("uploads", [0, 1])
+@pytest.mark.parametrize("completes", [False, True])
+@pytest.mark.parametrize("operation", ["copyfile", "commit_file", "version", "write_whole"])
+def test_nothing_is_lost_wherever_the_last_uploads_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, completes: bool, uploads: int
+) -> None:
+    """Two uploads fail, the run writes between them, and the command is started again as the message says."""
+    owner = {"copyfile": shutil, "write_whole": remote_run}.get(operation, BucketStore)
+    work, calls = getattr(owner, operation), 0
+    for failing in (1, 2, 3):  # the number of the call that fails
+        folder = tmp_path / str(failing)
+        run = open_run(folder, policy=ONE_ATTEMPT)
+        (run.folder / "damaged.jsonl").write_text("damaged\n")
+        (run.folder / "metrics.jsonl").write_text("0\n")
+        for _ in range(uploads):
+            run.upload()
+            with (run.folder / "metrics.jsonl").open("a") as file:
+                file.write("1\n")
+        calls = 0
+
+        def fail(*arguments: Any, failing: int = failing) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls < failing:
+                return work(*arguments)
+            if completes:
+                work(*arguments)
+            raise OSError(5, "no upload")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, operation, fail)
+            with contextlib.suppress(OSError, StorageError):
+                run.upload()
+            with (run.folder / "metrics.jsonl").open("a") as file:
+                file.write("last\n")
+            with contextlib.suppress(CheckpointError):
+                run.close()
+        run.release()
+        again = open_run(folder)
+        expected = "0\n" + "1\n" * uploads + "last\n"
+        for place in (folder / "bucket" / "run", again.folder):
+            assert (place / "metrics.jsonl").read_text() == expected
+            assert (place / "damaged.jsonl").read_text() == "damaged\n"
+        assert not list(again.folder.glob("*.unsent"))
+        again.close()
 
 
 def test_lines_of_a_machine_are_kept_aside_if_another_one_has_continued(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,24 +72,44 @@ def test_the_published_vit_h_has_the_published_order_of_operations() -> None:
 
 
 def test_a_cpu_has_no_known_peak() -> None:
-    assert hardware.peak_flops(torch.device("cpu")) is None
-    assert estimate.peak_seconds(PRESETS["tiny"].build(), 8, 100, place_of()) is None
+    assert hardware.peak_flops(torch.device("cpu"), "bf16") is None
+    assert estimate.peak_seconds(PRESETS["tiny"].build(), 8, 100, "bf16", place_of()) is None
 
 
 @pytest.mark.parametrize(
-    ("device", "peak"),
+    ("device", "precision", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("GTX 9", None),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", 67e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA A100 80GB PCIe", "bf16", 312e12),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("GTX 9", "bf16", None),
+        ("NVIDIA L40", "bf16", None),
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA RTX A1000", "bf16", None),
+        ("NVIDIA H100 NVL", "bf16", None),
     ],
 )
 def test_peaks_are_found_by_the_devices_name(
-    device: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+    device: str, precision: Any, peak: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
-    assert hardware.peak_flops(torch.device("cuda")) == peak
+    assert hardware.peak_flops(torch.device("cuda"), precision) == peak
+
+
+def test_frozen_parts_are_counted_without_their_backward_pass() -> None:
+    module = PRESETS["tiny"].build()
+    encoder, whole = flops.encoder_flops(module.model.config), module.flops(2, 5)
+    decoder = whole - 3 * 2 * encoder
+    module.model.image_encoder.requires_grad_(False)
+    assert module.flops(2, 5) == pytest.approx(2 * encoder + decoder)
+    module.model.image_encoder.requires_grad_(True)
+    module.model.mask_decoder.requires_grad_(False)
+    assert module.flops(2, 5) == pytest.approx(3 * 2 * encoder + decoder * 2 / 3)
 
 
 def count(module: torch.nn.Module) -> int:

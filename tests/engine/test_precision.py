@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.engine.gradients import autocast, finish, grad_scaler, loss_divisor, warm_up
+from sa1b.engine.gradients import autocast, finish, grad_scaler, loss_divisor, seed_generators, warm_up
 from sa1b.engine.parallel import ParallelConfig
 from tests.engine import checks
 from tests.engine.launch import launch
@@ -166,3 +166,13 @@ def test_hybrid_shards_in_half_precision_agree_on_overflows_and_gradients() -> N
         assert all(torch.equal(tensor, found["after"][key]) for key, tensor in found["before"].items())
         assert found["scales"] == [128.0, 64.0, 64.0]
         assert distance(rank["gradient"], rank["float32"]) < 0.02
+
+
+def test_random_numbers_depend_on_seed_step_rank_and_micro_batch() -> None:
+    keys = [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1), (0, 0, 0, 2)]
+    found = []
+    for key in keys * 2:
+        seed_generators(*key)
+        found.append(tuple(torch.rand(3).tolist()))
+    assert found[: len(keys)] == found[len(keys) :]
+    assert len(set(found)) == len(keys)

@@ -1,6 +1,7 @@
 """The distillation of an image encoder: its loss, its frozen parts, and batches without images."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from sa1b.engine.model import Divisible
 from sa1b.sam.distillation import Distillation
+from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.flops import encoder_flops
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
@@ -92,7 +94,12 @@ def test_stages_of_a_pipeline_give_the_same_losses(distillation: Distillation) -
     }
 
 
-def test_the_teacher_is_moved_and_counted_with_the_student(distillation: Distillation) -> None:
+def test_the_teacher_is_moved_and_counted_with_the_student(
+    distillation: Distillation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert distillation.flops(2, 100) == 2 * (3 * encoder_flops(STUDENT) + encoder_flops(TEACHER))
+    with monkeypatch.context() as patch:
+        patch.setattr(distillation, "_cache", EmbeddingCache(tmp_path, 1 << 20))
+        assert distillation.flops(2, 100) == 2 * 3 * encoder_flops(STUDENT)
     distillation.to("meta")
     assert distillation.teacher.pixel_mean.is_meta

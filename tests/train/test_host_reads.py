@@ -107,8 +107,8 @@ def test_a_further_read_is_found(root: Path, tmp_path: Path, monkeypatch: pytest
     run = run_of(root, tmp_path / "run", "--data.micro-batch", str(BATCH))
     compute = run.forward_backward
 
-    def reading(batch: Any) -> dict[str, Tensor]:
-        sums = compute(batch)
+    def reading(batch: Any, number: int = 0) -> dict[str, Tensor]:
+        sums = compute(batch, number)
         if sums["count"] > 0:
             sums["loss"] = sums["loss"][None][sums["count"][None] > 0].sum()
         return sums

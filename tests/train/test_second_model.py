@@ -66,6 +66,19 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert_same_state(out, second(mode, ranks))
 
 
+@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), pytest.param("ddp", 2, marks=pytest.mark.slow)])
+def test_a_resumed_run_has_the_dropout_of_an_uninterrupted_one(
+    root: Path, second: Run, tmp_path: Path, mode: str, ranks: int
+) -> None:
+    given = {"ranks": ranks, "mode": mode, "model": "reconstruction"}
+    whole = train_to_end(root, tmp_path / "whole", "--dropout", "0.3", **given)
+    out = tmp_path / "run"
+    train_to_end(root, out, "--dropout", "0.3", mishap={"what": "stop", "rank": 0, "step": 2}, **given)
+    train_to_end(root, out, "--dropout", "0.3", **given)
+    assert losses(out) == losses(whole) != losses(second(mode, ranks))
+    assert_same_state(out, whole)
+
+
 def test_world_size_and_mode_may_change_where_it_goes_on(root: Path, second: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
     seen: dict[int, list[list[int]]] = {}
