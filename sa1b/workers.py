@@ -31,6 +31,7 @@ from sa1b.errors import Sa1bError
 
 _CONTEXT = multiprocessing.get_context("spawn")  # inherits no threads, locks or handles of the parent
 STALL_RETRIES = 1
+_EXIT_SECONDS = 60.0  # a process that has sent its result and exists for longer is killed
 _KILL_SECONDS = 10.0  # a killed process that exists for longer waits in the kernel for unreachable storage
 
 
@@ -222,6 +223,7 @@ def supervise(
                     yield event
             for one in pool.stalled():
                 yield pool.kill(one)
+            pool.end_answered()
     finally:
         pool.close()
 
@@ -263,10 +265,12 @@ class _Pool:
 
     def ready(self) -> list[_Running]:
         """Wait until processes have sent messages or a process has stalled; return the former."""
-        timeout = None
-        if self.stall_timeout is not None:
-            first = min(one.last for one in self.running.values())
-            timeout = max(first + self.stall_timeout - time.monotonic(), 0)
+        limits = [
+            one.last + (_EXIT_SECONDS if one.answered else self.stall_timeout or 0.0)
+            for one in self.running.values()
+            if one.answered or self.stall_timeout is not None
+        ]
+        timeout = max(min(limits) - time.monotonic(), 0) if limits else None
         return [key.data for key, _ in self.selector.select(timeout)]
 
     def receive(self, one: _Running) -> Event | None:
@@ -275,7 +279,10 @@ class _Pool:
             kind, value = one.pipe.recv()
         except (EOFError, OSError):
             self._remove(one)
-            one.process.join()
+            one.process.join(_EXIT_SECONDS)
+            if one.process.is_alive():
+                one.process.kill()
+                one.process.join(_KILL_SECONDS)
             end = time.monotonic() + _KILL_SECONDS
             while one.process.exitcode is None and time.monotonic() < end:
                 time.sleep(0.001)  # another thread asks for its state at the same time and gets the exit code
@@ -297,6 +304,14 @@ class _Pool:
         return [
             one for one in silent if not one.pipe.poll()
         ]  # a report may have arrived while the caller was busy
+
+    def end_answered(self) -> None:
+        """Kill processes that have sent their result and do not exit, as with a thread that hangs."""
+        limit = time.monotonic() - _EXIT_SECONDS
+        for one in [one for one in self.running.values() if one.answered and one.last <= limit]:
+            self._remove(one)
+            one.process.kill()
+            one.process.join(_KILL_SECONDS)
 
     def kill(self, one: _Running) -> Event:
         """Kill a stalled process."""

@@ -20,6 +20,7 @@ from tests.worker_tasks import (
     chatter,
     die,
     double,
+    double_and_stay,
     fail,
     full_disk,
     leave,
@@ -221,3 +222,13 @@ def test_the_first_worker_starts_with_ctrl_c_blocked_too() -> None:
     line = [sys.executable, "-c", program]
     run = subprocess.run(line, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[True]"
+
+
+@pytest.mark.parametrize("stall_timeout", [None, 600.0])
+def test_a_worker_that_has_answered_and_does_not_exit_is_ended(
+    monkeypatch: pytest.MonkeyPatch, stall_timeout: float | None
+) -> None:
+    monkeypatch.setattr(workers, "_EXIT_SECONDS", 0.2)
+    events = supervise(double_and_stay, [(1,), (2,)], workers=1, stall_timeout=stall_timeout)
+    assert [(event.kind, event.value) for event in events] == [("done", 2), ("done", 4)]
+    assert multiprocessing.active_children() == []

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,12 @@ def die(marker: str, times: int, report: Report) -> str:
         path.write_text("x" * (seen + 1))
         os.kill(os.getpid(), signal.SIGKILL)
     return "alive"
+
+
+def double_and_stay(value: int, report: Report) -> int:
+    """Answers, and has a thread that keeps its process alive."""
+    threading.Thread(target=threading.Event().wait).start()
+    return 2 * value
 
 
 def leave(report: Report) -> None:
