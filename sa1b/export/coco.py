@@ -4,7 +4,8 @@
     annotations.json             all images; or annotations-0000.json, ... with a number of images in each
     parts/annotations-0000.json  beside annotations.json: the files that it was joined from, for a rerun
 
-The only category has the id 0. `bbox` is COCO's box of the mask (x, y, width, height in pixels), `area` its
+Masks of files in COCO's format keep their category, `iscrowd` and further fields; others have category 0,
+`object`. `bbox` is COCO's box of the mask (x, y, width, height in pixels), `area` its
 pixels. Annotations are numbered from 1 in each file, because COCO's tools need unique ids above 0. `mask_id`
 and the other fields of SA-1B are kept, and `sa1b reshard` reads them again.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from sa1b.errors import UsageError
 from sa1b.export.export_format import IMAGES_PER_PART, Format, Ids, Rows, blocks
 from sa1b.export.part_files import PartFiles
 from sa1b.masks import geometry, outline
@@ -27,10 +29,11 @@ from sa1b.storage.processes import temporary_path
 
 Segmentation = Literal["rle", "polygons"]
 JOINED = "annotations.json"
-_CATEGORIES = json.dumps([{"id": 0, "name": "object", "supercategory": ""}])
-_HEAD = f'{{"categories": {_CATEGORIES}, "annotations": [\n'
+_HEAD = '{"annotations": [\n'
 _MIDDLE = '], "images": [\n'
+_CATEGORIES = '], "categories": [\n'
 _TAIL = "]}\n"
+_OBJECT = {"id": 0, "name": "object", "supercategory": ""}
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Coco(Format):
 
     def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
         entries = []
+        categories: dict[int, dict[str, Any]] = {}
         first = 1
         with files.open(self._path(part)) as file:
             file.write(_HEAD.encode())
@@ -76,11 +80,15 @@ class Coco(Format):
                 if not self.annotations_only:
                     files.write(_image_path(sample.image_id), sample.jpeg)
                 for one in annotations(sample, first, self.segmentation):
+                    category = one.pop("category", _OBJECT["name"])
+                    _add(categories, {**_OBJECT, "id": one["category_id"], "name": category}, part)
                     file.write(b",\n" * (first > 1) + json.dumps(one).encode())
                     first += 1
                 entries.append(json.dumps(_entry(sample)))
             file.write(b"\n" * (first > 1) + _MIDDLE.encode())
-            file.write(",\n".join(entries).encode() + f"\n{_TAIL}".encode())
+            file.write(",\n".join(entries).encode() + f"\n{_CATEGORIES}".encode())
+            file.writelines(line.encode() for line in _separated(_listed(categories)))
+            file.write(_TAIL.encode())
 
     def finish(self, out: Path, parts: list[str], ids: Ids) -> None:
         if self.images_per_file is not None:
@@ -92,6 +100,8 @@ class Coco(Format):
                 file.writelines(_separated(self._annotations(out, parts)))
                 file.write(_MIDDLE)
                 file.writelines(_separated(self._images(out, parts)))
+                file.write(_CATEGORIES)
+                file.writelines(_separated(_listed(self._categories(out, parts))))
                 file.write(_TAIL)
             flush(partial)
             commit(partial, out / JOINED)
@@ -113,7 +123,15 @@ class Coco(Format):
     def _images(self, out: Path, parts: list[str]) -> Iterator[str]:
         for part in parts:
             with (out / self._path(part)).open(encoding="ascii") as file:
-                yield from _section(file, _MIDDLE, _TAIL)
+                yield from _section(file, _MIDDLE, _CATEGORIES)
+
+    def _categories(self, out: Path, parts: list[str]) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            with (out / self._path(part)).open(encoding="ascii") as file:
+                for line in _section(file, _CATEGORIES, _TAIL):
+                    _add(found, json.loads(line), part)
+        return found
 
 
 def _section(lines: Iterable[str], begin: str, end: str) -> Iterator[str]:
@@ -126,6 +144,23 @@ def _section(lines: Iterable[str], begin: str, end: str) -> Iterator[str]:
         if line == end:
             return
         yield line.rstrip().removesuffix(",")
+
+
+def _add(categories: dict[int, dict[str, Any]], one: dict[str, Any], part: str) -> None:
+    """Add a category to those of a file, in which each id is one category."""
+    known = categories.setdefault(one["id"], one)
+    if known != one:
+        raise UsageError(
+            f"category {one['id']} of {part}: is {known['name']!r} in one source and {one['name']!r} in "
+            "another; export the sources apart, each with a view"
+        )
+
+
+def _listed(categories: dict[int, dict[str, Any]]) -> Iterator[str]:
+    """The categories as JSON by their ids; without masks the one of SA-1B."""
+    yield from (
+        (json.dumps(categories[key]) for key in sorted(categories)) if categories else [json.dumps(_OBJECT)]
+    )
 
 
 def _separated(lines: Iterable[str]) -> Iterator[str]:
@@ -166,12 +201,20 @@ def annotations(sample: Sample, first: int, segmentation: Segmentation) -> Itera
         empty = [index for index, mask in enumerate(masks) if not mask]
         for index, mask in zip(empty, runs.select(empty).to_coco(text=True), strict=True):
             masks[index] = mask
+    origin = found.origin()
+    further = [{}] * len(masks) if origin is None else list(map(json.loads, origin["fields"].tolist()))
     for index, mask in enumerate(masks):
+        own = further[index]
+        if type(own.get("category_id")) is not int:
+            own = {key: value for key, value in own.items() if key not in ("category_id", "category")}
+        elif type(own.get("category")) is not str:
+            own = {**own, "category": str(own["category_id"])}
         yield {
             "id": first + index,
             "image_id": sample.image_id,
             "category_id": 0,
             "iscrowd": 0,
+            **{key: value for key, value in own.items() if key not in ("id", "image_id", "mask_id")},
             "bbox": boxes[index],
             "area": areas[index],
             "segmentation": mask,

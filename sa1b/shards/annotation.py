@@ -37,6 +37,7 @@ MAX_JSON_DEPTH = 100  # real files: 5; readers parse it again, also from deep ca
 
 IMAGE_KEYS = ("image_id", "width", "height", "file_name")
 PROVENANCE = "provenance"  # key of an annotation file for the origin of masks that are not SA-1B's
+ORIGIN = {"category": np.str_, "category_id": np.int64, "iscrowd": np.int64, "fields": np.str_}
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
@@ -98,6 +99,34 @@ class Annotations:
             return coco.decode_joined(self.rle, self.rle_bytes, self.height, self.width)
         return coco.decode_selected(self.rle, self.rle_bytes, select, self.height, self.width)
 
+    def origin(self) -> dict[str, npt.NDArray[Any]] | None:
+        """Fields of a file in COCO's format by mask; None: the masks come from no such file.
+
+        `category` str [N], "" for none; `category_id` int64 [N], -1 for none or one that is not an integer;
+        `iscrowd` int64 [N]; `fields` str [N], all fields of the annotation as a JSON object.
+        """
+        if self.text is None:
+            return None
+        try:
+            masks = json.loads(self.text)[PROVENANCE]["masks"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        if not isinstance(masks, list) or len(masks) != len(self) or {*map(type, masks)} - {dict}:
+            return None
+        found = {
+            "category": [one.get("category") if type(one.get("category")) is str else "" for one in masks],
+            "category_id": [_small(one.get("category_id"), -1) for one in masks],
+            "iscrowd": [_small(one.get("iscrowd"), 0) for one in masks],
+            "fields": [json.dumps(one) for one in masks],
+        }
+        return {name: np.array(found[name], kind) for name, kind in ORIGIN.items()}
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """The values [N] of a column by its name, also those of `origin`."""
+        if name not in ORIGIN:
+            return np.asarray(getattr(self, name))
+        return (self.origin() or no_origin(len(self)))[name]
+
     def to_json(self) -> Any:
         """The annotation file as parsed by `json.loads`: same values, types and key order."""
         if self.text is not None:
@@ -130,6 +159,18 @@ class Annotations:
             annotations.append(dict(zip(MASK_KEYS, values, strict=True)))
             start = end
         return {"image": image, "annotations": annotations}
+
+
+def no_origin(masks: int) -> dict[str, npt.NDArray[Any]]:
+    """The columns of `Annotations.origin` for masks that come from no file in COCO's format."""
+    values = {"category": "", "category_id": -1, "iscrowd": 0, "fields": "{}"}
+    return {
+        name: np.full(masks, value, np.array(value, ORIGIN[name]).dtype) for name, value in values.items()
+    }
+
+
+def _small(value: Any, default: int) -> int:
+    return int(value) if isinstance(value, int) and abs(value) < 1 << 53 else default
 
 
 @dataclass(frozen=True, slots=True)

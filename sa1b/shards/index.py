@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.masks.runs import Runs
-from sa1b.shards.annotation import Annotations
+from sa1b.shards.annotation import Annotations, no_origin
 
 ROW_GROUP_IMAGES = 128
 ROW_GROUP_BYTES = 64 << 20  # bytes of numbers and runs; 128 usual images hold 19 MB and never reach the limit
@@ -42,6 +42,12 @@ _PER_MASK = {  # column -> type of its values, number of values per mask
     "crop_box": (pa.float64(), 4),
     "runs_count": (pa.uint32(), 1),
 }
+_ORIGIN = {  # only of shards from files in COCO's format
+    "category": pa.string(),
+    "category_id": pa.int64(),
+    "iscrowd": pa.int64(),
+    "fields": pa.string(),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,13 +72,15 @@ class Row:
     masks_crc32c: int
 
 
-def schema(*, with_runs: bool) -> pa.Schema:
-    """The columns of an index file, with or without the decoded masks."""
+def schema(*, with_runs: bool, with_origin: bool = False) -> pa.Schema:
+    """The columns of an index file, with or without decoded masks and what COCO's files say of the masks."""
     fields = [pa.field(name, kind, nullable=False) for name, kind in _PLAIN.items()]
     for name, (kind, width) in _PER_MASK.items():
         fields.append(pa.field(name, _lists(kind if width == 1 else _lists(kind)), nullable=False))
     if with_runs:
         fields.append(pa.field("runs", _lists(_lists(pa.uint32())), nullable=False))
+    if with_origin:
+        fields += [pa.field(name, _lists(kind), nullable=False) for name, kind in _ORIGIN.items()]
     return pa.schema(fields)
 
 
@@ -91,9 +99,16 @@ class IndexWriter:
     """
 
     def __init__(self, path: Path, *, with_runs: bool) -> None:
-        self._schema = schema(with_runs=with_runs)
-        self._columns: dict[str, list[Any]] = {name: [] for name in self._schema.names}
+        self._path, self._with_runs = path, with_runs
+        self._writer: pq.ParquetWriter | None = None
+        self._columns: dict[str, list[Any]] = {}
         self._held_bytes = 0
+
+    def _open(self, *, with_origin: bool) -> None:
+        """Open the file: its first image says which columns it has."""
+        with_runs = self._with_runs
+        self._schema = schema(with_runs=with_runs, with_origin=with_origin)
+        self._columns = {name: [] for name in self._schema.names}
         integers = dict.fromkeys(_PLAIN, "DELTA_BINARY_PACKED")
         per_mask = {
             f"{name}.list.element" + ("" if width == 1 else ".list.element"): (
@@ -103,7 +118,7 @@ class IndexWriter:
         }
         runs = {RUNS_PATH: "BYTE_STREAM_SPLIT"} if with_runs else {}
         self._writer = pq.ParquetWriter(
-            path.absolute(),
+            self._path.absolute(),
             self._schema,
             compression="zstd",
             compression_level=3,
@@ -115,11 +130,16 @@ class IndexWriter:
 
     def add(self, row: Row) -> None:
         """Append one image."""
+        origin = row.annotations.origin()
+        if self._writer is None:
+            self._open(with_origin=origin is not None)
+        origin = origin or no_origin(len(row.annotations))
         for name, values in self._columns.items():
             if name in _PLAIN:
                 values.append(_plain(row, name))
             else:
-                array = row.runs.runs if name == "runs" else getattr(row.annotations, name)
+                array = row.runs.runs if name == "runs" else origin.get(name)
+                array = getattr(row.annotations, name) if array is None else array
                 values.append(array)
                 self._held_bytes += array.nbytes
         if len(self._columns["image_id"]) == ROW_GROUP_IMAGES or self._held_bytes >= ROW_GROUP_BYTES:
@@ -127,13 +147,19 @@ class IndexWriter:
 
     def close(self) -> None:
         """Write the remaining rows and the footer."""
+        if self._writer is None:
+            self._open(with_origin=False)
         if self._columns["image_id"]:
             self._write()
+        assert self._writer is not None
         self._writer.close()
 
     def abandon(self) -> None:
         """Abandon a file that cannot be completed, without writing to it again."""
-        self._writer.is_open = False  # otherwise the destructor tries to write the footer and prints an error
+        if self._writer is not None:
+            self._writer.is_open = (
+                False  # otherwise the destructor tries to write the footer and prints an error
+            )
 
     def _write(self) -> None:
         columns = self._columns
@@ -148,9 +174,14 @@ class IndexWriter:
             if width > 1:
                 masks = _list_array(np.arange(len(values) + 1) * width, masks)
             arrays[name] = _list_array(images, masks)
+        for name in _ORIGIN.keys() & columns.keys():
+            arrays[name] = _list_array(
+                images, pa.array(np.concatenate(columns[name]).tolist(), _ORIGIN[name])
+            )
         if "runs" in columns:
             arrays["runs"] = _runs_column(columns.pop("runs"), columns.pop("runs_count"))
         table = pa.Table.from_arrays([arrays[name] for name in self._schema.names], schema=self._schema)
+        assert self._writer is not None
         self._writer.write_table(table, row_group_size=rows)
 
 

@@ -106,7 +106,7 @@ class IndexReader:
         self._file = pq.ParquetFile(path.absolute())  # see index_file
         found = self._file.schema_arrow
         self.with_runs = "runs" in found.names
-        if not found.equals(schema(with_runs=self.with_runs)):
+        if not found.equals(schema(with_runs=self.with_runs, with_origin="category" in found.names)):
             raise IndexFormatError("its columns are not those of a shard index")
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
@@ -167,8 +167,8 @@ def _entry(column: pa.ChunkedArray, i: int) -> npt.NDArray[Any]:
     first, last = lists.offsets[i].as_py(), lists.offsets[i + 1].as_py()
     values = lists.values
     if not pa.types.is_list(values.type):
-        plain: npt.NDArray[Any] = values.to_numpy()[first:last]
-        return plain
+        plain: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)[first:last]
+        return plain.astype(np.str_) if plain.dtype == object else plain
     offsets = values.offsets.to_numpy()[first : last + 1]
     if len(offsets) < 2:
         return np.empty((0, 0))

@@ -273,7 +273,7 @@ class ContentCheck:
             for name in ("width", "height")
             if int(index.columns[name][row]) != getattr(annotations, name)
         ]
-        wrong += [name for name, values in numbers.items() if not _same(values, getattr(annotations, name))]
+        wrong += [name for name, values in numbers.items() if not _same(values, annotations.column(name))]
         if wrong:
             message = f"differs from the mask record in {', '.join(wrong)}"
             self.find_index("index_numbers", message, offset, annotations.image_id)

@@ -20,12 +20,13 @@ import pyarrow.parquet as pq
 from sa1b.console import command
 from sa1b.errors import ShardError
 from sa1b.progress import bar
+from sa1b.shards.annotation import no_origin
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.index_reader import UNREADABLE, index_file
 from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader
-from sa1b.views.predicate import MASK_FIELDS, Predicate, mask_values
+from sa1b.views.predicate import MASK_FIELDS, ORIGIN_FIELDS, Predicate, mask_values
 
 _IN_FLIGHT = 4  # index files waiting for each thread
 
@@ -85,9 +86,11 @@ def _part(
     per_image = {"image_id", *images} | (fields & {"width", "height"})
     if "area_fraction" in fields:
         per_image |= {"width", "height"}
-    per_mask = {MASK_FIELDS[name][0] for name in fields} - {"width", "height"} or {"runs_count"}
+    per_mask = {(MASK_FIELDS | ORIGIN_FIELDS)[name][0] for name in fields} - {"width", "height"}
     try:
         with pq.ParquetFile(index_file(reader, name), pre_buffer=True) as file:
+            absent = per_mask & ORIGIN_FIELDS.keys() - set(file.schema_arrow.names)
+            per_mask = per_mask - absent or {"runs_count"}
             table = file.read(sorted(per_image | per_mask), use_threads=False)
         columns = {name: table[name].to_numpy() for name in per_image}
         lists = {name: table[name].combine_chunks() for name in per_mask}
@@ -99,6 +102,8 @@ def _part(
             total = int(counts.sum())
 
             def column(name: str) -> npt.NDArray[Any]:
+                if name in absent:
+                    return no_origin(total)[name]
                 return np.repeat(columns[name], counts) if name in columns else _flat(lists[name], total)
 
             passed = np.concatenate([[0], np.cumsum(masks_where(mask_values(fields, column)))])
@@ -119,7 +124,7 @@ def _flat(lists: pa.ListArray, masks: int) -> npt.NDArray[Any]:
     """The values of all masks: [N] or, for boxes and points, [N, width]."""
     values = lists.flatten()
     if not pa.types.is_list(values.type):
-        flat: npt.NDArray[Any] = values.to_numpy()
+        flat: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
         return flat
     nested: npt.NDArray[Any] = values.flatten().to_numpy()
     return nested.reshape(masks, -1) if masks else np.empty((0, 4))

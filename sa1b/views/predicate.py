@@ -8,6 +8,7 @@ false, also `!=`, and `not` inverts them. Division by zero gives infinity or NaN
 
 import ast
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,9 @@ MASK_FIELDS = {
     "width": ("width", None),  # width and height of the image
     "height": ("height", None),
 }
+# Of masks from files in COCO's format; of others "", -1 and 0.
+ORIGIN_FIELDS = {name: (name, None) for name in ("category", "category_id", "iscrowd")}
+_TEXTS = ("category",)
 # `masks` is the number of masks that pass the mask condition. width and height are those of the source image,
 # image_width and image_height those of the stored image.
 IMAGE_FIELDS = (
@@ -83,7 +87,9 @@ class Predicate:
 
     def __call__(self, values: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
         """Whether each of n entries passes, bool [n]; `columns` is field -> numbers [n]."""
-        numbers = {name: np.asarray(values[name], np.float64) for name in self.fields}
+        numbers = {
+            name: np.asarray(values[name], np.str_ if name in _TEXTS else np.float64) for name in self.fields
+        }
         with np.errstate(all="ignore"):
             return np.asarray(_evaluate(self.tree, numbers), np.bool_)
 
@@ -95,19 +101,22 @@ class Predicate:
         count = len(annotations)
 
         def column(name: str) -> npt.NDArray[Any]:
-            values = getattr(annotations, name)
-            return np.full(count, values) if np.isscalar(values) else np.asarray(values)
+            values = annotations.column(name)
+            return np.full(count, values) if values.ndim == 0 else values
 
         return self(mask_values(self.fields, column))
 
 
 def mask_values(
     fields: frozenset[str], column: Callable[[str], npt.NDArray[Any]]
-) -> dict[str, npt.NDArray[np.float64]]:
-    """Field -> numbers [n] of n masks, from columns of the index; width and height once for each mask."""
+) -> dict[str, npt.NDArray[Any]]:
+    """Field -> numbers or texts [n] of n masks, from columns; width and height once for each mask."""
     values = {}
     for name in fields:
-        source, entry = MASK_FIELDS[name]
+        source, entry = (MASK_FIELDS | ORIGIN_FIELDS)[name]
+        if name in _TEXTS:
+            values[name] = column(source)
+            continue
         numbers = np.asarray(column(source), np.float64)
         if name == "area_fraction":
             with np.errstate(all="ignore"):
@@ -117,12 +126,12 @@ def mask_values(
 
 
 def mask_predicate(text: str) -> Predicate:
-    """Parse a condition on masks; the fields are `MASK_FIELDS`.
+    """Parse a condition on masks; the fields are `MASK_FIELDS` and `ORIGIN_FIELDS`.
 
     Raises:
         PredicateError: the text is not a condition, or a field is unknown.
     """
-    return _parse(text, tuple(MASK_FIELDS), "mask")
+    return _parse(text, (*MASK_FIELDS, *ORIGIN_FIELDS), "mask")
 
 
 def image_predicate(text: str) -> Predicate:
@@ -150,10 +159,11 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 _SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: np.negative, ast.UAdd: np.positive}
 _INSTEAD = {"BitAnd": "write `and`", "BitOr": "write `or`"}
+_EQUALS = re.compile("""'[^']*'|"[^"]*"|[<>!:]?=+""")
 _SUPPORTED = "use comparisons, `and`, `or`, `not`, `+ - * /`, numbers and fields"
 
 
-def _evaluate(node: ast.expr, columns: Mapping[str, npt.NDArray[np.float64]]) -> Any:
+def _evaluate(node: ast.expr, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
     match node:
         case ast.BoolOp(op, parts):
             join = np.logical_and if isinstance(op, ast.And) else np.logical_or
@@ -176,6 +186,8 @@ def _evaluate(node: ast.expr, columns: Mapping[str, npt.NDArray[np.float64]]) ->
             return columns[name]
         case ast.Constant(int() | float() as number):
             return np.float64(number)
+        case ast.Constant(str() as text):
+            return np.str_(text)
     raise AssertionError(ast.dump(node))
 
 
@@ -190,6 +202,7 @@ def _parse(text: str, known: tuple[str, ...], kind: str) -> Predicate:
             raise PredicateError(
                 f"{kind} condition: {character!r} at column {place} is not printable ASCII; remove it"
             )
+    text = _EQUALS.sub(lambda found: "==" if found[0] == "=" else found[0], text)  # as SQL writes it
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -230,6 +243,9 @@ class _Check:
                 for operator in operators:
                     if type(operator) not in _COMPARISONS:
                         raise self.refused(node, f"uses {_spelled(operator)}, which is not supported")
+                if any(getattr(part, "id", None) in _TEXTS for part in (left, *others)):
+                    self._texts(node)
+                    return True
                 for part in (left, *others):
                     self._need(part, depth, False, "a comparison takes")
                 return True
@@ -251,6 +267,8 @@ class _Check:
             case ast.Name(name):
                 if name not in self.known:
                     raise self._unknown(node, name)
+                if name in _TEXTS:
+                    raise self.refused(node, "is a text", f"compare it, as in `{name} == 'dog'`")
                 self.found.add(name)
                 return False
             case ast.Constant(bool()):
@@ -265,6 +283,20 @@ class _Check:
         if self.visit(node, depth + 1) != condition:
             wanted, found = ("conditions", "a number") if condition else ("numbers", "a condition")
             raise self.refused(node, f"is {found}", f"{who} {wanted}")
+
+    def _texts(self, node: ast.Compare) -> None:
+        """Check a comparison of texts: fields and constants, with == and !=."""
+        if {*map(type, node.ops)} - {ast.Eq, ast.NotEq}:
+            raise self.refused(node, "orders texts", "compare them with == or !=")
+        for part in (node.left, *node.comparators):
+            if not _is_text(part):
+                raise self.refused(
+                    part, "is not a text", "compare a text with a text, as in `category == 'dog'`"
+                )
+            if isinstance(part, ast.Name):
+                if part.id not in self.known:
+                    raise self._unknown(part, part.id)
+                self.found.add(part.id)
 
     def refused(self, node: ast.expr, why: str, instead: str = _SUPPORTED) -> PredicateError:
         token = ast.get_source_segment(self.text, node) or ""
@@ -283,6 +315,10 @@ class _Check:
 
     def listing(self) -> str:
         return f"fields of {self.kind}s: {', '.join(self.known)}"
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(getattr(node, "value", None), str) or getattr(node, "id", None) in _TEXTS
 
 
 _NOUNS = {

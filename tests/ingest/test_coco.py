@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import simplejpeg
 from PIL import Image
@@ -17,7 +18,10 @@ from pycocotools.coco import COCO
 
 import sa1b
 from sa1b.cli.reshard import main as reshard
+from sa1b.cli.view import main as view
 from sa1b.errors import SourceError, UsageError
+from sa1b.export.coco import Coco
+from sa1b.export.export import export
 from sa1b.shards.limits import MAX_IMAGE_PIXELS
 from sa1b.sources import coco_pair
 from sa1b.sources.coco_file import CocoFile, CocoOptions
@@ -461,3 +465,34 @@ def test_a_file_that_is_truncated_while_it_is_read_ends_no_process(tmp_path):
     file = CocoFile(path, "m", CocoOptions())
     os.truncate(path, 10)
     assert [file.annotation(number)["image_id"] for number in file.images[0].annotations] == [1]
+
+
+def test_categories_are_columns_that_select_masks_and_are_exported(tmp_path, capsys):
+    def square(number, category, **more):
+        mask = [number, 1, number + 2, 1, number + 2, 5, number, 5]
+        return {"id": number, "image_id": 1, "segmentation": [mask], "category_id": category, **more}
+
+    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}])
+    document = json.loads(path.read_text())
+    document["annotations"] = [square(1, 3, keypoints=[1, 2]), square(3, 7, iscrowd=1), square(5, 3)]
+    document["categories"] = [{"id": 3, "name": "dog"}, {"id": 7, "name": "cat"}]
+    path.write_text(json.dumps(document))
+    root, out = tmp_path / "root", tmp_path / "out"
+    assert reshard((str(path),), out=str(root), json_output=True) == 0
+    index = pq.read_table(next(root.glob("*.parquet")))
+    assert index["category"].to_pylist() == [["dog", "cat", "dog"]]
+    assert index["category_id"].to_pylist() == [[3, 7, 3]]
+    assert index["iscrowd"].to_pylist() == [[0, 1, 0]]
+    assert json.loads(index["fields"][0][0].as_py())["keypoints"] == [1, 2]
+    assert verify(root, deep=True, workers=0, quiet=True).findings == []
+    assert view(str(root), masks_where="category = 'dog' and area > 0", name="dogs") == 0
+    assert "2 of 3" in capsys.readouterr().out
+    dataset = sa1b.open(root)
+    condition = sa1b.Stream(root, global_batch=1, view="dogs").view.masks_where
+    assert condition.masks(dataset[0].annotations).tolist() == [True, False, True]
+    export(root, out, Coco(), workers=1, quiet=True)
+    document = json.loads((out / "annotations.json").read_text())
+    assert [one["category_id"] for one in document["annotations"]] == [3, 7, 3]
+    assert [one["iscrowd"] for one in document["annotations"]] == [0, 1, 0]
+    assert document["annotations"][0]["keypoints"] == [1, 2]
+    assert [(one["id"], one["name"]) for one in document["categories"]] == [(3, "dog"), (7, "cat")]

@@ -219,7 +219,9 @@ def test_an_image_without_masks():
         ("area >", "invalid syntax at column 7"),
         ("area > 1 area < 2", "invalid syntax"),
         ("area > 1; import os", "invalid syntax"),
-        ("area = 1", "column"),
+        ("category", "is a text"),
+        ("category > 'a'", "orders texts"),
+        ("category == 1", "`1` at column 13 is not a text"),
         ("(area > 1", "'(' was never closed at column 1"),
         ("area > 1\nand area < 2", "at column 9 is not printable ASCII"),
         ("area > \x001", "is not printable ASCII"),
@@ -251,3 +253,11 @@ def test_images_have_fields_of_their_own():
         assert image_predicate(f"{name} > 0").fields == {name}
     with pytest.raises(PredicateError, match="unknown field `area`.*fields of images: masks, width"):
         image_predicate("area > 2")
+
+
+def test_texts_are_compared_also_as_sql_writes_it() -> None:
+    values = {"category": np.array(["dog", "cat", ""]), "area": np.array([1, 2, 3])}
+    for text in ("category = 'dog'", 'category=="dog"', "not (category != 'dog')"):
+        assert mask_predicate(text)(values).tolist() == [True, False, False]
+    assert mask_predicate("category = 'a = b' or area = 3")(values).tolist() == [False, False, True]
+    assert mask_predicate("category = 'dog'").text == "category == 'dog'"
