@@ -93,10 +93,9 @@ def plain_root(value: Path | str) -> str:
             raise UsageError(f"{text}: names no file of this machine; pass its path")
         return f"/{path}"
     if is_url and not rest.strip("/"):
-        what = "host; pass a URL such as https://HOST/FOLDER"
-        if not scheme.startswith("http"):
-            what = f"bucket; pass a URL such as {scheme}://BUCKET/FOLDER"
-        raise UsageError(f"{text}: names no {what}")
+        if scheme.startswith("http"):
+            raise UsageError(f"{text}: names no host; pass a URL such as https://HOST/FOLDER")
+        raise UsageError(f"{text}: names no bucket; pass a URL such as {scheme}://BUCKET/FOLDER")
     return f"{scheme}:{rest}" if is_url else text
 
 

@@ -396,7 +396,8 @@ def test_the_advice_for_a_source_with_hashed_ids_gives_the_same_ids(tmp_path, ca
     else:
         (root / "tasks" / "m.json").write_text("{")
     (finding, *_) = verify(root, workers=0, quiet=True).findings
-    (advice,) = re.findall("`([^`]+)`", finding.remedy)
+    advice, *rebuild = re.findall("`([^`]+)`", finding.remedy)
+    assert [one.endswith(f"sa1b index {root}") for one in rebuild] == [True] * (lost == "task")
     assert "PATH/TO/m.json" in advice
     assert advice.endswith("--redo m --image-ids hash --images PATH/TO/IMAGES")
     with pytest.raises(UsageError, match="has m with --image-ids hash, this run has --image-ids keep"):
