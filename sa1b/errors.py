@@ -10,7 +10,7 @@ _QUERY = re.compile(r"((?:https?|s3|gs|az|abfs)://[^\s?]*?)(?:\?|%3[fF])(?=[^\s]
 _PART = re.compile(r"(https?://[^\s#;]*)[#;](?=[^\s'\"<>)\]},;:.])\S*?" + _END)
 _SIGNATURE = re.compile(r"\b(X-(?:Amz|Goog)-[A-Za-z-]+=)[^\s&'\"]+", re.IGNORECASE)
 # Characters that control a terminal or change the order of the others; not line breaks and tabs.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile("[\ud800-\udfff\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
