@@ -7,6 +7,7 @@ lists it. A process that dies at any point leaves a directory that readers can o
 
 import contextlib
 import hashlib
+import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sa1b.console import command
 from sa1b.errors import ManifestError, SourceError, TableError
 from sa1b.names import (
     is_quarantine_file,
@@ -27,7 +29,7 @@ from sa1b.names import (
     source_name,
     source_stem,
 )
-from sa1b.shards.lost_task import known_tasks
+from sa1b.shards.lost_task import known_tasks, listed_rows
 from sa1b.shards.manifest import (
     DATASET,
     QUARANTINE,
@@ -41,7 +43,6 @@ from sa1b.shards.manifest import (
     write_task,
 )
 from sa1b.shards.sample_table import (
-    COLUMNS,
     SampleTable,
     clash_message,
     clashes,
@@ -283,15 +284,15 @@ def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
     store = open_store(root)
     name = task_name(task.name, "samples")
     if task.listed is not None:
-        return task, _listed_rows(store, task)
+        rows_left = listed_rows(store, task)
+        return task, decode(_rows_of_task(store, task)) if rows_left is None else rows_left
     if task.samples is not None:
         with contextlib.suppress(OSError, TableError), store.files(name) as (path,):
             with path.open("rb") as file:
                 facts = read_facts(file)
             if {"bytes": facts.bytes, "sha256": facts.sha256} == task.samples:
                 return task, open_table(path)
-    with store.files(*(shard_files(shard.name)[1] for shard in task.shards)) as indexes:
-        rows = rows_of_indexes(indexes)
+    rows = _rows_of_task(store, task)
     store.put(name, rows)
     samples = {"bytes": len(rows), "sha256": _sha256(rows)}
     if task.samples != samples:
@@ -301,18 +302,16 @@ def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
         return task, open_table(path)
 
 
-def _listed_rows(store: Store, task: Task) -> SampleTable:
-    """The rows of a source whose task file is lost: from the table of dataset.json, or from its indexes."""
-    document = read_dataset(store)
-    with contextlib.suppress(OSError, TableError), store.files(str(document["samples"]["name"])) as (path,):
-        table = open_table(path, check=True)
-        if table.digest == document["samples"]["columns_sha256"]:
-            own = [is_shard_of(shard["name"], task.name) for shard in document["shards"]]
-            numbers, rows = np.cumsum(own) - 1, np.array(own, bool)[table.shard]
-            columns = {column: getattr(table, column)[rows] for column in COLUMNS}
-            return decode(encode(columns | {"shard": numbers[columns["shard"]]}))
+def _rows_of_task(store: Store, task: Task) -> bytes:
+    """Rows from the indexes of a source, which must have the recorded digests."""
     with store.files(*(shard_files(shard.name)[1] for shard in task.shards)) as indexes:
-        return decode(rows_of_indexes(indexes))
+        for shard, path in zip(task.shards, indexes, strict=True):
+            if _sha256(path.read_bytes()) != shard.index_sha256:
+                raise TableError(
+                    f"{store.url(shard_files(shard.name)[1])}: not the index that was written; run "
+                    f"`{command('index')} {shlex.quote(store.url(shard.name))}` to rebuild it"
+                )
+        return rows_of_indexes(indexes)
 
 
 def _withdraw(task: Task, store: Store) -> None:

@@ -8,10 +8,13 @@ import contextlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from sa1b.errors import ManifestError
+import numpy as np
+
+from sa1b.errors import ManifestError, TableError
 from sa1b.names import is_shard_of, shard_order, source_stem
 from sa1b.shards.manifest import READING, Options, ShardInfo, Task, read_dataset, readable_tasks
-from sa1b.storage.store import Root, open_store
+from sa1b.shards.sample_table import COLUMNS, SampleTable, decode, encode, open_table
+from sa1b.storage.store import Root, Store, open_store
 
 
 def known_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
@@ -75,3 +78,15 @@ def rebuilt_task(
     }
     source |= {READING: reading} if reading else {}
     return Task(source, options, versions, shards, counts, [], largest, listed=listed)
+
+
+def listed_rows(store: Store, task: Task) -> SampleTable | None:
+    """The rows of a source in the table of dataset.json; None: the table is lost or damaged."""
+    document = read_dataset(store)
+    with contextlib.suppress(OSError, TableError), store.files(str(document["samples"]["name"])) as (path,):
+        table = open_table(path, check=True)
+        if table.digest == document["samples"]["columns_sha256"]:
+            own = np.array([is_shard_of(shard["name"], task.name) for shard in document["shards"]], bool)
+            columns = {column: getattr(table, column)[own[table.shard]] for column in COLUMNS}
+            return decode(encode(columns | {"shard": (np.cumsum(own) - 1)[columns["shard"]]}))
+    return None

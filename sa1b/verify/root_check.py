@@ -124,7 +124,7 @@ class RootCheck:
             found.append(
                 ExpectedShard(
                     self.shards[name],
-                    source=None if owner is None else owner.name,
+                    source=self._source_of(name) if owner is None else owner.name,
                     table=table if name in numbers else None,
                     number=numbers.get(name, 0),
                     keep_json=None if options is None else options.keep_json,

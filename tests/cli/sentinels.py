@@ -218,8 +218,11 @@ def campaign(folder: Path, commands: int | Sequence[list[str]], seed: int = 0) -
         done = run(world, arguments)
         ends[f"{arguments[0]} {done.returncode}"] += 1
         what = [f"{name}: changed or gone" for name in violations(world, before, arguments)]
-        if arguments[0] not in ("reshard", "fetch", "index", "copy") and shards(world) != stored:
-            what.append("shards or dataset.json are changed")
+        if arguments[0] not in ("reshard", "fetch", "index", "copy"):
+            now = shards(world)
+            told = {os.path.realpath(world / one.removeprefix("file://")) for one in arguments}
+            lost = [name for name in stored if now.get(name) != stored[name]]
+            what += [f"{name}: changed" for name in lost if os.path.realpath(world / name) not in told]
         if "Traceback (most recent call last)" in done.stderr:
             what.append(f"a traceback: {done.stderr.splitlines()[-1]}")
         lines = [f"seed {seed}-{number}: sa1b {arguments}: {one}" for one in what]

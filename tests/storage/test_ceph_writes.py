@@ -185,6 +185,27 @@ def test_lost_answers_leave_one_winner(ceph_bucket: BucketStore) -> None:
     assert not ceph_bucket._requests.sizes("", deep=True)
 
 
+def test_a_lost_answer_to_the_last_call_of_an_upload_changes_nothing(
+    ceph_bucket: BucketStore, tmp_path: Path, small_parts: None
+) -> None:
+    last = []
+    for seed in range(4):
+        with (
+            Service("fault_proxy", _port(ceph_bucket), seed, 0.5, "write_lost") as proxy,
+            through(proxy, ceph_bucket) as store,
+        ):
+            path, data = file_of(tmp_path / "staged", 11_000_000, seed)
+            store.commit([path])
+            assert contents(ceph_bucket, "a.tar") == data
+            last += [
+                one
+                for one in proxy.ask({"do": "log"})["faults"]
+                if one[0].startswith("POST") and "uploadId" in one[0]
+            ]
+    assert last  # the store had completed the upload, and the client did not learn it
+    assert ceph_bucket.uploads() == []
+
+
 @pytest.mark.parametrize(
     ("rate", "size"), [(0.2, 43_000_000), pytest.param(0.05, 200_000_000, marks=pytest.mark.slow)]
 )

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import sa1b
+from benchmarks import latency_proxy
 from sa1b.errors import ManifestError
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
@@ -142,6 +143,20 @@ def test_a_run_of_samples_is_one_read(server: Service) -> None:
             reading.result()
         requests.append(stream.dataset.reader.counters().reads - before)
     assert requests == [3, 1]
+
+
+def test_a_sample_is_at_most_one_request_if_each_takes_20_ms(bucket: Path, server: Service) -> None:
+    with (
+        Service("fault_proxy", server.port, 0, 0.0) as counted,
+        latency_proxy.running(counted.port, 0.02) as slow,
+    ):
+        stream = remote(slow, epochs=1)
+        before = counted.ask({"do": "log"})["requests"]
+        found = list(sa1b.Loader(stream, quiet=True))
+        requests = counted.ask({"do": "log"})["requests"] - before
+    images = sorted(image_id for batch in found for image_id in batch.ids.tolist())
+    assert images == sorted(stream.dataset.table.image_id.tolist())
+    assert 0 < requests <= len(images)  # samples beside each other are one
 
 
 def test_batches_of_runs_are_those_of_the_folder(bucket: Path, server: Service) -> None:

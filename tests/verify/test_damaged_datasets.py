@@ -12,6 +12,8 @@ FOUND = {  # damage after which advice lost images, or did not end in Clean
     "a task file over another": [("task", "move")],
     "exchanged shards": [("shard", "swap")],
     "a task file and dataset.json": [("task", "remove"), ("document", "remove")],
+    "rows, and an index of another shard": [("rows", "cut"), ("index", "swap")],
+    "no task files, and a shard": [("folder", "remove"), ("shard", "flip")],
     "a renamed task file": [("kept", "remove"), ("task", "rename")],
     "a shard in place of another, and a table": [("table", "foreign"), ("shard", "move")],
     "a table of another directory, no dataset.json": [("table", "foreign"), ("document", "empty")],
