@@ -15,16 +15,16 @@ demo: .venv/installed
 
 # The tests that a change must pass, in four processes.
 test: .venv/installed-dev
-	$(BIN)/pytest --processes $(PROCESSES) -m "not slow"
+	$(BIN)/pytest -n $(PROCESSES) --dist loadfile -m "not slow"
 
 # These and the slow ones, an hour or more.
 test-all: .venv/installed-dev
-	$(BIN)/pytest --processes $(PROCESSES)
+	$(BIN)/pytest -n $(PROCESSES) --dist loadfile
 
 # Branches of the package that the tests reach, commands in processes of their own included.
 coverage: .venv/installed-dev
 	rm -f .coverage .coverage.*
-	-$(BIN)/coverage run -m pytest --processes $(PROCESSES) -m "not slow"
+	-$(BIN)/coverage run -m pytest -n $(PROCESSES) --dist loadfile -m "not slow"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

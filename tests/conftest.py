@@ -22,7 +22,6 @@ from hypothesis import settings
 from sa1b import workers
 from tests import forked_workers, skipped
 
-pytest_plugins = ["tests.divided_run"]
 settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
     settings.load_profile("ci")

@@ -72,11 +72,14 @@ def _stops(mark: str, rng: random.Random) -> Iterator[None]:
 
 
 def _processes(mark: str) -> Iterator[int]:
-    """The processes of a run."""
+    """The processes of a run, without the one that starts them all."""
     wanted = f"{_MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if wanted in (folder / "environ").read_bytes():
+            if (
+                wanted in (folder / "environ").read_bytes()
+                and b"pytest\0-n" not in (folder / "cmdline").read_bytes()
+            ):
                 yield int(folder.name)
 
 
@@ -122,8 +125,15 @@ def hunted(kind: str, words: list[str], folder: Path, seed: int) -> set[str]:
             setting = {"clock": ("SA1B_TEST_CLOCK", "30"), "disk": ("SA1B_TEST_DISK", "20")}[kind]
             environment |= {"LD_PRELOAD": str(library), setting[0]: setting[1]}
         processes = "4" if kind == "order" else "2"
-        options = ["-p", "tests.divided_run", "--processes", processes, "-m", "not slow"]
-        options.append(f"--randomly-seed={seed}")
+        options = [
+            "-n",
+            processes,
+            "--dist",
+            "loadfile",
+            "-m",
+            "not slow",
+            f"--randomly-seed={seed}",
+        ]
         return _failed([*options, *words], environment, folder / f"{mark}.log")
 
 

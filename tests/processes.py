@@ -273,8 +273,8 @@ class Server:
     """
 
     def __init__(self) -> None:
-        # Set by divided_run.py, for all processes of a run.
-        name = f"sa1b-tests-{os.environ.get('SA1B_TEST_RUN') or uuid.uuid4().hex}"
+        # Set by xdist, for all processes of a run.
+        name = f"sa1b-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or uuid.uuid4().hex}"
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = (
             None  # the server, or None if another process started it

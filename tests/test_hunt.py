@@ -39,7 +39,7 @@ def test_tests_that_depend_on_the_machine_are_told_from_broken_ones(kind: str, t
         kind,
         "--json",
         "--",
-        "--processes=1",
+        "-n0",
         "--rootdir",
         tmp_path,
         file,

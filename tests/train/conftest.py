@@ -17,7 +17,7 @@ Shared = Callable[[str, Callable[[Path], object]], Path]
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     """A function that returns a folder by its name, which the first process that asks for it has filled."""
     base = tmp_path_factory.getbasetemp()
-    if "SA1B_TEST_RUN" in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # the processes have a folder each below it
 
     def folder_of(name: str, make: Callable[[Path], object]) -> Path:
