@@ -38,6 +38,7 @@ import json, os, signal, sys, time
 ignored = all(signal.getsignal(one) is signal.SIG_IGN for one in (signal.SIGUSR1, signal.SIGUSR2))
 stopped = []
 signal.signal(signal.SIGUSR1, lambda *_: stopped.append(True))
+signal.signal(signal.SIGUSR2, lambda *_: open("table", "w").close())
 with open("started.partial", "w") as file:
     json.dump({"words": sys.argv[1:], "ignored": ignored, "threads": os.environ["OMP_NUM_THREADS"]}, file)
 os.rename("started.partial", "started")
@@ -161,9 +162,10 @@ def test_the_signal_before_the_time_limit_queues_the_job_again_unless_the_run_ha
     while not (tmp_path / "started").exists():
         assert job.poll() is None
         time.sleep(0.01)
-    os.kill(
-        int((tmp_path / "pid").read_text()), signal.SIGUSR2
-    )  # asks the ranks for a table and ends nothing
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGUSR2)  # asks for a table and ends nothing
+    while not (tmp_path / "table").exists():  # bash may lose a signal that meets the start of its `wait`
+        assert job.poll() is None
+        time.sleep(0.01)
     job.send_signal(signal.SIGUSR1)
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 0, output
