@@ -38,7 +38,7 @@ def work(setting: Setting, record: Record) -> None:
             multiprocessors=properties.multi_processor_count,
             l2=properties.L2_cache_size,
         )
-        peak = peak_flops(torch.device("cuda", 0))
+        peak = peak_flops(torch.device("cuda", 0), "bf16")
         record.check(
             "the peak of this GPU is known", peak, f"{properties.name}: without it no MFU is printed"
         )

@@ -22,11 +22,11 @@ def arrange(moment: Path) -> None:
     """Let the forward pass of a step allocate too much."""
     forward_backward = Run.forward_backward
 
-    def changed(self: Run, batch: Any) -> dict[str, Tensor]:
+    def changed(self: Run, batch: Any, *rest: Any) -> dict[str, Tensor]:
         if self.step == _STEP:
             moment.write_text(str(time.time()))
             torch.empty(_BYTES, dtype=torch.uint8, device=self.rank_info.device)
-        return forward_backward(self, batch)
+        return forward_backward(self, batch, *rest)
 
     cast(Any, Run).forward_backward = changed
 

@@ -131,7 +131,7 @@ def encoder(setting: Setting, record: Record) -> None:
             limit = 100 if compiled else None
             record.figure(f"{label}: forward and backward", rate, "images/s", at_least=limit)
             if setting.on_gpu:
-                peak = peak_flops(device)
+                peak = peak_flops(device, "bf16")
                 if peak is not None:
                     record.figure(f"{label}: MFU", 3 * encoder_flops(preset) * rate / peak)
                 record.figure(f"{label}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
