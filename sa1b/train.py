@@ -120,7 +120,10 @@ def train(run: Run) -> None:
 
 def run(config: Config) -> int:
     """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
-    config = fitted(config, process_rank()[1])
+    return _run(fitted(config, process_rank()[1]))
+
+
+def _run(config: Config) -> int:
     handle(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
     code = 0
     phases = Phases()
@@ -240,7 +243,7 @@ def main(
         # The other presets do not fit a CPU: hours for a step, a terabyte of activations.
         on_cpu = "tiny" if presets is PRESETS and not torch.cuda.is_available() else None
         config = fitted(settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu), world_size)
-        return run(config)
+        return _run(config)
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:

@@ -70,7 +70,10 @@ class ImageEmbedding:
 def embed_image(model: Sam, image: Any) -> ImageEmbedding:
     """Run the image encoder; arguments and errors as for `predict`."""
     check_model(model)
-    pixels = rgb_pixels(image)
+    return _embedding(model, rgb_pixels(image))
+
+
+def _embedding(model: Sam, pixels: npt.NDArray[np.uint8]) -> ImageEmbedding:
     height, width = pixels.shape[:2]
     size = model.config.image_size
     rows, columns = framed_size(height, width, size)
@@ -119,7 +122,8 @@ def predict(
     check_model(model)
     if all_candidates and multimask is False:
         raise ValueError("multimask=False: has a single mask; drop it, or all_candidates")
-    height, width = _size(image)
+    pixels = None if isinstance(image, ImageEmbedding) else rgb_pixels(image)
+    height, width = (image.height, image.width) if pixels is None else pixels.shape[:2]
     prompts, tags = _prompts(points, labels, boxes, height, width)
     kinds = (tags != NOTHING).sum(axis=1)  # prompts with equally many points and corners are decoded together
     if boxes is None and not kinds.all():
@@ -130,7 +134,7 @@ def predict(
     size = model.config.image_size
     rows, columns = framed_size(height, width, size)
     device = model.pixel_mean.device
-    embedded = image if isinstance(image, ImageEmbedding) else embed_image(model, image)
+    features = image.features if pixels is None else _embedding(model, pixels).features
     prompts = (prompts + 0.5) * (columns / width, rows / height) - 0.5
     side = 4 * model.config.side
     shape = (len(tags), MASKS - 1) if all_candidates else (len(tags),)
@@ -148,7 +152,7 @@ def predict(
             # Prompts without a box get one more point of label -1, as in the published code.
             given = slice(count + 1 if boxes is None else count)
             logits, predicted = model.decode(
-                embedded.features,
+                features,
                 torch.zeros(len(own), dtype=torch.int64, device=device),
                 torch.from_numpy(prompts[own, given].astype(np.float32)).to(device),
                 torch.from_numpy(tags[own, given]).to(device),
@@ -165,15 +169,6 @@ def predict(
             found.logits[own] = logits.cpu().numpy()
             found.predicted_iou[own] = predicted.float().cpu().numpy()
     return found
-
-
-def _size(image: Any) -> tuple[int, int]:
-    if isinstance(image, ImageEmbedding):
-        return image.height, image.width
-    if hasattr(image, "convert"):
-        return int(image.height), int(image.width)
-    height, width, _ = rgb_pixels(image).shape
-    return height, width
 
 
 def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], image_size: int) -> Tensor:

@@ -104,7 +104,7 @@ class IndexWriter:
         self._columns: dict[str, list[Any]] = {}
         self._held_bytes = 0
 
-    def _open(self, *, with_origin: bool) -> None:
+    def _open(self, *, with_origin: bool) -> pq.ParquetWriter:
         """Open the file: its first image says which columns it has."""
         with_runs = self._with_runs
         self._schema = schema(with_runs=with_runs, with_origin=with_origin)
@@ -117,7 +117,7 @@ class IndexWriter:
             for name, (kind, width) in _PER_MASK.items()
         }
         runs = {RUNS_PATH: "BYTE_STREAM_SPLIT"} if with_runs else {}
-        self._writer = pq.ParquetWriter(
+        return pq.ParquetWriter(
             self._path.absolute(),
             self._schema,
             compression="zstd",
@@ -130,10 +130,11 @@ class IndexWriter:
 
     def add(self, row: Row) -> None:
         """Append one image."""
-        origin = row.annotations.origin()
         if self._writer is None:
-            self._open(with_origin=origin is not None)
-        origin = origin or no_origin(len(row.annotations))
+            self._writer = self._open(with_origin=row.annotations.origin() is not None)
+        origin: dict[str, npt.NDArray[Any]] = {}
+        if _ORIGIN.keys() <= self._columns.keys():
+            origin = row.annotations.origin() or no_origin(len(row.annotations))
         for name, values in self._columns.items():
             if name in _PLAIN:
                 values.append(_plain(row, name))
@@ -148,18 +149,16 @@ class IndexWriter:
     def close(self) -> None:
         """Write the remaining rows and the footer."""
         if self._writer is None:
-            self._open(with_origin=False)
+            self._writer = self._open(with_origin=False)
         if self._columns["image_id"]:
             self._write()
-        assert self._writer is not None
         self._writer.close()
 
     def abandon(self) -> None:
         """Abandon a file that cannot be completed, without writing to it again."""
         if self._writer is not None:
-            self._writer.is_open = (
-                False  # otherwise the destructor tries to write the footer and prints an error
-            )
+            # Otherwise the destructor tries to write the footer and prints an error.
+            self._writer.is_open = False
 
     def _write(self) -> None:
         columns = self._columns

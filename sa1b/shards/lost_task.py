@@ -5,7 +5,7 @@ rebuilds it from the shards.
 """
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,14 @@ def rebuilt_task(
     """A task without the values that only its lost task file had: size, time and digest of the source,
     refused members and warnings."""
     source = dict.fromkeys(("name", "kind", "size", "mtime_ns", "sha256", "md5")) | {"name": name}
-    counts: dict[str, Any] = {
+    source |= {READING: reading} if reading else {}
+    counts = counts_of(shards, jpg_bytes)
+    return Task(source, options, versions, shards, counts, [], largest, listed=listed)
+
+
+def counts_of(shards: Sequence[ShardInfo], jpg_bytes: int | None) -> dict[str, Any]:
+    """The counts of a task of which only shards are known; None: unknown."""
+    return {
         "members": None,
         "images": sum(shard.images for shard in shards),
         "masks": sum(shard.masks for shard in shards),
@@ -76,8 +83,6 @@ def rebuilt_task(
         "refused": {},
         "doubtful": {},
     }
-    source |= {READING: reading} if reading else {}
-    return Task(source, options, versions, shards, counts, [], largest, listed=listed)
 
 
 def listed_rows(store: Store, task: Task) -> SampleTable | None:

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from sa1b.shards import record
+from sa1b.shards.lost_task import counts_of
 from sa1b.shards.manifest import LARGEST, READING, ShardInfo, Task
 from sa1b.storage.reader import Range, Reader
 
@@ -43,15 +44,7 @@ def partial_task(task: Task, shards: Sequence[ShardInfo], indexes: Sequence[Path
         task,
         source={**task.source, **dict.fromkeys(_UNKNOWN), READING: {**reading, "part": True}},
         shards=list(shards),
-        counts={
-            "members": None,
-            "images": sum(shard.images for shard in shards),
-            "masks": sum(shard.masks for shard in shards),
-            "jpg_bytes": jpg_bytes,
-            "refused_members": None,
-            "refused": {},
-            "doubtful": {},
-        },
+        counts=counts_of(shards, jpg_bytes),
         damage=[],
         largest=largest,
         samples=None,
