@@ -33,10 +33,6 @@ DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".p
 VIEWS = "views"
 OLD_SAMPLES = "samples.bin"  # the sample table of older directories, without a digest in its name
 READING = "reading"  # of a source: how it was read, see sa1b.sources.source.Source.reading
-_TASK_KEYS = {
-    "source": {"name", "kind", "size", "mtime_ns", "sha256", "md5"},
-    "counts": {"members", "images", "masks", "jpg_bytes", "refused_members", "refused", "doubtful"},
-}
 LARGEST = ("masks", "runs", "rle_bytes", "jpg_bytes", "masks_bytes")  # per image, in task files
 _LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstandard")
 
@@ -219,9 +215,6 @@ def parse_task(data: bytes, source_name: str, path: object) -> Task:
     document = parse_document(data, path)
     try:
         check_task(document, source_name)
-        for part, keys in _TASK_KEYS.items():
-            if set(document[part]) - {READING} != keys:
-                raise KeyError(f"{part} has {', '.join(document[part])}; expected {', '.join(sorted(keys))}")
         return Task(
             source=document["source"],
             options=Options(**document["options"]),
