@@ -81,7 +81,7 @@ def label_text(sample: Sample) -> bytes:
     """
     size = np.array([sample.annotations.width, sample.annotations.height])
     lines = []
-    for (polygon,) in filter(None, outline.polygons(sample.runs, one=True)):
+    for (polygon,) in filter(None, outline.polygons(sample.runs, single=True)):
         numbers = (polygon / size).reshape(-1).tolist()
         lines.append("0 " + " ".join(f"{number:.6f}" for number in numbers) + "\n")
     return "".join(lines).encode()

@@ -83,16 +83,12 @@ def decode(strings: Sequence[str | bytes], height: int, width: int) -> Runs:
 def decode_joined(
     buffer: bytes | bytearray | memoryview | Text, lengths: npt.NDArray[np.integer], height: int, width: int
 ) -> Runs:
-    """Like `decode`, from the concatenated strings of all masks; the buffer is not copied.
+    """`decode` for the concatenated strings of all masks; the buffer is not copied.
 
     Args:
-        buffer: the bytes of the strings.
-        lengths: integers [N], bytes of each mask's string; together the length of the buffer.
-        height, width: pixels of the image.
+        lengths: integers [N], bytes of each mask's string; their sum is the length of the buffer.
 
     Raises:
-        MaskError: the first mask that does not decode, with its reason.
-        SizeError: height or width.
         ValueError: buffer or lengths have another type or shape, or the lengths do not fit the buffer.
     """
     height, width = check_size(height, width)
@@ -124,17 +120,10 @@ def decode_selected(
     height: int,
     width: int,
 ) -> Runs:
-    """Like `decode_joined`, but only some of the masks.
-
-    Args:
-        text: uint8 [bytes], the strings of all N masks.
-        lengths: integers [N], bytes of each string; together the length of the text.
-        indices: integers [K] or bool [N], as for `Runs.select`.
-        height, width: pixels of the image.
+    """`decode_joined` for some of the masks: `indices` are integers [K] or bool [N], as for `Runs.select`.
 
     Raises:
         MaskError: the first of these masks that does not decode, by its position in `indices`.
-        SizeError: height or width.
         IndexError: an index is outside the strings.
         ValueError: the lengths do not add up to the text.
     """
@@ -143,19 +132,16 @@ def decode_selected(
     ends = np.cumsum(lengths, dtype=np.int64)
     if (total := int(ends[-1]) if len(ends) else 0) != len(text):
         raise ValueError(f"lengths must add up to the {len(text)} bytes of the text, got {total}")
-    taken = lengths[chosen].astype(np.int64)
-    starts = ends[chosen] - taken
+    chosen_lengths = lengths[chosen].astype(np.int64)
+    starts = ends[chosen] - chosen_lengths
     # The characters are an upper bound for the runs; counting the runs would take longer.
-    runs, verdicts = _parse(text, starts, taken, height, width, int(taken.sum()))
+    runs, verdicts = _parse(text, starts, chosen_lengths, height, width, most=int(chosen_lengths.sum()))
     raise_first(verdicts, height, width)
     return runs
 
 
 def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str]:
-    """The verdict on every mask of one image: "valid" or the reason why it does not decode.
-
-    Arguments and SizeError as for `decode`.
-    """
+    """For each mask of an image "valid" or the reason why it does not decode; SizeError as for `decode`."""
     height, width = check_size(height, width)
     text, lengths, wrong = join(strings)
     verdicts = [REASONS[code] for code in parse(text, lengths, height, width)[1]]
@@ -174,11 +160,7 @@ def encode(runs: Runs) -> list[bytes]:
 
 
 def encode_joined(runs: Runs) -> tuple[Text, npt.NDArray[np.int64]]:
-    """Like `encode`, with all strings concatenated.
-
-    Returns:
-        uint8 [bytes], and int64 [N], the bytes of each mask's string, as `decode_joined` takes them.
-    """
+    """`encode` with all strings joined: uint8 [bytes], and the bytes of each mask's string, int64 [N]."""
     lengths = np.empty(len(runs), np.int64)
     strings.count_characters(runs.runs, runs.offsets, lengths)
     text = np.empty(int(lengths.sum()), np.uint8)
@@ -214,7 +196,9 @@ def parse(
     text: Text, lengths: npt.NDArray[np.int64], height: int, width: int
 ) -> tuple[Runs, npt.NDArray[np.uint8]]:
     """Runs of all masks, and the verdict on each; a mask that does not decode has no runs."""
-    return _parse(text, np.cumsum(lengths) - lengths, lengths, height, width, strings.count_numbers(text))
+    return _parse(
+        text, np.cumsum(lengths) - lengths, lengths, height, width, most=strings.count_numbers(text)
+    )
 
 
 def _parse(
@@ -223,9 +207,10 @@ def _parse(
     lengths: npt.NDArray[np.int64],
     height: int,
     width: int,
+    *,
     most: int,
 ) -> tuple[Runs, npt.NDArray[np.uint8]]:
-    """Runs and verdicts of strings anywhere in the text; `most`: an upper bound for the number of runs."""
+    """Runs and verdicts of strings anywhere in the text; `most`: upper bound of runs."""
     runs = np.empty(most, np.uint32)
     offsets = np.empty(len(lengths) + 1, np.int64)
     verdicts = np.empty(len(lengths), np.uint8)

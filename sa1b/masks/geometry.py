@@ -128,7 +128,7 @@ def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None 
 def remap(
     runs: Runs, columns: npt.NDArray[np.int64], firsts: npt.NDArray[np.int64], target_height: int
 ) -> Runs:
-    """Masks remapped by a table for each axis (see sa1b.masks.compiled.transforms.remap)."""
+    """Masks remapped by a table for each axis, as in sa1b.masks.compiled.transforms."""
     boxes = np.empty((len(runs), 4), np.int64)
     measures.bbox(runs.runs, runs.offsets, runs.height, runs.width, boxes)
     source = (runs.runs, runs.offsets, runs.height, runs.width, boxes)

@@ -11,19 +11,17 @@ S = image_size pixels with the resized image at its top left (L is the longer si
     src   = ((2 * dst + 1) * S * len) // (2 * size * len_S)  for a dense mask of the frame at `size`
 
 So a mask at 256 covers exactly the part of the frame that the image covers at 1024. For an image that is
-stretched, or scaled by a transform, the caller passes other values of len_S (`taken`); the second line stays
-the same.
+stretched, or scaled by a transform, the caller passes other values of len_S (`taken`).
 
-Points and boxes are in pixels of the square, x right and y down. Pixel i covers i to i + 1, and its centre is
-at i + 0.5. A point is the centre of a source pixel: for source pixel x it is at (x + 0.5) * len_S / len. A
-box is x0, y0, x1, y1, the centres of the first and the last column and row of its mask. So both corners of
-the box of a mask of one pixel are the same point, and width and height are those of SA-1B, last minus first
-pixel. The published model has the same convention: its boxes are first and last pixel indices
-(`batched_mask_to_box`), and its prompt encoder adds 0.5 to both points and box corners. Prompts of sa1b.sam,
-where a pixel's centre has an integer index, are these coordinates minus 0.5.
+Points and boxes are in pixels of the square, x right and y down; the centre of pixel i is at i + 0.5. A point
+is the centre of a source pixel: source pixel x is at (x + 0.5) * len_S / len. A box is x0, y0, x1, y1, the
+centres of the first and the last column and row of its mask, so that width and height are those of SA-1B,
+last minus first pixel. The published model has the same convention (`batched_mask_to_box`; its prompt encoder
+adds 0.5 to points and box corners). Prompts of sa1b.sam, where a pixel's centre has an integer index, are
+these coordinates minus 0.5.
 
-This module implements the rule for numpy and the compiled kernels; sa1b.masks.raster_torch implements it for
-torch and Triton. There is no third implementation.
+This module implements the rule for numpy and the compiled kernels, sa1b.masks.raster_torch for torch and
+Triton.
 """
 
 from dataclasses import dataclass
@@ -38,12 +36,7 @@ from sa1b.masks.runs import check_size
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The mapping of `target` pixels to `source` pixels along one axis.
-
-    Attributes:
-        source, target: sizes of the axis in pixels.
-        numerator, denominator: those of the rule in the module's docstring, without a common divisor.
-    """
+    """The mapping of `target` pixels to `source` pixels along one axis; the fraction is reduced."""
 
     source: int
     target: int
@@ -57,9 +50,9 @@ class Axis:
         return np.where(sources < self.source, sources, -1)
 
     def firsts(self) -> npt.NDArray[np.int64]:
-        """The number of target pixels that read a source pixel before each one, int64 [source + 1].
+        """Number of target pixels that read a source pixel before each one, int64 [source + 1], read-only.
 
-        Source pixel s is read by the target pixels firsts[s] up to, not including, firsts[s + 1]. Read-only.
+        Source pixel s is read by the target pixels firsts[s] <= d < firsts[s + 1].
         """
         return firsts(self)
 
@@ -112,10 +105,8 @@ def framed(
 ) -> tuple[Axis, Axis]:
     """The axes (rows, columns) of the padded square of image_size pixels, rasterised at size x size.
 
-    taken: rows and columns of the square that the image covers; by default its `framed_size`.
-
-    Raises:
-        ValueError: the image does not fit into the square.
+    `taken`: rows and columns of the square that the image covers; by default its `framed_size`. ValueError if
+    they do not fit.
     """
     size, _ = check_size(size, size)
     if taken is None:

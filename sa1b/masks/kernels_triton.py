@@ -54,8 +54,7 @@ def measure_masks(
     FLIPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write the keys of the ends of the runs into keys, int64 [R], and a row for each mask into places, int64
-    [N, 8].
+    """Write the keys of the ends of the runs, int64 [R], and a row for each mask into places, int64 [N, 8].
 
     A row of places: top, bottom, left and right of the mask's box in the dense mask, clipped to the image;
     numerator and denominator of its columns; the source column that mirrors column 0, or -1.

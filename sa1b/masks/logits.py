@@ -1,13 +1,12 @@
 """Masks that a model predicts as logits, enlarged to the pixels of their image and encoded as runs.
 
     rows, columns = logit_axis(height, 683, 1024, 256), logit_axis(width, 1024, 1024, 256)
-    counted = areas(logits, rows, columns, offset=1.0)           int64 [M, 3]
-    found = runs_of_logits(logits, keep, rows, columns)          Runs at height x width
+    pixels = areas(logits, rows, columns, offset=1.0)            int64 [M, 3]
+    runs = runs_of_logits(logits, keep, rows, columns)           Runs at height x width
 
-The values are those of the published model: the logits of the padded square are enlarged to the pixels of
-the square, cropped to the image and resized to the image, both times with bilinear interpolation; see
-`sa1b.sam.prediction.at_source`. Here both interpolations of an axis are one sum of four logits, no dense mask
-is written, and only the part of a mask is computed that has a logit above the lowest threshold.
+The values are those of the published model, see `sa1b.sam.prediction.at_source`. Its two bilinear
+interpolations of an axis are one sum of four logits here, no dense mask is written, and only the part of a
+mask is computed that has a logit above the lowest threshold.
 
 16 masks of 4 % of an image of 2250 x 1500 take 41 ms with their areas, in one thread; `at_source` and
 `dense.runs_of` take 655 ms (`pytest benchmarks/test_masks.py -k logits`, the fastest of 10 calls).
@@ -31,8 +30,8 @@ class LogitAxis:
     Attributes:
         reads: int64 [n, 4], the logits that each pixel reads, in ascending order.
         weights: float32 [n, 4], their weights, which add up to 1.
-        starts: int64 [R], the first pixel that reads a logit at or after each one.
-        stops: int64 [R], the end of the pixels that read a logit at or before each one.
+        starts: int64 [R], for each logit the first pixel that reads it or a later one.
+        stops: int64 [R], for each logit the end of the pixels that read it or an earlier one.
     """
 
     reads: npt.NDArray[np.int64]
@@ -48,10 +47,10 @@ def logit_axis(length: int, taken: int, image_size: int, side: int) -> LogitAxis
     """The axis of an image in the padded square of a model.
 
     Args:
-        length: pixels of the image along the axis.
+        length: pixels of the image.
         taken: pixels of the square that the image covers, see `grid.framed_size`.
         image_size: pixels of the square.
-        side: logits along the axis.
+        side: logits.
     """
     near, near_weights = _bilinear(taken, length)  # pixels of the square, [n, 2]
     far, far_weights = _bilinear(side, image_size)  # logits, [image_size, 2]
@@ -71,15 +70,14 @@ def areas(logits: Logits, rows: LogitAxis, columns: LogitAxis, offset: float) ->
 
     Args:
         logits: float32 [M, R, R], of the padded square.
-        rows, columns: see `logit_axis`.
         offset: at least 0.
     """
-    found = np.empty((len(logits), 3), np.int64)
-    nothing = np.empty(0, np.uint32)
-    offsets = np.empty(len(logits) + 1, np.int64)
+    counts = np.empty((len(logits), 3), np.int64)
     every = np.arange(len(logits), dtype=np.int64)
-    _enlarge(logits, every, rows, columns, (0, 0), (len(rows), len(columns)), offset, found, nothing, offsets)
-    return found
+    image = (len(rows), len(columns))
+    buffers = (counts, np.empty(0, np.uint32), np.empty(len(logits) + 1, np.int64))
+    _enlarge(logits, every, rows, columns, image=image, offset=offset, buffers=buffers)
+    return counts
 
 
 def runs_of_logits(
@@ -91,17 +89,13 @@ def runs_of_logits(
     position: tuple[int, int] = (0, 0),
     image: tuple[int, int] | None = None,
 ) -> Runs:
-    """The masks of the pixels whose enlarged logit is above 0.
+    """The masks of the pixels whose enlarged logit is above 0: K masks in canonical form.
 
     Args:
         logits: float32 [M, R, R], of the padded square.
         select: which masks, integers [K] or bool [M], as for `Runs.select`.
-        rows, columns: see `logit_axis`.
         position: x and y of the enlarged logits in the image, if they are of a crop.
         image: height and width of the image; by default those of the axes.
-
-    Returns:
-        K masks of the image, in canonical form.
 
     Raises:
         SizeError: `image` is not a valid image size.
@@ -116,11 +110,19 @@ def runs_of_logits(
             f"{height} x {width} pixels (height x width)"
         )
     chosen = chosen_indices(select, len(logits))
-    counted = np.empty((len(chosen), 3), np.int64)
+    counts = np.empty((len(chosen), 3), np.int64)
     offsets = np.empty(len(chosen) + 1, np.int64)
     out = np.empty(0, np.uint32)
     for _ in range(2):  # the first pass counts the runs
-        _enlarge(logits, chosen, rows, columns, position, (height, width), 0.0, counted, out, offsets)
+        _enlarge(
+            logits,
+            chosen,
+            rows,
+            columns,
+            position=position,
+            image=(height, width),
+            buffers=(counts, out, offsets),
+        )
         out = np.empty(offsets[-1], np.uint32) if not len(out) else out
     return Runs(out, offsets, height, width)
 
@@ -130,13 +132,14 @@ def _enlarge(
     chosen: npt.NDArray[np.int64],
     rows: LogitAxis,
     columns: LogitAxis,
-    position: tuple[int, int],
+    *,
     image: tuple[int, int],
-    offset: float,
-    counted: npt.NDArray[np.int64],
-    out: npt.NDArray[np.uint32],
-    offsets: npt.NDArray[np.int64],
+    buffers: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32], npt.NDArray[np.int64]],
+    position: tuple[int, int] = (0, 0),
+    offset: float = 0.0,
 ) -> None:
+    """See `enlarge.enlarge`; `buffers` are its areas, out and out_offsets."""
+    counts, out, offsets = buffers
     of_rows = (rows.reads, rows.weights, rows.starts, rows.stops)
     of_columns = (columns.reads, columns.weights, columns.starts, columns.stops)
     enlarge.enlarge(
@@ -147,7 +150,7 @@ def _enlarge(
         *position,
         *image,
         float(offset),
-        counted,
+        counts,
         out,
         offsets,
     )
@@ -156,7 +159,7 @@ def _enlarge(
 def _bilinear(source: int, target: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """The two source pixels that each target pixel reads, [target, 2], and their weights.
 
-    Bilinear interpolation of pixel centres, without antialiasing; pixels at the border are repeated.
+    Bilinear interpolation of pixel centres without antialiasing; pixels at the border are repeated.
     """
     at = np.maximum((np.arange(target) + 0.5) * (source / target) - 0.5, 0)
     first = np.minimum(at.astype(np.int64), source - 1)

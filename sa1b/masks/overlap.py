@@ -56,14 +56,14 @@ def iou(a: Runs, b: Runs) -> npt.NDArray[np.float64]:
 
 
 def suppress(boxes: npt.ArrayLike, scores: npt.ArrayLike, max_iou: float) -> npt.NDArray[np.int64]:
-    """Non-maximum suppression: leave out each box that overlaps a box with a higher score.
+    """Non-maximum suppression: drop each box that overlaps a box with a higher score.
 
     Args:
         boxes: [N, 4], x, y, width and height in pixels, such as those of `geometry.bbox_sa1b`. The result for
             boxes of SA-1B is that of the published mask generator, whose boxes end at the last pixel too.
             Boxes without area, such as those of masks of one column, overlap only if they are equal.
         scores: [N]; of equal scores, the first one counts as higher.
-        max_iou: 0 to 1; a box is left out if its IoU with a box that stays is above.
+        max_iou: 0 to 1; a box is dropped if its IoU with a box that stays is above.
 
     Returns:
         int64 [K], indices of the boxes that stay, by descending score.
@@ -71,14 +71,14 @@ def suppress(boxes: npt.ArrayLike, scores: npt.ArrayLike, max_iou: float) -> npt
     Raises:
         ValueError: boxes or scores have another shape.
     """
-    found, ranked = np.asarray(boxes, np.float64), np.asarray(scores)
-    if found.ndim != 2 or found.shape[1] != 4 or ranked.shape != found.shape[:1]:
+    corners, ranked = np.asarray(boxes, np.float64), np.asarray(scores)
+    if corners.ndim != 2 or corners.shape[1] != 4 or ranked.shape != corners.shape[:1]:
         raise ValueError(
-            f"boxes must be [N, 4] and scores [N], got {list(found.shape)} and {list(ranked.shape)}"
+            f"boxes must be [N, 4] and scores [N], got {list(corners.shape)} and {list(ranked.shape)}"
         )
     order = np.argsort(-ranked, kind="stable")
     kept = np.empty(len(order), np.bool_)
-    pairs.suppress(np.ascontiguousarray(found[order]), float(max_iou), kept)
+    pairs.suppress(np.ascontiguousarray(corners[order]), float(max_iou), kept)
     return order[kept]
 
 

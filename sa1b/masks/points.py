@@ -88,9 +88,6 @@ def boxes_and_points(
         boxes: float32 [N, 4], x0, y0, x1, y1: the centres of the first and last column and row.
         points: float32 [N, 2], x, y; negative for an empty mask.
         areas: int64 [N], foreground pixels.
-
-    Raises:
-        ValueError: words have another type or shape.
     """
     words = _checked(runs, words)
     count = len(runs)

@@ -22,13 +22,11 @@ def encode_polygons(polygons: Sequence[Sequence[float]], height: int, width: int
     Args:
         polygons: for each polygon x and y of its vertices in turn, at least three vertices, in pixels from
             the corner of the top left pixel. They may be outside of the image.
-        height, width: pixels of the image.
 
     Raises:
         MaskError: there is no polygon, a polygon has fewer than three vertices, an odd number of coordinates
             or a coordinate that is not a finite number below 1,000,000 (bad_polygon), or the lines are longer
             than 838,861 pixels (polygon_too_long).
-        SizeError: height or width is not a valid image size.
     """
     from pycocotools import mask
 

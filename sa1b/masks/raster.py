@@ -38,8 +38,10 @@ def rasterize(
         select: which masks, K of them, as for `Runs.select`; by default all.
         out: buffer to write, uint8 or bool [K, height, width], C-contiguous. No other allocation grows with
             the dense masks.
-        dtype: dtype of a new buffer, uint8 or bool. Returns: `out`, or a new [K, height, width]: 1 is
-            foreground, 0 background.
+        dtype: dtype of a new buffer, uint8 or bool.
+
+    Returns:
+        `out`, or a new [K, height, width]: 1 is foreground, 0 background.
 
     Raises:
         SizeError: height or width is not a valid image size.
@@ -48,7 +50,7 @@ def rasterize(
     """
     source = (runs.height, runs.width)
     target = (runs.height if height is None else height, runs.width if width is None else width)
-    return fill_axes(runs, grid.resized(source, target), select, out, dtype)
+    return fill_axes(runs, grid.resized(source, target), select, out=out, dtype=dtype)
 
 
 def rasterize_frame(
@@ -71,10 +73,10 @@ def rasterize_frame(
         taken: rows and columns of the square that the image covers; by default its longer side covers all.
         select: which masks, K of them, as for `Runs.select`; by default all.
         out: buffer to write, uint8 or bool [K, size, size], C-contiguous.
-        dtype: dtype of a new buffer, uint8 or bool. boxes: int64 [K, 4], for each mask of `out` the box (top,
-            bottom, left, right, in rows and columns) outside which all pixels are 0 already. The boxes of the
-            new masks are written to it. So a reused buffer is cleared only where it was set. By default the
-            complete buffer is cleared.
+        dtype: dtype of a new buffer, uint8 or bool.
+        boxes: int64 [K, 4], for each mask of `out` the box (top, bottom, left, right, in rows and columns)
+            outside which all pixels are already 0; receives the boxes of the new masks. A reused buffer is
+            then cleared only inside these boxes. By default the complete buffer is cleared.
 
     Returns:
         `out`, or a new [K, size, size]: 1 is foreground, 0 background and padding.
@@ -86,13 +88,14 @@ def rasterize_frame(
         IndexError: `select` has an index that no mask has.
     """
     axes = grid.framed((runs.height, runs.width), image_size, size, taken)
-    return fill_axes(runs, axes, select, out, dtype, boxes)
+    return fill_axes(runs, axes, select, out=out, dtype=dtype, boxes=boxes)
 
 
 def fill_axes(
     runs: Runs,
     axes: tuple[grid.Axis, grid.Axis],
     select: npt.ArrayLike | None,
+    *,
     out: Raster | None,
     dtype: npt.DTypeLike,
     boxes: npt.NDArray[np.int64] | None = None,

@@ -62,7 +62,7 @@ def rasterize(
     source = sources(offsets, source_height, source_width)
     rows = Axis(source[0], height, source[0], torch.full_like(source[0], 2 * height))
     columns = Axis(source[1], width, source[1], torch.full_like(source[1], 2 * width))
-    return fill_axes(runs, offsets, rows, columns, flip, out, dtype)
+    return fill_axes(runs, offsets, rows, columns, flip=flip, out=out, dtype=dtype)
 
 
 def rasterize_frame(
@@ -108,7 +108,7 @@ def rasterize_frame(
         raise ValueError(f"taken must be integers [{source.shape[1]}, 2], got {list(taken.shape)}")
     taken = taken.to("cpu", torch.int64).T
     rows, columns = (Axis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2))
-    return fill_axes(runs, offsets, rows, columns, flip, out, dtype)
+    return fill_axes(runs, offsets, rows, columns, flip=flip, out=out, dtype=dtype)
 
 
 def framed_sizes(source_sizes: Tensor, image_size: int) -> Tensor:
@@ -131,11 +131,8 @@ def empty_frames(
     """Whether `rasterize_frame` sets no pixel of a mask, bool [N], from the runs. The host does not wait.
 
     A foreground run is a part of one column, or a part of its first column, all columns between and a part of
-    its last column. A part sets a pixel if target pixels read both its rows and its columns.
-
-    Args:
-        source_height, source_width: int64 [N], on the device of the runs. The other arguments are those of
-            `rasterize_frame`.
+    its last column. A part sets a pixel if target pixels read both its rows and its columns. The source sizes
+    are int64 [N] on the device of the runs.
     """
     image_size, size = check_size(image_size, size)
     if len(runs) == 0:
@@ -170,9 +167,7 @@ def empty_frames(
 def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
     """Pixels of the padded square at `size` whose centre is in the image: bool [N, size, size].
 
-    Args:
-        framed: int64 [N, 2], rows and columns of each image in the square, as `framed_sizes` returns them.
-        image_size: pixels of the square; size: pixels of a dense mask of it.
+    `framed`: int64 [N, 2], rows and columns of each image in the square, as `framed_sizes` returns them.
     """
     target = torch.arange(size, device=framed.device)
     rows, columns = (source_pixel(target, image_size, 2 * size) < framed[:, i : i + 1] for i in range(2))
@@ -220,8 +215,8 @@ class Axis:
 
     def firsts(self, pixels: Tensor, masks: Tensor) -> Tensor:
         """The first target pixel that reads a source pixel of a mask or one after it."""
-        found: Tensor = first_target(pixels, self.numerator[masks], self.denominator[masks])
-        return found
+        targets: Tensor = first_target(pixels, self.numerator[masks], self.denominator[masks])
+        return targets
 
 
 def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
@@ -247,6 +242,7 @@ def fill_axes(
     offsets: Tensor,
     rows: Axis,
     columns: Axis,
+    *,
     flip: Flip,
     out: Tensor | None,
     dtype: torch.dtype,

@@ -1,8 +1,7 @@
-"""Masks as pixels on a CUDA device: the functions of raster_torch as Triton kernels that write each pixel
-once.
+"""Masks as pixels on a CUDA device: Triton kernels with the functions of raster_torch.
 
-Arguments and results are the same, bit for bit. Triton is required: CUDA builds of torch install it;
-otherwise run `pip install 'sa1b[kernels]'`.
+The results are the same, bit for bit. Triton is required: CUDA builds of torch install it; otherwise run
+`pip install 'sa1b[kernels]'`.
 
 A dense mask is row-major, its runs go down columns, and nearly all of it is background, so most of the time
 is spent on writes. There are two launches (sa1b.masks.kernels_triton):
@@ -21,11 +20,9 @@ a mask and boxes of 1.4 % of an image on average:
     "cleared"   zero_() first, then `fill` writes the boxes only: 15 MB more, one launch more         1.02 x
     (bit masks  a bit a pixel, down the columns, and a second kernel that expands them: 268 MB more   1.25 x)
 
-`DESIGN` selects the first or the second. The ratios are computed from bytes, not measured. On a CUDA machine,
-`make gpu PARTS="raster sweep"` prints the times of both and of zero_(), and the best values of
-the constants below. Wide stores need a width that is a multiple of 16 and an `out` whose address is a
-multiple of 16, as that of any tensor that is not a view. Other widths give the same result, but are written
-a byte at a time.
+`DESIGN` selects the first or the second. The ratios are computed from bytes, not measured; `make gpu
+PARTS="raster sweep"` measures both, zero_() and the best constants. Wide stores need a width and an address
+of `out` that are multiples of 16; otherwise the result is the same, but written a byte at a time.
 """
 
 from contextlib import nullcontext
@@ -61,24 +58,12 @@ def rasterize(
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """Masks resized to height x width and rasterised, as by `sa1b.masks.geometry.resize`.
+    """Masks resized to height x width, as by `raster_torch.rasterize`, with the same arguments.
 
-    Args:
-        runs: integers [R], the pixels of each run, as in `sa1b.masks.runs.Runs`, on a CUDA device. If the
-            runs of a mask have a wrong sum, its pixels are wrong, but nothing outside `out` is written.
-        offsets: int64 [N + 1], on the same device, whose values are not checked.
-        source_height, source_width: size of the image in pixels: one value for all masks, or integers [N] on
-            the CPU or on the device. Sizes on the device are not checked.
-        height, width: pixels of a dense mask.
-        flip: mirror the image left to right, one value for all masks or bool [N]. Equals this function on
-            `sa1b.masks.geometry.flip_horizontal` of the runs, bit for bit (see raster_torch).
-        out: buffer to write, [N, height, width] of a dtype below, contiguous, on the same device.
-        dtype: dtype of a new buffer: torch.uint8, bool, bfloat16 or float32.
-
-    Returns:
-        `out`, or a new [N, height, width]: 1 is foreground, 0 background. The host does not wait for the
-        device. If sizes and flips are numbers or on the device, nothing is copied to the device either, and
-        the call can be part of a CUDA graph.
+    The runs are on a CUDA device. Offsets, and sizes on the device, are not checked: if the runs of a mask
+    have a wrong sum, its pixels are wrong, but nothing outside `out` is written. The host does not wait for
+    the device. If sizes and flips are numbers or on the device, the call copies nothing to the device and can
+    be part of a CUDA graph.
 
     Raises:
         SizeError: height, width or another size is out of range.
@@ -87,7 +72,7 @@ def rasterize(
     """
     height, width = check_size(height, width)
     source = (source_height, source_width)
-    return launch(runs, offsets, source, None, None, (height, width), flip, out, dtype)
+    return launch(runs, offsets, source, None, None, target=(height, width), flip=flip, out=out, dtype=dtype)
 
 
 def rasterize_frame(
@@ -103,26 +88,16 @@ def rasterize_frame(
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """Masks in the padded square of image_size pixels, rasterised at size x size, as `geometry.frame`.
-
-    Args:
-        image_size: pixels of the square that holds the resized image at its top left.
-        size: pixels of a dense mask.
-        taken: int64 [N, 2], rows and columns of the square that each mask's image covers, 1 to image_size; by
-            default its longer side covers all.
-        flip: mirror the image within its width; the padding stays on the right.
-        The other arguments are those of `rasterize`; the result for N masks is [N, size, size].
-
-    Raises:
-        The errors of `rasterize`.
-    """
+    """Masks in the padded square, as by `raster_torch.rasterize_frame`; errors as for `rasterize`."""
     image_size, size = check_size(image_size, size)
     if taken is not None:
         if taken.shape != (offsets.numel() - 1, 2) or taken.is_floating_point():
             raise ValueError(f"taken must be integers [{offsets.numel() - 1}, 2], got {list(taken.shape)}")
         taken = taken.to(runs.device, non_blocking=True).contiguous()
     source = (source_height, source_width)
-    return launch(runs, offsets, source, image_size, taken, (size, size), flip, out, dtype)
+    return launch(
+        runs, offsets, source, image_size, taken, target=(size, size), flip=flip, out=out, dtype=dtype
+    )
 
 
 def launch(
@@ -131,6 +106,7 @@ def launch(
     source: tuple[Size, Size],
     image_size: int | None,
     taken: Tensor | None,
+    *,
     target: tuple[int, int],
     flip: Flip,
     out: Tensor | None,

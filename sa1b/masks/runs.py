@@ -39,7 +39,7 @@ class SizeError(ValueError):
 
 
 def check_size(height: object, width: object) -> tuple[int, int]:
-    """Height and width in pixels as plain ints. Raises SizeError if they are not a valid image size."""
+    """Height and width in pixels as plain ints, or SizeError."""
     for name, value in (("height", height), ("width", width)):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
             raise SizeError(f"{name} must be an integer, got {type(value).__name__}")
@@ -54,10 +54,10 @@ def check_size(height: object, width: object) -> tuple[int, int]:
 
 
 def chosen_indices(indices: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:
-    """Indices of `count` things as int64 [K], each 0 <= index < count.
+    """Indices of `count` items as int64 [K], each 0 <= index < count.
 
     Args:
-        indices: integers [K], -count <= index < count, repeats allowed; or bool [count], the ones to keep.
+        indices: integers [K], -count <= index < count, with repeats; or bool [count], the items to keep.
 
     Raises:
         IndexError: an index is outside, a bool array has another length, or the values are not integers.
@@ -131,7 +131,7 @@ class Runs:
     def to_coco(self, *, text: bool = False) -> list[dict[str, Any]]:
         """The masks as the dicts that pycocotools takes and returns; nothing is decoded to pixels.
 
-        The inverse is `sa1b.masks.decode([mask["counts"] for mask in found], height, width)`.
+        The inverse is `sa1b.masks.decode([mask["counts"] for mask in dicts], height, width)`.
 
         Args:
             text: return `counts` as str, for JSON, instead of bytes; pycocotools accepts both.
@@ -177,14 +177,7 @@ class Runs:
 
 
 def joined(parts: Sequence[Runs], height: int, width: int) -> Runs:
-    """All masks of several lists, in their order; no parts give no masks.
-
-    Args:
-        parts: masks of images of height x width pixels.
-
-    Raises:
-        ValueError: a part belongs to an image of another size.
-    """
+    """All masks of several lists of images of height x width pixels, in order; other sizes: ValueError."""
     for part in parts:
         if (part.height, part.width) != (height, width):
             raise ValueError(

@@ -14,7 +14,7 @@ def test_pycocotools_makes_the_same_mask_of_the_polygons(one):
     for _ in range(200):
         height, width = map(int, rng.integers(1, 25, 2))
         pixels = rng.random((rng.integers(1, 4), height, width)) < rng.choice([0, 0.1, 0.5, 0.9, 1])
-        for mask, parts in zip(pixels, polygons(runs_of(pixels), one=one), strict=True):
+        for mask, parts in zip(pixels, polygons(runs_of(pixels), single=one), strict=True):
             assert bool(parts) == mask.any()
             if one:
                 assert len(parts) <= 1

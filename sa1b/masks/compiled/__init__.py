@@ -1,1 +1,1 @@
-"""Loops over runs, compiled if numba is installed: see sa1b.kernel."""
+"""Loops over runs, compiled by numba: see sa1b.kernel."""

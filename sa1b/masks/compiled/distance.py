@@ -10,16 +10,13 @@ from sa1b.kernel import kernel
 def farthest(region: npt.NDArray[np.bool_], clicked: npt.NDArray[np.int64]) -> tuple[int, int, int]:
     """The pixel of a region that is farthest from the region's outside: x, y and the squared distance.
 
-    If there are several, the first one in row-major order. Distances are between the centres of pixels, in
+    Of equally far pixels, the first in row-major order. Distances are between the centres of pixels, in
     integers, so that the result is exact. Rows whose pixels are all nearer to the outside above or below than
     the farthest pixel so far are skipped.
 
     Args:
         region: bool [height, width]; pixels outside of the array are outside of the region.
-        clicked: int64 [k, 2], x and y of pixels that are left out.
-
-    Returns:
-        Zeros if the region has no pixel that is not left out.
+        clicked: int64 [k, 2], x and y of pixels to exclude. If no pixel is left, the result is zeros.
     """
     height, width = region.shape
     vertical = np.empty((height, width), np.int32)  # distance from the nearest pixel outside in the column

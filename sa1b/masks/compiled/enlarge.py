@@ -30,20 +30,12 @@ def enlarge(
     """Write the runs of enlarged logits above 0, and the areas at three thresholds.
 
     Only the part of a mask is computed that reads a logit above -offset: all other enlarged logits are
-    weighted means of numbers that are at most -offset.
+    weighted means of numbers that are at most -offset. Rows and columns: see `sa1b.masks.logits.LogitAxis`.
 
     Args:
         logits: float32 [M, R, R].
         masks: int64 [K], indices of the logits to enlarge.
-        rows, columns: int64 [n, 4], the logits that each target row and column reads.
-        row_weights, column_weights: float32 [n, 4], the weights of these logits.
-        row_starts, column_starts: int64 [R], the first target row and column that reads a logit at or after
-            each one.
-        row_stops, column_stops: int64 [R], the end of the target rows and columns that read a logit at or
-            before each one.
-        x, y: position of the target in its image, pixels.
-        height, width: pixels of that image.
-        offset: shift of the threshold, for the areas.
+        x, y: position of the target in its image of height x width, pixels.
         areas: int64 [K, 3], receives the pixels above 0, offset and -offset.
         out: uint32 [R'], receives the runs; if it is empty, the runs are only counted.
         out_offsets: int64 [K + 1], written.

@@ -24,9 +24,7 @@ def bbox(
     width: int,
     out: npt.NDArray[np.int64],
 ) -> None:
-    """Write first column, first row, last column and last row of each mask into out [N, 4]; 0, 0, -1, -1 if
-    it is empty.
-    """
+    """Write first column, first row, last column, last row of each mask, [N, 4]; empty: 0, 0, -1, -1."""
     for mask in range(len(out)):
         left, top = np.int64(width), np.int64(height)
         right, bottom = np.int64(-1), np.int64(-1)

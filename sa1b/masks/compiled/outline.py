@@ -15,24 +15,24 @@ def trace(
 ) -> int:
     """Trace the borders of the foreground along the sides of pixels, and return their number.
 
-    A walk along a border has the foreground on its right, so that outer borders are clockwise and the borders
-    of holes are not. Pixels that touch at a corner only are separate. Each border has a side on top of a
-    foreground pixel, and the walk begins there; such sides are marked by 2 in `pixels` when they are passed.
+    A walk along a border has the foreground on its right: outer borders are clockwise, borders of holes are
+    counterclockwise. Pixels that touch at a corner only are separate. A walk begins at the upper side of a
+    foreground pixel; `pixels` is set to 2 where a walk has passed such a side.
 
     Args:
         pixels: uint8 [height, width], 0 or 1, with a border of zeros; modified.
         points: int32 [P, 2], receives x and y of the corners, without those on straight lines. P is four
-            times the number of sides on top.
+            times the number of upper sides.
         ends: int64 [number of borders], receives the end of each border in `points`.
         starts: int32 [number of borders, 2], receives row and column of a foreground pixel of each border.
     """
     count = 0
-    found = 0
+    borders = 0
     for row in range(1, pixels.shape[0]):
         for column in range(1, pixels.shape[1]):
             if pixels[row, column] != 1 or pixels[row - 1, column] != 0:
                 continue
-            starts[found, 0], starts[found, 1] = row, column
+            starts[borders, 0], starts[borders, 1] = row, column
             x, y, dx, dy = column, row, 1, 0
             last_dx, last_dy = 0, 0
             first = count
@@ -62,6 +62,6 @@ def trace(
             if last_dx == 1 and count - first > 1:  # the walk began inside a straight line
                 points[first, 0], points[first, 1] = points[count - 1, 0], points[count - 1, 1]
                 count -= 1
-            ends[found] = count
-            found += 1
-    return found
+            ends[borders] = count
+            borders += 1
+    return borders

@@ -55,8 +55,8 @@ def intersection(
 ) -> None:
     """Write the common foreground pixels of every pair into out [Na, Nb].
 
-    A box is first column, first row, last column and last row; in the box of an empty mask, the last is
-    before the first.
+    A box is first column, first row, last column and last row; for an empty mask, the last is before the
+    first.
     """
     for a in range(len(spans_a)):
         for b in range(len(spans_b)):
@@ -84,7 +84,7 @@ def intersection(
 
 @kernel
 def suppress(boxes: npt.NDArray[np.float64], max_iou: float, kept: npt.NDArray[np.bool_]) -> None:
-    """Write into kept [N] whether no box that is kept before a box overlaps it by more than `max_iou`.
+    """Write into kept [N] whether no kept box before it overlaps a box by more than `max_iou`.
 
     A box is x, y, width and height. Two boxes without area overlap completely if they are equal.
     """

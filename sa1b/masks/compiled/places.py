@@ -66,8 +66,7 @@ def boxes_and_points(
 
     Args:
         size: height and width of the image in pixels.
-        scale: horizontal and vertical factor of boxes and points.
-        words: random words, one for each mask.
+        scale: factors on x and y.
     """
     height, width = size
     across, down = scale

@@ -70,7 +70,7 @@ def parse(
 ) -> None:
     """Parse the strings text[starts[i] : starts[i] + lengths[i]] of N masks; a mask that fails has no runs.
 
-    Writes runs[:offsets[N]], offsets [N + 1] and verdicts [N]. The fast loop only detects that a mask fails;
+    Writes runs[:offsets[N]], offsets [N + 1] and verdicts [N]. The fast loop detects only that a mask fails;
     `judge` finds the reason.
     """
     one = np.uint64(1)  # unsigned indices: compiled without the test for negative ones
